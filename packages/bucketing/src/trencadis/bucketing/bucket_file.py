@@ -1,0 +1,118 @@
+"""Bucket files: the grids of both phases, written out by hand or by a tool.
+
+One shape (batch, query, context blocks) per line, each size a whole number, a list, or a
+`range(...)`; lists stand for every combination. A query of 1 makes a decode bucket, as in Gaudi's
+plugin. The lines are read as syntax, never run.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import logging
+import math
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TypeAlias
+
+from trencadis.bucketing.errors import BucketingError
+
+logger = logging.getLogger(__name__)
+
+FileShape: TypeAlias = tuple[int, int, int]
+
+# More graphs than anybody captures; a typing slip such as range(1, 10**9) stays cheap.
+MAX_SHAPES = 1 << 20
+
+
+def read_bucket_file(path: str | os.PathLike[str], *, strict: bool = True) -> tuple[FileShape, ...]:
+    """All shapes (batch, query, context blocks) of the file, sorted, each once.
+
+    Args:
+        path: the file.
+        strict: whether a bad line is an error; otherwise it is left out with a warning.
+
+    Raises:
+        BucketingError: a bad line, with its number, or no shape at all.
+        OSError: no readable file.
+    """
+    shapes: set[FileShape] = set()
+    text = Path(path).read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
+        content = line.strip()
+        if not content or content.startswith("#"):
+            continue
+        try:
+            shapes.update(_shapes(content))
+        except BucketingError as error:
+            message = f"{path}, line {number}: {content!r} {error}"
+            if strict:
+                raise BucketingError(message) from None
+            logger.warning("%s; the line is left out", message)
+    if not shapes:
+        raise BucketingError(f"{path} has no buckets: add lines such as (1, [128, 256], 0)")
+    return tuple(sorted(shapes))
+
+
+def write_bucket_file(
+    path: str | os.PathLike[str],
+    products: Iterable[Sequence[Sequence[int]]],
+    *,
+    comment: str = "",
+) -> None:
+    """Write one line per product: the sizes of (batch, query, context blocks)."""
+    lines = [f"# {line}" for line in comment.splitlines()]
+    for sizes in products:
+        parts = (str(axis[0]) if len(axis) == 1 else str(list(axis)) for axis in sizes)
+        lines.append(f"({', '.join(parts)})")
+    Path(path).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _shapes(content: str) -> Iterable[FileShape]:
+    try:
+        node = ast.parse(content, mode="eval").body
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise BucketingError("is not a shape: write (batch, query, context)") from None
+    if not isinstance(node, ast.Tuple) or len(node.elts) != 3:
+        raise BucketingError("is not a shape of three sizes: write (batch, query, context)")
+    sizes = [_sizes(element) for element in node.elts]
+    if math.prod(map(len, sizes)) > MAX_SHAPES:
+        raise BucketingError(f"has more than {MAX_SHAPES} buckets: write fewer")
+    if any(min(axis) < least for axis, least in zip(sizes, (1, 1, 0), strict=True)):
+        raise BucketingError("has a batch or query below 1, or a context below 0: raise it")
+    batch, query, context = sizes
+    return itertools.product(batch, query, context)
+
+
+def _sizes(node: ast.expr) -> Sequence[int]:
+    match node:
+        case ast.List(elts=elements):
+            sizes: Sequence[int] = [_whole(element) for element in elements]
+        case ast.Call(func=ast.Name(id="range"), args=bounds, keywords=[]) if 1 <= len(bounds) <= 3:
+            sizes = _range([_whole(bound) for bound in bounds])
+        case _:
+            sizes = [_whole(node)]
+    if not sizes:
+        raise BucketingError("has a list or range without sizes: give at least one")
+    return sizes
+
+
+def _range(bounds: Sequence[int]) -> range:
+    if len(bounds) == 3 and bounds[2] == 0:
+        raise BucketingError("has a range of step 0: give another step")
+    sizes = range(*bounds)
+    # Asked of the index past the last allowed, since len() of a huge range is an OverflowError.
+    if sizes[MAX_SHAPES : MAX_SHAPES + 1]:
+        raise BucketingError(f"has a range of more than {MAX_SHAPES} sizes: write fewer")
+    return sizes
+
+
+def _whole(node: ast.expr) -> int:
+    match node:
+        case ast.Constant(value=int(value)) if type(value) is int:
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
+            return -value
+        case _:
+            raise BucketingError("has a size that is no whole number, list or range: write one")

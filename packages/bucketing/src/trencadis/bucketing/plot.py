@@ -1,0 +1,79 @@
+"""Pictures of traffic against a grid; needs matplotlib, the `plot` extra."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from trencadis.bucketing.comparison import Comparison
+from trencadis.bucketing.fitted import Ints
+
+_GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"
+
+
+def plot_traffic(
+    rows: Ints,
+    counts: Ints | None,
+    rule: Comparison,
+    fit: Comparison,
+    path: str | os.PathLike[str],
+) -> None:
+    """Write a PNG: the lengths with the bucket edges of a rule and of a fit, and hits per bucket.
+
+    Args:
+        rows: the batches, (batch, length) each.
+        counts: how often each row came; None where each came once.
+        rule: the strategy to show beside the fit.
+        fit: the grid whose hits are drawn.
+        path: the file to write.
+    """
+    weights = np.ones(len(rows), dtype=np.int64) if counts is None else counts
+    figure = Figure(figsize=(13, 5.2), layout="constrained")
+    lengths, hits = figure.subplots(1, 2, width_ratios=(3, 2))
+    _draw_lengths(lengths, rows[:, 1], weights * rows[:, 0], rule, fit)
+    _draw_hits(hits, rows, weights, fit)
+    figure.savefig(path, dpi=130, format="png")
+
+
+def _draw_lengths(
+    axes: Axes, lengths: Ints, weights: Ints, rule: Comparison, fit: Comparison
+) -> None:
+    longest = fit.length[-1]
+    axes.hist(lengths, bins=120, range=(0, longest), weights=weights, color=_GREY)
+    top = axes.get_ylim()[1]
+    axes.set_ylim(0, top * 1.22)
+    for row, colour, height in ((rule, _ORANGE, 1.15), (fit, _BLUE, 1.05)):
+        axes.vlines(row.length, 0, top * height, color=colour, linewidth=0.7, alpha=0.45)
+        label = f"{row.strategy}: {row.graphs} graphs, {row.padding:.1%} padding"
+        at = [top * height] * len(row.length)
+        axes.plot(row.length, at, "v", color=colour, markersize=5, label=label)
+    axes.set(title="Lengths seen, and bucket edges", xlabel="tokens", ylabel="sequences")
+    axes.set_xlim(0, longest * 1.02)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _draw_hits(axes: Axes, rows: Ints, weights: Ints, fit: Comparison) -> None:
+    hits = np.zeros((len(fit.batch), len(fit.length)))
+    cell = (np.searchsorted(fit.batch, rows[:, 0]), np.searchsorted(fit.length, rows[:, 1]))
+    np.add.at(hits, cell, weights)
+    picture = axes.imshow(
+        np.where(hits > 0, hits, np.nan),
+        origin="lower",
+        aspect="auto",
+        cmap="Blues",
+        norm=LogNorm(vmin=0.5, vmax=max(1.0, hits.max())),
+    )
+    axes.set(
+        title=f"Hits per bucket of {fit.strategy}", xlabel="length bucket", ylabel="batch bucket"
+    )
+    every = -(-len(fit.length) // 16)
+    axes.set_xticks(
+        range(0, len(fit.length), every), map(str, fit.length[::every]), rotation=60, ha="right"
+    )
+    axes.set_yticks(range(len(fit.batch)), map(str, fit.batch))
+    axes.figure.colorbar(picture, ax=axes, label="batches")

@@ -1,0 +1,143 @@
+"""Bucket ranges: the values that one axis of a grid may take, from a few settings.
+
+Three strategies, each with exactly the numbers that Gaudi's vLLM plugin gives for the same
+settings (vllm-project/vllm-gaudi, `vllm_gaudi/extension/bucketing`). A range is a plain tuple of
+ints, strictly increasing. What a range leaves open up to its maximum, the grids close:
+see `trencadis.bucketing.serving_grids`.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import SupportsIndex
+
+import numpy as np
+
+from trencadis.bucketing.errors import BucketingError
+
+
+def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, ...]:
+    """Ramp-up, then stable: `min` doubled while below `step`, then the multiples of `step`.
+
+    A `min` of 0 gives a leading 0 and starts the rest at `step`. Multiples of `step` below `min`
+    are left out, and so is `max` where it is no multiple of `step`: the range stops short of it,
+    and is empty where no multiple lies in between.
+
+    >>> linear_range(2, 32, 64)
+    (2, 4, 8, 16, 32, 64)
+
+    Raises:
+        BucketingError: a negative or non-integer setting, a step of 0, or min above max.
+    """
+    low, stride, high = _checked(min, step, max)
+    first = low or stride
+    values = [0] if low == 0 else []
+    doubled = first
+    # A doubling that starts from nothing would never end; min 0 starts at step and never doubles.
+    while doubled < stride and doubled <= high:
+        values.append(doubled)
+        doubled *= 2
+    values.extend(range(-(-first // stride) * stride, high + 1, stride))
+    return tuple(values)
+
+
+def exponential_range(
+    min: SupportsIndex, step: SupportsIndex, max: SupportsIndex, limit: SupportsIndex
+) -> tuple[int, ...]:
+    """At most `limit` values spaced exponentially, each rounded up to `step`, the last one `max`.
+
+    Values that fall together after rounding are given once. A `min` of 0 or 1 is given as it is,
+    in addition to `limit` values that start at `step`; any other `min` is rounded up to `step`
+    like its followers. With a `limit` of 1 there is only `max`.
+
+    >>> exponential_range(128, 128, 2048, 10)
+    (128, 256, 384, 512, 640, 896, 1152, 1536, 2048)
+
+    Raises:
+        BucketingError: a negative or non-integer setting, a step or limit of 0, or min above max.
+    """
+    low, stride, high = _checked(min, step, max)
+    count = _integer("limit", limit)
+    if count < 1:
+        raise BucketingError(f"range limit {count} leaves no bucket: give a limit of at least 1")
+    if count == 1 or high == 0:
+        return (high,)
+    first = stride if low < 2 else low
+    # np.float_power and this order of operations, because another rounding of the same power
+    # moves a bucket by a whole step wherever a power lands on a multiple of step.
+    exponent = 1.0 / (count - 1)
+    powers = (first * float(np.float_power(high / first, exponent * i)) for i in range(count))
+    rounded = (math.ceil(power / stride) * stride for power in powers)
+    values = {value for value in rounded if value < high} | {high}
+    if low < 2:
+        values.add(low)
+    return tuple(sorted(values))
+
+
+def padding_aware_range(
+    min: SupportsIndex,
+    step: SupportsIndex,
+    max: SupportsIndex,
+    pad_max: SupportsIndex,
+    pad_percent: float,
+) -> tuple[int, ...]:
+    """Buckets as far apart as the padding limits allow.
+
+    `min` is doubled up to the first value above `step` (0 goes to 1 first); from there, of the
+    values a step apart, one is kept when skipping it would let the next pad a shape by more than
+    `pad_percent` of itself or by more than `pad_max`, or when it is a multiple of `pad_max`.
+    `max` always ends the range. A `pad_max` of 0 stands for `max`.
+
+    >>> padding_aware_range(16, 16, 128, 32, 25)
+    (16, 32, 48, 64, 80, 96, 128)
+
+    Raises:
+        BucketingError: a negative or non-integer setting, a step of 0, min above max, or a
+            `pad_percent` outside 0 to 50.
+    """
+    low, stride, high = _checked(min, step, max)
+    widest = _integer("pad_max", pad_max) or high
+    if widest < 0:
+        raise BucketingError(f"range pad_max {widest} is negative: give 0 or more")
+    if not 0 <= pad_percent <= 50:  # also turns NaN away
+        raise BucketingError(f"range pad_percent {pad_percent} is not within 0 to 50: change it")
+    values = [low]
+    while values[-1] <= stride and (values[-1] * 2 or 1) <= high:
+        values.append(values[-1] * 2 or 1)
+    if values[-1] > stride:
+        _extend_while_padding_allows(values, stride, high, widest, pad_percent)
+    if values[-1] != high:
+        values.append(high)
+    return tuple(values)
+
+
+def _extend_while_padding_allows(
+    values: list[int], step: int, max: int, pad_max: int, pad_percent: float
+) -> None:
+    for value in range(values[-1] + step, max + 1, step):
+        # The most that the next candidate could pad, if this one were skipped.
+        padding = value + step - values[-1] - 1
+        too_much = padding / (value + step) > pad_percent / 100.0 or padding > pad_max
+        if too_much or value % pad_max == 0:
+            values.append(value)
+
+
+def _checked(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, int, int]:
+    low, stride, high = _integer("min", min), _integer("step", step), _integer("max", max)
+    if low < 0:
+        raise BucketingError(f"range min {low} is negative: give 0 or more")
+    if stride < 1:
+        raise BucketingError(
+            f"range step {stride} never reaches max {high}: give a step of 1 or more"
+        )
+    if low > high:
+        raise BucketingError(f"range min {low} is above max {high}: lower min or raise max")
+    return low, stride, high
+
+
+def _integer(name: str, value: SupportsIndex) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise BucketingError(f"range {name} {value!r} is not a whole number: give an int") from None

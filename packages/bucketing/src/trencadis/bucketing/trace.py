@@ -1,0 +1,153 @@
+"""Recorded requests of a service, read from CSV or JSON lines, as lengths to fit a grid to."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+from collections.abc import Iterator
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.fitted import Floats, Ints
+
+# The prompt length under the names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
+LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
+ARRIVAL_COLUMNS = ("TIMESTAMP", "Timestamp", "timestamp", "arrival")
+
+
+@attrs.frozen(eq=False)
+class Trace:
+    """Requests in order of the file.
+
+    Attributes:
+        lengths: prompt tokens, one per request.
+        arrivals: seconds, one per request, or the unit of a file that counts in another (Mooncake:
+            milliseconds); None where the file has no arrival times.
+    """
+
+    lengths: Ints
+    arrivals: Floats | None = None
+
+    def requests(self) -> Ints:
+        """Every request as a batch of its own: one row (1, length) each."""
+        return np.column_stack([np.ones_like(self.lengths), self.lengths])
+
+    def batches(self, window: float, max_num_seqs: int) -> Ints:
+        """The prompt batches of a server that gathers what arrives within a window.
+
+        Args:
+            window: its length, in the unit of `arrivals`.
+            max_num_seqs: the most requests of a batch; a window with more makes several.
+
+        Returns:
+            One row (batch, longest length) per batch of at most `max_num_seqs` requests.
+
+        Raises:
+            BucketingError: a trace without arrival times, or an argument that gives no batch.
+        """
+        if self.arrivals is None:
+            raise BucketingError("the trace has no arrival times: give one with a timestamp column")
+        if not window > 0 or max_num_seqs < 1:
+            raise BucketingError(
+                f"no batches of {max_num_seqs} sequences in windows of {window}: raise them"
+            )
+        order = np.argsort(self.arrivals, kind="stable")
+        slots = (self.arrivals[order] // window).astype(np.int64)
+        rows: list[tuple[int, int]] = []
+        for slot in np.split(self.lengths[order], np.flatnonzero(np.diff(slots)) + 1):
+            for start in range(0, len(slot), max_num_seqs):
+                batch = slot[start : start + max_num_seqs]
+                rows.append((len(batch), int(batch.max())))
+        return np.array(rows, dtype=np.int64)
+
+
+def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Trace:
+    """Read a trace: CSV with a header, or JSON objects one per line (`.jsonl`).
+
+    Args:
+        path: the file; its suffix says which of the two it is.
+        column: the name of the prompt length; by default the first of `LENGTH_COLUMNS` present.
+
+    Raises:
+        BucketingError: no request, no such column, or a length that is no whole number of at
+            least 1; the message has the line.
+        OSError: no readable file.
+    """
+    lengths: list[int] = []
+    arrivals: list[float] = []
+    times: str | None = None
+    for line, row in _rows(Path(path)):
+        if not lengths:
+            column = column or next((name for name in LENGTH_COLUMNS if name in row), None)
+            times = next((name for name in ARRIVAL_COLUMNS if name in row), None)
+        if column is None or column not in row:
+            raise BucketingError(
+                f"{path}, line {line} has columns {', '.join(map(str, row))}: "
+                f"name the one with the prompt length, such as {column or LENGTH_COLUMNS[0]}"
+            )
+        lengths.append(_length(path, line, row[column]))
+        if times is not None:
+            arrivals.append(_seconds(path, line, row.get(times)))
+    if not lengths:
+        raise BucketingError(f"{path} has no requests: give a trace with at least one")
+    known = np.array(arrivals) if len(arrivals) == len(lengths) else None
+    return Trace(np.array(lengths, dtype=np.int64), known)
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        if path.suffix in {".jsonl", ".ndjson"}:
+            for line, text in enumerate(file, start=1):
+                if text.strip():
+                    yield line, _json_object(path, line, text)
+        else:
+            reader = csv.DictReader(file)
+            for row in reader:
+                yield reader.line_num, row
+
+
+def _json_object(path: Path, line: int, text: str) -> dict[str, Any]:
+    try:
+        row = json.loads(text)
+    except ValueError as error:
+        raise BucketingError(f"{path}, line {line} is no JSON ({error}): mend it") from None
+    if not isinstance(row, dict):
+        raise BucketingError(f"{path}, line {line} is no JSON object: mend it")
+    return row
+
+
+def _length(path: object, line: int, value: object) -> int:
+    try:
+        length = float(str(value))
+        whole = int(length)
+    except (ValueError, OverflowError):
+        length, whole = 0.0, -1
+    if whole != length or whole < 1:
+        raise BucketingError(
+            f"{path}, line {line}: length {value!r} is no whole number of at least 1: "
+            "mend the line or take it out"
+        )
+    return whole
+
+
+def _seconds(path: object, line: int, value: object) -> float:
+    text = str(value)
+    # fromisoformat of Python 3.10 reads six digits of a second; the Azure traces have seven. The
+    # zone is left out: only differences matter.
+    date = re.match(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?", text)
+    try:
+        if date is None:
+            return float(text)
+        moment = datetime.fromisoformat(date[1]).replace(tzinfo=timezone.utc)
+        return moment.timestamp() + float(date[2] or 0)
+    except ValueError:
+        raise BucketingError(
+            f"{path}, line {line}: {text!r} is no time: give seconds or an ISO date"
+        ) from None

@@ -1,0 +1,141 @@
+"""Settings: from the environment and back, and what is turned away."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.bucketing import AxisConfig, BucketingConfig, BucketingError
+
+AXES = ("prompt_batch", "prompt_query", "prompt_context", "decode_batch", "decode_blocks")
+
+optional = st.none() | st.integers(1, 10_000)
+axis_configs = st.builds(
+    AxisConfig,
+    min=st.none() | st.integers(0, 10),
+    step=optional,
+    max=st.none() | st.integers(10, 10_000),
+    limit=optional,
+    pad_max=optional,
+    pad_percent=st.none() | st.integers(0, 50),
+)
+strategies = st.sampled_from(["exp", "lin", "pad", "fit"])
+paths = st.none() | st.text("abc/._-", min_size=1)
+configs = st.builds(
+    BucketingConfig,
+    strategy=strategies,
+    prompt_strategy=st.none() | strategies,
+    decode_strategy=st.none() | strategies,
+    **dict.fromkeys((*AXES, "decode_seq"), axis_configs),
+    bucket_file=paths,
+    prompt_traffic=paths,
+    decode_traffic=paths,
+    contiguous_pa=st.booleans(),
+)
+
+
+@given(configs)
+def test_settings_survive_the_environment_and_a_process(config: BucketingConfig) -> None:
+    assert BucketingConfig.from_env(config.to_env()) == config
+    assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301 - our own
+
+
+def test_nothing_set_is_the_default() -> None:
+    assert BucketingConfig.from_env({}) == BucketingConfig()
+    assert BucketingConfig().strategy == "exp"
+    assert BucketingConfig.from_env({"VLLM_BUCKETING_STRATEGY": ""}) == BucketingConfig()
+
+
+def test_every_variable_of_the_plugin_has_its_place() -> None:
+    places = {
+        "PROMPT_BS": "prompt_batch",
+        "PROMPT_QUERY": "prompt_query",
+        "PROMPT_SEQ": "prompt_query",
+        "PROMPT_CTX": "prompt_context",
+        "DECODE_BS": "decode_batch",
+        "DECODE_BLOCK": "decode_blocks",
+        "DECODE_SEQ": "decode_seq",
+    }
+    for part, field in places.items():
+        for parameter in ("min", "step", "max", "limit", "pad_max", "pad_percent"):
+            name = f"VLLM_{part}_BUCKET_{parameter.upper()}"
+            config = BucketingConfig.from_env({name: "7"})
+            assert getattr(getattr(config, field), parameter) == 7
+            assert attrs.evolve(config, **{field: AxisConfig()}) == BucketingConfig()
+
+
+def test_seq_stands_in_for_query_setting_by_setting() -> None:
+    config = BucketingConfig.from_env(
+        {
+            "VLLM_PROMPT_QUERY_BUCKET_MAX": "2048",
+            "VLLM_PROMPT_SEQ_BUCKET_MAX": "1024",
+            "VLLM_PROMPT_SEQ_BUCKET_STEP": "64",
+        }
+    )
+    assert config.prompt_query == AxisConfig(step=64, max=2048)
+
+
+@pytest.mark.parametrize(("value", "strategy"), [("true", "exp"), ("0", "lin")])
+def test_the_deprecated_flag_overrules_every_strategy(
+    value: str, strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = BucketingConfig.from_env(
+        {
+            "VLLM_EXPONENTIAL_BUCKETING": value,
+            "VLLM_BUCKETING_STRATEGY": "pad",
+            "VLLM_DECODE_BUCKETING_STRATEGY": "pad",
+        }
+    )
+    assert (config.strategy, config.decode_strategy) == (strategy, None)
+    assert f"set VLLM_BUCKETING_STRATEGY={strategy}" in caplog.text
+
+
+def test_a_variable_without_effect_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        BucketingConfig.from_env({"VLLM_DECODE_CTX_BUCKET_MIN": "1", "VLLM_PROMPT_RATIO": "1"})
+    assert [record.getMessage() for record in caplog.records] == [
+        "VLLM_DECODE_CTX_BUCKET_MIN has no effect: no bucket grid has such an axis or setting"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"VLLM_PROMPT_BS_BUCKET_STEP": "0"}, "VLLM_PROMPT_BS_BUCKET_STEP=0: .* at least 1"),
+        ({"VLLM_DECODE_BLOCK_BUCKET_MIN": "-1"}, "VLLM_DECODE_BLOCK_BUCKET_MIN=-1: .* at least 0"),
+        ({"VLLM_DECODE_BS_BUCKET_MAX": "nan"}, "VLLM_DECODE_BS_BUCKET_MAX=nan is not a whole"),
+        ({"VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT": "51"}, "PAD_PERCENT=51: .* 0 to 50"),
+        ({"VLLM_PROMPT_SEQ_BUCKET_STEP": "x"}, "VLLM_PROMPT_SEQ_BUCKET_STEP=x"),
+        (
+            {"VLLM_PROMPT_BS_BUCKET_MIN": "8", "VLLM_PROMPT_BS_BUCKET_MAX": "4"},
+            "VLLM_PROMPT_BS_BUCKET_MIN and VLLM_PROMPT_BS_BUCKET_MAX: bucket min 8 is above max 4",
+        ),
+        (
+            {"VLLM_BUCKETING_STRATEGY": "linear"},
+            r"'linear' \(VLLM_BUCKETING_STRATEGY\) is unknown: choose from exp, lin, pad, fit",
+        ),
+        ({"VLLM_PROMPT_BUCKETING_STRATEGY": "x"}, "VLLM_PROMPT_BUCKETING_STRATEGY"),
+        ({"VLLM_CONTIGUOUS_PA": "maybe"}, "VLLM_CONTIGUOUS_PA=maybe is neither true nor false"),
+        ({"VLLM_EXPONENTIAL_BUCKETING": "2"}, "VLLM_EXPONENTIAL_BUCKETING=2 is neither"),
+    ],
+)
+def test_a_bad_value_names_its_variable(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(BucketingError, match=message):
+        BucketingConfig.from_env(environ)
+
+
+def test_a_bad_value_in_code_names_its_setting() -> None:
+    with pytest.raises(BucketingError, match="bucket step nan must be a whole number"):
+        AxisConfig(step=math.nan)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="bucket max True must be a whole number"):
+        AxisConfig(max=True)
+    with pytest.raises(BucketingError, match="contiguous_pa 'no' is no bool"):
+        BucketingConfig(contiguous_pa="no")  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="bucket_file 3 is no str"):
+        BucketingConfig(bucket_file=3)  # type: ignore[arg-type]

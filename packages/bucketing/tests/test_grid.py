@@ -1,0 +1,228 @@
+"""The grid: look-ups against brute force, holes and costs, fallback, cover."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.bucketing import Bucket, BucketGrid, BucketingError, linear_range
+
+PLUGIN = json.loads((Path(__file__).parent / "data" / "plugin_ranges.json").read_text())
+NAMES = ("batch", "query", "blocks")
+
+
+class Price:
+    """An arbitrary but repeatable cost, blind to size."""
+
+    def __init__(self, salt: int) -> None:
+        self.salt = salt
+
+    def __call__(self, bucket: Bucket) -> float:
+        return float(hash((self.salt, *bucket.shape)) % 7)
+
+
+def cheapest_by_brute_force(
+    grid: BucketGrid, cost: Price | None, shape: tuple[int, ...]
+) -> Bucket | None:
+    def key(bucket: Bucket) -> tuple[float, Bucket]:
+        return (cost(bucket) if cost else math.prod(n or 1 for n in bucket.shape), bucket)
+
+    return min((bucket for bucket in grid if bucket.dominates(shape)), key=key, default=None)
+
+
+@st.composite
+def filtered_grids(draw: st.DrawFn) -> tuple[BucketGrid, Price | None]:
+    """One to three axes, any holes, the default cost or an arbitrary one."""
+    names = NAMES[: draw(st.integers(1, 3))]
+    sizes = st.sets(st.integers(0, 20), min_size=1, max_size=6).map(sorted)
+    axes = {name: draw(sizes) for name in names}
+    product = list(itertools.product(*axes.values()))
+    kept = draw(st.sets(st.sampled_from(product), min_size=1))
+    cost = draw(st.none() | st.builds(Price, st.integers(0, 1000)))
+    filters = [lambda bucket: bucket.shape in kept]
+    grid = BucketGrid(axes, filters=filters, **({"cost": cost} if cost else {}))
+    assert {bucket.shape for bucket in grid} == kept
+    return grid, cost
+
+
+@given(filtered_grids(), st.data())
+def test_find_is_the_cheapest_that_dominates(
+    made: tuple[BucketGrid, Price | None], data: st.DataObject
+) -> None:
+    grid, cost = made
+    shape = tuple(data.draw(st.integers(0, 22)) for _ in grid.axes)
+    assert grid.find(shape) == cheapest_by_brute_force(grid, cost, shape)
+
+
+@given(filtered_grids())
+def test_a_grid_from_its_own_shapes_answers_alike(made: tuple[BucketGrid, Price | None]) -> None:
+    grid, cost = made
+    shapes = [bucket.shape for bucket in reversed(grid.buckets)]
+    again = BucketGrid.from_shapes(grid.axes, shapes, **({"cost": cost} if cost else {}))
+    assert again.buckets == grid.buckets
+    for shape in itertools.product((0, 3, 11, 20), repeat=len(grid.axes)):
+        assert again.find(shape) == grid.find(shape)
+
+
+@given(filtered_grids(), st.integers(0, 25))
+def test_cover_finds_every_gap(made: tuple[BucketGrid, Price | None], end: int) -> None:
+    grid, _ = made
+    limits = [end] * len(grid.axes)
+    # Reachable, as an example of a budget: shapes whose sizes add up to no more than 20.
+    gaps = grid.cover(limits, lambda low, high: sum(low) <= 20)
+    missing = {
+        shape
+        for shape in itertools.product(range(end + 1), repeat=len(limits))
+        if sum(shape) <= 20 and grid.find(shape) is None
+    }
+    assert bool(gaps) == bool(missing)
+    for shape in missing:
+        assert any(all(map(int.__le__, shape, gap)) for gap in gaps)
+
+
+def test_find_prefers_the_cheap_bucket_to_the_first_in_order() -> None:
+    # (1, 4096) sorts before (2, 128), and pads sixteen times as much.
+    grid = BucketGrid.from_shapes(("batch", "seq"), [(1, 4096), (2, 128)])
+    assert grid.find((1, 100)) == Bucket(("batch", "seq"), (2, 128))
+
+
+def test_padding_of_the_documentations_example() -> None:
+    # Page "Bucketing Mechanism" of the plugin's documentation: 3 sequences, 412 tokens.
+    grid = BucketGrid({"batch": (1, 2, 4), "seq": linear_range(128, 128, 2048)})
+    buckets = {(3, 412): (4, 512), (2, 412): (2, 512), (4, 513): (4, 640)}
+    for shape, expected in buckets.items():
+        assert grid.find(shape) == Bucket(("batch", "seq"), expected)
+    assert grid.padding((3, 412)) == pytest.approx(4 * 512 / (3 * 412) - 1)
+    assert grid.padding((4, 512)) == 0
+
+
+def test_padding_of_what_costs_nothing() -> None:
+    grid = BucketGrid({"seq": (0, 128)}, cost=lambda bucket: bucket["seq"])
+    assert grid.padding((0,)) == 0
+    assert BucketGrid({"seq": (128,)}, cost=lambda bucket: bucket["seq"]).padding((0,)) == math.inf
+
+
+def test_past_the_grid_there_is_only_a_fallback() -> None:
+    grid = BucketGrid({"batch": (1, 2, 4), "seq": (128, 256)})
+    assert grid.find((5, 100)) is None
+    assert grid.find((1, 257)) is None
+    # ceil(5 ** (1/3)) * 2 = 4 and ceil(4001 ** (1/3)) * 32 = 512.
+    assert grid.fallback((5, 4001)) == Bucket(("batch", "seq"), (8, 4096))
+    assert grid.padding((5, 4001)) == 8 * 4096 / (5 * 4001) - 1
+
+
+@pytest.mark.parametrize(("given", "expected"), PLUGIN["common.calc_fallback_value (n, base_step)"])
+def test_fallback_grows_as_the_plugin_does(given: list[int], expected: int) -> None:
+    size, step = given
+    name = "batch" if step == 2 else "blocks"
+    assert BucketGrid({name: [1]}).fallback((size,)).shape == (expected,)
+
+
+@given(filtered_grids(), st.data())
+def test_fallback_dominates_and_keeps_to_the_axis_where_it_can(
+    made: tuple[BucketGrid, Price | None], data: st.DataObject
+) -> None:
+    grid, _ = made
+    shape = tuple(data.draw(st.integers(0, 10_000)) for _ in grid.axes)
+    fallback = grid.fallback(shape)
+    assert fallback.dominates(shape)
+    for axis, size in zip(grid.axes, shape, strict=True):
+        reach = grid.values(axis)[-1]
+        assert size > reach or fallback[axis] <= reach
+
+
+def test_reachable_leaves_out_what_nothing_pads_to() -> None:
+    grid = BucketGrid(
+        {"batch": (1, 4, 8), "query": (128, 512)},
+        reachable=lambda low, high: low[0] * low[1] <= 512,
+    )
+    # (8, 512) would take batches of 5 to 8 with 129 to 512 tokens: 645 at least.
+    assert [bucket.shape for bucket in grid] == [(1, 128), (1, 512), (4, 128), (4, 512), (8, 128)]
+    assert grid.cover() == ()
+    assert grid.cover(limits=(9, 512)) == ((9, 128),)
+
+
+def test_a_grid_says_what_it_is() -> None:
+    grid = BucketGrid({"batch": (1, 2), "seq": (128,)}, phase="prompt", origin="From here")
+    assert grid.describe() == ("From here", "Generated 2 prompt buckets: [(1, 128), (2, 128)]")
+    assert BucketGrid({"n": [1]}).describe() == ("Generated 1 buckets: [(1,)]",)
+    assert repr(grid) == "<BucketGrid prompt: 2 buckets, 2 batch × 1 seq>"
+    assert (len(grid), list(grid)) == (2, list(grid.buckets))
+    assert Bucket(("batch", "seq"), (2, 128)) in grid
+    assert Bucket(("batch", "seq"), (2, 127)) not in grid
+    assert (2, 128) not in grid
+    assert grid.values("batch") == (1, 2)
+    assert grid.phase == "prompt"
+
+
+def test_a_bucket_is_a_value() -> None:
+    bucket = Bucket(("batch", "seq"), (4, 512))
+    assert (bucket["batch"], bucket["seq"]) == (4, 512)
+    assert bucket == Bucket(["batch", "seq"], [4, 512])
+    assert hash(bucket) == hash(pickle.loads(pickle.dumps(bucket)))  # noqa: S301 - our own
+    assert Bucket(("n",), (2,)) < Bucket(("n",), (10,)) >= Bucket(("n",), (9,))
+    assert repr(bucket) == "Bucket(batch=4, seq=512)"
+    with pytest.raises(AttributeError):
+        bucket.shape = (1, 1)  # type: ignore[misc]
+    with pytest.raises(KeyError, match="this bucket has batch, seq"):
+        bucket["query"]
+    with pytest.raises(BucketingError, match="give one size per axis"):
+        Bucket(("batch",), (1, 2))
+
+
+def test_a_grid_travels_to_another_process() -> None:
+    grid = BucketGrid({"batch": (1, 2, 4), "seq": linear_range(128, 128, 2048)})
+    there = pickle.loads(pickle.dumps(grid))  # noqa: S301 - our own
+    assert there.buckets == grid.buckets
+    assert there.find((3, 412)) == grid.find((3, 412))
+
+
+def test_threads_share_a_grid() -> None:
+    grid = BucketGrid({"batch": linear_range(1, 8, 64), "seq": linear_range(128, 128, 2048)})
+    shapes = list(itertools.product(range(1, 65, 3), range(1, 2049, 111)))
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: [grid.find(shape) for shape in shapes], range(8)))
+    assert all(answer == answers[0] for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({}, "without axes"),
+        ({"seq": []}, "axis seq has no sizes: give at least one"),
+        ({"seq": [2, 1]}, "give them increasing"),
+        ({"seq": [1, 1]}, "each once"),
+        ({"seq": [-1, 1]}, "none negative"),
+        ({"seq": [1.0, math.nan]}, "not all whole numbers: give ints"),
+        ({"a": range(5000), "b": range(5000)}, "raise the step of the longest axis"),
+    ],
+)
+def test_axes_without_a_grid_are_an_error(axes: dict[str, list[int]], message: str) -> None:
+    with pytest.raises(BucketingError, match=message):
+        BucketGrid(axes)
+
+
+def test_a_grid_that_its_filters_empty_is_an_error() -> None:
+    with pytest.raises(BucketingError, match=r"none of the 2 buckets of the decode grid .* raise"):
+        BucketGrid({"blocks": [1, 2]}, filters=[lambda bucket: False], phase="decode")
+    with pytest.raises(BucketingError, match="no shape for the decode grid"):
+        BucketGrid.from_shapes(("blocks",), [], phase="decode")
+
+
+def test_a_cost_that_is_no_number_is_an_error() -> None:
+    with pytest.raises(BucketingError, match=r"cost of Bucket\(n=1\) is not a number"):
+        BucketGrid({"n": [1, 2]}, cost=lambda bucket: math.nan)
+
+
+def test_a_shape_of_the_wrong_length_is_an_error() -> None:
+    grid = BucketGrid({"batch": [1], "seq": [128]})
+    with pytest.raises(BucketingError, match="has 1 sizes for the axes batch, seq"):
+        grid.find((1,))

@@ -1,0 +1,152 @@
+"""Ranges: the plugin's numbers, the laws they keep, and what is turned away."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.bucketing import (
+    BucketingError,
+    exponential_range,
+    linear_range,
+    padding_aware_range,
+)
+
+# Facts of vllm-project/vllm-gaudi: data/README.md says how they came about.
+PLUGIN = json.loads((Path(__file__).parent / "data" / "plugin_ranges.json").read_text())
+
+
+def recorded(function: str) -> list[Any]:
+    return [pytest.param(*case, id=str(case[0])) for case in PLUGIN[function]]
+
+
+@pytest.mark.parametrize(("settings", "expected"), recorded("linear.warmup_range (min, step, max)"))
+def test_linear_range_has_the_plugins_numbers(settings: list[int], expected: list[int]) -> None:
+    assert linear_range(*settings) == tuple(expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    recorded("exponential.warmup_range_with_limit (min, step, max, limit)"),
+)
+def test_exponential_range_has_the_plugins_numbers(
+    settings: list[int], expected: list[int]
+) -> None:
+    # Where rounding to a step carries the plugin's last two values past max, it gives max twice.
+    assert exponential_range(*settings) == tuple(dict.fromkeys(expected))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    recorded("padding_aware.warmup_range_with_limits (min, step, max, pad_max, pad_percent)"),
+)
+def test_padding_aware_range_has_the_plugins_numbers(
+    settings: list[int], expected: list[int]
+) -> None:
+    assert padding_aware_range(*settings) == tuple(expected)
+
+
+def test_ranges_of_the_documentation() -> None:
+    # Page "Bucketing Mechanism" of the plugin's documentation.
+    assert linear_range(2, 32, 64) == (2, 4, 8, 16, 32, 64)
+    assert linear_range(128, 128, 512) == (128, 256, 384, 512)
+
+
+def test_batch_sizes_of_a_published_server_log() -> None:
+    # tests/unit_tests/test_bucketing.py of the plugin, from a log of Qwen3-32B on two Gaudis.
+    assert exponential_range(1, 2, 256, 9) == (1, 2, 4, 8, 14, 24, 42, 78, 140, 256)
+
+
+steps, sizes = st.integers(1, 300), st.integers(0, 5000)
+bounds = st.tuples(sizes, sizes).map(sorted)
+
+
+@given(bounds, steps)
+def test_a_linear_range_increases_from_min_and_stays_within_max(
+    bounds: list[int], step: int
+) -> None:
+    low, high = bounds
+    values = linear_range(low, step, high)
+    assert list(values) == sorted(set(values))
+    assert all(low <= value <= high for value in values)
+    if low <= step or low % step == 0:
+        assert values[0] == low
+    assert all(value % step == 0 for value in values if value >= step)
+    assert high - (values[-1] if values else low) < step or values[-1] < step
+
+
+@given(bounds, steps, st.integers(1, 40))
+def test_an_exponential_range_increases_to_max_within_its_limit(
+    bounds: list[int], step: int, limit: int
+) -> None:
+    low, high = bounds
+    values = exponential_range(low, step, high, limit)
+    assert list(values) == sorted(set(values))
+    assert values[-1] == high
+    if limit > 1:
+        assert values[0] == (low if low < 2 else min(math.ceil(low / step) * step, high))
+    # A min of 0 or 1 comes on top of the limit.
+    assert len(values) <= limit + (low < 2)
+    assert all(value % step == 0 for value in values[:-1] if value > 1)
+
+
+@given(bounds, steps, sizes, st.integers(0, 50))
+def test_a_padding_aware_range_increases_from_min_to_max_within_its_limits(
+    bounds: list[int], step: int, pad_max: int, percent: int
+) -> None:
+    low, high = bounds
+    values = padding_aware_range(low, step, high, pad_max, percent)
+    assert list(values) == sorted(set(values))
+    assert (values[0], values[-1]) == (low, high)
+    widest = pad_max or high
+    pairs = [pair for pair in itertools.pairwise(values) if pair[0] > step]
+    for before, value in pairs:
+        # The next of the values a step apart is always there; any wider gap keeps both limits.
+        if value - before > step:
+            padding = value - before - 1
+            assert padding <= widest
+            assert padding / value <= percent / 100
+
+
+RANGES: dict[str, Callable[..., tuple[int, ...]]] = {
+    "linear": linear_range,
+    "exponential": lambda *settings: exponential_range(*settings, 8),
+    "padding_aware": lambda *settings: padding_aware_range(*settings, 64, 25),
+}
+
+
+@pytest.mark.parametrize("make", RANGES.values(), ids=RANGES)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ((129, 128, 128), "min 129 is above max 128: lower min or raise max"),
+        ((1, 0, 128), "step 0 never reaches max 128: give a step of 1 or more"),
+        ((1, -2, 128), "step -2 never reaches max 128"),
+        ((-1, 2, 128), "min -1 is negative: give 0 or more"),
+        ((1, 2, math.nan), "max nan is not a whole number: give an int"),
+        ((1.5, 2, 8), "min 1.5 is not a whole number"),
+    ],
+)
+def test_a_bad_setting_is_named_with_its_remedy(
+    make: Callable[..., tuple[int, ...]], settings: tuple[Any, ...], message: str
+) -> None:
+    with pytest.raises(BucketingError, match=message):
+        make(*settings)
+
+
+def test_the_limits_of_a_strategy_are_checked() -> None:
+    with pytest.raises(BucketingError, match="limit 0 leaves no bucket"):
+        exponential_range(1, 2, 8, 0)
+    for percent in (-1, 51, math.nan):
+        with pytest.raises(BucketingError, match="not within 0 to 50"):
+            padding_aware_range(1, 2, 8, 4, percent)
+    with pytest.raises(BucketingError, match="pad_max -1 is negative"):
+        padding_aware_range(1, 2, 8, -1, 25)

@@ -1,0 +1,91 @@
+"""Traces: the formats they come in, and the line that is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trencadis.bucketing import BucketingError, Trace, read_trace
+
+
+def written(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def test_the_azure_traces(tmp_path: Path) -> None:
+    # Two lines of the trace of 2023 (seven digits of a second) and one as in that of 2024.
+    path = written(
+        tmp_path,
+        "azure.csv",
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:17:03.9799600,4808,10\n"
+        "2023-11-16 18:17:04.0319600,3180,8\n"
+        "2023-11-16 18:17:05+00:00,7,8\n",
+    )
+    trace = read_trace(path)
+    assert trace.lengths.tolist() == [4808, 3180, 7]
+    assert trace.arrivals is not None
+    assert (trace.arrivals - trace.arrivals[0]).tolist() == pytest.approx([0, 0.052, 1.02004])
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    # Columns of the Mooncake trace.
+    rows = [{"timestamp": 0, "input_length": 5}, {"timestamp": 27.5, "input_length": 6}]
+    path = written(tmp_path, "trace.jsonl", "\n\n".join(map(json.dumps, rows)))
+    trace = read_trace(path)
+    assert trace.lengths.tolist() == [5, 6]
+    assert trace.arrivals is not None
+    assert trace.arrivals.tolist() == [0, 27.5]
+
+
+def test_a_column_of_any_name(tmp_path: Path) -> None:
+    path = written(tmp_path, "trace.csv", "id,n\n1,64.0\n2,3\n")
+    trace = read_trace(path, column="n")
+    assert trace.lengths.tolist() == [64, 3]
+    assert trace.arrivals is None
+    assert trace.requests().tolist() == [[1, 64], [1, 3]]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "has no requests"),
+        ("a.csv", "ContextTokens\n", "has no requests"),
+        ("a.csv", "n\n1\n", "line 2 has columns n: name the one with the prompt length"),
+        ("a.csv", "length\n1\nnan\n", "line 3: length 'nan' is no whole number"),
+        ("a.csv", "length\n1\ninf\n", "line 3: length 'inf' is no whole number"),
+        ("a.csv", "length\n1.5\n", "line 2: length '1.5'"),
+        ("a.csv", "length\n0\n", "line 2: length '0'"),
+        ("a.csv", "length\n-4\n", "line 2: length '-4'"),
+        ("a.csv", "length,n\n4\n,5\n", "line 3: length ''"),
+        ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is no time"),
+        ("a.jsonl", "{\n", "line 1 is no JSON"),
+        ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("a.jsonl", '{"length": 1}\n{"n": 1}\n', "line 2 has columns n"),
+        ("a.jsonl", '{"length": true}\n', "line 1: length True"),
+    ],
+)
+def test_a_bad_trace_is_an_error_with_its_line(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    with pytest.raises(BucketingError, match=message):
+        read_trace(written(tmp_path, name, text))
+
+
+def test_batches_gather_what_arrives_together(tmp_path: Path) -> None:
+    text = "arrival,length\n" + "".join(
+        f"{arrival},{length}\n"
+        for arrival, length in ((5.2, 9), (0.1, 1), (0.9, 3), (0.5, 2), (5.3, 4), (2.0, 7))
+    )
+    trace = read_trace(written(tmp_path, "trace.csv", text))
+    assert trace.batches(1.0, 16).tolist() == [[3, 3], [1, 7], [2, 9]]
+    assert trace.batches(1.0, 2).tolist() == [[2, 2], [1, 3], [1, 7], [2, 9]]
+    for window, most in ((0.0, 2), (float("nan"), 2), (1.0, 0)):
+        with pytest.raises(BucketingError, match="raise them"):
+            trace.batches(window, most)
+    with pytest.raises(BucketingError, match="no arrival times"):
+        Trace(trace.lengths).batches(1.0, 2)
