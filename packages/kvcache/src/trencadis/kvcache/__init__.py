@@ -1,0 +1,65 @@
+"""Paged KV-cache bookkeeping: blocks, prefix sharing, swap and defragmentation."""
+
+from trencadis.kvcache.bandwidth import BandwidthGovernor
+from trencadis.kvcache.block_pool import BlockPool
+from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig
+from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out
+from trencadis.kvcache.defrag import (
+    PLAN_SIZES,
+    DefragConfig,
+    Defragmenter,
+    DefragPlan,
+    warm_up_defragmenter,
+)
+from trencadis.kvcache.errors import (
+    DuplicateSequence,
+    InvalidBlock,
+    InvalidSetting,
+    KVCacheError,
+    NotComputed,
+    NotResident,
+    NotSwapped,
+    OutOfBlocks,
+    OutOfHostBlocks,
+    UnknownSequence,
+    UnsupportedLayer,
+)
+from trencadis.kvcache.layers import require_paged_attention
+from trencadis.kvcache.manager import Allocation, BlockManager
+from trencadis.kvcache.moves import BlockCopy, Direction, MovePlan, SwapCopies
+from trencadis.kvcache.prefix import PrefixKeys, RequestHasher
+
+__all__ = [
+    "NO_OWNER",
+    "PADDING_BLOCK",
+    "PLAN_SIZES",
+    "Allocation",
+    "BandwidthGovernor",
+    "BlockCopy",
+    "BlockManager",
+    "BlockPool",
+    "CacheConfig",
+    "DecodeLayout",
+    "DefragConfig",
+    "DefragPlan",
+    "Defragmenter",
+    "Direction",
+    "DuplicateSequence",
+    "InvalidBlock",
+    "InvalidSetting",
+    "KVCacheError",
+    "MovePlan",
+    "NotComputed",
+    "NotResident",
+    "NotSwapped",
+    "OutOfBlocks",
+    "OutOfHostBlocks",
+    "PrefixKeys",
+    "RequestHasher",
+    "SwapCopies",
+    "UnknownSequence",
+    "UnsupportedLayer",
+    "lay_out",
+    "require_paged_attention",
+    "warm_up_defragmenter",
+]

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.kvcache import BandwidthGovernor, InvalidSetting
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 2), st.integers(0, 50)), min_size=1),
+    st.sampled_from([(7, 20.0, 1.0), (10, 10.0, 2.0), (1, 1000.0, 0.01)]),
+)
+def test_no_interval_sees_more_than_the_rate_and_one_window(
+    requests: list[tuple[float, int]], setting: tuple[int, float, float]
+) -> None:
+    per_block, rate, window = setting
+    governor = BandwidthGovernor(per_block, rate, window)
+    now, history = 0.0, []
+    for pause, wanted in requests:
+        now += pause
+        granted = governor.grant(wanted, now)
+        assert 0 <= granted <= wanted
+        history.append((now, granted * per_block))
+    for first in range(len(history)):
+        moved = 0
+        for time, size in history[first:]:
+            moved += size
+            assert moved <= rate * (time - history[first][0] + window) * (1 + 1e-9)
+
+
+def test_what_is_wanted_is_granted_in_the_end() -> None:
+    governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
+    assert [governor.grant(5, now) for now in (0.0, 0.0, 0.5, 1.0, 2.0, 12.0)] == [2, 0, 0, 1, 1, 2]
+
+
+def test_a_clock_that_steps_back_earns_nothing() -> None:
+    governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
+    assert [governor.grant(9, now) for now in (5.0, 1.0, 5.0, 6.0)] == [2, 0, 0, 1]
+
+
+def test_the_default_is_the_limit_of_seed_003() -> None:
+    governor = BandwidthGovernor(bytes_per_block=16 << 20)
+    first = governor.grant(10**6, 0.0)
+    assert first * (16 << 20) <= 20e9 * 0.1 < (first + 1) * (16 << 20)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bytes_per_block": 0},
+        {"bytes_per_block": 10, "bytes_per_s": 0.0},
+        {"bytes_per_block": 10, "window_s": -1.0},
+        {"bytes_per_block": 10, "bytes_per_s": float("nan")},
+        {"bytes_per_block": 10, "bytes_per_s": 10.0, "window_s": 0.5},
+    ],
+)
+def test_a_limit_that_could_never_let_a_block_through_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSetting):
+        BandwidthGovernor(**settings)

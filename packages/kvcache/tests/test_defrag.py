@@ -1,0 +1,284 @@
+from __future__ import annotations
+
+import logging
+import random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.kvcache import (
+    PLAN_SIZES,
+    BlockCopy,
+    BlockManager,
+    CacheConfig,
+    DefragConfig,
+    Defragmenter,
+    InvalidSetting,
+    warm_up_defragmenter,
+)
+from trencadis.kvcache.tensors import KVCache
+
+
+def fragmented(num_blocks: int, used: set[int], **settings: Any) -> BlockManager:
+    """A manager whose used blocks, one computed sequence each, are exactly ``used``."""
+    settings.setdefault("enable_prefix_caching", False)
+    manager = BlockManager(CacheConfig(num_blocks=num_blocks, block_size=1, **settings))
+    for block in range(1, num_blocks):
+        manager.allocate(block, [block])
+        manager.mark_computed(block, 1)
+    for block in range(1, num_blocks):
+        if block not in used:
+            manager.free(block)
+    return manager
+
+
+def used_blocks(manager: BlockManager) -> set[int]:
+    return set(manager.pool.used_from_top())
+
+
+@pytest.mark.parametrize(("highest", "due"), [(32, False), (33, False), (34, True)])
+def test_it_is_due_when_the_highest_block_is_past_the_threshold(highest: int, due: bool) -> None:
+    manager = fragmented(64, {highest})
+    defragmenter = Defragmenter(manager)
+    assert defragmenter.config.threshold == 32
+    assert defragmenter.is_due() is due
+    assert (defragmenter.defragment() is not None) is due
+
+
+@given(st.sets(st.integers(1, 59)), st.integers(0, 40))
+def test_the_used_blocks_become_contiguous_by_the_fewest_copies(
+    used: set[int], threshold: int
+) -> None:
+    manager = fragmented(60, used)
+    defragmenter = Defragmenter(manager, DefragConfig(threshold=threshold))
+    plan = defragmenter.defragment()
+    if max(used, default=0) - threshold <= len(used):
+        assert plan is None
+        assert used_blocks(manager) == used
+        return
+    assert plan is not None
+    assert manager.highest_in_use == plan.highest_after == plan.num_used == len(used)
+    # Lower bound: n blocks at 1..n leave none above n, and one copy brings one block down.
+    assert len(plan.copies) == plan.num_moved == sum(block > len(used) for block in used)
+    assert all(src > len(used) >= dst for src, dst in plan.copies)
+    assert defragmenter.defragment() is None
+    for seq_id in used:
+        assert manager.block_table(seq_id)[0] == dict(plan.copies).get(seq_id, seq_id)
+
+
+def test_a_plan_has_512_copies_at_most_and_the_next_one_goes_on() -> None:
+    manager = fragmented(2001, set(range(1201, 2001)))
+    defragmenter = Defragmenter(manager)
+    first = defragmenter.defragment()
+    assert first is not None
+    assert (len(first.copies), first.padded_size) == (512, 512)
+    assert (first.highest_before, first.highest_after) == (2000, 1488)
+    second = defragmenter.defragment()
+    assert second is not None
+    assert (len(second.copies), second.padded_size) == (288, 512)
+    assert used_blocks(manager) == set(range(1, 801))
+
+
+@pytest.mark.parametrize(("moves", "size"), [(1, 8), (8, 8), (9, 16), (33, 64), (129, 256)])
+def test_plans_are_padded_to_a_warmed_size_without_touching_other_blocks(
+    moves: int, size: int
+) -> None:
+    manager = fragmented(800, set(range(800 - moves, 800)))
+    plan = Defragmenter(manager).defragment()
+    assert plan is not None
+    assert (len(plan.copies), len(plan.padded_copies), plan.padded_size) == (moves, size, size)
+    assert set(plan.padded_copies) == set(plan.copies)
+
+
+def test_a_block_shared_by_forks_moves_once_for_all_of_them() -> None:
+    manager = fragmented(64, {63})
+    for child in (100, 101, 102):
+        manager.fork(63, child)
+    plan = Defragmenter(manager).defragment()
+    assert plan is not None
+    assert plan.copies == (BlockCopy(63, 1),)
+    assert [int(manager.block_table(seq_id)[0]) for seq_id in (63, 100, 101, 102)] == [1] * 4
+
+
+def test_a_block_shared_through_the_prefix_cache_moves_once_and_is_still_found() -> None:
+    manager = fragmented(64, {62, 63}, enable_prefix_caching=True)
+    assert manager.allocate(100, [63, 1]) == 1
+    plan = Defragmenter(manager, DefragConfig(keep_from=2.0)).defragment()
+    assert plan is not None
+    assert plan.num_moved == 2
+    assert manager.block_table(100)[0] == manager.block_table(63)[0]
+    assert manager.allocate(101, [63, 2]) == 1
+
+
+def test_what_is_not_computed_yet_moves_without_a_copy() -> None:
+    manager = fragmented(64, {50})
+    manager.free(50)
+    manager.allocate(100, range(40))
+    for seq_id in range(200, 220):
+        manager.allocate(seq_id, [1])
+    manager.free(100)
+    plan = Defragmenter(manager).defragment()
+    assert plan is not None
+    assert (plan.num_moved, plan.copies, plan.padded_copies, plan.padded_size) == (20, (), (), 0)
+
+
+@pytest.mark.parametrize(
+    ("keep_from", "reused", "kept"),
+    [(0.05, False, False), (0.05, True, True), (0.0, False, True), (2.0, True, False)],
+)
+def test_cached_content_in_the_way_is_moved_aside_only_if_it_is_worth_a_copy(
+    keep_from: float, reused: bool, kept: bool
+) -> None:
+    manager = fragmented(64, {63}, enable_prefix_caching=True)
+    if reused:
+        manager.allocate(100, [1, 7])
+        manager.free(100)
+    plan = Defragmenter(manager, DefragConfig(keep_from=keep_from)).defragment()
+    assert plan is not None
+    assert plan.copies == (((63, 1), (1, 63)) if kept else ((63, 1),))
+    assert manager.allocate(101, [1, 8]) == kept
+
+
+def test_what_is_evicted_too_early_raises_the_measured_chance_of_reuse() -> None:
+    manager = fragmented(64, {63}, enable_prefix_caching=True)
+    assert manager.pool.reuse.rate == 0
+    Defragmenter(manager, DefragConfig(keep_from=2.0)).defragment()
+    manager.allocate(100, [1, 7])
+    assert manager.pool.reuse.rate > 0
+
+
+@pytest.mark.parametrize("sizes", [PLAN_SIZES, PLAN_SIZES[:4], (8,)])
+@pytest.mark.parametrize("num_blocks", [2, 5])
+def test_the_warm_up_runs_every_size_and_leaves_the_cache_as_it_was(
+    sizes: tuple[int, ...], num_blocks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    cache = KVCache(
+        num_layers=2,
+        num_blocks=num_blocks,
+        kv_heads=2,
+        block_size=4,
+        head_dim=2,
+        dtype=torch.float32,
+    )
+    cache.data.uniform_()
+    before, lengths = cache.data.clone(), []
+
+    def copy(copies: Any) -> None:
+        lengths.append(len(copies))
+        cache.copy(copies)
+        assert not torch.equal(cache.data, before) or len(lengths) % 2 == 0
+
+    with caplog.at_level(logging.INFO, "trencadis.kvcache"):
+        assert warm_up_defragmenter(copy, num_blocks, sizes)
+    assert lengths == [*sizes, *sizes[: len(sizes) % 2]]
+    assert torch.equal(cache.data, before)
+    assert caplog.messages == [
+        f"Warming up defragmenter with thresholds: {list(sizes)}",
+        "Defragmenter warmup completed successfully",
+    ]
+
+
+def test_the_warm_up_is_skipped_with_a_warning_where_there_is_nothing_to_exchange(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.kvcache"):
+        assert not warm_up_defragmenter(lambda copies: pytest.fail(str(copies)), 1)
+    assert caplog.messages[-1] == "Skipping defragmenter warmup, insufficient blocks (1)"
+    assert caplog.records[-1].levelno == logging.WARNING
+
+
+def test_the_sizes_are_those_of_seed_000() -> None:
+    assert PLAN_SIZES == (8, 16, 32, 64, 128, 256, 512)
+
+
+@pytest.mark.parametrize("debug", [True, False])
+def test_a_plan_is_logged_when_that_is_asked_for(
+    debug: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = fragmented(64, {60, 63})
+    config = DefragConfig.from_env({"VLLM_DEBUG": "buckets, defrag" if debug else "buckets"})
+    with caplog.at_level(logging.INFO, "trencadis.kvcache"):
+        Defragmenter(manager, config).defragment()
+    line = "defragmentation done max_id_used=63->2 num_used=2 moved=2/8"
+    assert caplog.messages == [line] * debug
+
+
+def test_the_environment_of_seed_000_is_understood() -> None:
+    assert DefragConfig.from_env({}) == DefragConfig()
+    environ = {"VLLM_DEFRAG_THRESHOLD": "8", "VLLM_DEFRAG_WITH_GRAPHS": "false"}
+    config = DefragConfig.from_env(environ)
+    assert (config.threshold, config.with_graphs, config.debug) == (8, False, False)
+    assert DefragConfig.from_env({"VLLM_DEFRAG_WITH_GRAPHS": "1"}).with_graphs is True
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_DEFRAG_THRESHOLD", "many"),
+        ("VLLM_DEFRAG_THRESHOLD", "-3"),
+        ("VLLM_DEFRAG_WITH_GRAPHS", "maybe"),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(name: str, value: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{name} .*'{value}'"):
+        DefragConfig.from_env({name: value})
+
+
+@pytest.mark.parametrize("setting", ["threshold", "keep_from"])
+@pytest.mark.parametrize("value", [-1, float("nan"), "3"])
+def test_a_bad_setting_is_named(setting: str, value: Any) -> None:
+    with pytest.raises(InvalidSetting, match=setting):
+        DefragConfig(**{setting: value})
+
+
+def soak(steps: int) -> int:
+    """Random allocations and frees, defragmented at every step; returns the plans made.
+
+    A move repeats the last one if it takes the same content from the same block to the same block.
+    """
+    rng = random.Random(5)
+    manager = BlockManager(CacheConfig(num_blocks=400, block_size=4))
+    defragmenter = Defragmenter(manager, DefragConfig(threshold=8))
+    alive: list[int] = []
+    last: set[tuple[int, int, int, int]] = set()
+    plans = 0
+    for seq_id in range(steps):
+        if alive and (rng.random() < 0.5 or manager.num_free_blocks < 10):
+            manager.free(alive.pop(rng.randrange(len(alive))))
+        else:
+            length = rng.randint(1, 40)
+            manager.allocate(seq_id, [rng.randrange(9) for _ in range(length)])
+            manager.mark_computed(seq_id, length)
+            alive.append(seq_id)
+        before = {seq: manager.block_table(seq).tolist() for seq in alive}
+        plan = defragmenter.defragment()
+        if plan is None:
+            continue
+        plans += 1
+        moves = {
+            (seq, position, src, dst)
+            for seq, blocks in before.items()
+            for position, (src, dst) in enumerate(
+                zip(blocks, manager.block_table(seq).tolist(), strict=True)
+            )
+            if src != dst
+        }
+        assert {(src, dst) for _, _, src, dst in moves} == set(plan.copies[: plan.num_moved])
+        # Content only ever moves down, so no later plan can move it to and fro.
+        assert all(dst < src for _, _, src, dst in moves)
+        assert moves.isdisjoint(last)
+        assert defragmenter.defragment() is None
+        last = moves
+    return plans
+
+
+def test_no_move_is_repeated() -> None:
+    assert soak(3_000) > 30
+
+
+@pytest.mark.soak
+def test_no_move_is_repeated_in_100_000_steps() -> None:
+    assert soak(100_000) > 1_000

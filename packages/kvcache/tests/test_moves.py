@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.kvcache import BlockCopy, Direction, MovePlan
+
+BLOCKS = 5
+COPIES = st.lists(
+    st.builds(BlockCopy, st.integers(0, BLOCKS - 1), st.integers(0, BLOCKS - 1)),
+    max_size=3,
+    unique_by=lambda copy: copy.dst,
+)
+
+
+def carry_out(steps: object, memory: dict[str, list[int]]) -> None:
+    where = {
+        Direction.WITHIN: ("device", "device"),
+        Direction.OUT: ("device", "host"),
+        Direction.IN: ("host", "device"),
+    }
+    for direction, copies in steps:  # type: ignore[attr-defined]
+        source, target = where[direction]
+        read = [memory[source][src] for src, _ in copies]
+        for (_, dst), value in zip(copies, read, strict=True):
+            memory[target][dst] = value
+
+
+@given(st.lists(st.tuples(st.sampled_from(Direction), COPIES), max_size=8))
+def test_joined_copies_do_what_one_call_after_the_other_does(
+    calls: list[tuple[Direction, list[BlockCopy]]],
+) -> None:
+    plan = MovePlan()
+    for direction, copies in calls:
+        plan.add(direction, copies)
+    joined = {"device": list(range(BLOCKS)), "host": list(range(10, 10 + BLOCKS))}
+    one_by_one = {name: list(blocks) for name, blocks in joined.items()}
+    carry_out(plan, joined)
+    carry_out(calls, one_by_one)
+    assert joined == one_by_one
+
+
+def test_independent_copies_of_one_direction_are_one_batch() -> None:
+    plan = MovePlan()
+    assert not plan
+    plan.add(Direction.WITHIN, [BlockCopy(1, 2)])
+    plan.add(Direction.WITHIN, [])
+    plan.add(Direction.WITHIN, [BlockCopy(1, 3), BlockCopy(4, 1)])
+    plan.add(Direction.OUT, [BlockCopy(2, 0)])
+    assert list(plan) == [(Direction.WITHIN, ((1, 2), (1, 3), (4, 1))), (Direction.OUT, ((2, 0),))]

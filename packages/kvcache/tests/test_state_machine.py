@@ -1,0 +1,400 @@
+"""Everything at once, against a plain dictionary of what each sequence's tokens are.
+
+The tensors are really written and read: the vector at a position is a hash of all tokens up to
+it, so a block that is shared, moved or swapped wrongly shows at once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from typing import Any
+
+import attrs
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from trencadis.kvcache import (
+    NO_OWNER,
+    Allocation,
+    BandwidthGovernor,
+    BlockManager,
+    CacheConfig,
+    DefragConfig,
+    Defragmenter,
+    Direction,
+    MovePlan,
+    NotComputed,
+    NotResident,
+    NotSwapped,
+    OutOfBlocks,
+    OutOfHostBlocks,
+    RequestHasher,
+    UnknownSequence,
+)
+from trencadis.kvcache.prefix import blake2b_digest
+from trencadis.kvcache.tensors import KVCache
+
+SIZE = 4
+LAYERS = 2
+
+
+def colliding_digest(parent: bytes, content: bytes) -> bytes:
+    """Two digests in all: nearly every look-up finds a candidate that is wrong."""
+    return bytes([(sum(parent) + sum(content)) % 2])
+
+
+def fingerprints(tokens: list[int], tenant: str) -> torch.Tensor:
+    """One number per position that depends on every token up to it."""
+    state, found = hash(tenant) % 997, []
+    for token in tokens:
+        state = (state * 31 + token + 1) % (1 << 40)
+        found.append(float(state))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+@attrs.define
+class Model:
+    """What a sequence should be."""
+
+    tokens: list[int]
+    tenant: str
+    computed: int = 0
+    on_host: bool = False
+
+
+PROMPTS = st.builds(
+    lambda theme, length, tail: ([theme] * length + tail)[:18] or [theme],
+    st.integers(0, 1),
+    st.integers(0, 18),
+    st.lists(st.integers(0, 1), max_size=4),
+)
+"""Prompts of up to 18 tokens that have a good chance of a common prefix."""
+
+
+class CacheMachine(RuleBasedStateMachine):
+    manager: BlockManager
+    cache: KVCache
+
+    @initialize(
+        num_blocks=st.integers(5, 24),
+        num_host_blocks=st.integers(0, 16),
+        buckets=st.sampled_from([(), (4, 8, 16), (2, 3, 5, 6, 9)]),
+        watermark=st.sampled_from([0.0, 0.01, 0.2]),
+        caching=st.booleans(),
+        digest=st.sampled_from([blake2b_digest, colliding_digest]),
+        governed=st.booleans(),
+        threshold=st.integers(0, 2),
+        keep_from=st.sampled_from([0.0, 0.05, 2.0]),
+    )
+    def start(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        buckets: tuple[int, ...],
+        watermark: float,
+        caching: bool,
+        digest: Any,
+        governed: bool,
+        threshold: int,
+        keep_from: float,
+    ) -> None:
+        config = CacheConfig(
+            num_blocks=num_blocks,
+            block_size=SIZE,
+            watermark=watermark,
+            num_host_blocks=num_host_blocks,
+            enable_prefix_caching=caching,
+            decode_buckets=buckets,
+        )
+        governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
+        self.manager = BlockManager(
+            config, hasher=RequestHasher(SIZE, digest), governor=governor if governed else None
+        )
+        self.defragmenter = Defragmenter(
+            self.manager, DefragConfig(threshold=threshold, keep_from=keep_from)
+        )
+        self.cache = KVCache(
+            num_layers=LAYERS,
+            num_blocks=num_blocks,
+            kv_heads=1,
+            block_size=SIZE,
+            head_dim=1,
+            dtype=torch.float64,
+            num_host_blocks=num_host_blocks,
+        )
+        self.model: dict[int, Model] = {}
+        self.next_id = 1
+        self.now = 0.0
+        self.generation = 0
+        self.plan = MovePlan()
+
+    # ---- rules ----
+
+    @rule(
+        prompt=PROMPTS,
+        tenant=st.sampled_from(["a", "a", "a", "b"]),
+        hashed=st.booleans(),
+    )
+    def allocate(self, prompt: list[int], tenant: str, hashed: bool) -> None:
+        extra: dict[str, Any] = {"extra_keys": (tenant,)}
+        if hashed:
+            extra = {"hashes": self.manager.hasher(prompt, (tenant,))}
+        verdict = self.manager.can_allocate(prompt, **extra)
+        seq_id, self.next_id = self.next_id, self.next_id + 1
+        if verdict is not Allocation.OK:
+            if -(-len(prompt) // SIZE) > self.manager.num_total_blocks:
+                assert verdict is Allocation.NEVER
+            else:
+                assert verdict is Allocation.LATER
+                assert self.manager.num_used_blocks > 0
+            return
+        cached = self.manager.allocate(seq_id, prompt, **extra)
+        assert 0 <= cached < len(prompt)
+        assert cached % SIZE == 0
+        assert cached == 0 or self.manager.config.enable_prefix_caching
+        self.model[seq_id] = Model(list(prompt), f"{tenant}{self.generation}", computed=cached)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), share=st.sampled_from([0.3, 0.6, 1.0]))
+    def prefill(self, data: st.DataObject, share: float) -> None:
+        seq_id, model = self.pick(data)
+        todo = len(model.tokens) - model.computed
+        if self.manager.is_resident(seq_id) and todo:
+            self.compute(seq_id, model.computed + max(1, round(share * todo)))
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), tokens=st.lists(st.integers(0, 1), max_size=6))
+    def decode(self, data: st.DataObject, tokens: list[int]) -> None:
+        seq_id, model = self.pick(data)
+        if not self.manager.is_resident(seq_id):
+            return
+        self.compute(seq_id, len(model.tokens))
+        needed = self.manager.blocks_to_append(seq_id, len(tokens))
+        free = self.manager.num_free_blocks
+        if not self.manager.can_append(seq_id, len(tokens)):
+            assert needed > free
+            with pytest.raises(OutOfBlocks):
+                self.manager.append(seq_id, tokens)
+            assert self.manager.num_tokens(seq_id) == len(model.tokens)
+            return
+        self.plan.add(Direction.WITHIN, self.manager.append(seq_id, tokens))
+        assert self.manager.num_free_blocks == free - needed
+        model.tokens += tokens
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        seq_id, model = self.pick(data)
+        if not self.manager.is_resident(seq_id):
+            return
+        child, self.next_id = self.next_id, self.next_id + 1
+        if model.computed < len(model.tokens):
+            with pytest.raises(NotComputed):
+                self.manager.fork(seq_id, child)
+            self.compute(seq_id, len(model.tokens))
+        self.manager.fork(seq_id, child)
+        self.model[child] = attrs.evolve(model, tokens=list(model.tokens))
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def free(self, data: st.DataObject) -> None:
+        seq_id, _ = self.pick(data)
+        self.manager.free(seq_id)
+        del self.model[seq_id]
+        with pytest.raises(UnknownSequence):
+            self.manager.free(seq_id)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data())
+    def swap_out(self, data: st.DataObject) -> None:
+        group = self.pick_group(data, self.manager.is_resident)
+        if not group:
+            return
+        fits = self.manager.can_swap_out(group)
+        if not fits:
+            with pytest.raises(OutOfHostBlocks):
+                self.manager.swap_out(group, self.now)
+            return
+        self.plan.add(Direction.OUT, self.manager.swap_out(group, self.now))
+        for seq_id in group:
+            self.model[seq_id].on_host = True
+            assert self.manager.last_access(seq_id) == self.now
+            with pytest.raises(NotResident):
+                self.manager.append(seq_id, [0])
+
+    @precondition(lambda self: any(model.on_host for model in self.model.values()))
+    @rule(data=st.data())
+    def swap_in(self, data: st.DataObject) -> None:
+        group = self.pick_group(data, lambda seq_id: self.model[seq_id].on_host)
+        if not group:
+            return
+        if not self.manager.can_swap_in(group):
+            return
+        self.plan.add(Direction.IN, self.manager.swap_in(group, self.now))
+        for seq_id in group:
+            self.model[seq_id].on_host = False
+            with pytest.raises(NotSwapped):
+                self.manager.swap_in([seq_id], self.now)
+
+    @rule(seconds=st.floats(0, 3))
+    def time_passes(self, seconds: float) -> None:
+        self.now += seconds
+        due = self.manager.resume_swaps(self.now)
+        self.plan.add(Direction.OUT, due.out)
+        self.plan.add(Direction.IN, due.in_)
+
+    @rule()
+    def defragment(self) -> None:
+        before, used = self.manager.highest_in_use, self.manager.num_used_blocks
+        plan = self.defragmenter.defragment()
+        if plan is None:
+            return
+        self.plan.add(Direction.WITHIN, plan.padded_copies)
+        assert before - self.defragmenter.config.threshold > used
+        assert self.manager.highest_in_use == plan.highest_after == used
+        assert self.defragmenter.defragment() is None
+
+    @rule(chance=st.integers(0, 9))
+    def reset_prefix_cache(self, chance: int) -> None:
+        if chance != 7:
+            return
+        self.manager.reset_prefix_cache()
+        assert self.manager.pool.num_cached == 0
+        self.generation += 1
+
+    @rule()
+    def flush(self) -> None:
+        self.cache.carry_out(self.plan)
+        self.plan = MovePlan()
+
+    # ---- invariants ----
+
+    @invariant()
+    def blocks_are_accounted_for(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        pool, space = self.manager.pool, self.manager._space
+        refs = Counter(
+            block for seq_id in self.model for block in self.manager.block_table(seq_id).tolist()
+        )
+        refs.update(transfer.device for transfer in space.outgoing)
+        for block in range(1, pool.num_blocks):
+            assert pool.ref_count(block) == refs[block]
+        assert pool.num_used == len(refs)
+        assert pool.num_free == pool.num_blocks - 1 - len(refs)
+        assert pool.highest_in_use == max(refs, default=0)
+        hosts = Counter(
+            host
+            for seq_id in self.model
+            for host in self.manager._sequences[seq_id].host_table or ()
+        )
+        hosts.update(transfer.host for transfer in space.incoming)
+        assert all(space.ref_count(host) == hosts[host] for host in range(len(space._refs)))
+        assert space.num_free == self.manager.config.num_host_blocks - len(hosts)
+
+    @invariant()
+    def contents_are_right(self) -> None:
+        if not hasattr(self, "manager") or self.plan:
+            return
+        assert not self.cache.data[:, :, 0].any(), "the padding block was written"
+        for seq_id, model in self.model.items():
+            assert self.manager.num_tokens(seq_id) == len(model.tokens)
+            assert self.manager.num_computed_tokens(seq_id) == model.computed
+            if self.manager.is_resident(seq_id):
+                self.check_contents(seq_id, model)
+
+    @invariant()
+    def layout_covers_the_batch(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        batch = [seq_id for seq_id in self.model if self.manager.is_resident(seq_id)]
+        layout = self.manager.decode_layout(batch)
+        pairs = [
+            (block, row, used)
+            for block, (row, used) in enumerate(zip(layout.owner, layout.used, strict=True))
+            if row != NO_OWNER
+        ]
+        pairs += zip(layout.extra_block, layout.extra_owner, layout.extra_used, strict=True)
+        expected = [
+            (block, row, min(SIZE, self.manager.num_tokens(seq_id) - position * SIZE))
+            for row, seq_id in enumerate(batch)
+            for position, block in enumerate(self.manager.block_table(seq_id))
+        ]
+        assert sorted(pairs) == sorted(expected)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for seq_id in self.model:
+            self.manager.free(seq_id)
+        assert self.manager.num_free_blocks == self.manager.num_total_blocks
+        assert self.manager.num_free_host_blocks == self.manager.config.num_host_blocks
+        assert self.manager.highest_in_use == 0
+
+    # ---- helpers ----
+
+    def pick(self, data: st.DataObject) -> tuple[int, Model]:
+        seq_id = data.draw(st.sampled_from(sorted(self.model)))
+        return seq_id, self.model[seq_id]
+
+    def pick_group(self, data: st.DataObject, suits: Any) -> list[int]:
+        candidates = [seq_id for seq_id in sorted(self.model) if suits(seq_id)]
+        if not candidates:
+            return []
+        return data.draw(st.lists(st.sampled_from(candidates), unique=True, min_size=1))
+
+    def compute(self, seq_id: int, end: int) -> None:
+        """A forward pass that computes the slots up to ``end``."""
+        self.flush()
+        model = self.model[seq_id]
+        values = fingerprints(model.tokens, model.tenant)
+        table = self.manager.block_table(seq_id)
+        for position in range(model.computed, end):
+            block, slot = int(table[position // SIZE]), position % SIZE
+            assert self.manager.pool.ref_count(block) == 1, "a shared block is written"
+            for layer in range(LAYERS):
+                self.cache.key(layer)[block, 0, slot, 0] = values[position] + layer
+                self.cache.value(layer)[block, 0, slot, 0] = -values[position] - layer
+        self.manager.mark_computed(seq_id, end)
+        model.computed = end
+
+    def check_contents(self, seq_id: int, model: Model) -> None:
+        table = torch.tensor(self.manager.block_table(seq_id).tolist())
+        expected = fingerprints(model.tokens, model.tenant)[: model.computed]
+        for layer in range(LAYERS):
+            keys = self.cache.key(layer)[table].flatten()[: model.computed]
+            values = self.cache.value(layer)[table].flatten()[: model.computed]
+            assert torch.equal(keys, expected + layer)
+            assert torch.equal(values, -expected - layer)
+
+
+def run_machine(examples: int, steps: int) -> None:
+    run_state_machine_as_test(
+        CacheMachine,
+        settings=settings(
+            max_examples=examples,
+            stateful_step_count=steps,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+def test_cache_agrees_with_a_dictionary() -> None:
+    run_machine(examples=int(os.environ.get("KV_EXAMPLES", "150")), steps=60)
+
+
+@pytest.mark.soak
+def test_cache_agrees_with_a_dictionary_for_long() -> None:
+    run_machine(examples=1000, steps=150)

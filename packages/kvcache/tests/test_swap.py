@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trencadis.kvcache import (
+    BandwidthGovernor,
+    BlockCopy,
+    BlockManager,
+    CacheConfig,
+    DefragConfig,
+    Defragmenter,
+    NotResident,
+    NotSwapped,
+    OutOfBlocks,
+    OutOfHostBlocks,
+)
+
+PROMPT = list(range(10))
+
+
+def make(num_blocks: int = 16, num_host_blocks: int = 8, **settings: Any) -> BlockManager:
+    """One block per second, two at a burst, if ``governed``."""
+    governor = None
+    if settings.pop("governed", False):
+        governor = BandwidthGovernor(bytes_per_block=1, bytes_per_s=1, window_s=2)
+    config = CacheConfig(
+        num_blocks=num_blocks, block_size=4, num_host_blocks=num_host_blocks, **settings
+    )
+    return BlockManager(config, governor=governor)
+
+
+def compute(manager: BlockManager, seq_id: int, tokens: list[int]) -> None:
+    manager.allocate(seq_id, tokens)
+    manager.mark_computed(seq_id, len(tokens))
+
+
+def use_up_the_device(manager: BlockManager) -> None:
+    manager.allocate(99, [77] * 4 * manager.num_free_blocks)
+
+
+def test_a_sequence_moves_to_the_host_and_back() -> None:
+    manager = make(enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    assert manager.swap_out([1], now=3.5) == ((1, 0), (2, 1), (3, 2))
+    assert manager.num_used_blocks == 0
+    assert manager.num_free_host_blocks == 5
+    assert not manager.is_resident(1)
+    assert manager.last_access(1) == 3.5
+    manager.allocate(2, [9])
+    assert manager.swap_in([1], now=4.0) == ((0, 2), (1, 3), (2, 4))
+    assert manager.block_table(1).tolist() == [2, 3, 4]
+    assert (manager.num_tokens(1), manager.num_computed_tokens(1)) == (10, 10)
+    assert manager.num_free_host_blocks == 8
+    assert manager.last_access(1) == 4.0
+
+
+def test_only_computed_blocks_move() -> None:
+    manager = make()
+    manager.allocate(1, PROMPT)
+    manager.mark_computed(1, 5)
+    assert len(manager.swap_out([1])) == 2
+    manager.reset_prefix_cache()
+    assert len(manager.swap_in([1])) == 2
+    assert len(manager.block_table(1)) == 3
+    assert manager.num_computed_tokens(1) == 5
+
+
+def test_what_a_group_shares_moves_once_and_stays_shared() -> None:
+    manager = make(enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    manager.append(2, [5])
+    manager.mark_computed(2, 11)
+    assert len(manager.swap_out([1, 2])) == 4
+    assert len(manager.swap_in([1, 2])) == 4
+    first, second = manager.block_table(1).tolist(), manager.block_table(2).tolist()
+    assert first[:2] == second[:2]
+    assert first[2] != second[2]
+    assert manager.num_used_blocks == 4
+
+
+def test_what_is_on_the_host_already_is_not_moved_again() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    compute(manager, 2, [*PROMPT, 50])
+    assert len(manager.swap_out([1])) == 3
+    assert manager.swap_out([2]) == ((4, 3),)
+    assert manager.num_free_host_blocks == 4
+
+
+def test_what_is_still_cached_on_the_device_is_not_moved_back() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    # The two full blocks are cached; the unfinished one is not known to anybody.
+    assert len(manager.swap_in([1])) == 1
+    assert manager.num_free_host_blocks == 8
+
+
+def test_what_another_sequence_still_uses_stays_on_the_device() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    compute(manager, 2, PROMPT)
+    manager.swap_out([1])
+    assert manager.num_used_blocks == 3
+    assert manager.swap_in([1]) == ((2, 3),)
+    assert manager.block_table(1).tolist()[:2] == manager.block_table(2).tolist()[:2]
+
+
+def test_room_for_a_swap_out_is_room_on_the_host() -> None:
+    manager = make(num_host_blocks=2)
+    compute(manager, 1, PROMPT[:8])
+    compute(manager, 2, [7, *PROMPT])
+    use_up_the_device(manager)
+    assert manager.can_swap_out([1])
+    assert not manager.can_swap_out([2])
+    with pytest.raises(OutOfHostBlocks, match="3 host blocks are needed and 2 are free"):
+        manager.swap_out([2])
+    assert manager.is_resident(2)
+    assert manager.num_free_host_blocks == 2
+
+
+def test_room_for_a_swap_in_is_room_on_the_device_with_the_watermark() -> None:
+    manager = make(num_blocks=9, watermark=0.25)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    manager.allocate(2, [50] * 16)
+    assert not manager.can_swap_in([1])
+    manager.allocate(3, [60] * 8)
+    with pytest.raises(OutOfBlocks):
+        manager.swap_in([1])
+    manager.free(2)
+    assert manager.can_swap_in([1])
+
+
+def test_a_swapped_sequence_cannot_run_and_a_resident_one_cannot_be_swapped_in() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    with pytest.raises(NotSwapped):
+        manager.swap_in([1])
+    with pytest.raises(NotSwapped):
+        manager.can_swap_in([1])
+    manager.swap_out([1])
+    for operation in (
+        lambda: manager.append(1, [5]),
+        lambda: manager.fork(1, 2),
+        lambda: manager.mark_computed(1, 10),
+        lambda: manager.swap_out([1]),
+        lambda: manager.can_swap_out([1]),
+        lambda: manager.decode_layout([1]),
+        lambda: manager.can_append(1),
+    ):
+        with pytest.raises(NotResident):
+            operation()
+
+
+def test_freeing_a_swapped_sequence_frees_the_host() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    manager.free(1)
+    assert manager.num_free_host_blocks == 8
+
+
+def test_deferred_moves_follow_in_order_and_hold_their_blocks_until_then() -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    compute(manager, 2, PROMPT[:4])
+    assert manager.swap_out([1], now=0.0) == ((1, 0), (2, 1))
+    assert manager.swap_out([2], now=0.0) == ()
+    assert manager.num_used_blocks == 2
+    assert not manager.can_swap_in([1])
+    with pytest.raises(NotSwapped, match="on its way to the host"):
+        manager.swap_in([1], now=0.0)
+    assert manager.resume_swaps(now=1.0) == (((3, 2),), ())
+    assert manager.can_swap_in([1])
+    assert not manager.can_swap_in([2])
+    assert manager.resume_swaps(now=2.0) == (((4, 3),), ())
+    assert manager.num_used_blocks == 0
+
+
+def test_a_sequence_on_its_way_in_runs_only_when_all_of_it_is_there() -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1], now=0.0)
+    manager.resume_swaps(now=1.0)
+    assert manager.swap_in([1], now=3.0) == ((0, 1), (1, 2))
+    assert not manager.is_resident(1)
+    assert manager.num_free_host_blocks == 7
+    assert manager.resume_swaps(now=4.0) == ((), ((2, 3),))
+    assert manager.is_resident(1)
+    assert manager.num_free_host_blocks == 8
+
+
+def test_what_is_not_there_yet_is_not_shared() -> None:
+    manager = make(governed=True)
+    compute(manager, 1, PROMPT[:9])
+    manager.swap_out([1], now=0.0)
+    manager.resume_swaps(now=9.0)
+    compute(manager, 2, [70] * 4 * 15)
+    manager.free(2)
+    manager.reset_prefix_cache()
+    manager.swap_in([1], now=9.0)
+    assert manager.allocate(3, PROMPT[:9]) == 0
+
+
+def test_what_came_back_is_shared_again() -> None:
+    manager = make(num_blocks=5)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    compute(manager, 2, [70] * 16)
+    manager.free(2)
+    assert len(manager.swap_in([1])) == 3
+    assert manager.allocate(3, PROMPT) == 8
+
+
+@pytest.mark.parametrize("where", ["host", "on its way"])
+def test_after_a_reset_what_was_swapped_out_is_not_shared(where: str) -> None:
+    manager = make(num_blocks=32, num_host_blocks=16, governed=True)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1], now=0.0)
+    manager.resume_swaps(now=9.0)
+    compute(manager, 2, [70] * 4 * 31)
+    manager.free(2)
+    if where == "on its way":
+        manager.swap_in([1], now=9.0)
+        manager.reset_prefix_cache()
+        manager.resume_swaps(now=99.0)
+        assert manager.is_resident(1)
+        assert manager.allocate(3, PROMPT) == 0
+    else:
+        manager.reset_prefix_cache()
+        compute(manager, 3, PROMPT)
+        moves = list(manager.swap_out([3], now=99.0))
+        moves += manager.resume_swaps(now=999.0).out
+        assert len(moves) == 3
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_an_abort_on_the_way_cancels_what_is_left_of_it(direction: str) -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1], now=0.0)
+    if direction == "in":
+        manager.resume_swaps(now=5.0)
+        manager.swap_in([1], now=5.0)
+    manager.free(1)
+    assert manager.num_free_blocks == manager.num_total_blocks
+    assert manager.num_free_host_blocks == 8
+    assert manager.resume_swaps(now=99.0) == ((), ())
+
+
+def test_planned_moves_follow_blocks_that_are_defragmented() -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    manager.allocate(1, [1] * 32)
+    compute(manager, 2, PROMPT)
+    manager.swap_out([2], now=0.0)
+    manager.free(1)
+    plan = Defragmenter(manager, DefragConfig(threshold=0)).defragment()
+    assert plan is not None
+    assert plan.copies == (BlockCopy(11, 1),)
+    assert manager.resume_swaps(now=1.0) == (((1, 2),), ())

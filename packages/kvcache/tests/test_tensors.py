@@ -1,0 +1,249 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.kvcache import BlockCopy, Direction, InvalidBlock, InvalidSetting, MovePlan, copiers
+from trencadis.kvcache.copiers import SideStream, StagedCopier
+from trencadis.kvcache.tensors import KVCache, bytes_per_block
+
+BLOCKS = 6
+DEVICES = ["cpu", "staged", *(["cuda"] if torch.cuda.is_available() else [])]
+"""``staged`` is what accelerators do, with the streams of the processor, which do nothing."""
+
+
+def make(device: str = "cpu", **changes: Any) -> KVCache:
+    settings: dict[str, Any] = {
+        "num_layers": 3,
+        "num_blocks": BLOCKS,
+        "kv_heads": 2,
+        "block_size": 4,
+        "head_dim": 8,
+        "dtype": torch.float32,
+        "device": "cpu" if device == "staged" else device,
+        "num_host_blocks": BLOCKS,
+    }
+    cache = KVCache(**(settings | changes))
+    if device == "staged":
+        words = cache._copier._blocks.transpose(0, 1)
+        cache._copier = StagedCopier(words, cache._host, SideStream(torch.cpu))
+    return cache
+
+
+def fill(cache: KVCache) -> torch.Tensor:
+    """Give every block its own content; returns it as ``[num_blocks, ...]`` on the host."""
+    cache.data.copy_(torch.randn(cache.data.shape))
+    return contents(cache)
+
+
+def contents(cache: KVCache) -> torch.Tensor:
+    return cache.data.movedim(2, 0).cpu().clone()
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_the_cache_is_zero_at_first_and_its_views_are_contiguous(device: str) -> None:
+    cache = make(device)
+    assert not cache.data.any()
+    for layer in range(cache.num_layers):
+        for view in (cache.key(layer), cache.value(layer)):
+            assert view.shape == (BLOCKS, 2, 4, 8)
+            assert view.is_contiguous()
+            # What decode attention reads: the prefix, flattened over block and head, no copy.
+            assert view[:3].flatten(0, 1).data_ptr() == view.data_ptr()
+
+
+def test_writes_through_the_views_reach_the_cache() -> None:
+    cache = make()
+    cache.key(1)[2] = 5
+    cache.value(2)[3] = 7
+    assert cache.data[0, 1, 2].eq(5).all()
+    assert cache.data[1, 2, 3].eq(7).all()
+    assert int(cache.data.count_nonzero()) == 2 * 2 * 4 * 8
+
+
+def test_the_bytes_of_a_block_are_those_of_seed_000() -> None:
+    # Llama 3 8B in bfloat16: 131,072 bytes per token.
+    shape: Any = {"num_layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
+    assert bytes_per_block(block_size=128, **shape) == 131_072 * 128
+    cache = make()
+    assert cache.data.nbytes == BLOCKS * bytes_per_block(
+        num_layers=3, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32
+    )
+
+
+@given(
+    st.lists(
+        st.builds(BlockCopy, st.integers(0, BLOCKS - 1), st.integers(1, BLOCKS - 1)),
+        max_size=BLOCKS - 1,
+        unique_by=lambda copy: copy.dst,
+    ),
+    st.sampled_from(DEVICES),
+)
+def test_copies_happen_at_once_and_touch_nothing_else(copies: list[BlockCopy], device: str) -> None:
+    cache = make(device)
+    before = fill(cache)
+    expected = before.clone()
+    for src, dst in copies:
+        expected[dst] = before[src]
+    cache.copy(copies)
+    assert torch.equal(contents(cache), expected)
+
+
+def test_blocks_can_be_exchanged_and_plans_padded_with_repeats(device: str) -> None:
+    cache = make(device)
+    before = fill(cache)
+    cache.copy([BlockCopy(1, 4), BlockCopy(4, 1), BlockCopy(4, 1), BlockCopy(4, 1)])
+    assert torch.equal(contents(cache), before[[0, 4, 2, 3, 1, 5]])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [(torch.bfloat16, 8), (torch.float16, 1), (torch.float8_e4m3fn, 3), (torch.float64, 8)],
+)
+def test_every_dtype_and_size_is_copied_bit_by_bit(
+    device: str, dtype: torch.dtype, head_dim: int
+) -> None:
+    cache = make(device, dtype=dtype, kv_heads=1, block_size=1, head_dim=head_dim)
+    bits = cache.data.view(torch.uint8)
+    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
+    before = bits.movedim(2, 0).clone()
+    cache.copy([BlockCopy(5, 2)])
+    cache.swap_out([BlockCopy(3, 0)])
+    cache.swap_in([BlockCopy(0, 4)])
+    cache.wait()
+    assert torch.equal(bits.movedim(2, 0), before[[0, 1, 5, 3, 3, 5]])
+
+
+def test_blocks_go_to_the_host_and_come_back(device: str) -> None:
+    cache = make(device)
+    before = fill(cache)
+    cache.swap_out([BlockCopy(2, 0), BlockCopy(3, 1), BlockCopy(5, 5)])
+    cache.wait()
+    cache.data[:, :, 1:] = 0
+    cache.swap_in([BlockCopy(0, 4), BlockCopy(1, 3), BlockCopy(5, 1)])
+    cache.wait()
+    expected = torch.zeros_like(before)
+    expected[0], expected[4], expected[3], expected[1] = before[0], before[2], before[3], before[5]
+    assert torch.equal(contents(cache), expected)
+
+
+def test_a_swapped_block_can_be_overwritten_at_once(device: str) -> None:
+    cache = make(device, num_layers=16, kv_heads=8, block_size=128, head_dim=64)
+    before = fill(cache)
+    for _ in range(5):
+        cache.swap_out([BlockCopy(2, 0), BlockCopy(3, 1)])
+        cache.copy([BlockCopy(4, 2), BlockCopy(5, 3)])
+        cache.swap_in([BlockCopy(0, 2), BlockCopy(1, 3)])
+    cache.wait()
+    assert torch.equal(contents(cache), before)
+
+
+def test_little_staging_memory_takes_the_layers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(copiers, "STAGING_BYTES", 1)
+    cache = make("staged")
+    before = fill(cache)
+    cache.copy([BlockCopy(1, 4), BlockCopy(4, 1)])
+    assert torch.equal(contents(cache), before[[0, 4, 2, 3, 1, 5]])
+
+
+class RecordedStreams:
+    """A device module that writes down who waits for whom."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.now = self.Named(self, "main")
+
+    class Named:
+        def __init__(self, module: RecordedStreams, name: str) -> None:
+            self.module, self.name = module, name
+
+        def wait_stream(self, other: Any) -> None:
+            self.module.log.append(f"{self.name} waits for {other.name}")
+
+        def record_event(self) -> str:
+            self.module.log.append(f"{self.name} marks")
+            return f"mark of {self.name}"
+
+        def wait_event(self, event: str) -> None:
+            self.module.log.append(f"{self.name} waits for {event}")
+
+    def Stream(self) -> Named:
+        return self.Named(self, "side")
+
+    def current_stream(self) -> Named:
+        return self.now
+
+    @contextmanager
+    def stream(self, stream: Named) -> Iterator[None]:
+        self.log.append("side begins")
+        yield
+        self.log.append("side ends")
+
+
+@pytest.mark.parametrize("direction", [Direction.OUT, Direction.IN])
+def test_swaps_wait_for_the_computation_and_the_next_use_waits_for_them(
+    direction: Direction,
+) -> None:
+    cache, streams = make("staged"), RecordedStreams()
+    cache._copier._side = SideStream(streams)  # type: ignore[union-attr]
+    cache.carry_out([(direction, [BlockCopy(1, 2)])])
+    assert streams.log == ["side waits for main", "side begins", "side marks", "side ends"]
+    cache.copy([BlockCopy(1, 2)])
+    assert streams.log[4:] == ["main waits for mark of side"]
+    cache.wait()
+    assert len(streams.log) == 5
+
+
+def test_the_moves_of_a_step_are_carried_out_in_order(device: str) -> None:
+    cache = make(device)
+    before = fill(cache)
+    plan = MovePlan()
+    plan.add(Direction.OUT, [BlockCopy(1, 0)])
+    plan.add(Direction.WITHIN, [BlockCopy(2, 1)])
+    plan.add(Direction.WITHIN, [BlockCopy(1, 3)])
+    plan.add(Direction.IN, [BlockCopy(0, 2)])
+    cache.carry_out(plan)
+    cache.wait()
+    assert torch.equal(contents(cache), before[[0, 2, 1, 2, 4, 5]])
+
+
+def test_nothing_to_do_is_done() -> None:
+    cache = make()
+    before = fill(cache)
+    for act in (cache.copy, cache.swap_out, cache.swap_in, cache.carry_out):
+        act([])
+    assert torch.equal(contents(cache), before)
+
+
+@pytest.mark.parametrize("copy", [BlockCopy(6, 1), BlockCopy(1, 6), BlockCopy(-1, 1)])
+@pytest.mark.parametrize("direction", list(Direction))
+def test_foreign_ids_are_refused_before_anything_is_copied(
+    copy: BlockCopy, direction: Direction
+) -> None:
+    cache = make()
+    before = fill(cache)
+    with pytest.raises(InvalidBlock, match=f"cannot copy block {copy.src} to {copy.dst}"):
+        cache.carry_out([(direction, [BlockCopy(1, 2), copy])])
+    assert torch.equal(contents(cache), before)
+
+
+@pytest.mark.parametrize("size", ["num_layers", "num_blocks", "kv_heads", "block_size", "head_dim"])
+def test_every_size_is_at_least_one(size: str) -> None:
+    with pytest.raises(InvalidSetting, match=size):
+        make("cpu", **{size: 0})
+
+
+def test_the_host_may_have_no_blocks_but_not_fewer() -> None:
+    assert make(num_host_blocks=0).num_host_blocks == 0
+    with pytest.raises(InvalidSetting, match="num_host_blocks"):
+        make(num_host_blocks=-1)
