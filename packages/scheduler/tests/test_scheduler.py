@@ -1,0 +1,212 @@
+"""What a step decides: budgets, order, chunks, preemption, ends and refusals."""
+
+from __future__ import annotations
+
+import pytest
+
+from trencadis.kvcache import BlockManager, CacheConfig
+from trencadis.scheduler import (
+    ConfigError,
+    DuplicateRequest,
+    FinishReason,
+    QueueFull,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SchedulerOutput,
+    SequenceUpdate,
+    StepOrderError,
+    UnservableRequest,
+)
+
+
+def make(
+    *, num_blocks: int = 65, block_size: int = 4, **settings: int
+) -> tuple[Scheduler, BlockManager]:
+    blocks = BlockManager(
+        CacheConfig(
+            num_blocks=num_blocks, block_size=block_size, watermark=0.0, enable_prefix_caching=False
+        )
+    )
+    defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": 64}
+    return Scheduler(SchedulerConfig(**{**defaults, **settings}), blocks), blocks
+
+
+def request(name: str, length: int = 4, **fields: object) -> Request:
+    values = {"max_tokens": 4, **fields}
+    return Request(request_id=name, prompt_token_ids=tuple(range(length)), **values)
+
+
+def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, tuple[SequenceUpdate, ...]]:
+    output = scheduler.schedule()
+    sampled = {one.seq_id: token for one in (*output.prompts, *output.decodes) if one.samples}
+    return output, scheduler.update(output, sampled)
+
+
+def test_prompt_is_computed_then_decoded_until_max_tokens() -> None:
+    scheduler, blocks = make()
+    scheduler.add(request("a", 5, max_tokens=3))
+    first, updates = run(scheduler)
+    assert [list(one.token_ids) for one in first.prompts] == [[0, 1, 2, 3, 4]]
+    assert updates[0].token_id == 7
+    second, _ = run(scheduler)
+    assert (second.decodes[0].start, list(second.decodes[0].token_ids)) == (5, [7])
+    _, last = run(scheduler)
+    assert last[0].finish_reason is FinishReason.LENGTH
+    assert not scheduler.has_work
+    assert blocks.num_free_blocks == blocks.num_total_blocks
+
+
+def test_long_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
+    scheduler, _ = make(max_num_batched_tokens=6)
+    scheduler.add(request("a", 14))
+    chunks = []
+    for _ in range(3):
+        output, updates = run(scheduler)
+        (chunk,) = output.prompts
+        chunks.append((chunk.start, len(chunk.token_ids), chunk.samples, len(updates)))
+    assert chunks == [(0, 6, False, 0), (6, 6, False, 0), (12, 2, True, 1)]
+
+
+def test_no_chunk_is_longer_than_allowed() -> None:
+    scheduler, _ = make(max_chunk_tokens=3)
+    scheduler.add(request("a", 8))
+    scheduler.add(request("b", 2))
+    output, _ = run(scheduler)
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [3, 2]
+
+
+def test_decodes_come_before_prompts_in_the_token_budget() -> None:
+    scheduler, _ = make(max_num_batched_tokens=6)
+    scheduler.add(request("a", 4))
+    run(scheduler)
+    scheduler.add(request("b", 12))
+    output, _ = run(scheduler)
+    assert len(output.decodes) == 1
+    assert len(output.prompts[0].token_ids) == 5
+    assert output.num_tokens == 6
+
+
+def test_no_more_sequences_run_than_allowed() -> None:
+    scheduler, _ = make(max_num_seqs=2)
+    for name in "abc":
+        scheduler.add(request(name, 2))
+    run(scheduler)
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+
+
+def test_first_come_is_first_served() -> None:
+    scheduler, _ = make(max_num_seqs=1)
+    for name in "abc":
+        scheduler.add(request(name, 2, max_tokens=1))
+    order = [run(scheduler)[1][0].request_id for _ in range(3)]
+    assert order == ["a", "b", "c"]
+
+
+def test_youngest_is_preempted_when_blocks_run_out_and_resumes_with_its_tokens() -> None:
+    scheduler, blocks = make(num_blocks=5, block_size=2, max_model_len=8)
+    scheduler.add(request("old", 4, max_tokens=4))
+    young = scheduler.add(request("young", 3, max_tokens=4))
+    run(scheduler)
+    output, _ = run(scheduler)
+    assert output.preempted == (young.seq_id,)
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert scheduler.num_preemptions == 1
+    assert young.token_ids == [0, 1, 2, 7]
+    while scheduler.num_running and scheduler.num_waiting:
+        run(scheduler)
+    resumed, _ = run(scheduler)
+    assert list(resumed.prompts[0].token_ids) == [0, 1, 2, 7]
+    while scheduler.has_work:
+        run(scheduler)
+    assert len(young.output_token_ids) == 4
+    assert blocks.num_free_blocks == blocks.num_total_blocks
+
+
+def test_stop_token_ends_only_after_min_tokens() -> None:
+    scheduler, _ = make()
+    scheduler.add(request("a", max_tokens=9, min_tokens=3, stop_token_ids=frozenset({7})))
+    reasons = [run(scheduler)[1][0].finish_reason for _ in range(3)]
+    assert reasons == [None, None, FinishReason.STOP]
+
+
+def test_model_length_ends_a_sequence() -> None:
+    scheduler, _ = make(max_model_len=6)
+    scheduler.add(request("a", 5, max_tokens=100))
+    _, updates = run(scheduler)
+    assert updates[0].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2])
+def test_abort_frees_everything_in_any_state(steps: int) -> None:
+    scheduler, blocks = make(max_num_batched_tokens=8)
+    sequence = scheduler.add(request("a", 12))
+    for _ in range(steps):
+        run(scheduler)
+    assert scheduler.abort("a")
+    assert sequence.finish_reason is FinishReason.ABORT
+    assert not scheduler.has_work
+    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert not scheduler.abort("a")
+
+
+def test_abort_while_a_step_runs_drops_its_token() -> None:
+    scheduler, blocks = make()
+    sequence = scheduler.add(request("a"))
+    output = scheduler.schedule()
+    scheduler.abort("a")
+    assert scheduler.update(output, {sequence.seq_id: 7}) == ()
+    assert blocks.num_free_blocks == blocks.num_total_blocks
+
+
+def test_request_id_may_be_used_again_once_it_is_finished() -> None:
+    scheduler, _ = make()
+    scheduler.add(request("a"))
+    with pytest.raises(DuplicateRequest, match="'a'"):
+        scheduler.add(request("a"))
+    scheduler.abort("a")
+    scheduler.add(request("a"))
+    assert scheduler.num_waiting == 1
+
+
+def test_queue_is_bounded() -> None:
+    scheduler, _ = make(max_waiting=2)
+    scheduler.add(request("a"))
+    scheduler.add(request("b"))
+    with pytest.raises(QueueFull, match="max_waiting"):
+        scheduler.add(request("c"))
+
+
+@pytest.mark.parametrize(
+    ("length", "num_blocks", "reason"),
+    [(0, 65, "empty"), (64, 65, "max_model_len"), (40, 5, "KV cache")],
+)
+def test_request_that_could_never_run_is_refused(length: int, num_blocks: int, reason: str) -> None:
+    scheduler, _ = make(num_blocks=num_blocks)
+    with pytest.raises(UnservableRequest, match=reason):
+        scheduler.add(request("a", length))
+    assert not scheduler.has_work
+
+
+def test_steps_alternate_with_updates() -> None:
+    scheduler, _ = make()
+    scheduler.add(request("a"))
+    output = scheduler.schedule()
+    with pytest.raises(StepOrderError, match="update"):
+        scheduler.schedule()
+    with pytest.raises(StepOrderError, match="expected step"):
+        scheduler.update(SchedulerOutput(99), {})
+    scheduler.update(output, {0: 7})
+    with pytest.raises(StepOrderError):
+        scheduler.update(output, {0: 7})
+
+
+@pytest.mark.parametrize("setting", ["max_num_seqs", "max_model_len", "max_waiting"])
+def test_bad_setting_is_named_with_its_value(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}.*-3"):
+        SchedulerConfig(**{setting: -3})
+
+
+def test_token_budget_below_a_full_decode_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="max_num_batched_tokens 4 is below max_num_seqs 8"):
+        SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=4)
