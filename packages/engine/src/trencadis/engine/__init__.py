@@ -1,0 +1,75 @@
+"""LLM engine: devices, model runner, sampler, engine core, asynchronous front, offline batches.
+
+The names that need PyTorch are loaded when they are first used: a server's front starts its core
+process at once and never waits for them.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from trencadis.engine.async_engine import AsyncEngine
+from trencadis.engine.config import EngineConfig, skip_warmup_from_env
+from trencadis.engine.core_process import LogSettings
+from trencadis.engine.errors import (
+    ConfigError,
+    EngineDead,
+    EngineError,
+    EngineOverloaded,
+    InvalidRequest,
+    ModelError,
+)
+from trencadis.engine.grids import bucketing_from_env
+from trencadis.engine.models.default_model import default_model
+from trencadis.engine.outputs import (
+    CompletionDelta,
+    EngineStats,
+    FinishReason,
+    PositionLogprobs,
+    TokenLogprob,
+)
+from trencadis.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trencadis.engine.core import EngineCore
+    from trencadis.engine.llm import LLM, Completion, Generation
+    from trencadis.engine.tokenizer import Tokenizer
+
+_LOADED_ON_USE = {
+    "EngineCore": "core",
+    "LLM": "llm",
+    "Completion": "llm",
+    "Generation": "llm",
+    "Tokenizer": "tokenizer",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncEngine",
+    "Completion",
+    "CompletionDelta",
+    "ConfigError",
+    "EngineConfig",
+    "EngineCore",
+    "EngineDead",
+    "EngineError",
+    "EngineOverloaded",
+    "EngineStats",
+    "FinishReason",
+    "Generation",
+    "InvalidRequest",
+    "LogSettings",
+    "ModelError",
+    "PositionLogprobs",
+    "SamplingParams",
+    "TokenLogprob",
+    "Tokenizer",
+    "bucketing_from_env",
+    "default_model",
+    "skip_warmup_from_env",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LOADED_ON_USE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_LOADED_ON_USE[name]}"), name)

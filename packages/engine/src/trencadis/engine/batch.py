@@ -1,0 +1,182 @@
+"""From scheduled sequences to padded tensors of exactly one bucket's shape.
+
+Everything is assembled on the host in NumPy and crosses to the device once per tensor. Padding
+tokens have id 0 and position 0, write to block 0 and are read by nobody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trencadis.engine.models.attention import MASKED, DecodeContext, PromptContext
+from trencadis.kvcache import NO_OWNER, lay_out
+from trencadis.kvcache.tensors import KVCache
+from trencadis.scheduler import ScheduledSequence
+
+IntArray = npt.NDArray[np.int64]
+
+
+@attrs.frozen(eq=False)
+class ModelInput:
+    """One forward: flat tokens ``[1, T]``, their positions, the rows whose logits are wanted.
+
+    ``logit_rows`` has one entry per row of the padded batch; the first ``num_rows`` are real.
+    """
+
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    paged: PromptContext | DecodeContext
+    num_rows: int
+
+
+@attrs.frozen
+class PromptShape:
+    """Padded shape of a prompt forward: sequences, tokens each, context blocks each."""
+
+    batch: int
+    query: int
+    context_blocks: int
+
+
+@attrs.frozen
+class DecodeShape:
+    """Padded shape of a decode forward: sequences, and blocks of the cache prefix."""
+
+    batch: int
+    blocks: int
+
+
+def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> PromptShape:
+    """The smallest shape that holds these chunks."""
+    return PromptShape(
+        len(chunks),
+        max(len(chunk.token_ids) for chunk in chunks),
+        max(-(-chunk.start // block_size) for chunk in chunks),
+    )
+
+
+def decode_shape(decodes: Sequence[ScheduledSequence]) -> DecodeShape:
+    """The smallest shape that holds these sequences' blocks and every block below them."""
+    highest = max(int(decode.block_table.max()) for decode in decodes)
+    return DecodeShape(len(decodes), 1 + highest)
+
+
+def build_prompt(
+    chunks: Sequence[ScheduledSequence], shape: PromptShape, cache: KVCache, device: torch.device
+) -> ModelInput:
+    """Prompt chunks padded to ``shape``; an empty list makes a dummy batch."""
+    tokens = np.zeros((shape.batch, shape.query), np.int64)
+    positions = np.zeros_like(tokens)
+    write_blocks = np.zeros_like(tokens)
+    context = np.zeros((shape.batch, shape.context_blocks), np.int64)
+    starts = np.zeros(shape.batch, np.int64)
+    last = np.zeros(shape.batch, np.int64)
+    size = cache.block_size
+    for row, chunk in enumerate(chunks):
+        length = len(chunk.token_ids)
+        where = np.arange(chunk.start, chunk.start + length)
+        table = np.asarray(chunk.block_table, np.int64)
+        tokens[row, :length] = chunk.token_ids
+        positions[row, :length] = where
+        write_blocks[row, :length] = table[where // size]
+        held = -(-chunk.start // size)
+        context[row, :held] = table[:held]
+        starts[row] = chunk.start
+        last[row] = length - 1
+    paged = PromptContext(
+        cache,
+        shape.batch,
+        _put(write_blocks, device),
+        _put(positions % size, device),
+        _put(context, device, flat=False) if shape.context_blocks else None,
+        _context_mask(starts, shape, size, device) if shape.context_blocks else None,
+    )
+    rows = np.arange(shape.batch) * shape.query + last
+    return _model_input(tokens, positions, rows, paged, len(chunks), device)
+
+
+def build_decode(
+    decodes: Sequence[ScheduledSequence], shape: DecodeShape, cache: KVCache, device: torch.device
+) -> ModelInput:
+    """One token per sequence, padded to ``shape``; an empty list makes a dummy batch."""
+    tokens, positions, write_blocks = np.zeros((3, shape.batch), np.int64)
+    size = cache.block_size
+    tables, lengths = [], []
+    for row, decode in enumerate(decodes):
+        last = decode.start // size
+        tokens[row] = decode.token_ids[0]
+        positions[row] = decode.start
+        write_blocks[row] = decode.block_table[last]
+        tables.append(decode.block_table[: last + 1])
+        lengths.append(decode.start + 1)
+    layout = lay_out(tables, lengths, size, shape.blocks)
+    extra = _padded_extra(layout.num_extra)
+    owners = np.full(shape.blocks + extra, shape.batch, np.int64)
+    filled = np.zeros(shape.blocks + extra, np.int64)
+    owned = layout.owner != NO_OWNER
+    owners[: shape.blocks][owned] = layout.owner[owned]
+    filled[: shape.blocks] = layout.used
+    extra_blocks = np.zeros(extra, np.int64)
+    shared = slice(shape.blocks, shape.blocks + layout.num_extra)
+    owners[shared], filled[shared] = layout.extra_owner, layout.extra_used
+    extra_blocks[: layout.num_extra] = layout.extra_block
+    paged = DecodeContext(
+        cache,
+        shape.blocks,
+        _put(write_blocks, device),
+        _put(positions % size, device),
+        _put(owners, device),
+        _bias(_put(filled, device), size),
+        _put(extra_blocks, device) if extra else None,
+    )
+    rows = np.arange(shape.batch)
+    return _model_input(tokens, positions, rows, paged, len(decodes), device)
+
+
+def _padded_extra(pairs: int) -> int:
+    """Shared (block, sequence) pairs to gather: 0, or the next power of two from 8 on."""
+    return max(8, 1 << (pairs - 1).bit_length()) if pairs else 0
+
+
+def _model_input(
+    tokens: IntArray,
+    positions: IntArray,
+    rows: IntArray,
+    paged: PromptContext | DecodeContext,
+    num_rows: int,
+    device: torch.device,
+) -> ModelInput:
+    return ModelInput(
+        _put(tokens, device).unsqueeze(0),
+        _put(positions, device).unsqueeze(0),
+        _put(rows, device),
+        paged,
+        num_rows,
+    )
+
+
+def _put(array: IntArray, device: torch.device, *, flat: bool = True) -> torch.Tensor:
+    return torch.from_numpy(array.reshape(-1) if flat else array).to(device)
+
+
+def _context_mask(
+    starts: IntArray, shape: PromptShape, block_size: int, device: torch.device
+) -> torch.Tensor:
+    """``[B, 1, Q, C * S + Q]``: the context before ``start``, then causal order in the chunk."""
+    width = shape.context_blocks * block_size
+    held = torch.arange(width, device=device) < _put(starts, device)[:, None]
+    context = held[:, None, None, :].expand(-1, 1, shape.query, -1)
+    causal = torch.ones(shape.query, shape.query, dtype=torch.bool, device=device).tril()
+    return torch.cat((context, causal.expand(shape.batch, 1, -1, -1)), dim=-1)
+
+
+def _bias(filled: torch.Tensor, block_size: int) -> torch.Tensor:
+    """``[N, 1, 1, S]``: 0 for the filled positions of each block, `MASKED` for the others."""
+    offsets = torch.arange(block_size, device=filled.device)
+    return torch.where(offsets < filled[:, None], 0.0, MASKED)[:, None, None, :]

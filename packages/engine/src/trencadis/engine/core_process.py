@@ -1,0 +1,98 @@
+"""The engine core in a process of its own: receive, step, report, until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trencadis.engine.channel import CoreChannel
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
+from trencadis.engine.messages import Abort, Add, Failed, Ready, Rejected, StepDone, Stop, ToCore
+
+if TYPE_CHECKING:
+    from trencadis.engine.core import EngineCore
+
+logger = logging.getLogger("trencadis.engine")
+
+_IDLE_SECONDS = 1.0
+"""How often an idle core looks whether its front is still alive."""
+
+
+@attrs.frozen
+class LogSettings:
+    """How the core's process logs: the front's level and format."""
+
+    level: int = logging.INFO
+    format: str = "%(levelname)s %(asctime)s %(name)s] %(message)s"
+    datefmt: str = "%m-%d %H:%M:%S"
+
+
+def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSettings) -> None:
+    """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
+    # PyTorch's OpenMP threads spin while they wait. Where anything else runs on the same cores, if
+    # only the front, they spin against it: a decode step then takes 400 ms instead of 60 (AMD
+    # EPYC, 2 cores, one of them busy, 2026-11-20). OpenMP reads this when torch is loaded, below.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Ctrl-C reaches the whole terminal group; the front decides when the core ends.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=log.level, format=log.format, datefmt=log.datefmt)
+    channel = CoreChannel(to_core, from_core)
+    front = os.getppid()
+    try:
+        _serve(config, channel, front)
+    except ConfigError as error:
+        channel.send(Failed("config", str(error)))
+    except ModelError as error:
+        channel.send(Failed("model", str(error)))
+    except Exception as error:
+        logger.exception("The engine core stops")
+        channel.send(Failed("internal", f"{type(error).__name__}: {error}"))
+    finally:
+        channel.close()
+
+
+def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
+    # Imported here, so that the front, which imports this module, does not wait for PyTorch.
+    from trencadis.engine.core import EngineCore  # noqa: PLC0415
+
+    core = EngineCore(config)
+    report = core.warm_up()
+    channel.send(
+        Ready(
+            max_model_len=core.max_model_len,
+            num_blocks=core.num_blocks,
+            block_size=config.block_size,
+            dtype=str(core.dtype).removeprefix("torch."),
+            device=core.device.name,
+            num_buckets=len(core.grids.prompt) + len(core.grids.decode) if core.grids else 0,
+            warmup_seconds=report.seconds if report is not None else 0.0,
+        )
+    )
+    while os.getppid() == front:
+        for message in channel.receive(0.0 if core.has_work else _IDLE_SECONDS):
+            if isinstance(message, Stop):
+                return
+            _apply(core, channel, message)
+        if core.has_work:
+            tokens = core.step()
+            channel.send(StepDone(tuple(tokens), core.stats))
+    logger.warning("The front is gone: the engine core stops")
+
+
+def _apply(core: EngineCore, channel: CoreChannel, message: ToCore) -> None:
+    if isinstance(message, Add):
+        try:
+            core.add(message.key, message.prompt_token_ids, message.params)
+        except EngineOverloaded as error:
+            channel.send(Rejected(message.key, str(error), overloaded=True))
+        except InvalidRequest as error:
+            channel.send(Rejected(message.key, str(error), field=error.field))
+    elif isinstance(message, Abort):
+        for key in message.keys:
+            core.abort(key)
+        channel.send(StepDone((), core.stats))

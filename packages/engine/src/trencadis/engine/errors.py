@@ -1,0 +1,35 @@
+"""The errors that this package raises on purpose, each with what the caller can do about it."""
+
+from __future__ import annotations
+
+
+class EngineError(Exception):
+    """Base of every error that the engine raises on purpose."""
+
+
+class ConfigError(EngineError, ValueError):
+    """A setting is out of range, or two settings contradict each other."""
+
+
+class ModelError(EngineError):
+    """A checkpoint is missing, incomplete, or of an architecture this engine cannot serve."""
+
+
+class InvalidRequest(EngineError, ValueError):
+    """A request cannot be served as asked.
+
+    ``field`` names the offending sampling parameter or input (``"max_tokens"``, ``"prompt"``),
+    or is None where no single field is at fault.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class EngineOverloaded(EngineError):
+    """The queue of waiting requests is full: try again later, or raise ``max_waiting``."""
+
+
+class EngineDead(EngineError):
+    """The engine core stopped; no request can be served until the process is restarted."""

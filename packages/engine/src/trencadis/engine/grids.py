@@ -1,0 +1,127 @@
+"""Which buckets an engine prepares: the user's settings, or a small grid that suits the device."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import attrs
+
+from trencadis.bucketing import (
+    BucketGrid,
+    BucketingConfig,
+    BucketingError,
+    decode_grid,
+    linear_range,
+    prompt_grid,
+)
+from trencadis.engine.errors import ConfigError
+
+logger = logging.getLogger("trencadis.engine")
+
+
+@attrs.frozen
+class Grids:
+    """The buckets that prompt and decode forwards are padded to."""
+
+    prompt: BucketGrid
+    decode: BucketGrid
+
+
+@attrs.frozen(kw_only=True)
+class ShapeLimits:
+    """What bounds every shape that can occur. Lengths in tokens, the cache in blocks."""
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+
+
+def bucketing_from_env(environ: Mapping[str, str]) -> BucketingConfig | None:
+    """The user's bucketing settings, None when the environment holds none.
+
+    Raises `ConfigError`, which names the variable.
+    """
+    try:
+        config = BucketingConfig.from_env(environ)
+    except BucketingError as error:
+        raise ConfigError(str(error)) from error
+    return None if config == BucketingConfig() else config
+
+
+def build_grids(config: BucketingConfig | None, limits: ShapeLimits) -> Grids:
+    """Both grids, logged as in seed 002. Raises `BucketingError` for contradicting settings."""
+    grids = small_grids(limits) if config is None else configured_grids(config, limits)
+    for grid in (grids.prompt, grids.decode):
+        for line in grid.describe():
+            logger.info(line)
+    why = (
+        "few, because this device runs a new shape without compiling it; "
+        "VLLM_PROMPT_* and VLLM_DECODE_* variables choose others"
+        if config is None
+        else "from the VLLM_* bucketing settings"
+    )
+    logger.info("%d prompt and %d decode buckets (%s)", len(grids.prompt), len(grids.decode), why)
+    return grids
+
+
+def configured_grids(config: BucketingConfig, limits: ShapeLimits) -> Grids:
+    """The grids that the user's settings describe."""
+    return Grids(
+        prompt_grid(
+            config,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            block_size=limits.block_size,
+        ),
+        decode_grid(
+            config,
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+        ),
+    )
+
+
+def small_grids(limits: ShapeLimits) -> Grids:
+    """Few buckets and a fast start, for a device on which a new shape costs milliseconds.
+
+    Every axis doubles or quadruples. Chunks with context run one sequence at a time: their
+    attention is over the padded context, so batching different contexts would pad most.
+    """
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    context = -(-limits.max_model_len // limits.block_size)
+    prompt = BucketGrid(
+        {
+            "batch": _doubling(1, min(4, limits.max_num_seqs)),
+            "query": _doubling(min(64, longest), longest),
+            "context_blocks": (0, *_spread(context)),
+        },
+        filters=(
+            lambda b: b["batch"] * b["query"] <= limits.max_num_batched_tokens or b["batch"] == 1,
+            lambda b: b["context_blocks"] == 0 or b["batch"] == 1,
+        ),
+        phase="prompt",
+    )
+    decode = BucketGrid(
+        {
+            "batch": _doubling(1, limits.max_num_seqs),
+            "blocks": _spread(limits.num_blocks),
+        },
+        phase="decode",
+    )
+    return Grids(prompt, decode)
+
+
+def _doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """``smallest``, twice that, … and ``largest``: the ramp-up of seed 002 alone."""
+    return linear_range(smallest, largest, largest)
+
+
+def _spread(largest: int) -> tuple[int, ...]:
+    """A sixteenth, a quarter and all of ``largest``."""
+    return tuple(sorted({-(-largest // 16), -(-largest // 4), largest}))

@@ -1,0 +1,1 @@
+"""Checkpoints, and transformers' own modules with this engine's attention in them."""

@@ -1,0 +1,211 @@
+"""Paged attention over the block cache, registered with transformers as its attention.
+
+Tokens of a forward lie flat, ``[1, tokens]``, so that every model that honours transformers'
+``logits_to_keep`` computes logits for the wanted rows only. What a forward reads and writes is
+one value, `PromptContext` or `DecodeContext`, passed through the model as ``paged=``.
+
+Letters in shapes: B sequences, Q padded query length, C context blocks per sequence, N blocks of
+the cache prefix, E extra (block, sequence) pairs, S block size, H query heads, K key-value heads,
+G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface
+
+from trencadis.engine.errors import ModelError
+from trencadis.kvcache.tensors import KVCache
+
+ATTENTION_NAME = "trencadis_paged"
+
+MASKED = -1e30
+"""Score of a masked position: finite, so that a block with no valid position yields no NaN."""
+
+
+@attrs.frozen(eq=False)
+class PromptContext:
+    """Where a padded batch of prompt chunks writes and what context it reads.
+
+    ``write_blocks``, ``write_offsets``: ``[B * Q]``, padding goes to block 0.
+    ``context_blocks``: ``[B, C]``, None when no chunk has context. ``mask``: ``[B, 1, Q, C * S +
+    Q]`` bool, true where a query may look; None without context, where causal order suffices
+    because padding stands after every real token.
+    """
+
+    cache: KVCache
+    batch: int
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    context_blocks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+
+
+@attrs.frozen(eq=False)
+class DecodeContext:
+    """Where one token per sequence writes, and which sequence owns each block it reads.
+
+    ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the row of the sequence
+    that a block is scored for, B for a block that nobody in the batch owns. ``bias``:
+    ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
+    the cache prefix, read in place; ``extra_blocks`` ``[E]`` are gathered: blocks that a further
+    sequence shares. None when there are none.
+    """
+
+    cache: KVCache
+    prefix_blocks: int
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    owners: torch.Tensor
+    bias: torch.Tensor
+    extra_blocks: torch.Tensor | None = None
+
+
+def paged_attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: PromptContext | DecodeContext,
+    scaling: float | None = None,
+    **features: Any,
+) -> tuple[torch.Tensor, None]:
+    """Write the new keys and values, then attend. Shapes: ``[1, H, T, D]`` and ``[1, K, T, D]``.
+
+    Returns ``[1, T, H, D]``. The signature is that of transformers' ``AttentionInterface``.
+    Raises `ModelError` for a feature of attention that this engine does not compute.
+    """
+    _refuse_unsupported(features)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    keys, values = paged.cache.key(layer), paged.cache.value(layer)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    keys[paged.write_blocks, :, paged.write_offsets] = key[0].transpose(0, 1)
+    values[paged.write_blocks, :, paged.write_offsets] = value[0].transpose(0, 1)
+    if isinstance(paged, PromptContext):
+        return _attend_prompt(query, key, value, keys, values, paged, scale), None
+    return _attend_decode(query, keys, values, paged, scale), None
+
+
+def _attend_prompt(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    paged: PromptContext,
+    scale: float,
+) -> torch.Tensor:
+    """Each chunk attends to its context, gathered from the cache, and causally to itself."""
+    query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
+    if paged.context_blocks is not None:
+        key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
+        value = torch.cat((_gather(cached_values, paged.context_blocks), value), dim=2)
+    out = F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=paged.mask,
+        is_causal=paged.mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out.transpose(1, 2).reshape(1, -1, query.shape[1], query.shape[-1])
+
+
+def _attend_decode(
+    query: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    paged: DecodeContext,
+    scale: float,
+) -> torch.Tensor:
+    """Score every block for its owner, then combine each owner's blocks.
+
+    A block yields a maximum, a sum of exponentials and a weighted sum of values; the blocks of a
+    sequence are combined by rescaling to their common maximum (Milakov and Gimelshein, "Online
+    normalizer calculation for softmax", 2018). Row B of the accumulators takes what nobody owns.
+    """
+    _, heads, batch, size = query.shape
+    kv_heads = cached_keys.shape[1]
+    rows = (query[0].transpose(0, 1) * scale).view(batch, kv_heads, heads // kv_heads, size)
+    rows = F.pad(rows, (0, 0, 0, 0, 0, 0, 0, 1))
+    n = paged.prefix_blocks
+    peak, total, weighted = _score_blocks(
+        rows[paged.owners[:n]], cached_keys[:n], cached_values[:n], paged.bias[:n]
+    )
+    if paged.extra_blocks is not None:
+        extra = _score_blocks(
+            rows[paged.owners[n:]],
+            cached_keys[paged.extra_blocks],
+            cached_values[paged.extra_blocks],
+            paged.bias[n:],
+        )
+        peak, total, weighted = (
+            torch.cat(pair) for pair in zip((peak, total, weighted), extra, strict=True)
+        )
+    combined = _combine(peak, total, weighted, paged.owners, batch + 1)
+    return combined[:batch].to(query.dtype).view(1, batch, heads, size)
+
+
+def _score_blocks(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
+
+    Returns per row the maximum and the sum ``[N, K, G, 1]``, and the values ``[N, K, G, D]``
+    weighted by the exponentials, all fp32.
+    """
+    scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
+    peak = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - peak)
+    weighted = torch.matmul(weights.to(values.dtype), values).float()
+    return peak, weights.sum(-1, keepdim=True), weighted
+
+
+def _combine(
+    peak: torch.Tensor,
+    total: torch.Tensor,
+    weighted: torch.Tensor,
+    owners: torch.Tensor,
+    num_rows: int,
+) -> torch.Tensor:
+    """Softmax-weighted values of each owner from the partial results of its blocks."""
+    top = peak.new_full((num_rows, *peak.shape[1:]), MASKED)
+    top.scatter_reduce_(0, owners.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
+    rescale = torch.exp(peak - top[owners])
+    totals = total.new_zeros((num_rows, *total.shape[1:]))
+    totals.index_add_(0, owners, total * rescale)
+    sums = weighted.new_zeros((num_rows, *weighted.shape[1:]))
+    sums.index_add_(0, owners, weighted * rescale)
+    # Padded rows own no block; their sum of 0 must not become a NaN.
+    return sums / totals.clamp_min(torch.finfo(totals.dtype).tiny)
+
+
+def _by_sequence(flat: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[1, heads, B * Q, D]`` as ``[B, heads, Q, D]``."""
+    heads, _, size = flat.shape[1:]
+    return flat.view(heads, batch, -1, size).transpose(0, 1)
+
+
+def _gather(cached: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
+    """Blocks ``[B, C]`` of a cache ``[blocks, K, S, D]`` as ``[B, K, C * S, D]``."""
+    return cached[blocks].transpose(1, 2).flatten(2, 3)
+
+
+def _refuse_unsupported(features: dict[str, Any]) -> None:
+    for name in ("sliding_window", "softcap", "s_aux"):
+        if features.get(name) is not None:
+            raise ModelError(
+                f"the model's attention uses {name}={features[name]!r}, which this engine does "
+                "not compute: serve a model with plain causal attention"
+            )
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention)

@@ -1,0 +1,88 @@
+"""Conversion of a GGUF file to bf16 safetensors in the user's cache, once and atomically."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import platformdirs
+
+from trencadis.engine.errors import ModelError
+
+logger = logging.getLogger("trencadis.engine")
+
+_FORMAT = 1
+"""Raise it when the conversion changes, so that older conversions are made anew."""
+
+
+def cache_directory() -> Path:
+    """Where converted models are kept: the user's cache directory of this platform."""
+    return Path(platformdirs.user_cache_dir("trencadis")) / "models"
+
+
+def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None) -> Path:
+    """Directory with the safetensors conversion of ``gguf``; made on the first call.
+
+    The conversion is written beside its place and renamed into it when complete, so a killed
+    process leaves nothing half-made there, and of two processes that convert at once the first
+    to finish wins and the other uses its result. Raises `ModelError` when transformers cannot
+    read the file.
+    """
+    parent = cache if cache is not None else cache_directory()
+    target = parent / f"{name or gguf.stem}-{_fingerprint(gguf)}"
+    if target.is_dir():
+        return target
+    parent.mkdir(parents=True, exist_ok=True)
+    logger.info("Converting %s to bf16 safetensors in %s (once)", gguf.name, target)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+    try:
+        _convert(gguf, scratch)
+        _publish(scratch, target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return target
+
+
+def _convert(gguf: Path, target: Path) -> None:
+    # Imported here: a start that finds its conversion made does not wait for these.
+    import torch  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+    except ImportError as error:
+        raise ModelError(
+            f"reading GGUF files needs pip install 'trencadis-engine[gguf]': {error}"
+        ) from error
+    except Exception as error:  # the reader raises whatever a broken file makes it raise
+        raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
+    model.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+
+
+def _publish(scratch: Path, target: Path) -> None:
+    """Rename into place. An ``OSError`` with the target present means that another was faster."""
+    try:
+        os.replace(scratch, target)  # noqa: PTH105  (Path.replace hides that this is one rename)
+    except OSError:
+        if not target.is_dir():
+            raise
+
+
+def _fingerprint(gguf: Path) -> str:
+    """Names the conversion of this very file: its size, its head and the conversion's format."""
+    with gguf.open("rb") as file:
+        head = file.read(1 << 20)
+    digest = hashlib.blake2b(head, digest_size=8)
+    digest.update(f"{gguf.stat().st_size}:{_FORMAT}".encode())
+    return digest.hexdigest()

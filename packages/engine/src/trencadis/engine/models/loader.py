@@ -1,0 +1,172 @@
+"""From a name to a loaded model: transformers' own module, with paged attention in it."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.utils import logging as transformers_logging
+
+from trencadis.engine.devices import Device
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.attention import ATTENTION_NAME
+from trencadis.engine.models.checkpoint import locate
+
+logger = logging.getLogger("trencadis.engine")
+
+_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+
+
+@attrs.frozen(kw_only=True)
+class ModelSpec:
+    """What the engine needs to know of a checkpoint before it loads the weights.
+
+    ``source`` is what transformers loads: a directory or a hub id. Lengths are in tokens.
+    """
+
+    source: str
+    config: PreTrainedConfig = attrs.field(repr=False)
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position_embeddings: int
+    eos_token_ids: frozenset[int]
+
+
+def inspect_model(name: str) -> ModelSpec:
+    """Find a checkpoint and read its configuration.
+
+    ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError`, in one line, when
+    there is no such checkpoint or it is not of a decoder-only language model.
+    """
+    source = locate(name)
+    config = _read_config(source, name)
+    _check_decoder_only(config, name)
+    text = config.get_text_config(decoder=True)
+    heads = text.num_attention_heads
+    return ModelSpec(
+        source=source,
+        config=config,
+        num_layers=text.num_hidden_layers,
+        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
+        vocab_size=text.vocab_size,
+        max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
+        eos_token_ids=_eos_token_ids(source, text),
+    )
+
+
+def resolve_dtype(name: str, spec: ModelSpec, device: Device) -> torch.dtype:
+    """The dtype called ``name``; ``auto`` is the checkpoint's, or the device's for fp32 ones."""
+    if name != "auto":
+        return _DTYPES[name]
+    stored = getattr(spec.config, "dtype", None)
+    return stored if stored in (torch.bfloat16, torch.float16) else device.preferred_dtype
+
+
+def load_model(
+    spec: ModelSpec, device: Device, dtype: torch.dtype, max_model_len: int
+) -> nn.Module:
+    """Load the weights onto ``device`` in the arrangement that it reads fastest.
+
+    Raises `ModelError` when weights are missing or the architecture does not let its attention
+    be replaced.
+    """
+    _check_full_attention(spec, max_model_len)
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            spec.source,
+            config=spec.config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
+        raise ModelError(f"{spec.source} cannot be loaded: {_first_line(error)}") from error
+    model, report = loaded
+    _check_complete(spec, report)
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{type(model).__name__} computes its own attention, so the paged one cannot be put "
+            "in: serve a model of an architecture that supports transformers' AttentionInterface"
+        )
+    model = model.to(device.torch_device).eval().requires_grad_(requires_grad=False)
+    device.optimize(model)
+    return model  # type: ignore[no-any-return]
+
+
+def _read_config(source: str, name: str) -> PreTrainedConfig:
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"{name} is neither a local checkpoint nor a hub id that can be reached: "
+            f"{_first_line(error)}"
+        ) from error
+    return config
+
+
+def _check_decoder_only(config: PreTrainedConfig, name: str) -> None:
+    architectures = getattr(config, "architectures", None) or []
+    known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if config.is_encoder_decoder or not any(a in known for a in architectures):
+        found = ", ".join(architectures) or config.model_type
+        raise ModelError(
+            f"{name} is a {found}, not a decoder-only language model: serve a checkpoint of a "
+            "...ForCausalLM architecture"
+        )
+
+
+def _check_full_attention(spec: ModelSpec, max_model_len: int) -> None:
+    """Refuse layers whose state is not plain paged attention; a window that is never left is."""
+    text = spec.config.get_text_config(decoder=True)
+    window = getattr(text, "sliding_window", None)
+    if window is not None and window >= max_model_len:
+        text.sliding_window = window = None
+    kinds = set(getattr(text, "layer_types", None) or ())
+    if window is None:
+        kinds.discard("sliding_attention")
+    kinds.discard("full_attention")
+    if kinds:
+        raise ModelError(
+            f"{spec.source} has layers of kind {', '.join(sorted(kinds))}: this engine serves full "
+            f"attention only (sliding windows of at least max_model_len, here {max_model_len}, "
+            "included)"
+        )
+
+
+def _check_complete(spec: ModelSpec, report: dict[str, Any]) -> None:
+    missing = sorted(report.get("missing_keys") or ())
+    if missing:
+        shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
+        raise ModelError(f"{spec.source} lacks weights: {shown}")
+
+
+def _eos_token_ids(source: str, config: PreTrainedConfig) -> frozenset[int]:
+    """End-of-sequence tokens: those of the generation settings where there are any."""
+    try:
+        eos = GenerationConfig.from_pretrained(source).eos_token_id
+    except OSError:
+        eos = None
+    if eos is None:
+        eos = config.eos_token_id
+    if eos is None:
+        return frozenset()
+    return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset((eos,))
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,216 @@
+"""From logits to the next token of each sequence.
+
+A draw depends on the sequence's seed, the position and the logits alone: there is no generator
+state, so a sequence that is preempted, moved or recomputed goes on with the tokens that it would
+have had. Order of the steps (that of ``vllm``): bias, penalties, temperature, min_p, top_k, top_p.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Sequence
+
+import attrs
+import numpy as np
+import torch
+
+from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
+from trencadis.engine.sampling_params import SamplingParams
+
+_NUCLEUS = 1024
+"""Tokens sorted at first for top_p: the nucleus is rarely larger, and a full sort is slow."""
+
+
+@attrs.frozen(eq=False)
+class SamplingRow:
+    """What the sampler must know of the sequence behind one row of logits."""
+
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@attrs.frozen
+class SampledToken:
+    """A chosen token, with log-probabilities where the request asked for them."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+
+
+def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
+    """Choose one token per row of ``logits`` ``[len(rows), vocabulary]``.
+
+    Log-probabilities are those of the unmodified logits, as in the OpenAI API.
+    """
+    logits = logits.float()
+    raw = torch.log_softmax(logits, dim=-1) if _any(rows, _wants_logprobs) else None
+    logits = _adjust(logits, rows)
+    chosen = logits.argmax(dim=-1)
+    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    if random:
+        chosen[random] = _draw(logits[random], [rows[i] for i in random])
+    tokens = chosen.tolist()
+    if raw is None:
+        return [SampledToken(token) for token in tokens]
+    return [
+        SampledToken(token, _report(raw[i], token, rows[i].params.logprobs))
+        for i, token in enumerate(tokens)
+    ]
+
+
+def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits with bias, minimum length and penalties applied; a copy where anything changes."""
+    steps: tuple[tuple[Callable[[SamplingRow], bool], Callable[..., None]], ...] = (
+        (lambda row: bool(row.params.logit_bias), _add_bias),
+        (lambda row: len(row.output_token_ids) < row.params.min_tokens, _forbid_stop),
+        (lambda row: row.params.repetition_penalty != 1.0, _penalise_repetition),
+        (_has_count_penalty, _penalise_counts),
+    )
+    if not any(_any(rows, applies) for applies, _ in steps):
+        return logits
+    logits = logits.clone()
+    for applies, apply in steps:
+        for i, row in enumerate(rows):
+            if applies(row):
+                apply(logits[i], row)
+    return logits
+
+
+def _add_bias(logits: torch.Tensor, row: SamplingRow) -> None:
+    ids = _ids(row.params.logit_bias, logits)
+    logits[ids] += torch.tensor(list(row.params.logit_bias.values()), device=logits.device)
+
+
+def _forbid_stop(logits: torch.Tensor, row: SamplingRow) -> None:
+    logits[_ids({*row.eos_token_ids, *row.params.stop_token_ids}, logits)] = -math.inf
+
+
+def _penalise_repetition(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Divide positive and multiply negative logits of seen tokens (CTRL, Keskar et al., 2019)."""
+    ids = _ids({*row.prompt_token_ids, *row.output_token_ids}, logits)
+    seen, penalty = logits[ids], row.params.repetition_penalty
+    logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
+
+
+def _penalise_counts(logits: torch.Tensor, row: SamplingRow) -> None:
+    """Subtract for generated tokens, once and per occurrence (OpenAI API reference)."""
+    if not row.output_token_ids:
+        return
+    ids, counts = np.unique(np.asarray(row.output_token_ids, np.int64), return_counts=True)
+    amount = row.params.presence_penalty + row.params.frequency_penalty * counts
+    logits[torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(amount).to(logits)
+
+
+def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """One token per row by inverting the cumulative distribution at the row's own uniform.
+
+    Always in the order of the vocabulary, so that a row's token does not depend on whether a
+    neighbour's parameters make the batch be sorted.
+    """
+    temperature = _column(logits, [row.params.temperature for row in rows])
+    logits = logits / temperature.clamp_min(1e-5)
+    logits = _keep_min_p(logits, rows)
+    logits = _keep_top(logits, rows)
+    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
+    uniforms = _column(logits, [_uniform(row.seed, len(row.output_token_ids)) for row in rows])
+    # Scaled by the total so that rounding in the sum cannot put the point past the last token.
+    point = uniforms * cumulative[:, -1:]
+    index = torch.searchsorted(cumulative, point, right=True)
+    return index.clamp_max(logits.shape[-1] - 1).squeeze(1)
+
+
+def _keep_min_p(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Drop tokens less likely than ``min_p`` times the likeliest."""
+    if not any(row.params.min_p > 0.0 for row in rows):
+        return logits
+    floor = [math.log(row.params.min_p) if row.params.min_p else -math.inf for row in rows]
+    lowest = logits.amax(dim=-1, keepdim=True) + _column(logits, floor)
+    return logits.masked_fill(logits < lowest, -math.inf)
+
+
+def _keep_top(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Drop what top_k and then top_p leave out.
+
+    Few tokens are sorted at first; a row that turns out to keep more is sorted whole.
+    """
+    vocabulary = logits.shape[-1]
+    width = min(_NUCLEUS, vocabulary)
+    limited = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
+    if not limited:
+        return logits
+    kept = logits.clone()
+    narrow = [i for i in limited if rows[i].params.top_k <= width]
+    wide = [i for i in limited if rows[i].params.top_k > width]
+    if narrow:
+        kept[narrow], enough = _truncate(logits[narrow], [rows[i] for i in narrow], width)
+        wide += [i for i, found in zip(narrow, enough, strict=True) if not found]
+    if wide:
+        kept[wide], _ = _truncate(logits[wide], [rows[i] for i in wide], vocabulary)
+    return kept
+
+
+def _truncate(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], width: int
+) -> tuple[torch.Tensor, list[bool]]:
+    """Apply top_k and top_p among the ``width`` likeliest tokens of each row.
+
+    Returns the logits with dropped tokens at -inf, and whether ``width`` was enough for the row.
+    """
+    vocabulary = logits.shape[-1]
+    top_k = [row.params.top_k if row.params.top_k > 0 else vocabulary for row in rows]
+    k = torch.tensor(top_k, device=logits.device).clamp_max(vocabulary).unsqueeze(1)
+    top_p = _column(logits, [row.params.top_p for row in rows])
+    ordered, ids = logits.topk(width, dim=-1)
+    rank = torch.arange(width, device=logits.device)
+    ordered = ordered.masked_fill(rank >= k, -math.inf)
+    of_kept, of_all = (x.logsumexp(-1, keepdim=True) for x in (ordered, logits))
+    probability = (ordered - torch.where(k <= width, of_kept, of_all)).exp()
+    reached = probability.cumsum(dim=-1)
+    # A token stays when those before it do not reach top_p yet; the likeliest always does.
+    dropped = (reached - probability >= top_p) & (rank > 0)
+    enough = (reached[:, -1:] >= top_p) | (k <= width)
+    kept = torch.full_like(logits, -math.inf)
+    kept.scatter_(1, ids, ordered.masked_fill(dropped, -math.inf))
+    return kept, enough.squeeze(1).tolist()
+
+
+def _report(logprobs: torch.Tensor, token: int, count: int | None) -> PositionLogprobs | None:
+    if count is None:
+        return None
+    values, ids = logprobs.topk(count)
+    top = zip(ids.tolist(), values.tolist(), strict=True)
+    return PositionLogprobs(
+        TokenLogprob(token, float(logprobs[token])),
+        tuple(TokenLogprob(i, value) for i, value in top),
+    )
+
+
+def _uniform(seed: int, position: int) -> float:
+    """A number in [0, 1) that depends on the seed and the position alone."""
+    digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
+
+
+def _ids(ids: object, like: torch.Tensor) -> torch.Tensor:
+    return torch.tensor(list(ids), dtype=torch.long, device=like.device)  # type: ignore[call-overload]
+
+
+def _any(rows: Sequence[SamplingRow], predicate: Callable[[SamplingRow], bool]) -> bool:
+    return any(predicate(row) for row in rows)
+
+
+def _wants_logprobs(row: SamplingRow) -> bool:
+    return row.params.logprobs is not None
+
+
+def _has_count_penalty(row: SamplingRow) -> bool:
+    return row.params.presence_penalty != 0.0 or row.params.frequency_penalty != 0.0

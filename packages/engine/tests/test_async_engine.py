@@ -1,0 +1,218 @@
+"""The front and its core process: streams, aborts, refusals, and a core that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from trencadis.engine import (
+    AsyncEngine,
+    CompletionDelta,
+    ConfigError,
+    EngineConfig,
+    EngineDead,
+    EngineOverloaded,
+    InvalidRequest,
+    LogSettings,
+    ModelError,
+    SamplingParams,
+)
+
+QUIET = LogSettings(level=logging.CRITICAL)
+LIMIT_SECONDS = 60.0
+
+
+def config(model: Path | str, **changes: object) -> EngineConfig:
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+        "num_blocks": 80,
+        "skip_warmup": True,
+        **changes,
+    }
+    return EngineConfig(model=str(model), **settings)
+
+
+@asynccontextmanager
+async def running(model: Path, **changes: object) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config(model, **changes), QUIET)
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+        assert not children(), "no process is left behind"
+
+
+def children() -> list[psutil.Process]:
+    return [
+        child
+        for child in psutil.Process().children(recursive=True)
+        # multiprocessing's resource tracker stays by design, for the life of this process.
+        if "resource_tracker" not in " ".join(child.cmdline())
+    ]
+
+
+def limited(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), LIMIT_SECONDS))
+
+
+async def collect(engine: AsyncEngine, prompt: list[int], **params) -> list[CompletionDelta]:
+    return [delta async for delta in engine.generate(prompt, SamplingParams(**params))]
+
+
+async def settled(engine: AsyncEngine) -> None:
+    """Wait, for a bounded time, until the core has nothing left to serve."""
+    for _ in range(200):
+        stats = engine.stats
+        if stats.num_running == stats.num_waiting == stats.used_blocks == 0:
+            return
+        await asyncio.sleep(0.05)
+    raise AssertionError(f"still busy: {engine.stats}")
+
+
+def test_life_of_an_engine(tiny_model: Path) -> None:
+    async def body() -> None:
+        async with running(tiny_model) as engine:
+            assert engine.is_alive
+            assert engine.max_model_len == 128
+            await streams_join_to_the_same_text(engine)
+            await samples_interleave_and_all_end(engine)
+            await closing_a_stream_frees_its_blocks(engine)
+            await abort_ends_the_stream(engine)
+            await stop_string_ends_the_stream_and_the_core_hears_of_it(engine)
+            await bad_requests_are_refused_and_serving_goes_on(engine)
+        with pytest.raises(EngineDead):
+            await collect(engine, [1, 2])
+
+    limited(body)
+
+
+async def streams_join_to_the_same_text(engine: AsyncEngine) -> None:
+    prompt = engine.tokenizer.encode("some text")
+    first, second = await asyncio.gather(
+        *(collect(engine, prompt, temperature=0.0, max_tokens=9) for _ in range(2))
+    )
+    assert "".join(d.text for d in first) == "".join(d.text for d in second)
+    assert sum(len(d.token_ids) for d in first) <= 9
+    assert [d.finish_reason for d in first[:-1]] == [None] * (len(first) - 1)
+    assert first[-1].finish_reason in ("stop", "length")
+    assert first[-1].num_prompt_tokens == len(prompt)
+
+
+async def samples_interleave_and_all_end(engine: AsyncEngine) -> None:
+    deltas = await collect(engine, [5, 6, 7], n=3, max_tokens=5, ignore_eos=True)
+    assert sorted(d.index for d in deltas if d.finish_reason) == [0, 1, 2]
+    assert len(deltas) == 15
+
+
+async def closing_a_stream_frees_its_blocks(engine: AsyncEngine) -> None:
+    stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=100, n=2, ignore_eos=True))
+    async for _ in stream:
+        break
+    await stream.aclose()
+    await settled(engine)
+
+
+async def abort_ends_the_stream(engine: AsyncEngine) -> None:
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    deltas = []
+    async for delta in engine.generate([1, 2, 3], params, request_id="mine"):
+        deltas.append(delta)
+        if len(deltas) == 3:
+            await engine.abort("mine")
+    assert deltas[-1].finish_reason == "abort"
+    await settled(engine)
+
+
+async def stop_string_ends_the_stream_and_the_core_hears_of_it(engine: AsyncEngine) -> None:
+    prompt = engine.tokenizer.encode("hello")
+    free = await collect(engine, prompt, temperature=0.0, max_tokens=40)
+    text = "".join(d.text for d in free)
+    stop = text[6:8]
+    deltas = await collect(engine, prompt, temperature=0.0, max_tokens=40, stop=(stop,))
+    assert "".join(d.text for d in deltas) == text[: text.find(stop)]
+    assert (deltas[-1].finish_reason, deltas[-1].stop_reason) == ("stop", stop)
+    await settled(engine)
+
+
+async def bad_requests_are_refused_and_serving_goes_on(engine: AsyncEngine) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        await collect(engine, [1] * 500)
+    assert caught.value.field == "prompt"
+    with pytest.raises(InvalidRequest):
+        await collect(engine, [1] * 120, max_tokens=100)
+    assert len(await collect(engine, [1], max_tokens=3, ignore_eos=True)) == 3
+
+
+def test_full_queue_is_refused(tiny_model: Path) -> None:
+    async def body() -> None:
+        async with running(tiny_model, max_waiting=1, max_num_seqs=1) as engine:
+            results = await asyncio.gather(
+                *(collect(engine, [1, 2], max_tokens=60, ignore_eos=True) for _ in range(12)),
+                return_exceptions=True,
+            )
+            refused = [one for one in results if isinstance(one, EngineOverloaded)]
+            served = [one for one in results if isinstance(one, list)]
+            assert len(refused) + len(served) == 12
+            assert refused
+            assert all(len(one) == 60 for one in served)
+            await settled(engine)
+
+    limited(body)
+
+
+def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
+    async def body() -> None:
+        async with running(tiny_model) as engine:
+            task = asyncio.create_task(
+                collect(engine, [1, 2, 3], max_tokens=120, ignore_eos=True, n=4)
+            )
+            for _ in range(500):
+                if engine.stats.num_running:
+                    break
+                await asyncio.sleep(0.01)
+            os.kill(children()[0].pid, signal.SIGKILL)
+            with pytest.raises(EngineDead, match="exit code"):
+                await task
+            assert not engine.is_alive
+            with pytest.raises(EngineDead):
+                await engine.check_health()
+
+    limited(body)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"num_blocks": 3}, ConfigError),
+        ({"max_model_len": 100_000}, ConfigError),
+    ],
+)
+def test_failed_start_says_why_and_leaves_no_process(
+    tiny_model: Path, changes: dict[str, object], error: type[Exception]
+) -> None:
+    async def body() -> None:
+        with pytest.raises(error, match="max_model_len"):
+            await AsyncEngine.start(config(tiny_model, **changes), QUIET)
+        assert not children()
+
+    limited(body)
+
+
+def test_missing_model_fails_before_a_process_is_started() -> None:
+    async def body() -> None:
+        with pytest.raises(ModelError, match="no directory"):
+            await AsyncEngine.start(config("/no/such/model"), QUIET)
+
+    limited(body)

@@ -1,0 +1,215 @@
+"""Paged attention gives what plain attention over the whole sequence gives."""
+
+from __future__ import annotations
+
+import types
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trencadis.engine.batch import DecodeShape, PromptShape, build_decode, build_prompt
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.attention import MASKED, DecodeContext, paged_attention
+from trencadis.kvcache.tensors import KVCache
+from trencadis.scheduler import ScheduledSequence
+
+CPU = torch.device("cpu")
+MODULE = types.SimpleNamespace(layer_idx=0)
+
+
+class Sequences:
+    """Random keys, values and queries of some sequences, and their blocks in a cache."""
+
+    def __init__(self, lengths: list[int], heads: int, kv_heads: int, dtype: torch.dtype) -> None:
+        self.rng = np.random.default_rng(sum(lengths))
+        torch.manual_seed(sum(lengths))
+        self.block_size, self.head_dim = 4, 8
+        counts = [-(-length // self.block_size) for length in lengths]
+        ids = self.rng.permutation(sum(counts)) + 1
+        self.tables = np.split(ids, np.cumsum(counts)[:-1])
+        self.lengths = lengths
+        self.q = [torch.randn(heads, n, self.head_dim).to(dtype) for n in lengths]
+        self.k = [torch.randn(kv_heads, n, self.head_dim).to(dtype) for n in lengths]
+        self.v = [torch.randn(kv_heads, n, self.head_dim).to(dtype) for n in lengths]
+        self.cache = KVCache(
+            num_layers=1,
+            num_blocks=sum(counts) + 3,
+            kv_heads=kv_heads,
+            block_size=self.block_size,
+            head_dim=self.head_dim,
+            dtype=dtype,
+        )
+
+    def fill(self, row: int, length: int) -> None:
+        """Put the first keys and values of a sequence into its blocks."""
+        for i in range(length):
+            block, offset = self.tables[row][i // self.block_size], i % self.block_size
+            self.cache.key(0)[block, :, offset] = self.k[row][:, i]
+            self.cache.value(0)[block, :, offset] = self.v[row][:, i]
+
+    def expected(self, row: int) -> torch.Tensor:
+        """Causal attention of the whole sequence, ``[T, H, D]``, in fp32."""
+        q, k, v = (x[row][None].float() for x in (self.q, self.k, self.v))
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return out[0].transpose(0, 1)
+
+    def scheduled(self, row: int, start: int, count: int) -> ScheduledSequence:
+        return ScheduledSequence(row, start, (1,) * count, self.tables[row], samples=True)
+
+    def flat(
+        self, parts: list[tuple[int, int, int]], query: int, source: list[torch.Tensor], batch: int
+    ) -> torch.Tensor:
+        """Padded rows ``[1, heads, batch * query, D]`` of (row, start, count) parts."""
+        heads, _, size = source[0].shape
+        out = torch.randn(batch, heads, query, size).to(source[0].dtype)
+        for i, (row, start, count) in enumerate(parts):
+            out[i, :, :count] = source[row][:, start : start + count]
+        return out.transpose(0, 1).reshape(1, heads, batch * query, size)
+
+
+shapes = st.tuples(
+    st.lists(st.integers(1, 30), min_size=1, max_size=5),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1)]),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(0, 2), st.integers(0, 4))
+def test_decode_equals_plain_attention(
+    shape: tuple[list[int], tuple[int, int]], spare_rows: int, spare_blocks: int
+) -> None:
+    lengths, (heads, kv_heads) = shape
+    case = Sequences(lengths, heads, kv_heads, torch.float32)
+    for row, length in enumerate(lengths):
+        case.fill(row, length - 1)
+    batch = len(lengths) + spare_rows
+    blocks = min(case.cache.num_blocks, 1 + max(t.max() for t in case.tables) + spare_blocks)
+    parts = [(row, length - 1, 1) for row, length in enumerate(lengths)]
+    built = build_decode(
+        [case.scheduled(*part) for part in parts], DecodeShape(batch, int(blocks)), case.cache, CPU
+    )
+    out, _ = paged_attention(
+        MODULE,
+        *(case.flat(parts, 1, source, batch) for source in (case.q, case.k, case.v)),
+        None,
+        paged=built.paged,
+    )
+    assert torch.isfinite(out).all()
+    for row in range(len(lengths)):
+        torch.testing.assert_close(out[0, row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.data())
+def test_prompt_chunk_equals_plain_attention(
+    shape: tuple[list[int], tuple[int, int]], data: st.DataObject
+) -> None:
+    lengths, (heads, kv_heads) = shape
+    case = Sequences(lengths, heads, kv_heads, torch.float32)
+    parts = []
+    for row, length in enumerate(lengths):
+        start = data.draw(st.integers(0, length - 1))
+        parts.append((row, start, data.draw(st.integers(1, length - start))))
+        case.fill(row, start)
+    query = max(count for *_, count in parts) + data.draw(st.integers(0, 3))
+    context = max(-(-start // 4) for _, start, _ in parts) + data.draw(st.integers(0, 2))
+    batch = len(parts) + data.draw(st.integers(0, 2))
+    built = build_prompt(
+        [case.scheduled(*part) for part in parts],
+        PromptShape(batch, query, context),
+        case.cache,
+        CPU,
+    )
+    out, _ = paged_attention(
+        MODULE,
+        *(case.flat(parts, query, source, batch) for source in (case.q, case.k, case.v)),
+        None,
+        paged=built.paged,
+    )
+    out = out.view(batch, query, heads, -1)
+    for i, (row, start, count) in enumerate(parts):
+        torch.testing.assert_close(
+            out[i, :count], case.expected(row)[start : start + count], atol=1e-5, rtol=1e-4
+        )
+
+
+def test_new_keys_land_in_their_slots_and_padding_in_block_0_alone() -> None:
+    case = Sequences([6, 3], 4, 2, torch.float32)
+    parts = [(0, 0, 6), (1, 0, 3)]
+    built = build_prompt(
+        [case.scheduled(*part) for part in parts], PromptShape(4, 8, 0), case.cache, CPU
+    )
+    before = case.cache.key(0).clone()
+    paged_attention(
+        MODULE,
+        *(case.flat(parts, 8, source, 4) for source in (case.q, case.k, case.v)),
+        None,
+        paged=built.paged,
+    )
+    written = {int(b) for table in case.tables for b in table} | {0}
+    changed = (case.cache.key(0) != before).flatten(1).any(1).nonzero().flatten().tolist()
+    assert set(changed) == written
+    case.k[0], held = case.k[0], case.cache.key(0)
+    for i in range(6):
+        block, offset = case.tables[0][i // 4], i % 4
+        torch.testing.assert_close(held[block, :, offset], case.k[0][:, i])
+
+
+def test_block_shared_by_two_sequences_is_read_by_both() -> None:
+    """One prefix row for its first owner, one gathered pair for the other."""
+    case = Sequences([8], 4, 2, torch.float32)
+    case.fill(0, 8)
+    table = torch.as_tensor(case.tables[0])
+    blocks = int(table.max()) + 1
+    owners = torch.full((blocks + 2,), 2)
+    owners[table], owners[blocks:] = 0, 1
+    bias = torch.full((blocks + 2, 1, 1, 4), MASKED)
+    bias[table] = bias[blocks:] = 0.0
+    paged = DecodeContext(
+        case.cache,
+        blocks,
+        table[-1].repeat(2),
+        torch.tensor([3, 3]),
+        owners,
+        bias,
+        extra_blocks=table,
+    )
+    both = [(0, 7, 1), (0, 7, 1)]
+    out, _ = paged_attention(
+        MODULE,
+        *(case.flat(both, 1, source, 2) for source in (case.q, case.k, case.v)),
+        None,
+        paged=paged,
+    )
+    for row in range(2):
+        torch.testing.assert_close(out[0, row], case.expected(0)[-1], atol=1e-5, rtol=1e-4)
+
+
+def test_bf16_stays_within_its_rounding() -> None:
+    case = Sequences([29, 17, 5], 6, 2, torch.bfloat16)
+    for row, length in enumerate(case.lengths):
+        case.fill(row, length - 1)
+    parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+    built = build_decode(
+        [case.scheduled(*p) for p in parts], DecodeShape(3, case.cache.num_blocks), case.cache, CPU
+    )
+    out, _ = paged_attention(
+        MODULE,
+        *(case.flat(parts, 1, source, 3) for source in (case.q, case.k, case.v)),
+        None,
+        paged=built.paged,
+    )
+    for row in range(3):
+        torch.testing.assert_close(
+            out[0, row].float(), case.expected(row)[-1], atol=2e-2, rtol=2e-2
+        )
+
+
+@pytest.mark.parametrize("feature", ["sliding_window", "softcap", "s_aux"])
+def test_feature_that_is_not_computed_is_refused(feature: str) -> None:
+    with pytest.raises(ModelError, match=feature):
+        paged_attention(MODULE, *(torch.zeros(1, 1, 1, 4),) * 3, None, paged=None, **{feature: 5})

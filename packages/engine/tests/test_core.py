@@ -1,0 +1,273 @@
+"""The engine core on a tiny model: the tokens are those of plain generation, whatever happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.engine import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    EngineCore,
+    EngineOverloaded,
+    InvalidRequest,
+    ModelError,
+    SamplingParams,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+def prompts(count: int = 9, seed: int = 1) -> list[tuple[int, ...]]:
+    rng = np.random.default_rng(seed)
+    return [tuple(rng.integers(0, 256, rng.integers(1, 90)).tolist()) for _ in range(count)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> list[list[int]]:
+    """What transformers generates for each prompt alone."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
+    outputs = []
+    for prompt in prompts():
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=12,
+            min_new_tokens=12,
+            pad_token_id=0,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def settings(**changes: object) -> dict[str, object]:
+    return {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+        "num_blocks": 80,
+        "skip_warmup": True,
+        **changes,
+    }
+
+
+ONE_BUCKET = BucketingConfig(
+    prompt_batch=AxisConfig(min=4, step=4, max=4),
+    prompt_query=AxisConfig(min=32, step=32, max=32),
+    prompt_context=AxisConfig(min=16, step=16, max=16),
+    decode_batch=AxisConfig(min=4, step=4, max=4),
+    decode_blocks=AxisConfig(min=80, step=80, max=80),
+)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({}, id="default grid"),
+        pytest.param({"use_buckets": False}, id="no buckets"),
+        pytest.param({"bucketing": BucketingConfig.from_env({})}, id="plugin's default grid"),
+        pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
+        pytest.param({"num_blocks": 18}, id="so few blocks that sequences are preempted"),
+        pytest.param({"max_num_seqs": 1}, id="one at a time"),
+        pytest.param({"skip_warmup": False}, id="after warm-up"),
+        pytest.param({"block_size": 1, "num_blocks": 400}, id="one token per block"),
+        pytest.param({"block_size": 128, "num_blocks": 9}, id="one block per sequence"),
+    ],
+)
+def test_greedy_tokens_are_those_of_plain_generation(
+    tiny_model: Path, expected: list[list[int]], changes: dict[str, object]
+) -> None:
+    llm = LLM(str(tiny_model), **settings(**changes))
+    results = llm.generate(prompts(), GREEDY)
+    assert [one.completions[0].token_ids for one in results] == expected
+    stats = llm.core.stats
+    assert stats.used_blocks == 0
+    assert (stats.num_preemptions > 0) == (changes.get("num_blocks") == 18)
+
+
+def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[int]]) -> None:
+    llm = LLM(str(tiny_model), **settings(bucketing=ONE_BUCKET, max_num_batched_tokens=128))
+    assert llm.core.grids is not None
+    assert len(llm.core.grids.prompt) == len(llm.core.grids.decode) == 1
+    results = llm.generate(prompts(), GREEDY)
+    assert [one.completions[0].token_ids for one in results] == expected
+    stats = llm.core.stats
+    assert stats.bucket_misses == 0
+    assert stats.padded_tokens > stats.prompt_tokens
+
+
+def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(skip_warmup=False)))
+    report = core.warm_up()
+    assert report is not None
+    assert core.grids is not None
+    assert len(report.executed) == len(core.grids.prompt) + len(core.grids.decode)
+    assert core.stats.used_blocks == 0
+    assert not core.cache.key(0)[1:].any(), "dummy batches write to the padding block alone"
+
+
+def test_sampled_tokens_do_not_depend_on_company_or_preemption(tiny_model: Path) -> None:
+    params = SamplingParams(temperature=1.0, top_p=0.9, seed=5, max_tokens=12, ignore_eos=True)
+    together = LLM(str(tiny_model), **settings(num_blocks=18)).generate(prompts(), params)
+    alone = LLM(str(tiny_model), **settings(max_num_seqs=1))
+    for prompt, result in zip(prompts(), together, strict=True):
+        (single,) = alone.generate([prompt], params)
+        assert single.completions == result.completions
+
+
+def test_shared_prefix_is_computed_once_and_changes_no_token(tiny_model: Path) -> None:
+    common = tuple(range(50, 90))
+    asked = [(*common, 1), (*common, 2, 3), common, (*common, 1), (*common[:17], 9)]
+    results = {}
+    for sharing in (True, False):
+        llm = LLM(str(tiny_model), **settings(enable_prefix_caching=sharing, max_num_seqs=8))
+        first = llm.generate([common], GREEDY)
+        before = llm.core.stats.prompt_tokens
+        results[sharing] = first + llm.generate(asked, GREEDY)
+        computed = llm.core.stats.prompt_tokens - before
+        assert (computed < sum(map(len, asked)) / 3) == sharing
+        assert llm.core.stats.used_blocks == 0
+    assert results[True] == results[False]
+
+
+def test_samples_of_a_request_differ_and_are_reproducible(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings())
+    params = SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True)
+    (first,) = llm.generate(["abc"], params)
+    assert len({tuple(one.token_ids) for one in first.completions}) == 3
+    (second,) = llm.generate(["abc"], params)
+    assert first.completions == second.completions
+
+
+def test_unseeded_samples_differ_between_requests(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings())
+    results = llm.generate(["abc"] * 4, SamplingParams(max_tokens=8, ignore_eos=True))
+    assert len({tuple(one.completions[0].token_ids) for one in results}) == 4
+
+
+def test_stop_string_ends_the_text_and_frees_the_blocks(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings())
+    (free,) = llm.generate(["hello"], SamplingParams(temperature=0.0, max_tokens=20))
+    text = free.completions[0].text
+    stop = text[5:7]
+    (stopped,) = llm.generate(["hello"], SamplingParams(temperature=0, max_tokens=20, stop=(stop,)))
+    assert stopped.completions[0].finish_reason == "stop"
+    assert stopped.completions[0].text == text[: text.find(stop)]
+    assert llm.core.stats.used_blocks == 0
+
+
+def test_stop_token_ends_without_its_text(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings())
+    (free,) = llm.generate([(1, 2, 3)], GREEDY)
+    stop = free.completions[0].token_ids[4]
+    first = free.completions[0].token_ids.index(stop)
+    params = SamplingParams(temperature=0.0, max_tokens=12, stop_token_ids=(stop,))
+    (stopped,) = llm.generate([(1, 2, 3)], params)
+    assert stopped.completions[0].finish_reason == "stop"
+    assert stopped.completions[0].token_ids == free.completions[0].token_ids[: first + 1]
+
+
+def test_logprobs_come_with_every_token(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings())
+    (one,) = llm.generate(["hi"], SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))
+    assert len(one.completions[0].logprobs) == len(one.completions[0].token_ids)
+    for token, reported in zip(
+        one.completions[0].token_ids, one.completions[0].logprobs, strict=True
+    ):
+        assert reported.chosen.token_id == token == reported.top[0].token_id
+        assert reported.chosen.logprob <= 0
+
+
+def test_batch_larger_than_the_queue_is_served(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings(max_waiting=2))
+    results = llm.generate(["a"] * 7, SamplingParams(max_tokens=2, ignore_eos=True))
+    assert all(len(one.completions[0].token_ids) == 2 for one in results)
+
+
+def test_abort_in_any_state_frees_every_block(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
+    for steps in range(6):
+        for i, prompt in enumerate(prompts()):
+            core.add(f"{i}", prompt, GREEDY)
+        for _ in range(steps):
+            core.step()
+        for i in range(len(prompts())):
+            core.abort(f"{i}")
+        core.abort("nobody")
+        assert not core.has_work
+        assert core.stats.used_blocks == 0
+
+
+def test_full_queue_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(max_waiting=1)))
+    core.add("a", (1, 2), GREEDY)
+    with pytest.raises(EngineOverloaded, match="try again later"):
+        core.add("b", (1, 2), GREEDY)
+    while core.has_work:
+        core.step()
+    core.add("b", (1, 2), GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "field"),
+    [
+        ((), GREEDY, "prompt"),
+        ((1,) * 128, GREEDY, "prompt"),
+        ((1, 258), GREEDY, "prompt"),
+        ((1, -1), GREEDY, "prompt"),
+        ((1,) * 120, GREEDY, "max_tokens"),
+        ((1,), SamplingParams(logit_bias={258: 1.0}), "logit_bias"),
+        ((1,), SamplingParams(stop_token_ids=(-1,)), "stop_token_ids"),
+    ],
+)
+def test_bad_request_names_its_field(
+    tiny_model: Path, prompt: tuple[int, ...], params: SamplingParams, field: str
+) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        core.add("a", prompt, params)
+    assert caught.value.field == field
+    assert not core.has_work
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"block_size": 24}, "power of two.*24"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization.*1.5"),
+        ({"max_num_seqs": 0}, "max_num_seqs.*0"),
+        ({"dtype": "int4"}, "dtype.*int4"),
+        ({"device": "abacus"}, "device.*abacus"),
+        ({"max_model_len": 1000}, "max_model_len 1000 is above.*256"),
+        ({"num_blocks": 5}, "cannot hold one sequence of max_model_len 128"),
+        ({"num_blocks": None, "kv_cache_memory": 1000}, "raise kv_cache_memory"),
+        ({"bucketing": BucketingConfig(bucket_file="/no/such/file")}, "/no/such/file"),
+    ],
+)
+def test_bad_setting_is_named_before_anything_is_served(
+    tiny_model: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineCore(EngineConfig(model=str(tiny_model), **settings(**changes)))
+
+
+def test_wrong_model_is_refused() -> None:
+    with pytest.raises(ModelError, match="no directory"):
+        EngineCore(EngineConfig(model="/no/such/model"))
+
+
+def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
+    config = settings(num_blocks=None, kv_cache_memory=100_000)
+    core = EngineCore(EngineConfig(model=str(tiny_model), **config))
+    block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
+    assert core.num_blocks == 100_000 // block_bytes

@@ -1,0 +1,107 @@
+"""Text grows by whole characters, and never shows a stop string or the start of one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trencadis.engine.detokenizer import IncrementalDetokenizer
+from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.load(str(tiny_model))
+
+
+def feed(
+    tokenizer: Tokenizer, text: str, stop: tuple[str, ...] = (), **params
+) -> tuple[list[str], str | None]:
+    """The deltas of a text's tokens, one token at a time, up to a stop string."""
+    stream = IncrementalDetokenizer(tokenizer, SamplingParams(stop=stop, **params), (65, 66))
+    deltas = []
+    for token in tokenizer.encode(text):
+        delta, matched = stream.push(token)
+        deltas.append(delta)
+        if matched is not None:
+            return deltas, matched
+    return [*deltas, stream.finish()], None
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=40)
+
+
+@settings(max_examples=200, deadline=None)
+@given(text=texts)
+def test_deltas_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer, text: str) -> None:
+    deltas, _ = feed(tokenizer, text)
+    assert "".join(deltas) == tokenizer.decode(tokenizer.encode(text))
+    if "\ufffd" not in text:
+        assert all("\ufffd" not in delta for delta in deltas)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("abc", max_size=30),
+    stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    keep=st.booleans(),
+)
+def test_text_ends_where_a_stop_string_first_completes(
+    tokenizer: Tokenizer, text: str, stop: list[str], keep: bool
+) -> None:
+    deltas, matched = feed(tokenizer, text, tuple(stop), include_stop_str_in_output=keep)
+    shown = "".join(deltas)
+    ends = [text.find(s) + len(s) for s in stop if s in text]
+    if not ends:
+        assert matched is None
+        assert shown == text
+        return
+    assert matched is not None
+    # Bytes arrive one by one, so the stop string that completes first ends the text.
+    seen = text[: min(ends)]
+    assert seen.endswith(matched)
+    assert shown == (seen if keep else shown)
+    assert not any(s in shown for s in stop) or keep
+    assert seen.startswith(shown)
+
+
+def test_stop_string_is_ignored_before_min_tokens(tokenizer: Tokenizer) -> None:
+    deltas, matched = feed(tokenizer, "xxSTOPyySTOPzz", ("STOP",), min_tokens=8)
+    assert matched == "STOP"
+    assert "".join(deltas) == "xxSTOPyy"
+
+
+def test_special_tokens_are_skipped_unless_wanted(tokenizer: Tokenizer) -> None:
+    for skip, expected in ((True, "a"), (False, "<bos>a")):
+        params = SamplingParams(skip_special_tokens=skip)
+        stream = IncrementalDetokenizer(tokenizer, params, ())
+        deltas = [stream.push(token)[0] for token in (256, *tokenizer.encode("a"))]
+        assert "".join(deltas) + stream.finish() == expected
+
+
+def test_incomplete_character_shows_as_replacement_at_the_end(tokenizer: Tokenizer) -> None:
+    stream = IncrementalDetokenizer(tokenizer, SamplingParams(), ())
+    first_byte = tokenizer.encode("é")[0]
+    assert stream.push(first_byte) == ("", None)
+    assert stream.finish() == "\ufffd"
+
+
+def test_chat_is_rendered_with_the_template(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    assert tokenizer.decode(ids) == "user:hi\nassistant:"
+
+
+def test_messages_that_the_template_rejects_are_the_clients_error(tokenizer: Tokenizer) -> None:
+    with pytest.raises(InvalidRequest, match="no tools") as caught:
+        tokenizer.render_chat([{"role": "tool", "content": "x"}])
+    assert caught.value.field == "messages"
+
+
+def test_missing_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no usable tokenizer"):
+        Tokenizer.load(str(tmp_path))

