@@ -1,0 +1,8 @@
+"""``python -m trencadis.server``: the same as ``engine-serve``."""
+
+from __future__ import annotations
+
+from trencadis.server.cli import main
+
+if __name__ == "__main__":  # the engine's core process imports this module again
+    raise SystemExit(main())

@@ -1,0 +1,54 @@
+"""The ASGI app: an engine that already runs, behind the OpenAI API."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from trencadis.server import __version__
+from trencadis.server.auth import BearerAuth
+from trencadis.server.backend import ServingEngine
+from trencadis.server.body_limit import BodyLimit
+from trencadis.server.context import ServingContext
+from trencadis.server.errors import install_error_handlers
+from trencadis.server.metrics import ServingMetrics
+from trencadis.server.prompts import PromptEncoder
+from trencadis.server.routes.chat import chat_router
+from trencadis.server.routes.completions import completions_router
+from trencadis.server.routes.health import health_router
+from trencadis.server.routes.models import models_router
+from trencadis.server.settings import ServerSettings
+
+
+def create_app(engine: ServingEngine, settings: ServerSettings | None = None) -> FastAPI:
+    """An app that serves ``engine``, which its caller starts before and stops after.
+
+    Any ASGI server runs it; `serve` does with uvicorn. ``host``, ``port`` and the like in
+    ``settings`` matter to that server alone.
+    """
+    settings = settings or ServerSettings()
+    encoder = PromptEncoder(engine, settings.max_pending_prompts)
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        encoder.close()
+
+    app = FastAPI(title="Trencadís", version=__version__, lifespan=lifespan)
+    context = ServingContext(
+        engine=engine,
+        settings=settings,
+        metrics=ServingMetrics(engine),
+        encoder=encoder,
+        created=int(time.time()),
+    )
+    for build in (chat_router, completions_router, models_router, health_router):
+        app.include_router(build(context))
+    install_error_handlers(app, settings.retry_after)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
+    if settings.api_keys:  # added last, so asked first: before a body is read
+        app.add_middleware(BearerAuth, api_keys=settings.api_keys)
+    return app

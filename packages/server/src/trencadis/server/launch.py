@@ -1,0 +1,197 @@
+"""From settings to a server that answers, and back to nothing: start, listen, drain, stop.
+
+The port is taken first, so that a conflict shows at once and not after the model was loaded; it
+listens last, so that whoever can connect is answered. Whatever ends the server, the engine's core
+process ends with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import uvicorn
+
+from trencadis.engine import AsyncEngine, EngineConfig, LogSettings
+from trencadis.server.app import create_app
+from trencadis.server.settings import ServerSettings
+
+logger = logging.getLogger("trencadis.server")
+
+T = TypeVar("T")
+
+BACKLOG = 2048
+STOP_TIMEOUT = 30.0
+"""Longest wait, in seconds, for the engine to end its core process."""
+
+
+class LaunchError(Exception):
+    """The server cannot listen where it was told to."""
+
+
+async def serve(
+    config: EngineConfig,
+    settings: ServerSettings,
+    *,
+    log: LogSettings | None = None,
+    announce: Callable[[str], None] | None = None,
+) -> None:
+    """Serve a model until SIGINT or SIGTERM.
+
+    On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, and stops
+    the engine; a second signal ends the wait. ``announce`` (by default it prints) is told, once,
+    where the server listens.
+    Raises `LaunchError` where the port is taken, and what `AsyncEngine.start` raises.
+    """
+    interrupt = _Interrupt()
+    with _bound_socket(settings.host, settings.port) as listener, interrupt.on_signals():
+        engine = await interrupt.unless_set(AsyncEngine.start(config, log))
+        if engine is None:
+            logger.info("Told to stop while starting")
+            return
+        try:
+            greeting = _greeting(engine, settings, listener)
+            server = _Server(engine, settings, lambda: (announce or _say)(greeting))
+            await interrupt.while_unset(server.leave, server.serve(sockets=[listener]))
+        finally:
+            await _stop(engine)
+
+
+def check_address(settings: ServerSettings) -> None:
+    """Raise `LaunchError` where the address is taken: cheap, and before a model is prepared."""
+    with _bound_socket(settings.host, settings.port):
+        pass
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)  # at once, even into a pipe
+
+
+async def _stop(engine: AsyncEngine) -> None:
+    try:
+        await asyncio.wait_for(engine.stop(), STOP_TIMEOUT)
+    except asyncio.TimeoutError:
+        logger.error("The engine did not stop within %.0f seconds", STOP_TIMEOUT)
+
+
+class _Interrupt:
+    """The wish, by signal, that the server end; repeated when it cannot wait."""
+
+    def __init__(self) -> None:
+        self._set = asyncio.Event()
+        self._leave: Callable[[], None] | None = None
+
+    @contextmanager
+    def on_signals(self) -> Generator[None, None, None]:
+        """Take SIGINT and SIGTERM, for the time of the block."""
+        loop = asyncio.get_running_loop()
+        signals = (signal.SIGINT, signal.SIGTERM)
+        for number in signals:
+            loop.add_signal_handler(number, self._arrived)
+        try:
+            yield
+        finally:
+            for number in signals:
+                loop.remove_signal_handler(number)
+
+    async def unless_set(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of ``work``, or None when the signal came first, which cancels it."""
+        task = asyncio.ensure_future(work)
+        signalled = asyncio.ensure_future(self._set.wait())
+        try:
+            await asyncio.wait((task, signalled), return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task.done() else None
+        finally:
+            task.cancel()
+            signalled.cancel()
+            await asyncio.gather(task, signalled, return_exceptions=True)
+
+    async def while_unset(self, leave: Callable[[], None], work: Coroutine[Any, Any, None]) -> None:
+        """Do ``work``, calling ``leave`` for each signal; nothing if one came before."""
+        self._leave = leave
+        if self._set.is_set():
+            work.close()
+        else:
+            await work
+
+    def _arrived(self) -> None:
+        self._set.set()
+        if self._leave is not None:
+            self._leave()
+
+
+class _Server(uvicorn.Server):
+    """uvicorn, with the signals left to `serve` and a word when it listens."""
+
+    def __init__(
+        self, engine: AsyncEngine, settings: ServerSettings, on_listening: Callable[[], None]
+    ) -> None:
+        config = uvicorn.Config(
+            create_app(engine, settings),
+            log_config=None,
+            access_log=settings.access_log,
+            backlog=BACKLOG,
+            timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+        )
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        try:
+            await super().startup(sockets)
+        except OSError as error:  # another program began to listen while the model was loaded
+            raise LaunchError(f"cannot listen: {error.strerror}") from None
+        self._on_listening()
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    def leave(self) -> None:
+        """Stop listening and drain; asked again, stop draining too."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
+@contextmanager
+def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
+    """A socket that holds the address without listening on it: connections are refused yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise LaunchError(f"--host {host!r} is no address of this machine: {error}") from None
+    with socket.socket(family, kind, protocol) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            raise LaunchError(
+                f"cannot listen on {host} port {port} ({error.strerror}): "
+                "stop what uses it, or choose another with --host and --port"
+            ) from None
+        yield listener
+
+
+def _greeting(engine: AsyncEngine, settings: ServerSettings, listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
+    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    body = json.dumps(
+        {
+            "model": engine.model_name,
+            "messages": [{"role": "user", "content": "What is the capital of France?"}],
+        }
+    ).replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if settings.api_keys else ""
+    return (
+        f"Serving {engine.model_name} at {url} (stop with Ctrl-C). Ask it:\n"
+        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    )

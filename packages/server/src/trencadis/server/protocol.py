@@ -1,0 +1,237 @@
+"""The requests that clients may send: the OpenAI API's fields, and vLLM's on top of them.
+
+Types are strict, as OpenAI's are: ``"temperature": "0.5"`` is an error that names the field. A
+field that OpenAI or vLLM define and this server does not offer is refused (see `unsupported`); a
+field that nobody defines is ignored, with a line in the debug log, as vLLM does.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+from typing_extensions import Self
+
+from trencadis.engine import InvalidRequest, SamplingParams
+from trencadis.server.messages import ChatMessage, Text, check_characters
+from trencadis.server.unsupported import refuse_unsupported
+
+MAX_CHOICES = 1024
+"""Most answers (prompts times ``n``) of one request."""
+
+MAX_TOP_LOGPROBS = 20
+
+_INT32 = 2**31 - 1
+
+_RESERVED_TEMPLATE_NAMES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "chat_template", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs"),
+    }
+)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequest("must map token ids to numbers from -100 to 100")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        is_id = isinstance(token, int) or (token.isdecimal() and len(token) < 10)
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_id or not is_number:
+            raise InvalidRequest(
+                f"must map token ids to numbers from -100 to 100, got {token!r}: {bias!r}"
+            )
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    reserved = sorted(_RESERVED_TEMPLATE_NAMES & value.keys())
+    if reserved:
+        raise InvalidRequest(f"may not set {', '.join(reserved)}")
+    try:
+        check_characters(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequest("is nested too deep") from None
+    return value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """The four forms of a prompt as one: a list of texts and of token id lists."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
+    prompts = [value] if type(value[0]) is int else value
+    if len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(f"holds {len(prompts)} prompts, at most {MAX_CHOICES} may be sent")
+    for prompt in prompts:
+        _check_prompt(prompt)
+    return prompts
+
+
+def _check_prompt(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        check_characters(prompt)
+    elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
+
+
+class StreamOptions(BaseModel):
+    """``include_usage`` adds a last event with token counts; ``continuous_usage_stats`` (vLLM)
+    puts the counts so far on every event."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    n: int | None = Field(default=None, ge=1, le=128)
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_logit_bias, dict[str, float] | None)
+    ] = None
+    stop: Annotated[
+        list[Text] | None, Field(max_length=16), BeforeValidator(_as_list, str | list[str] | None)
+    ] = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    # vLLM's own
+    top_k: int | None = Field(default=None, ge=-1, le=_INT32)
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = Field(default=None, ge=0, le=_INT32)
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _only_what_is_offered(self) -> Self:
+        refuse_unsupported(self.model_extra or {})
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        return self
+
+    @property
+    def num_samples(self) -> int:
+        """Answers per prompt."""
+        return self.n or 1
+
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether a stream ends with an event of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_throughout(self) -> bool:
+        """Whether every event of a stream carries the token counts so far."""
+        return self.usage_at_end and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """The engine's form of this request; raises `InvalidRequest` on a value out of range."""
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+
+
+_SAMPLING_FIELDS = (
+    *("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
+    *("stop", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
+    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
+)
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """``POST /v1/chat/completions``. ``max_completion_tokens`` wins over ``max_tokens``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    # vLLM's own
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = (
+        None
+    )
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``. ``max_tokens`` null means the rest of the context."""
+
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_prompts, str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: int | None = Field(default=16, ge=1)
+    echo: bool | None = None
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    best_of: int | None = None
+    # vLLM's own
+    add_special_tokens: bool | None = None
+
+    @model_validator(mode="after")
+    def _within_reach(self) -> Self:
+        if self.best_of not in (None, self.num_samples):
+            raise InvalidRequest(
+                f"best_of must equal n ({self.num_samples}), got {self.best_of}: "
+                "choosing the best of several answers is not supported",
+                "best_of",
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs is not supported: log-probabilities are of new tokens alone",
+                "echo",
+            )
+        if len(self.prompt) * self.num_samples > MAX_CHOICES:
+            raise InvalidRequest(
+                f"{len(self.prompt)} prompts with n {self.num_samples} ask for more than "
+                f"{MAX_CHOICES} answers",
+                "n",
+            )
+        return self

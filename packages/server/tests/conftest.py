@@ -1,0 +1,226 @@
+"""A stand-in engine with the surface of the real one, and ways to reach an app around it.
+
+The HTTP layer is what these tests are about: the stand-in answers by repeating the prompt, as
+slowly as a test asks, and refuses, fails or dies where a test asks for that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+import uvicorn
+
+from trencadis.engine import (
+    CompletionDelta,
+    EngineDead,
+    EngineOverloaded,
+    EngineStats,
+    InvalidRequest,
+    PositionLogprobs,
+    SamplingParams,
+    TokenLogprob,
+)
+from trencadis.server import ServerSettings, create_app
+
+BOS = 256
+
+
+class ByteTokenizer:
+    """A token for each byte, and one to begin with."""
+
+    vocab_size = 257
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return bytes(token for token in token_ids if token != BOS).decode(errors="replace")
+
+    def token_text(self, token_id: int) -> str:
+        return self.decode([token_id])
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: object = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[int]:
+        if any("REJECT" in message["content"] for message in messages):
+            raise InvalidRequest("the template rejects these messages", "messages")
+        text = "".join(f"[{message['role']}]{message['content']}" for message in messages)
+        text += "".join(f"<{k}={v}>" for k, v in (chat_template_kwargs or {}).items())
+        return self.encode(text + "[assistant]" * add_generation_prompt)
+
+
+class StandInEngine:
+    """Answers with the bytes of the prompt; all else is as a test sets it."""
+
+    def __init__(self) -> None:
+        self.tokenizer = ByteTokenizer()
+        self.max_model_len = 256
+        self.model_name = "stand-in"
+        self.delay = 0.0
+        self.overloaded = False
+        self.dies_after: int | None = None
+        self.fails_with: Exception | None = None
+        self.aborts = False
+        self.is_alive = True
+        self.hangs = False
+        self.running: set[str] = set()
+        self.requests: list[tuple[list[int], SamplingParams, str | None, int]] = []
+        self.aborted: list[str] = []
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(
+            num_running=len(self.running),
+            num_waiting=2,
+            num_preemptions=3,
+            used_blocks=5,
+            total_blocks=20,
+            highest_block_in_use=7,
+            prompt_tokens=11,
+            generation_tokens=13,
+            padded_tokens=17,
+            bucket_misses=19,
+        )
+
+    async def check_health(self) -> None:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        if not self.is_alive:
+            raise EngineDead("the core ended with exit code 9: restart the server")
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        await self.check_health()
+        if self.overloaded:
+            raise EngineOverloaded("2048 requests are waiting: try again later")
+        if self.fails_with is not None:
+            raise self.fails_with
+        key = request_id or f"request-{len(self.requests)}"
+        self.requests.append((list(prompt_token_ids), params, request_id, priority))
+        self.running.add(key)
+        finished = False
+        try:
+            async for delta in self._answers(key, prompt_token_ids, params):
+                yield delta
+            finished = True
+        finally:
+            self.running.discard(key)
+            if not finished:
+                self.aborted.append(key)
+
+    async def _answers(
+        self, key: str, prompt: Sequence[int], params: SamplingParams
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        answer = [token for token in prompt if token != BOS] or [ord("!")]
+        last = min(len(answer), params.max_tokens or math.inf)
+        for step in range(1, int(last) + 1):
+            await asyncio.sleep(self.delay)
+            if self.dies_after is not None and step > self.dies_after:
+                self.is_alive = False
+                raise EngineDead("the core ended with exit code 9: restart the server")
+            reason = None
+            if step == last:
+                reason = "length" if last < len(answer) else "stop"
+            if self.aborts:
+                reason = "abort"
+            token = answer[step - 1]
+            for index in range(params.n):
+                yield CompletionDelta(
+                    request_id=key,
+                    index=index,
+                    text=chr(token),
+                    token_ids=(token,),
+                    logprobs=_logprobs(token, params),
+                    finish_reason=reason,
+                    num_prompt_tokens=len(prompt),
+                    num_cached_tokens=1,
+                )
+
+
+def _logprobs(token: int, params: SamplingParams) -> tuple[PositionLogprobs, ...]:
+    if params.logprobs is None:
+        return ()
+    top = tuple(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(params.logprobs))
+    return (PositionLogprobs(TokenLogprob(token, -math.inf), top),)
+
+
+@pytest.fixture
+def engine() -> StandInEngine:
+    return StandInEngine()
+
+
+@pytest_asyncio.fixture
+async def client(engine: StandInEngine) -> AsyncIterator[httpx.AsyncClient]:
+    """A client of an app with default settings, without a network."""
+    transport = httpx.ASGITransport(create_app(engine), raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        yield client
+
+
+@asynccontextmanager
+async def listening(app: Any) -> AsyncIterator[str]:
+    """The URL of an app on a real socket, where clients can really leave."""
+    config = uvicorn.Config(
+        app, port=0, log_level="critical", lifespan="on", timeout_graceful_shutdown=1
+    )
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server._serve())
+    try:
+        for _ in range(1000):
+            if server.started:
+                break
+            await asyncio.sleep(0.01)
+        port = server.servers[0].sockets[0].getsockname()[1]
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await asyncio.wait_for(task, 10)
+
+
+@pytest_asyncio.fixture
+async def url(engine: StandInEngine) -> AsyncIterator[str]:
+    """The URL of an app with default settings, on a real socket."""
+    async with listening(create_app(engine)) as url:
+        yield url
+
+
+@pytest.fixture
+def serving(engine: StandInEngine) -> Callable[..., Any]:
+    """``async with serving(max_body_size=10) as url``: an app with settings of a test's own."""
+
+    def start(**settings: Any) -> Any:
+        return listening(create_app(engine, ServerSettings(**settings)))
+
+    return start
+
+
+@pytest.fixture
+def soon() -> Iterator[Callable[..., Any]]:
+    """``await soon(condition)``: wait, within limits, for what happens in another task."""
+
+    async def wait(condition: Callable[[], bool], limit: float = 5.0) -> None:
+        for _ in range(int(limit / 0.01)):
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+        pytest.fail(f"did not happen within {limit} seconds")
+
+    yield wait

@@ -1,0 +1,282 @@
+"""Whatever a client gets wrong: an OpenAI error that names the field, and a server that goes on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+
+from trencadis.engine import InvalidRequest
+
+pytestmark = pytest.mark.asyncio
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def assert_error(response, status, param, code=...):
+    body = response.json()
+    assert set(body) == {"error"}
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert response.status_code == status, error
+    assert error["param"] == param, error
+    assert error["message"]
+    expected = "invalid_request_error" if status < 500 else "server_error"
+    assert error["type"] == expected
+    if code is not ...:
+        assert error["code"] == code
+    return error["message"]
+
+
+CHAT = [
+    ({"messages": []}, "messages"),
+    ({"messages": "hello"}, "messages"),
+    ({"messages": None}, "messages"),
+    ({"messages": [1]}, "messages[0]"),
+    ({"messages": [{"content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0]"),
+    ({"messages": [*HELLO, {"role": "user", "content": "\ud800"}]}, "messages[1].content"),
+    ({"messages": [{"role": "user", "content": "REJECT"}]}, "messages"),
+    ({"model": 5}, "model"),
+    ({"max_tokens": -1}, "max_tokens"),
+    ({"max_tokens": 0}, "max_tokens"),
+    ({"max_tokens": "5"}, "max_tokens"),
+    ({"max_tokens": 1.5}, "max_tokens"),
+    ({"max_tokens": True}, "max_tokens"),
+    ({"max_tokens": 10**9}, "max_tokens"),
+    ({"max_tokens": 10**30}, "max_tokens"),
+    ({"max_completion_tokens": -1}, "max_completion_tokens"),
+    ({"max_completion_tokens": 10**9}, "max_completion_tokens"),
+    ({"temperature": -1}, "temperature"),
+    ({"temperature": 3}, "temperature"),
+    ({"temperature": "hot"}, "temperature"),
+    ({"temperature": [1]}, "temperature"),
+    ({"top_p": 0}, "top_p"),
+    ({"top_p": 1.5}, "top_p"),
+    ({"top_k": -2}, "top_k"),
+    ({"top_k": 2**40}, "top_k"),
+    ({"min_p": 2}, "min_p"),
+    ({"n": 0}, "n"),
+    ({"n": 1000}, "n"),
+    ({"seed": 2**70}, "seed"),
+    ({"presence_penalty": 5}, "presence_penalty"),
+    ({"frequency_penalty": "x"}, "frequency_penalty"),
+    ({"repetition_penalty": 0}, "repetition_penalty"),
+    ({"stop": [1]}, "stop[0]"),
+    ({"stop": 1}, "stop"),
+    ({"stop": ""}, "stop"),
+    ({"stop": ["a"] * 17}, "stop"),
+    ({"stop_token_ids": ["a"]}, "stop_token_ids[0]"),
+    ({"stop_token_ids": [257]}, "stop_token_ids"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids"),
+    ({"logit_bias": {"65": 101}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"65": "1"}}, "logit_bias"),
+    ({"logit_bias": {"257": 1}}, "logit_bias"),
+    ({"logit_bias": [1]}, "logit_bias"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"logprobs": 5}, "logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+    ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
+    ({"top_logprobs": 2}, "top_logprobs"),
+    ({"stream": "yes"}, "stream"),
+    ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
+    ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+    ({"chat_template_kwargs": {"a": "\ud800"}}, "chat_template_kwargs"),
+    ({"stop": "\ud800"}, "stop[0]"),
+    ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
+    ({"priority": 1}, "priority"),
+    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tool_choice": "auto"}, "tool_choice"),
+    ({"functions": [{}]}, "functions"),
+    ({"response_format": {"type": "json_schema"}}, "response_format"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"modalities": ["text", "audio"]}, "modalities"),
+    ({"audio": {"voice": "alloy"}}, "audio"),
+    ({"reasoning_effort": "high"}, "reasoning_effort"),
+    ({"guided_json": {}}, "guided_json"),
+    ({"use_beam_search": True}, "use_beam_search"),
+    ({"chat_template": "{{ x }}"}, "chat_template"),
+    ({"echo": True}, "echo"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), CHAT, ids=lambda value: str(value)[:50])
+async def test_a_bad_chat_field_is_named(client, engine, fields, param):
+    body = json.dumps({"messages": HELLO, **fields}).encode()
+    response = await client.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    message = assert_error(response, 400, param)
+    assert param.partition("[")[0].partition(".")[0] in message
+    assert not engine.requests
+
+
+COMPLETIONS = [
+    ({}, "prompt"),
+    ({"prompt": None}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": 5}, "prompt"),
+    ({"prompt": [[]]}, "prompt"),
+    ({"prompt": [1, "a"]}, "prompt"),
+    ({"prompt": ["a", 1]}, "prompt"),
+    ({"prompt": [[1], [True]]}, "prompt"),
+    ({"prompt": [257]}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({"prompt": [10**30], "echo": True}, "prompt"),
+    ({"prompt": "\ud800"}, "prompt"),
+    ({"prompt": "", "add_special_tokens": False}, "prompt"),
+    ({"prompt": ["a"] * 1025}, "prompt"),
+    ({"prompt": "a", "logprobs": True}, "logprobs"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs"),
+    ({"prompt": "a", "best_of": 2}, "best_of"),
+    ({"prompt": "a", "suffix": "b"}, "suffix"),
+    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "a", "echo": "yes"}, "echo"),
+    ({"prompt": "a", "max_tokens": 1000}, "max_tokens"),
+    ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), COMPLETIONS, ids=lambda value: str(value)[:50])
+async def test_a_bad_completion_field_is_named(client, engine, fields, param):
+    response = await client.post(
+        "/v1/completions",
+        content=json.dumps(fields).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    message = assert_error(response, 400, param)
+    assert param in message
+    assert not engine.requests
+
+
+async def test_an_unknown_model_is_not_found(client):
+    for path, body in (
+        ("/v1/chat/completions", {"messages": HELLO, "model": "other"}),
+        ("/v1/completions", {"prompt": "a", "model": "other"}),
+    ):
+        response = await client.post(path, json=body)
+        message = assert_error(response, 404, "model", "model_not_found")
+        assert "'other'" in message
+        assert "'stand-in'" in message
+
+
+@pytest.mark.parametrize("size", [255, 256, 5000])
+async def test_a_prompt_that_leaves_no_room_is_refused_with_openais_code(client, engine, size):
+    response = await client.post("/v1/completions", json={"prompt": "x" * size})
+    message = assert_error(response, 400, "prompt", "context_length_exceeded")
+    assert str(size + 1) in message
+    assert "256" in message
+    messages = [{"role": "user", "content": "x" * size}]
+    response = await client.post("/v1/chat/completions", json={"messages": messages})
+    assert_error(response, 400, "messages", "context_length_exceeded")
+    assert not engine.requests
+
+
+async def test_the_longest_prompt_that_leaves_room_is_answered(client):
+    body = {"prompt": "x" * 254}
+    response = await client.post("/v1/completions", json={**body, "max_tokens": 1})
+    assert response.status_code == 200
+    response = await client.post("/v1/completions", json={**body, "max_tokens": 2})
+    assert "at most 1" in assert_error(response, 400, "max_tokens", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b'{"messages": [}', b"nonsense", b"\xff\xfe", b'{"a": 1}}', b"[" * 100_000, b"1" * 5000],
+    ids=lambda body: repr(body[:20]),
+)
+async def test_malformed_json_is_said_to_be(client, body):
+    response = await client.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert "JSON" in assert_error(response, 400, None)
+
+
+@pytest.mark.parametrize("body", ["[]", "5", "null", '"text"'])
+async def test_a_body_that_is_no_object_is_refused(client, body):
+    response = await client.post(
+        "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
+    )
+    assert_error(response, 400, None)
+
+
+async def test_an_empty_body_is_refused(client):
+    headers = {"Content-Type": "application/json"}
+    assert_error(await client.post("/v1/completions", headers=headers), 400, None)
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", None])
+async def test_a_body_that_is_not_declared_as_json_is_refused(client, kind):
+    # a page in a browser can send such bodies to a local server without being asked
+    headers = {} if kind is None else {"Content-Type": kind}
+    response = await client.post("/v1/completions", content=b'{"prompt": "a"}', headers=headers)
+    assert "application/json" in assert_error(response, 415, None)
+
+
+async def test_an_unknown_path_is_not_found(client):
+    message = assert_error(await client.get("/v2/nothing"), 404, None)
+    assert "GET /v2/nothing" in message
+
+
+async def test_a_wrong_method_is_not_allowed(client):
+    response = await client.get("/v1/chat/completions")
+    assert_error(response, 405, None)
+    assert response.headers["allow"] == "POST"
+
+
+async def test_a_long_offending_value_is_not_sent_back(client):
+    response = await client.post(
+        "/v1/chat/completions", json={"messages": HELLO, "stop": ["x" * 100_000, ""]}
+    )
+    assert len(assert_error(response, 400, "stop")) <= 600
+
+
+async def test_an_overloaded_engine_says_when_to_come_back(client, engine):
+    engine.overloaded = True
+    bodies = {
+        "/v1/chat/completions": {"messages": HELLO},
+        "/v1/completions": {"prompt": ["a", "b"]},
+    }
+    for (path, body), stream in itertools.product(bodies.items(), (False, True)):
+        response = await client.post(path, json={**body, "stream": stream})
+        assert_error(response, 503, None, "engine_overloaded")
+        assert response.headers["retry-after"] == "1"
+
+
+async def test_a_dead_engine_is_said_to_be(client, engine):
+    engine.is_alive = False
+    response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert "restart" in assert_error(response, 503, None, "engine_dead")
+    assert "retry-after" not in response.headers
+
+
+async def test_an_engine_that_fails_otherwise_gives_nothing_away(client, engine):
+    engine.fails_with = RuntimeError("secret path /home/x")
+    response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert "secret" not in assert_error(response, 500, None, "internal_error")
+
+
+async def test_what_the_engine_says_of_a_prompt_is_said_of_the_messages(client, engine):
+    engine.fails_with = InvalidRequest("prompt needs 9 blocks, there are 4", "prompt")
+    response = await client.post("/v1/chat/completions", json={"messages": HELLO})
+    assert "9 blocks" in assert_error(response, 400, "messages", "invalid_value")
+    response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert_error(response, 400, "prompt", "invalid_value")
+
+
+async def test_an_aborted_answer_is_an_error(client, engine):
+    engine.aborts = True
+    response = await client.post("/v1/completions", json={"prompt": "a"})
+    assert_error(response, 503, None, "request_aborted")

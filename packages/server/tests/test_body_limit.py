@@ -1,0 +1,111 @@
+"""Bodies that are too large or too slow are refused while they arrive."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.asyncio
+
+JSON = {"Content-Type": "application/json"}
+
+
+def assert_too_large(response, limit):
+    assert response.status_code == 413
+    error = response.json()["error"]
+    assert str(limit) in error["message"]
+    assert "--max-body-size" in error["message"]
+    assert error["code"] == "request_too_large"
+    assert error["type"] == "invalid_request_error"
+
+
+async def test_five_megabytes_are_refused_by_default(url):
+    body = b'{"prompt": "' + b"x" * 5_000_000 + b'"}'
+    async with httpx.AsyncClient(base_url=url) as client:
+        response = await client.post("/v1/completions", content=body, headers=JSON)
+        assert_too_large(response, 4 * 1024 * 1024)
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+
+
+async def test_a_body_of_the_limit_is_read_and_one_byte_more_is_not(serving):
+    async with serving(max_body_size=100) as url, httpx.AsyncClient(base_url=url) as client:
+        body = b'{"prompt": "a"}'.ljust(100)
+        response = await client.post("/v1/completions", content=body, headers=JSON)
+        assert response.status_code == 200
+        response = await client.post("/v1/completions", content=body + b" ", headers=JSON)
+        assert_too_large(response, 100)
+
+
+async def test_a_body_without_a_length_is_counted_as_it_arrives(serving):
+    async def chunks():
+        for _ in range(5):
+            yield b" " * 50
+
+    async with serving(max_body_size=100) as url, httpx.AsyncClient(base_url=url) as client:
+        response = await client.post("/v1/completions", content=chunks(), headers=JSON)
+        assert_too_large(response, 100)
+
+
+async def test_an_endless_body_is_cut_off(serving):
+    sent = 0
+
+    async def endless():
+        nonlocal sent
+        while True:
+            sent += 10_000
+            yield b" " * 10_000
+
+    async with serving(max_body_size=1000) as url, httpx.AsyncClient(base_url=url) as client:
+        try:
+            response = await client.post("/v1/completions", content=endless(), headers=JSON)
+        except httpx.HTTPError:
+            pass  # the connection was closed while the client still wrote
+        else:
+            assert_too_large(response, 1000)
+    assert sent < 50_000_000
+
+
+async def test_a_huge_declared_length_is_refused_unread(serving):
+    async with serving(max_body_size=1000) as url:
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 9999999\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 2)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 413")
+    assert b"connection: close" in answer.lower()
+
+
+async def test_a_client_that_asks_first_is_told_before_it_sends(serving):
+    async with serving(max_body_size=1000) as url:
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 2000\r\n"
+            b"Expect: 100-continue\r\n\r\n"
+        )
+        answer = await asyncio.wait_for(reader.read(), 2)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 413")
+
+
+async def test_a_body_that_never_ends_arriving_is_refused(serving):
+    async with serving(body_timeout=0.2) as url:
+        reader, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{")
+        answer = await asyncio.wait_for(reader.read(), 2)
+        writer.close()
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert b"request_timeout" in answer
+
+
+async def test_a_client_that_leaves_while_sending_is_forgotten(serving, engine):
+    async with serving() as url:
+        _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
+        writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{")
+        await asyncio.sleep(0.05)
+        writer.close()
+        await asyncio.sleep(0.05)
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).status_code == 200
+    assert not engine.requests

@@ -1,0 +1,109 @@
+"""Text completions: the four forms of a prompt, echo, log-probabilities, streams."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytestmark = pytest.mark.asyncio
+
+
+async def complete(client, **fields):
+    response = await client.post("/v1/completions", json=fields)
+    assert response.status_code == 200, response.text
+    return response
+
+
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [
+        ("abc", ["abc"]),
+        (["abc", "de"], ["abc", "de"]),
+        ([97, 98], ["ab"]),
+        ([[97], [98, 99]], ["a", "bc"]),
+        (["ab", [99]], ["ab", "c"]),
+    ],
+)
+async def test_every_form_of_a_prompt_is_answered_in_order(client, prompt, texts):
+    answer = (await complete(client, prompt=prompt)).json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    assert [choice["text"] for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
+
+
+async def test_sixteen_tokens_unless_told_otherwise(client, engine):
+    await complete(client, prompt="x" * 50)
+    await complete(client, prompt="x" * 50, max_tokens=None)
+    assert engine.requests[0][1].max_tokens == 16
+    assert engine.requests[1][1].max_tokens == engine.max_model_len - 51
+
+
+async def test_special_tokens_are_added_unless_refused(client, engine):
+    await complete(client, prompt="a")
+    await complete(client, prompt="a", add_special_tokens=False)
+    assert [request[0] for request in engine.requests] == [[256, 97], [97]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_samples_of_several_prompts_are_numbered_prompt_by_prompt(client, stream):
+    response = await complete(client, prompt=["ab", "cd"], n=2, stream=stream)
+    texts = dict.fromkeys(range(4), "")
+    for answer in chunks(response.text) if stream else [response.json()]:
+        for choice in answer["choices"]:
+            texts[choice["index"]] += choice["text"]
+    assert texts == {0: "ab", 1: "ab", 2: "cd", 3: "cd"}
+
+
+def chunks(text):
+    lines = [line for line in text.split("\n\n") if line]
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("prompt", ["abc", [97, 98, 99]])
+async def test_echo_repeats_the_prompt(client, prompt, stream):
+    response = await complete(client, prompt=prompt, echo=True, max_tokens=2, stream=stream)
+    answers = chunks(response.text) if stream else [response.json()]
+    assert "".join(answer["choices"][0]["text"] for answer in answers) == "abcab"
+
+
+async def test_a_stream_ends_with_a_reason_and_the_cost(client):
+    response = await complete(
+        client, prompt="abcd", max_tokens=2, stream=True, stream_options={"include_usage": True}
+    )
+    first, second, last = chunks(response.text)
+    assert first["choices"][0]["text"] == "a"
+    assert first["choices"][0]["finish_reason"] is None
+    assert first["usage"] is None
+    assert second["choices"][0]["finish_reason"] == "length"
+    assert last["choices"] == []
+    assert last["usage"]["completion_tokens"] == 2
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_logprobs_are_parallel_lists(client, stream):
+    response = await complete(client, prompt="abc", logprobs=1, max_tokens=2, stream=stream)
+    answers = chunks(response.text) if stream else [response.json()]
+    parts = [answer["choices"][0]["logprobs"] for answer in answers]
+    joined = {name: [entry for part in parts for entry in part[name]] for name in parts[0]}
+    assert joined["tokens"] == ["a", "b"]
+    assert joined["text_offset"] == [0, 1]
+    assert joined["token_logprobs"] == [-9999.0, -9999.0]
+    assert joined["top_logprobs"] == [{"a": -9999.0, "A": -1.0}, {"b": -9999.0, "A": -1.0}]
+
+
+async def test_a_number_of_answers_past_the_limit_is_refused(client, engine):
+    response = await client.post("/v1/completions", json={"prompt": ["a"] * 1024, "n": 2})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "n"
+    assert not engine.requests
+
+
+async def test_many_prompts_are_answered_together(client, engine):
+    prompts = [f"{number:03}" for number in range(200)]
+    answer = (await complete(client, prompt=prompts)).json()
+    assert [choice["text"] for choice in answer["choices"]] == prompts
+    assert not engine.running

@@ -1,0 +1,158 @@
+"""Health, version, metrics, and the list of models."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trencadis.server import ServerSettings, __version__, create_app
+from trencadis.server.metrics import RequestTimeline, ServingMetrics
+
+pytestmark = pytest.mark.asyncio
+
+
+async def samples(client):
+    text = (await client.get("/metrics")).text
+    return {
+        (sample.name, sample.labels.get("finished_reason") or sample.labels.get("le")): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_health_follows_the_engine(client, engine):
+    assert (await client.get("/health")).status_code == 200
+    engine.is_alive = False
+    response = await client.get("/health")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_dead"
+
+
+async def test_an_engine_that_does_not_answer_is_unhealthy(engine):
+    engine.hangs = True
+    app = create_app(engine, ServerSettings(health_timeout=0.05))
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        response = await client.get("/health")
+    assert response.status_code == 503
+    assert "0.05 seconds" in response.json()["error"]["message"]
+
+
+async def test_version(client):
+    assert (await client.get("/version")).json() == {"version": __version__}
+
+
+async def test_models(client, engine):
+    engine.model_name = "org/model"
+    listed = (await client.get("/v1/models")).json()
+    assert listed["object"] == "list"
+    (model,) = listed["data"]
+    assert model["id"] == "org/model"
+    assert model["object"] == "model"
+    assert model["owned_by"] == "trencadis"
+    assert model["max_model_len"] == 256
+    for path in ("/v1/models/org/model", "/v1/models/org%2Fmodel"):
+        assert (await client.get(path)).json() == model
+    missing = await client.get("/v1/models/other")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["code"] == "model_not_found"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("vllm:num_requests_running", 0),
+        ("vllm:num_requests_waiting", 2),
+        ("vllm:num_requests_swapped", 0),
+        ("vllm:kv_cache_usage_perc", 0.25),
+        ("vllm:gpu_cache_usage_perc", 0.25),
+        ("vllm:num_preemptions_total", 3),
+        ("vllm:prompt_tokens_total", 11),
+        ("vllm:generation_tokens_total", 13),
+        ("trencadis:padded_tokens_total", 17),
+        ("trencadis:bucket_misses_total", 19),
+        ("trencadis:highest_block_in_use", 7),
+        ("trencadis:kv_blocks_used", 5),
+        ("trencadis:kv_blocks_capacity", 20),
+    ],
+)
+async def test_what_the_engine_counts_is_read_from_its_snapshot(client, name, value):
+    assert (await samples(client))[name, None] == value
+
+
+async def test_requests_are_counted_by_how_they_ended(client, engine):
+    before = await samples(client)
+    assert before["vllm:request_success_total", "stop"] == 0
+    await client.post("/v1/completions", json={"prompt": "abc"})
+    await client.post("/v1/completions", json={"prompt": ["abc", "abcd"], "max_tokens": 2, "n": 2})
+    engine.dies_after = 1
+    await client.post("/v1/completions", json={"prompt": "abc"})
+    await client.post("/v1/completions", json={"prompt": "abc", "top_p": 9})
+    after = await samples(client)
+    counts = {
+        reason: after["vllm:request_success_total", reason]
+        for reason in ("stop", "length", "abort", "error")
+    }
+    # the last one found the engine dead: its prompt was fine, its top_p was not asked for
+    assert counts == {"stop": 1, "length": 4, "abort": 0, "error": 1}
+    assert after["vllm:e2e_request_latency_seconds_count", None] == 5
+    assert after["vllm:time_to_first_token_seconds_count", None] == 4
+    assert after["vllm:inter_token_latency_seconds_count", None] == 2 + 4
+    assert after["vllm:request_generation_tokens_sum", None] == 3 + 4 * 2
+
+
+async def test_refused_requests_never_ended(client, engine):
+    engine.overloaded = True
+    response = await client.post("/v1/completions", json={"prompt": "abc"})
+    assert response.status_code == 503
+    after = await samples(client)
+    assert all(after["vllm:request_success_total", r] == 0 for r in ("stop", "abort", "error"))
+
+
+async def test_latencies_are_measured_by_the_clock(engine):
+    now = 100.0
+    metrics = ServingMetrics(engine, clock=lambda: now)
+    timeline = RequestTimeline(metrics, num_samples=1, num_prompt_tokens=4)
+    stream = engine.generate([1, 65, 66], _params(max_tokens=2))
+    async for delta in stream:
+        now += 2.0
+        timeline.observe(delta)
+    value = metrics.registry.get_sample_value
+    labels = {"model_name": "stand-in", "engine": "0"}
+    assert value("vllm:time_to_first_token_seconds_sum", labels) == 2.0
+    assert value("vllm:inter_token_latency_seconds_sum", labels) == 2.0
+    assert value("vllm:e2e_request_latency_seconds_sum", labels) == 4.0
+
+
+def _params(**fields):
+    from trencadis.engine import SamplingParams
+
+    return SamplingParams(**fields)
+
+
+async def test_every_series_names_the_model_as_vllm_does(client):
+    text = (await client.get("/metrics")).text
+    for family in text_string_to_metric_families(text):
+        if family.name.startswith(("vllm:", "trencadis:")):
+            assert family.samples, family.name
+            for sample in family.samples:
+                assert sample.labels["model_name"] == "stand-in"
+                assert sample.labels["engine"] == "0"
+
+
+async def test_openmetrics_is_spoken_where_asked_for(client):
+    response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
+    assert response.headers["content-type"].startswith("application/openmetrics-text")
+    assert response.text.endswith("# EOF\n")
+
+
+async def test_two_apps_in_one_process_do_not_share_metrics(engine):
+    create_app(engine)
+    create_app(engine)
+
+
+async def test_the_api_describes_itself(client):
+    paths = (await client.get("/openapi.json")).json()["paths"]
+    assert "/v1/chat/completions" in paths
+    assert "/v1/completions" in paths

