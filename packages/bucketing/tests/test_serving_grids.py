@@ -341,3 +341,20 @@ def test_a_maximum_of_nothing_is_an_error() -> None:
     config = BucketingConfig(prompt_batch=AxisConfig(max=0))
     with pytest.raises(BucketingError, match="batch bucket max 0 leaves nothing to run"):
         prompt_grid(config, **LIMITS)
+
+
+@pytest.mark.parametrize(
+    ("config", "variable"),
+    [
+        (BucketingConfig(bucket_file="/no/such/file"), "VLLM_BUCKETING_FROM_FILE"),
+        (
+            BucketingConfig(strategy="fit", decode_traffic="/no/such/file"),
+            "VLLM_DECODE_BUCKETING_TRAFFIC",
+        ),
+    ],
+)
+def test_missing_file_is_an_error_about_the_setting_that_names_it(
+    config: BucketingConfig, variable: str
+) -> None:
+    with pytest.raises(BucketingError, match=f"{variable}=/no/such/file"):
+        decode_grid(config, max_num_seqs=4, num_blocks=64, block_size=16, max_model_len=256)

@@ -12,7 +12,8 @@ The defaults of every axis are those of Gaudi's vLLM plugin (`vllm_gaudi/extensi
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 from trencadis.bucketing.axis_plan import AxisPlan, origin_line, plan_axis
@@ -217,9 +218,11 @@ def _fitted(
 ) -> tuple[AxisPlan, ...]:
     if strategy != "fit":
         return plans
+    variable = f"VLLM_{phase.upper()}_BUCKETING_TRAFFIC"
     if traffic is None and saved:
-        traffic = TrafficRecorder.load(saved)
-    return fit_plans(plans, traffic, f"VLLM_{phase.upper()}_BUCKETING_TRAFFIC")
+        with _named_setting(variable):
+            traffic = TrafficRecorder.load(saved)
+    return fit_plans(plans, traffic, variable)
 
 
 def _grid(
@@ -247,7 +250,8 @@ def _listed(
     """
     if not config.bucket_file:
         return []
-    shapes = read_bucket_file(config.bucket_file)
+    with _named_setting("VLLM_BUCKETING_FROM_FILE"):
+        shapes = read_bucket_file(config.bucket_file)
     chosen = (shape for shape in shapes if (shape[1] == 1) == (phase == "decode"))
     return [tuple(map(min, shape, ceilings)) for shape in chosen]
 
@@ -261,6 +265,15 @@ def _file_grid(
 ) -> BucketGrid:
     kept = [shape for shape in shapes if reachable(shape, shape)]
     return BucketGrid.from_shapes(axes, kept, reachable=reachable, cost=cost, phase=phase)
+
+
+@contextmanager
+def _named_setting(variable: str) -> Generator[None, None, None]:
+    """Turn a file that cannot be read into an error about the setting that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise BucketingError(f"{variable}={error.filename}: {error.strerror}: change it") from error
 
 
 def _check_positive(**limits: int) -> None:
