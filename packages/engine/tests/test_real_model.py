@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import LLM, SamplingParams, default_model
+from trencadis.kvcache import DefragConfig
 from trencadis.scheduler import Request
 
 pytestmark = [
@@ -21,7 +23,7 @@ pytestmark = [
     ),
 ]
 
-NEW_TOKENS = 16
+NEW_TOKENS = 12
 PROMPTS: list[str] = json.loads((Path(__file__).parent / "prompts.json").read_text())
 GREEDY = SamplingParams(temperature=0.0, max_tokens=NEW_TOKENS, min_tokens=NEW_TOKENS)
 
@@ -43,6 +45,10 @@ def token_ids(model_path: str) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def expected(model_path: str, token_ids: list[tuple[int, ...]]) -> list[list[int]]:
+    return generate_alone(model_path, token_ids)
+
+
+def generate_alone(model_path: str, token_ids: list[tuple[int, ...]]) -> list[list[int]]:
     """Greedy output of transformers for each prompt alone, in fp32."""
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     outputs = []
@@ -81,8 +87,8 @@ def test_prompts_are_of_mixed_length(token_ids: list[tuple[int, ...]]) -> None:
 def test_served_at_once_under_pressure_every_token_is_that_of_generate(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
-    # 109 blocks hold 1,744 of 6,463 tokens; chunks of 256 split the longer prompts.
-    llm = serve(model_path, token_ids, num_blocks=110)
+    # 149 blocks hold 2,384 of 6,271 tokens; chunks of 256 split the longer prompts.
+    llm = serve(model_path, token_ids, num_blocks=150)
     results = llm.generate(token_ids, GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     assert llm.core.stats.num_preemptions > 0
@@ -101,20 +107,48 @@ def test_in_one_huge_bucket_every_token_is_the_same(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
     one_bucket = BucketingConfig(
-        prompt_batch=AxisConfig(min=2, step=2, max=2),
+        prompt_batch=AxisConfig(min=1, step=1, max=1),
         prompt_query=AxisConfig(min=256, step=256, max=256),
         prompt_context=AxisConfig(min=64, step=64, max=64),
         decode_batch=AxisConfig(min=48, step=48, max=48),
         decode_blocks=AxisConfig(min=800, step=800, max=800),
     )
-    llm = serve(
-        model_path, token_ids, num_blocks=800, bucketing=one_bucket, max_num_batched_tokens=512
-    )
+    llm = serve(model_path, token_ids, num_blocks=800, bucketing=one_bucket)
     assert llm.core.grids is not None
     assert len(llm.core.grids.prompt) == len(llm.core.grids.decode) == 1
     results = llm.generate(token_ids, GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     assert llm.core.stats.bucket_misses == 0
+
+
+def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token(
+    model_path: str, token_ids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts with a common beginning, in waves, so that blocks are shared and holes appear."""
+    longest = max(token_ids, key=len)
+    common = longest[:150]
+    asked = [(*common, *prompt) for prompt in sorted(token_ids, key=len)[:30:3]]
+    reference = generate_alone(model_path, asked)
+    computed = {}
+    for together in (True, False):
+        llm = serve(
+            model_path,
+            asked,
+            num_blocks=400,
+            max_num_seqs=6,
+            enable_prefix_caching=together,
+            defrag=DefragConfig(threshold=0 if together else 10_000),
+        )
+        cache = llm.core.cache
+        spy = Mock(wraps=cache.carry_out)
+        monkeypatch.setattr(cache, "carry_out", spy)
+        # The longest goes first: its low blocks become free while those after it still run.
+        results = llm.generate([longest, *asked], GREEDY)[1:]
+        assert [one.completions[0].token_ids for one in results] == reference
+        assert spy.called == together, "defragmentation took place when it was on"
+        computed[together] = llm.core.stats.prompt_tokens
+        assert llm.core.stats.used_blocks == 0
+    assert computed[True] < 0.7 * computed[False]
 
 
 def test_bf16_logits_stay_within_tolerance_of_fp32(

@@ -103,6 +103,20 @@ def test_a_block_shared_by_forks_moves_once_for_all_of_them() -> None:
     assert [int(manager.block_table(seq_id)[0]) for seq_id in (63, 100, 101, 102)] == [1] * 4
 
 
+def test_what_moved_once_moves_again_for_those_of_its_owners_that_are_left() -> None:
+    manager = fragmented(64, {1, 2, 3, 63})
+    for child in (100, 101, 102):
+        manager.fork(63, child)
+    defragmenter = Defragmenter(manager, DefragConfig(threshold=0))
+    assert defragmenter.defragment() is not None
+    for seq_id in (1, 2, 3, 63, 101):
+        manager.free(seq_id)
+    plan = defragmenter.defragment()
+    assert plan is not None
+    assert plan.copies == (BlockCopy(4, 1),)
+    assert [int(manager.block_table(seq_id)[0]) for seq_id in (100, 102)] == [1, 1]
+
+
 def test_a_block_shared_through_the_prefix_cache_moves_once_and_is_still_found() -> None:
     manager = fragmented(64, {62, 63}, enable_prefix_caching=True)
     assert manager.allocate(100, [63, 1]) == 1

@@ -170,6 +170,14 @@ def test_append_takes_a_block_only_when_the_last_is_full() -> None:
     assert table(manager, 1) == [1, 2, 3, 4]
 
 
+def test_a_long_sequence_keeps_its_first_blocks() -> None:
+    manager = make(64, enable_prefix_caching=False)
+    manager.allocate(1, [7])
+    for _ in range(40):
+        manager.append(1, [7] * 4)
+    assert table(manager, 1) == list(range(1, 42))
+
+
 def test_a_fork_shares_until_one_of_the_two_is_appended() -> None:
     manager = make()
     compute(manager, 1, PROMPT)

@@ -38,6 +38,8 @@ def test_joined_copies_do_what_one_call_after_the_other_does(
     carry_out(plan, joined)
     carry_out(calls, one_by_one)
     assert joined == one_by_one
+    for _, batch in plan:
+        assert len({dst for _, dst in batch}) == len(batch), "two copies to one block at once"
 
 
 def test_independent_copies_of_one_direction_are_one_batch() -> None:

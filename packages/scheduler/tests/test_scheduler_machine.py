@@ -1,65 +1,154 @@
-"""Whatever arrives, leaves and runs short: no request is lost, and each gets its own tokens."""
+"""Whatever arrives, leaves, heats up and runs short: nothing is lost and no token changes."""
 
 from __future__ import annotations
 
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from concurrent.futures import Future
 
-from trencadis.kvcache import BlockManager, CacheConfig
-from trencadis.scheduler import FinishReason, Request, Scheduler, SchedulerConfig, Sequence
+import pytest
+from harness import STOP, Memory, Runner, alone, outcome
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+
+from trencadis.kvcache import (
+    BandwidthGovernor,
+    BlockManager,
+    CacheConfig,
+    DefragConfig,
+    Defragmenter,
+    Direction,
+)
+from trencadis.scheduler import (
+    BatchControl,
+    BatchControlResult,
+    BeamSearch,
+    FinishReason,
+    PreemptionCosts,
+    Request,
+    Scheduler,
+    SchedulerConfig,
+    SequenceGroup,
+    SequenceStatus,
+    ThermalGuard,
+)
+from trencadis.scheduler.thermal import ProportionalThermalPolicy
 
 MAX_LEN = 24
-STOP = 3
+SIZE = 4
+RATE = 30.0
+WINDOW_S = 0.2
 
 
-def next_token(tokens: tuple[int, ...]) -> int:
-    """A model: a token that depends on every token before it, and now and then stops."""
-    return hash(tokens) % 17
+class Thermometer:
+    """A `ThermalState` that the test sets."""
+
+    hottest_c: float | None = 20.0
+    may_raise_cap: bool = True
+    power_w: float | None = None
 
 
-def alone(request: Request) -> list[int]:
-    """The output of a request with the machine to itself."""
-    tokens = list(request.prompt_token_ids)
-    output: list[int] = []
-    while len(output) < request.max_tokens and len(tokens) < MAX_LEN:
-        tokens.append(next_token(tuple(tokens)))
-        output.append(tokens[-1])
-        if output[-1] in request.stop_token_ids and len(output) >= request.min_tokens:
-            break
-    return output
+branching = st.one_of(
+    st.just({}),
+    st.just({}),
+    st.builds(lambda n, more: {"n": n, "best_of": n + more}, st.integers(1, 2), st.integers(0, 1)),
+    st.builds(
+        lambda width, penalty, early: {
+            "beam_search": BeamSearch(width=width, length_penalty=penalty, early_stopping=early)
+        },
+        st.integers(1, 3),
+        st.sampled_from([0.0, 1.0]),
+        st.sampled_from([True, False, "never"]),
+    ),
+)
 
 
 class Machine(RuleBasedStateMachine):
-    """Drives a scheduler whose cache is a dictionary from (block, offset) to the token there."""
+    """Drives a scheduler with every feature on, on a cache whose content is checked."""
 
     @initialize(
-        num_blocks=st.integers(MAX_LEN // 4 + 2, 20),
-        max_num_seqs=st.integers(1, 6),
-        budget=st.integers(6, 20),
+        num_blocks=st.integers(26, 40),
+        num_host_blocks=st.sampled_from([0, 3, 60]),
+        max_num_seqs=st.integers(3, 7),
+        budget=st.integers(7, 20),
         sharing=st.booleans(),
+        limited=st.booleans(),
+        policy=st.sampled_from(["fcfs", "priority"]),
+        token_s=st.sampled_from([0.0, 1.0]),
+        defragments=st.booleans(),
     )
-    def start(self, num_blocks: int, max_num_seqs: int, budget: int, sharing: bool) -> None:
+    def start(
+        self,
+        num_blocks: int,
+        num_host_blocks: int,
+        max_num_seqs: int,
+        budget: int,
+        sharing: bool,
+        limited: bool,
+        policy: str,
+        token_s: float,
+        defragments: bool,
+    ) -> None:
+        governor = BandwidthGovernor(1, RATE, WINDOW_S) if limited else None
         self.blocks = BlockManager(
-            CacheConfig(num_blocks=num_blocks, block_size=4, enable_prefix_caching=sharing)
+            CacheConfig(
+                num_blocks=num_blocks,
+                block_size=SIZE,
+                num_host_blocks=num_host_blocks,
+                enable_prefix_caching=sharing,
+            ),
+            governor=governor,
         )
+        self.limited = limited
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
             max_model_len=MAX_LEN,
             max_waiting=100,
+            policy=policy,
+            lookahead=3,
+            max_passed_over=3,
+            evict_hold_s=2.0,
         )
-        self.scheduler = Scheduler(self.config, self.blocks)
-        self.memory: dict[tuple[int, int], int] = {}
-        self.live: dict[str, Sequence] = {}
+        self.now = 100.0
+        self.steady = 0.0
+        self.heat = Thermometer()
+        self.scheduler = Scheduler(
+            self.config,
+            self.blocks,
+            thermal=ThermalGuard(ProportionalThermalPolicy(target_temp_c=80.0), lambda: self.heat),
+            defragmenter=Defragmenter(self.blocks, DefragConfig(threshold=2))
+            if defragments
+            else None,
+            costs=PreemptionCosts(prefill_s_per_token=token_s),
+            clock=lambda: self.now,
+        )
+        self.runner = Runner(self.scheduler, Memory(SIZE))
+        self.live: dict[str, SequenceGroup] = {}
         self.names = 0
+        self.last_cap = max_num_seqs
+        self.swaps: list[tuple[float, int]] = []
 
     @rule(
-        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=MAX_LEN - 1),
-        max_tokens=st.integers(1, 12),
+        prompt=st.lists(st.integers(0, 2), min_size=1, max_size=14),
+        max_tokens=st.integers(1, 10),
         min_tokens=st.integers(0, 2),
+        branches=branching,
+        priority=st.integers(0, 2),
     )
-    def arrive(self, prompt: list[int], max_tokens: int, min_tokens: int) -> None:
+    def arrive(
+        self,
+        prompt: list[int],
+        max_tokens: int,
+        min_tokens: int,
+        branches: dict[str, object],
+        priority: int,
+    ) -> None:
         self.names += 1
         request = Request(
             request_id=f"r{self.names}",
@@ -67,8 +156,10 @@ class Machine(RuleBasedStateMachine):
             max_tokens=max_tokens,
             min_tokens=min_tokens,
             stop_token_ids=frozenset({STOP}),
+            priority=priority,
+            **branches,
         )
-        self.live[request.request_id] = self.scheduler.add(request)
+        self.live[request.request_id] = self.runner.add(request)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
@@ -77,49 +168,126 @@ class Machine(RuleBasedStateMachine):
             assert self.scheduler.abort(name)
             assert self.live.pop(name).finish_reason is FinishReason.ABORT
 
-    @rule()
+    @rule(degrees=st.sampled_from([20.0, 79.0, 82.0, 86.0, 100.0]), trusted=st.booleans())
+    def change_temperature(self, degrees: float, trusted: bool) -> None:
+        self.heat.hottest_c, self.heat.may_raise_cap = degrees, trusted
+
+    @rule(
+        max_num_seqs=st.none() | st.integers(1, 6),
+        force_evict=st.none() | st.integers(0, 4),
+        policy=st.sampled_from(["lru", "largest_kv", "lowest_priority", "cheapest"]),
+        dry_run=st.booleans(),
+    )
+    def order(
+        self, max_num_seqs: int | None, force_evict: int | None, policy: str, dry_run: bool
+    ) -> None:
+        future: Future[BatchControlResult] = self.scheduler.control(
+            BatchControl(
+                max_num_seqs=max_num_seqs, force_evict=force_evict, policy=policy, dry_run=dry_run
+            )
+        )
+        self.step()
+        answer = future.result(timeout=0)
+        assert answer.previous_running >= answer.new_running >= 0
+        if max_num_seqs is not None:
+            assert answer.new_running <= max_num_seqs
+        assert answer.new_running <= max(0, answer.previous_running - (force_evict or 0))
+
+    @rule(data=st.data())
+    def abort_and_swap(self, data: st.DataObject) -> None:
+        if self.live:
+            names = data.draw(st.lists(st.sampled_from(sorted(self.live)), max_size=3))
+            running = self.scheduler.abort_and_swap(names)
+            assert all(self.live[name].status is SequenceStatus.RUNNING for name in running)
+
+    @rule(seconds=st.sampled_from([-50.0, 0.0, 0.05, 0.5, 7.0]))
+    def pass_time(self, seconds: float) -> None:
+        self.now += seconds
+        self.steady += max(0.0, seconds)
+
+    @rule(count=st.integers(1, 4))
+    def steps(self, count: int) -> None:
+        for _ in range(count):
+            self.step()
+
     def step(self) -> None:
+        self.now += 0.02
+        self.steady += 0.02
         output = self.scheduler.schedule()
         assert output.num_tokens <= self.config.max_num_batched_tokens
-        for copy in output.copies:
-            for offset in range(4):
-                if (copy.src, offset) in self.memory:
-                    self.memory[copy.dst, offset] = self.memory[copy.src, offset]
-        sampled = {}
-        for one in (*output.decodes, *output.prompts):
-            context = self.read(one.block_table, one.start)
-            for position, token in enumerate(one.token_ids, one.start):
-                block = int(one.block_table[position // 4])
-                assert block != 0, "the padding block is nobody's"
-                self.memory[block, position % 4] = token
-            if one.samples:
-                # What the model sees is what the cache holds, not what the sequence believes.
-                sampled[one.seq_id] = next_token((*context, *one.token_ids))
-        for update in self.scheduler.update(output, sampled):
-            if update.finish_reason is not None:
-                sequence = self.live.pop(update.request_id)
-                assert list(sequence.output_token_ids) == alone(sequence.request)
+        # A reading is answered within two steps: the batch keeps this step's cap or the last's.
+        assert self.scheduler.num_running <= max(output.max_running, self.last_cap)
+        self.last_cap = output.max_running
+        self.check_traffic(output)
+        for update in self.runner.finish(output):
+            if update.request_id in self.live:
+                self.check_finished(update.request_id)
 
-    def read(self, table: object, length: int) -> tuple[int, ...]:
-        return tuple(self.memory[int(table[i // 4]), i % 4] for i in range(length))
+    def check_finished(self, name: str) -> None:
+        group = self.live[name]
+        if group.finish_reason is not None:
+            del self.live[name]
+            assert group.status is SequenceStatus.FINISHED
+            assert outcome(group) == alone(group.request, MAX_LEN)
+
+    def check_traffic(self, output: object) -> None:
+        moved = sum(len(copies) for way, copies in output.moves if way is not Direction.WITHIN)
+        if not self.limited or not moved:
+            return
+        self.swaps.append((self.steady, moved))
+        total = 0
+        for at, count in reversed(self.swaps):
+            total += count
+            assert total <= RATE * (self.steady - at + WINDOW_S) + 1e-6
 
     @invariant()
     def queues_hold_exactly_the_live_ones(self) -> None:
         if hasattr(self, "scheduler"):
-            waiting, running = self.scheduler.num_waiting, self.scheduler.num_running
-            assert waiting + running == len(self.live)
-            assert running <= self.config.max_num_seqs
+            states = [group.status for group in self.live.values()]
+            assert self.scheduler.num_waiting == states.count(SequenceStatus.WAITING)
+            assert self.scheduler.num_swapped == states.count(SequenceStatus.SWAPPED)
+            running = [g for g in self.live.values() if g.status is SequenceStatus.RUNNING]
+            assert self.scheduler.num_running == sum(group.seats for group in running)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        for _ in range(40 * (len(self.live) + 1)):
+        self.heat.hottest_c, self.heat.may_raise_cap = 20.0, True
+        self.scheduler.control(BatchControl(max_num_seqs=self.config.max_num_seqs))
+        self.now += 60.0
+        self.steady += 60.0
+        for _ in range(200 + 60 * len(self.live)):
             if not self.live:
                 break
+            self.pass_time(1.0)  # the policy lets the batch grow again bit by bit
             self.step()
         assert not self.live, "every admitted request finishes"
+        self.step()
+        self.step()
         assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
+        assert self.blocks.num_free_host_blocks == self.blocks.config.num_host_blocks
 
 
-TestScheduler = Machine.TestCase
-TestScheduler.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+def test_no_token_changes_and_nothing_is_lost() -> None:
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+@pytest.mark.soak
+def test_no_token_changes_and_nothing_is_lost_in_the_long_run() -> None:
+    run_state_machine_as_test(
+        Machine,
+        settings=settings(
+            max_examples=1500,
+            stateful_step_count=80,
+            deadline=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )

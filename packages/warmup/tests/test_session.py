@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.warmup import Phase, warm_up
+from trencadis.warmup import (
+    ConfigError,
+    GraphStatus,
+    MemoryPlan,
+    Phase,
+    WarmupConfig,
+    WarmupError,
+    WarmupReport,
+    warm_up,
+)
 
 GIB = 1 << 30
 
 
 class RecordingRuntime:
-    """A runtime whose buckets take a second and 1 MiB each, on its own clock."""
+    """A runtime without graphs whose buckets take a second and 1 MiB each, on its own clock."""
 
     def __init__(self, fail_at: tuple[int, ...] | None = None) -> None:
         self.executed: list[tuple[Phase, tuple[int, ...]]] = []
@@ -35,6 +45,29 @@ class RecordingRuntime:
 
     def free_memory(self) -> int:
         return self.free
+
+
+class NoSampler:
+    """A sampler that counts what it is asked."""
+
+    def __init__(self) -> None:
+        self.batches: list[int] = []
+        self.samples = 0
+
+    def open_batch(self, batch_size: int, requests: object) -> None:
+        self.batches.append(batch_size)
+
+    def sample(self, config: object) -> None:
+        self.samples += 1
+
+    def reset(self) -> None:
+        pass
+
+    def close_batch(self) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        pass
 
 
 def logged_grids() -> tuple[BucketGrid, BucketGrid]:
@@ -84,3 +117,209 @@ def test_error_of_the_runtime_is_passed_on() -> None:
     prompt, decode = logged_grids()
     with pytest.raises(RuntimeError, match="no graph"):
         warm_up(RecordingRuntime(fail_at=(2, 512)), prompt.buckets, decode.buckets)
+
+
+# The logged start of the plugin's page: 24 prompt and 48 decode graphs, 1.41 MiB of graph for each
+# prompt token and 3.4 MiB for each decode graph, 55.43 GiB free when graphs are captured.
+
+PLAN = MemoryPlan.from_profile(int(79.16 * GIB), 0.5, 0.4, 0.3, block_bytes=16 << 20)
+
+
+def logged_cost(phase: Phase, bucket: Bucket) -> int:
+    tokens = bucket["batch"] * bucket["seq"]
+    return int((1.41 * tokens if phase is Phase.PROMPT else 3.4) * (1 << 20))
+
+
+def logged_start(graph_device: Any, **options: Any) -> tuple[Any, WarmupReport]:
+    device = graph_device(logged_cost, free=int(55.43 * GIB))
+    prompt, decode = logged_grids()
+    report = warm_up(
+        device,
+        prompt.buckets,
+        decode.buckets,
+        **{"memory": PLAN, "clock": lambda: device.now, **options},
+    )
+    return device, report
+
+
+def test_logged_start_captures_every_decode_graph_and_the_prompts_that_honestly_fit(
+    graph_device: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        device, report = logged_start(graph_device)
+    assert report.capture is not None
+    assert len(report.capture.captured(Phase.DECODE)) == 48
+    # 15 prompt graphs as in the log; a 16th, of 1,536 tokens or more, would break the budget.
+    assert [bucket.shape for bucket in report.capture.captured(Phase.PROMPT)] == [
+        *((1, seq) for seq in range(128, 1025, 128)),
+        *((2, seq) for seq in range(128, 641, 128)),
+        *((4, seq) for seq in (128, 256)),
+    ]
+    left = 15.85 * GIB - device.used
+    assert 0 <= left < logged_cost(Phase.PROMPT, Bucket(("batch", "seq"), (2, 768)))
+    assert not device.released
+
+    lines = [record.getMessage() for record in caplog.records][72:]
+    assert lines[0] == (
+        "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.755 GiB for prompt and "
+        "11.095 GiB for decode (VLLM_GRAPH_PROMPT_RATIO=0.3)"
+    )
+    graphs = [line.partition(" free_mem")[0] for line in lines if line.startswith("[Warmup]")]
+    assert graphs[0] == "[Warmup][Graph/Prompt][1/24] batch_size:1 seq_len:128"
+    # The log's first pass took 11 graphs and 7.92 GiB of the 4.755; 8 are within them.
+    assert graphs[7] == "[Warmup][Graph/Prompt][8/24] batch_size:1 seq_len:640"
+    assert graphs[8] == "[Warmup][Graph/Decode][1/48] batch_size:4 seq_len:128"
+    assert graphs[55] == "[Warmup][Graph/Decode][48/48] batch_size:1 seq_len:2048"
+    assert graphs[56:] == [
+        "[Warmup][Graph/Prompt][9/24] batch_size:2 seq_len:384",
+        "[Warmup][Graph/Prompt][10/24] batch_size:1 seq_len:768",
+        "[Warmup][Graph/Prompt][11/24] batch_size:1 seq_len:896",
+        "[Warmup][Graph/Prompt][12/24] batch_size:4 seq_len:256",
+        "[Warmup][Graph/Prompt][13/24] batch_size:2 seq_len:512",
+        "[Warmup][Graph/Prompt][14/24] batch_size:1 seq_len:1024",
+        "[Warmup][Graph/Prompt][15/24] batch_size:2 seq_len:640",
+    ]
+    assert lines[-3].startswith(
+        "Graph/Prompt captured:15 (62.5%) used_mem:13.75 GiB buckets:[(1, 128), (1, 256), "
+    )
+    assert lines[-2].startswith("Graph/Decode captured:48 (100.0%) used_mem:163.2 MiB buckets:[")
+    assert lines[-1] == "Warmup finished in 135 secs, allocated 13.91 GiB of device memory"
+
+
+def test_graphs_come_after_all_buckets_then_sampler_then_defragmenter(
+    graph_device: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    sampler = NoSampler()
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        _, report = logged_start(
+            graph_device,
+            sampler=sampler,
+            defragmenter=lambda: logging.getLogger("trencadis.warmup").info("defragmenter runs"),
+        )
+    text = caplog.text
+    marks = ["[Decode][48/48]", "[Graph/Prompt][15/24]", "Sampler warmup completed", "defragmenter"]
+    assert [text.index(mark) for mark in marks] == sorted(text.index(mark) for mark in marks)
+    assert sampler.batches == [0, 1, 2, 4]
+    assert sampler.samples == 48
+    assert [stage.name for stage in report.stages] == ["Sampler", "Defragmenter"]
+
+
+def test_skipping_does_nothing_at_all(graph_device: Any, caplog: pytest.LogCaptureFixture) -> None:
+    sampler = NoSampler()
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        device, report = logged_start(
+            graph_device,
+            config=WarmupConfig(skip=True),
+            sampler=sampler,
+            defragmenter=lambda: pytest.fail("the defragmenter is skipped too"),
+        )
+    assert not device.executed
+    assert not device.ever_captured
+    assert not sampler.batches
+    assert report.executed == ()
+    assert [record.getMessage() for record in caplog.records] == ["Skipping warmup..."]
+
+
+def test_enforced_eager_runs_buckets_but_captures_no_graph_and_leaves_the_sampler(
+    graph_device: Any,
+) -> None:
+    sampler = NoSampler()
+    config = WarmupConfig(enforce_eager=True)
+    device, report = logged_start(graph_device, config=config, sampler=sampler)
+    assert len(device.executed) == 72
+    assert not device.ever_captured
+    assert report.capture is None
+    assert not sampler.batches
+
+
+def test_strategies_of_the_config_decide_what_comes_first(graph_device: Any) -> None:
+    config = WarmupConfig(prompt_strategy="max_bs", decode_strategy="min_tokens")
+    _, report = logged_start(graph_device, config=config)
+    assert report.capture is not None
+    captured = [o for o in report.capture.outcomes if o.status is GraphStatus.CAPTURED]
+    assert captured[0].bucket.shape == (4, 128)
+    first_decode = next(o for o in captured if o.phase is Phase.DECODE)
+    assert first_decode.bucket.shape == (1, 128)
+
+
+def test_traffic_strategy_captures_what_was_replayed(graph_device: Any) -> None:
+    wanted = Bucket(("batch", "seq"), (2, 1024))
+    _, report = logged_start(
+        graph_device,
+        config=WarmupConfig(prompt_strategy="traffic"),
+        replays={Phase.PROMPT: {wanted: 1e6}},
+    )
+    assert report.capture is not None
+    assert report.capture.outcomes[0].bucket == wanted
+
+
+def test_a_runtime_that_cannot_capture_is_told_so() -> None:
+    prompt, decode = logged_grids()
+    with pytest.raises(WarmupError, match="RecordingRuntime cannot capture graphs"):
+        warm_up(RecordingRuntime(), prompt.buckets, decode.buckets, memory=PLAN)
+
+
+@pytest.mark.parametrize("buckets", [5, 100])
+def test_stopping_ends_between_two_buckets(graph_device: Any, buckets: int) -> None:
+    device = graph_device(logged_cost, free=int(55.43 * GIB))
+
+    def stop() -> bool:
+        return len(device.executed) + len(device.ever_captured) >= buckets
+
+    prompt, decode = logged_grids()
+    sampler = NoSampler()
+    report = warm_up(
+        device, prompt.buckets, decode.buckets, memory=PLAN, sampler=sampler, stop=stop
+    )
+    assert not report.complete
+    assert report.describe().startswith("Warmup stopped in ")
+    assert len(device.executed) + len(device.ever_captured) == buckets
+    assert not sampler.batches
+
+
+def test_ctrl_c_in_the_middle_of_a_bucket_ends_warm_up_at_once(graph_device: Any) -> None:
+    def interrupted(phase: Phase, bucket: Bucket) -> int:
+        if bucket["seq"] == 512:
+            raise KeyboardInterrupt
+        return logged_cost(phase, bucket)
+
+    device = graph_device(interrupted, free=int(55.43 * GIB))
+    prompt, decode = logged_grids()
+    with pytest.raises(KeyboardInterrupt):
+        warm_up(device, prompt.buckets, decode.buckets, memory=PLAN)
+    assert (Phase.PROMPT, Bucket(("batch", "seq"), (1, 640))) not in device.ever_captured
+
+
+def test_settings_are_read_under_the_names_of_the_plugin() -> None:
+    config = WarmupConfig.from_env(
+        {
+            "VLLM_SKIP_WARMUP": "true",
+            "VLLM_GRAPH_RESERVED_MEM": "0.4",
+            "VLLM_GRAPH_PROMPT_RATIO": "0.2",
+            "VLLM_GRAPH_PROMPT_STRATEGY": "traffic",
+            "VLLM_GRAPH_DECODE_STRATEGY": "min_tokens",
+        }
+    )
+    assert config == WarmupConfig(
+        skip=True,
+        graph_reserved_mem=0.4,
+        graph_prompt_ratio=0.2,
+        prompt_strategy="traffic",
+        decode_strategy="min_tokens",
+    )
+    assert WarmupConfig.from_env({"VLLM_SKIP_WARMUP": "", "PATH": "/bin"}) == WarmupConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("VLLM_SKIP_WARMUP", "perhaps", "must be true or false"),
+        ("VLLM_GRAPH_RESERVED_MEM", "40%", "could not convert"),
+        ("VLLM_GRAPH_RESERVED_MEM", "1.4", "must be from 0 to 1"),
+        ("VLLM_GRAPH_PROMPT_RATIO", "nan", "must be from 0 to 1"),
+        ("VLLM_GRAPH_PROMPT_STRATEGY", "max_tokens", "one of min_tokens, max_bs, traffic"),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(variable: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}={value}: .*{message}"):
+        WarmupConfig.from_env({variable: value})

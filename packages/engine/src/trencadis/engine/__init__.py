@@ -8,7 +8,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from trencadis.engine.async_engine import AsyncEngine
-from trencadis.engine.config import EngineConfig, skip_warmup_from_env
+from trencadis.engine.config import EngineConfig
 from trencadis.engine.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
@@ -18,7 +18,6 @@ from trencadis.engine.errors import (
     InvalidRequest,
     ModelError,
 )
-from trencadis.engine.grids import bucketing_from_env
 from trencadis.engine.models.default_model import default_model
 from trencadis.engine.outputs import (
     CompletionDelta,
@@ -63,9 +62,7 @@ __all__ = [
     "SamplingParams",
     "TokenLogprob",
     "Tokenizer",
-    "bucketing_from_env",
     "default_model",
-    "skip_warmup_from_env",
 ]
 
 

@@ -195,6 +195,7 @@ class AsyncEngine:
                 elif isinstance(message, Failed):
                     raise EngineDead(message.message)
         except EngineError as error:
+            logger.error("The engine stops serving: %s", error)
             self._fail(f"{error}: restart the server")
 
     async def _deliver(self, step: StepDone) -> None:
@@ -224,7 +225,6 @@ class AsyncEngine:
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
-            logger.error("The engine stops serving: %s", reason)
         for stream in self._streams.values():
             stream.fail(EngineDead(self._failure))
         self._streams.clear()

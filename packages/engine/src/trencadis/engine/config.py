@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
 
-from trencadis.bucketing import BucketingConfig
+from trencadis.bucketing import BucketingConfig, BucketingError
 from trencadis.engine.errors import ConfigError
+from trencadis.kvcache import DefragConfig, KVCacheError
+from trencadis.warmup import WarmupConfig, WarmupError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 
@@ -50,6 +51,7 @@ class EngineConfig:
     ``block_size`` is in tokens per KV block, ``num_blocks`` in blocks (None: from free memory).
     ``kv_cache_memory`` is in bytes and bounds the KV cache where memory is shared with the host.
     ``enable_prefix_caching`` reuses the blocks of prompts that begin alike.
+    ``defrag`` says when the cache is defragmented.
     ``max_waiting`` bounds the queue of requests that have not started; one more is refused.
     Raises `ConfigError` on a value out of range or on settings that contradict each other.
     """
@@ -68,6 +70,7 @@ class EngineConfig:
     gpu_memory_utilization: float = attrs.field(default=0.9, validator=_fraction)
     kv_cache_memory: int | None = attrs.field(default=None, validator=_at_least(1, optional=True))
     enable_prefix_caching: bool = True
+    defrag: DefragConfig = attrs.field(factory=DefragConfig)
     max_waiting: int = attrs.field(default=2048, validator=_at_least(1))
     seed: int = attrs.field(default=0, validator=_at_least(0))
     skip_warmup: bool = False
@@ -79,12 +82,27 @@ class EngineConfig:
         if value & (value - 1):
             raise ConfigError(f"block_size must be a power of two, got {value}")
 
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
+        """These settings, and what the environment says of buckets, warm-up and defragmentation.
+
+        The variables are those of the Gaudi plugin: ``VLLM_PROMPT_*``, ``VLLM_DECODE_*``,
+        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_DEFRAG_*``. A setting given here wins.
+        Raises `ConfigError`, which names the setting or variable.
+        """
+        try:
+            bucketing = BucketingConfig.from_env(environ)
+            found: dict[str, Any] = {
+                # Nothing set means the device's own default grid, not the plugin's.
+                "bucketing": None if bucketing == BucketingConfig() else bucketing,
+                "skip_warmup": WarmupConfig.from_env(environ).skip,
+                "defrag": DefragConfig.from_env(environ),
+            }
+        except (BucketingError, WarmupError, KVCacheError) as error:
+            raise ConfigError(str(error)) from error
+        return cls(**{**found, **settings})
+
     @property
     def name(self) -> str:
         """The name under which clients address the model."""
         return self.served_model_name or self.model
-
-
-def skip_warmup_from_env(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether ``VLLM_SKIP_WARMUP`` asks for a start without warm-up (seed 000)."""
-    return environ.get("VLLM_SKIP_WARMUP", "").strip().lower() in {"1", "true", "yes", "on"}

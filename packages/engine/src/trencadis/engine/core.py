@@ -22,7 +22,7 @@ from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler import SampledToken, SamplingRow, sample
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.kvcache import BlockManager, CacheConfig
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.scheduler import (
     QueueFull,
@@ -109,6 +109,7 @@ class EngineCore:
                 max_waiting=self.config.max_waiting,
             ),
             self.blocks,
+            defragmenter=Defragmenter(self.blocks, self.config.defrag),
         )
 
     def _grids(self, limits: ShapeLimits) -> Grids | None:
@@ -137,6 +138,7 @@ class EngineCore:
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
+            num_swapped=self.scheduler.num_swapped,
             num_preemptions=self.scheduler.num_preemptions,
             used_blocks=self.blocks.num_used_blocks,
             total_blocks=self.blocks.num_total_blocks,

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 
 import attrs
 
 from trencadis.bucketing import (
     BucketGrid,
     BucketingConfig,
-    BucketingError,
     decode_grid,
     linear_range,
     prompt_grid,
 )
-from trencadis.engine.errors import ConfigError
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -37,18 +34,6 @@ class ShapeLimits:
     max_num_seqs: int
     block_size: int
     num_blocks: int
-
-
-def bucketing_from_env(environ: Mapping[str, str]) -> BucketingConfig | None:
-    """The user's bucketing settings, None when the environment holds none.
-
-    Raises `ConfigError`, which names the variable.
-    """
-    try:
-        config = BucketingConfig.from_env(environ)
-    except BucketingError as error:
-        raise ConfigError(str(error)) from error
-    return None if config == BucketingConfig() else config
 
 
 def build_grids(config: BucketingConfig | None, limits: ShapeLimits) -> Grids:

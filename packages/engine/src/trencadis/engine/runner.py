@@ -62,8 +62,9 @@ class ModelRunner:
         """Compute a step; what it writes to the cache is there when this returns."""
         seq_ids: list[int] = []
         logits: list[torch.Tensor] = []
-        if output.copies:
-            self._cache.copy(output.copies)
+        if output.moves:
+            self._cache.carry_out(output.moves)
+            self._cache.wait()
         if output.decodes:
             self._collect(output.decodes, self._run_decodes(output.decodes), seq_ids, logits)
         for chunks in split_prompts(output.prompts, self._prompt_cost):

@@ -1,22 +1,40 @@
-"""Continuous batching for LLM serving: who runs in the next step."""
+"""Continuous batching for LLM serving: who runs in the next step.
 
+Thermal policies are in `trencadis.scheduler.thermal`, temperature sources in
+`trencadis.scheduler.telemetry`.
+"""
+
+from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.control import BatchControl, BatchControlResult
 from trencadis.scheduler.errors import (
     ConfigError,
+    ControlError,
     DuplicateRequest,
+    IllegalTransition,
     QueueFull,
     SchedulerError,
     StepOrderError,
     UnservableRequest,
 )
+from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
-from trencadis.scheduler.request import FinishReason, Request, Sequence, SequenceStatus
+from trencadis.scheduler.preemption import PreemptionCosts, StepTiming
+from trencadis.scheduler.request import BeamSearch, FinishReason, Request
 from trencadis.scheduler.scheduler import Scheduler
+from trencadis.scheduler.thermal.guard import ThermalGuard
 
 __all__ = [
+    "BatchControl",
+    "BatchControlResult",
+    "BeamSearch",
+    "Candidate",
     "ConfigError",
+    "ControlError",
     "DuplicateRequest",
     "FinishReason",
+    "IllegalTransition",
+    "PreemptionCosts",
     "QueueFull",
     "Request",
     "ScheduledSequence",
@@ -25,8 +43,11 @@ __all__ = [
     "SchedulerError",
     "SchedulerOutput",
     "Sequence",
+    "SequenceGroup",
     "SequenceStatus",
     "SequenceUpdate",
     "StepOrderError",
+    "StepTiming",
+    "ThermalGuard",
     "UnservableRequest",
 ]

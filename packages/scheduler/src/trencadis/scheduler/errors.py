@@ -25,3 +25,11 @@ class QueueFull(SchedulerError):
 
 class StepOrderError(SchedulerError):
     """``schedule()`` and ``update()`` were not called in turn, or with each other's values."""
+
+
+class IllegalTransition(SchedulerError):
+    """A group was to change its status along an arrow that the state diagram does not have."""
+
+
+class ControlError(SchedulerError):
+    """A control event asks for what this scheduler cannot do."""

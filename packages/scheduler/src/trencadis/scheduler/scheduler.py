@@ -1,98 +1,172 @@
 """Who runs in the next step: continuous batching with chunked prefill over a paged KV cache.
 
-The scheduler owns the queues and every sequence in them, and asks the block manager for memory.
-It knows neither models nor devices: `Scheduler.schedule` returns a decision, whoever executes it
-reports the sampled tokens to `Scheduler.update`. The two are called in turn.
+`Scheduler` ties its parts together: `Ledger` owns the queues, `GroupMemory` the blocks,
+`Admission` says who starts, `Preemptor` and `RunningCap` who has to go, `Progress` what a step has
+brought. It knows neither models nor devices: `Scheduler.schedule` returns a decision, whoever
+executes it reports the outcome to `Scheduler.update`. The two are called in turn.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections import OrderedDict
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Sequence as Items
+from concurrent.futures import Future
 
-import attrs
-
-from trencadis.kvcache import Allocation, BlockCopy, BlockManager
+from trencadis.kvcache import BlockManager, Defragmenter, Direction
+from trencadis.scheduler.admission import Admission
+from trencadis.scheduler.batch import StepBuilder
+from trencadis.scheduler.beams import Candidate
+from trencadis.scheduler.cap import RunningCap
+from trencadis.scheduler.clock import SteadyTime
 from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlQueue
 from trencadis.scheduler.errors import (
     DuplicateRequest,
     QueueFull,
+    SchedulerError,
     StepOrderError,
     UnservableRequest,
 )
-from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
-from trencadis.scheduler.request import FinishReason, Request, Sequence, SequenceStatus
-
-
-@attrs.define
-class _Step:
-    """A step while it is being decided."""
-
-    token_budget: int
-    prompts: list[ScheduledSequence] = attrs.field(factory=list)
-    decodes: list[ScheduledSequence] = attrs.field(factory=list)
-    copies: list[BlockCopy] = attrs.field(factory=list)
-    preempted: list[int] = attrs.field(factory=list)
+from trencadis.scheduler.group import Sequence, SequenceStatus
+from trencadis.scheduler.ledger import Ledger
+from trencadis.scheduler.memory import GroupMemory
+from trencadis.scheduler.output import SchedulerOutput, SequenceUpdate
+from trencadis.scheduler.preemption import PreemptionCosts, Preemptor, QueueTime, StepTiming
+from trencadis.scheduler.progress import Progress, Sampled
+from trencadis.scheduler.request import Request
+from trencadis.scheduler.thermal.guard import ThermalGuard
+from trencadis.scheduler.urgency import Urgency
 
 
 class Scheduler:
-    """First come, first served, with preemption by recomputation when blocks run out.
+    """Decides step by step which sequences run, and remembers where each of them is.
 
-    A running sequence is never passed over for a new one, and the one admitted last is preempted
-    first, so the oldest always progresses and every admitted request finishes.
+    Running groups are never passed over for new ones of their priority, and when blocks run out
+    the group whose turn is last gives way, so that the first always progresses and every admitted
+    request finishes. ``thermal`` caps the running sequences by temperature or power;
+    ``defragmenter`` must be one of ``blocks``. ``clock`` gives seconds and may be any clock; one
+    that steps back is taken to stand still. Not safe to share between threads, but for `control`.
     """
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        blocks: BlockManager,
+        *,
+        thermal: ThermalGuard | None = None,
+        defragmenter: Defragmenter | None = None,
+        costs: PreemptionCosts | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.costs = costs or PreemptionCosts()
         self._config = config
         self._blocks = blocks
-        self._waiting: OrderedDict[int, Sequence] = OrderedDict()
-        self._running: OrderedDict[int, Sequence] = OrderedDict()
-        self._by_request: dict[str, Sequence] = {}
-        self._seq_ids = itertools.count()
+        self._defragmenter = defragmenter
+        self._time = SteadyTime(clock)
+        self._now = 0.0
+        self._ledger = Ledger(config, blocks.config.block_size)
+        self._memory = GroupMemory(blocks)
+        self._queue_time = QueueTime()
+        self._preemptor = Preemptor(self._ledger, self._memory, self.costs, self._queue_time)
+        self._admission = Admission(config, self._ledger, self._memory)
+        self._urgency = Urgency(self._ledger, self._memory, self._preemptor, self._admission)
+        self._cap = RunningCap(config, self._ledger, self._preemptor, thermal)
+        self._progress = Progress(self._ledger, self._memory, blocks, config.max_model_len)
+        self._orders = ControlQueue()
+        self._to_evict: list[str] = []
         self._step = 0
         self._in_flight: SchedulerOutput | None = None
-        self._num_preemptions = 0
+
+    # What can be asked. Running is counted in sequences, waiting and swapped in requests.
+
+    @property
+    def scheduler_config(self) -> SchedulerConfig:
+        """The settings in force; control events change ``max_num_seqs``."""
+        return self._cap.config
+
+    @property
+    def now_s(self) -> float:
+        """The time of the current step: seconds since the scheduler was made."""
+        return self._now
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        """Requests that have not begun."""
+        return len(self._ledger.waiting)
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        """Sequences that run; a group in its prompt counts the seats that it will need."""
+        return self._ledger.running_seats
+
+    @property
+    def num_swapped(self) -> int:
+        """Requests that were evicted and have not come back yet."""
+        return len(self._ledger.swapped) + len(self._ledger.arriving)
 
     @property
     def num_preemptions(self) -> int:
-        """Preemptions since the start."""
-        return self._num_preemptions
+        """Evictions since the start."""
+        return self._preemptor.num_swaps + self._preemptor.num_recomputes
+
+    @property
+    def num_recomputes(self) -> int:
+        """Of the evictions, those that gave the cache up instead of copying it to the host."""
+        return self._preemptor.num_recomputes
 
     @property
     def has_work(self) -> bool:
-        return bool(self._waiting or self._running)
+        """Whether a step would do anything: compute, move blocks, or answer an order."""
+        return bool(self._ledger.groups or self._orders)
+
+    # What can be asked for.
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request and return its sequence, to be read but not changed.
+        """Queue a request and return its first sequence, to be read but not changed.
 
-        Raises `DuplicateRequest`, `QueueFull`, or `UnservableRequest` for a prompt that is empty
-        or leaves no room for one token under ``max_model_len`` or in an empty cache.
+        Its ``group`` has the others. Raises `DuplicateRequest`, `QueueFull`, or `UnservableRequest`
+        for a prompt that is empty or leaves no room for one token under ``max_model_len``, and
+        for a request that an empty cache, or ``max_num_seqs``, could not serve to its end.
         """
         self._check_servable(request)
-        sequence = Sequence(next(self._seq_ids), request, list(request.prompt_token_ids))
-        self._waiting[sequence.seq_id] = sequence
-        self._by_request[request.request_id] = sequence
-        return sequence
+        group = self._ledger.open(request)
+        self._memory.hash_prompt(group)
+        return group.live[0]
 
     def abort(self, request_id: str) -> bool:
         """End a request in any state and free its blocks; False when there is none such.
 
         Between ``schedule()`` and ``update()`` it is allowed too: the token on its way is dropped.
         """
-        sequence = self._by_request.get(request_id)
-        if sequence is None:
+        group = self._ledger.groups.get(request_id)
+        if group is None:
             return False
-        self._finish(sequence, FinishReason.ABORT)
+        self._memory.drop(group)
+        self._ledger.cancel(group)
+        self._admission.forget(group)
         return True
+
+    def abort_and_swap(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """Evict these requests at the top of the next step, with the tokens they have by then.
+
+        Returns those that are running; others have nothing to evict. As after ``force_evict``, the
+        batch keeps the smaller size for ``evict_hold_s`` seconds.
+        """
+        groups = self._ledger.groups
+        known = [one for one in dict.fromkeys(request_ids) if one in groups]
+        running = [one for one in known if groups[one].status is SequenceStatus.RUNNING]
+        self._to_evict.extend(running)
+        return tuple(running)
+
+    def control(self, order: BatchControl) -> Future[BatchControlResult]:
+        """Queue an order from any thread; it is carried out whole at the top of the next step.
+
+        The future raises `ControlError` or `ConfigError` for an order that cannot be obeyed.
+        """
+        return self._orders.put(order)
+
+    # The step.
 
     def schedule(self) -> SchedulerOutput:
         """Decide the next step.
@@ -103,171 +177,149 @@ class Scheduler:
             raise StepOrderError(
                 f"step {self._step} is still executing: call update() before schedule()"
             )
-        step = _Step(self._config.max_num_batched_tokens)
+        step = self._begin()
+        self._obey_orders(step)
+        self._keep_cap(step)
+        self._make_way(step)
+        self._reserve(step)
+        self._defragment()
         self._continue_decodes(step)
         self._continue_prompts(step)
-        self._admit(step)
-        self._step += 1
-        self._in_flight = SchedulerOutput(
-            self._step,
-            tuple(step.prompts),
-            tuple(step.decodes),
-            tuple(step.copies),
-            tuple(step.preempted),
-        )
+        self._admission.resume(step)
+        self._admission.admit(step)
+        self._in_flight = step.build(self._memory.moves)
         return self._in_flight
 
     def update(
-        self, output: SchedulerOutput, sampled: Mapping[int, int]
+        self,
+        output: SchedulerOutput,
+        sampled: Mapping[int, int],
+        *,
+        logprobs: Mapping[int, float] | None = None,
+        candidates: Mapping[int, Items[Candidate]] | None = None,
+        timing: StepTiming | None = None,
     ) -> tuple[SequenceUpdate, ...]:
-        """Learn what a step computed: ``sampled`` maps sequence ids to their next tokens.
+        """Learn what a step computed.
 
-        Every sequence of the step whose ``samples`` is true must be there, unless it was aborted
-        meanwhile. Raises `StepOrderError` for a step other than the last one scheduled.
+        ``sampled`` maps to its next token each id in ``sample_ids`` of each scheduled sequence that
+        is no beam; ``logprobs`` the same ids to the token's log-probability, needed where
+        ``best_of`` is above ``n``. ``candidates`` maps each beam with ``samples`` to its
+        ``num_candidates`` most probable tokens. Requests that were aborted meanwhile may be
+        missing. ``timing`` is what the step's parts took, for the choice between swapping and
+        recomputing. Raises `StepOrderError` for a step other than the last one scheduled.
         """
         if output is not self._in_flight:
             raise StepOrderError(f"update() got step {output.step}, expected step {self._step}")
         self._in_flight = None
-        updates: list[SequenceUpdate] = []
-        for scheduled in itertools.chain(output.decodes, output.prompts):
-            sequence = self._running.get(scheduled.seq_id)
-            if sequence is None:
-                continue  # aborted while the step ran
-            sequence.num_computed = scheduled.start + len(scheduled.token_ids)
-            self._blocks.mark_computed(sequence.seq_id, sequence.num_computed)
-            if scheduled.samples:
-                updates.append(self._append(sequence, sampled[sequence.seq_id]))
+        if timing is not None:
+            self.costs.learn(output, timing)
+        before = self._progress.ended
+        updates = self._progress.learn(output, Sampled(sampled, logprobs or {}, candidates or {}))
+        if self._progress.ended > before:
+            self._queue_time.released(self._progress.ended - before, self._now)
         return tuple(updates)
 
     # The phases of schedule(), in their order.
 
-    def _continue_decodes(self, step: _Step) -> None:
-        """One token for every running sequence that has its context computed."""
-        for sequence in tuple(self._running.values()):
-            if sequence.status is not SequenceStatus.RUNNING or sequence.num_pending != 1:
-                continue  # preempted by an earlier one, or still in its prompt
-            if self._reserve(sequence, step):
-                self._place(sequence, 1, step)
+    def _begin(self) -> StepBuilder:
+        """Time goes on, and swaps that were deferred with it."""
+        self._step += 1
+        self._now = self._time.now()
+        self._memory.begin_step(self._now)
+        config = self._config
+        step = StepBuilder(
+            self._step,
+            self._now,
+            config.max_num_batched_tokens,
+            config.max_chunk_tokens,
+            self._blocks,
+        )
+        self._admission.land(step)
+        return step
 
-    def _continue_prompts(self, step: _Step) -> None:
+    def _obey_orders(self, step: StepBuilder) -> None:
+        """What operators have asked for since the last step."""
+        groups = [self._ledger.groups.get(request_id) for request_id in self._to_evict]
+        self._to_evict.clear()
+        running = [one for one in groups if one and one.status is SequenceStatus.RUNNING]
+        self._cap.evict(list(dict.fromkeys(running)), step)
+        while (taken := self._orders.take()) is not None:
+            order, future = taken
+            try:
+                result = self._cap.obey(order, step)
+            except SchedulerError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _keep_cap(self, step: StepBuilder) -> None:
+        """No more run than the device, the operator and the settings allow."""
+        self._cap.read(self)
+        step.cap = self._cap.value(self._now)
+        self._cap.enforce(step)
+
+    def _make_way(self, step: StepBuilder) -> None:
+        """Urgent requests take seats from others, if that is worth it."""
+        if self._config.policy == "priority":
+            self._urgency.make_way(step)
+
+    def _reserve(self, step: StepBuilder) -> None:
+        """Slots for the newest tokens of every running group; the last gives way to the first."""
+        ledger, memory = self._ledger, self._memory
+        ample = memory.num_free >= 2 * ledger.running_seats
+        for group in tuple(ledger.running):
+            if group.status is not SequenceStatus.RUNNING:
+                continue
+            if ample and len(group.active) == 1:
+                memory.grow(group)
+            elif self._preemptor.make_room(group, step):
+                memory.grow(group)
+                ample = memory.num_free >= 2 * ledger.running_seats
+
+    def _defragment(self) -> None:
+        """Move blocks down, once the running groups have theirs."""
+        plan = self._defragmenter.defragment() if self._defragmenter is not None else None
+        if plan is not None:
+            self._memory.moves.add(Direction.WITHIN, plan.copies)
+
+    def _continue_decodes(self, step: StepBuilder) -> None:
+        """One token for every running sequence that has its context computed."""
+        for group in self._ledger.running:
+            step.place_decodes(group)
+
+    def _continue_prompts(self, step: StepBuilder) -> None:
         """The next chunk of every running sequence that is still in its prompt."""
-        for sequence in self._running.values():
+        for group in self._ledger.running:
             if step.token_budget == 0:
                 return
-            if sequence.num_pending > 1:
-                self._place(sequence, sequence.num_pending, step)
-
-    def _admit(self, step: _Step) -> None:
-        """Start waiting sequences, oldest first, while tokens, sequences and blocks allow."""
-        while self._waiting and step.token_budget > 0 and not step.preempted:
-            if len(self._running) >= self._config.max_num_seqs:
-                return
-            sequence = next(iter(self._waiting.values()))
-            if not self._can_start(sequence):
-                return
-            self._start(sequence)
-            self._place(sequence, sequence.num_pending, step)
-
-    # Their parts.
-
-    def _reserve(self, sequence: Sequence, step: _Step) -> bool:
-        """Get a slot for the last token, preempting the youngest while there is none."""
-        missing = len(sequence.token_ids) - sequence.num_slots
-        if not missing:
-            return True
-        while not self._blocks.can_append(sequence.seq_id, missing):
-            youngest = next(reversed(self._running.values()))
-            self._preempt(youngest, step)
-            if youngest is sequence:
-                return False
-        step.copies.extend(self._blocks.append(sequence.seq_id, sequence.token_ids[-missing:]))
-        sequence.num_slots = len(sequence.token_ids)
-        return True
-
-    def _preempt(self, sequence: Sequence, step: _Step) -> None:
-        """Take the blocks of a sequence; it goes first among the waiting and is recomputed."""
-        self._blocks.free(sequence.seq_id)
-        sequence.num_computed = sequence.num_slots = 0
-        sequence.status = SequenceStatus.WAITING
-        del self._running[sequence.seq_id]
-        self._waiting[sequence.seq_id] = sequence
-        self._waiting.move_to_end(sequence.seq_id, last=False)
-        step.preempted.append(sequence.seq_id)
-        self._num_preemptions += 1
-
-    def _can_start(self, sequence: Sequence) -> bool:
-        return self._blocks.can_allocate(sequence.token_ids) is Allocation.OK
-
-    def _start(self, sequence: Sequence) -> None:
-        cached = self._blocks.allocate(sequence.seq_id, sequence.token_ids)
-        if not sequence.num_output_tokens:
-            sequence.num_cached_prompt_tokens = cached
-        sequence.num_computed = cached
-        sequence.num_slots = len(sequence.token_ids)
-        sequence.status = SequenceStatus.RUNNING
-        del self._waiting[sequence.seq_id]
-        self._running[sequence.seq_id] = sequence
-
-    def _place(self, sequence: Sequence, num_tokens: int, step: _Step) -> None:
-        """Put the next tokens of a running sequence into the step, as many as its bounds let."""
-        longest = self._config.max_chunk_tokens or num_tokens
-        num_tokens = min(num_tokens, step.token_budget, longest)
-        start, end = sequence.num_computed, sequence.num_computed + num_tokens
-        scheduled = ScheduledSequence(
-            sequence.seq_id,
-            start,
-            sequence.token_ids[start:end],
-            self._blocks.block_table(sequence.seq_id),
-            samples=end == len(sequence.token_ids),
-        )
-        (step.decodes if num_tokens == 1 else step.prompts).append(scheduled)
-        step.token_budget -= num_tokens
-
-    def _append(self, sequence: Sequence, token_id: int) -> SequenceUpdate:
-        sequence.token_ids.append(token_id)
-        reason = self._finish_reason(sequence, token_id)
-        if reason is not None:
-            self._finish(sequence, reason)
-        return SequenceUpdate(sequence.seq_id, sequence.request_id, token_id, reason)
-
-    def _finish_reason(self, sequence: Sequence, token_id: int) -> FinishReason | None:
-        request = sequence.request
-        generated = sequence.num_output_tokens
-        if generated >= request.min_tokens and token_id in request.stop_token_ids:
-            return FinishReason.STOP
-        full = len(sequence.token_ids) >= self._config.max_model_len
-        if generated >= request.max_tokens or full:
-            return FinishReason.LENGTH
-        return None
-
-    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        if sequence.status is SequenceStatus.RUNNING:
-            self._blocks.free(sequence.seq_id)
-            del self._running[sequence.seq_id]
-        else:
-            del self._waiting[sequence.seq_id]
-        sequence.status = SequenceStatus.FINISHED
-        sequence.finish_reason = reason
-        del self._by_request[sequence.request_id]
+            step.place_chunks(group)
 
     def _check_servable(self, request: Request) -> None:
         length = len(request.prompt_token_ids)
-        if request.request_id in self._by_request:
+        config = self._config
+        if request.request_id in self._ledger.groups:
             raise DuplicateRequest(f"request id {request.request_id!r} is already being served")
-        if len(self._waiting) >= self._config.max_waiting:
+        if self.num_waiting >= config.max_waiting:
             raise QueueFull(
-                f"{len(self._waiting)} requests are waiting, the bound max_waiting is reached: "
+                f"{self.num_waiting} requests are waiting, the bound max_waiting is reached: "
                 "try again later"
             )
         if length == 0:
             raise UnservableRequest("the prompt is empty: give at least one token")
-        if length >= self._config.max_model_len:
+        if length >= config.max_model_len:
             raise UnservableRequest(
-                f"the prompt has {length} tokens, max_model_len is {self._config.max_model_len} "
+                f"the prompt has {length} tokens, max_model_len is {config.max_model_len} "
                 "and one is needed for the output: shorten the prompt or raise max_model_len"
             )
-        if self._blocks.can_allocate(request.prompt_token_ids) is Allocation.NEVER:
+        if request.width > config.max_num_seqs:
             raise UnservableRequest(
-                f"the prompt of {length} tokens does not fit in the KV cache of "
-                f"{self._blocks.num_total_blocks} blocks: shorten it or add blocks"
+                f"the request runs {request.width} sequences at once, max_num_seqs is "
+                f"{config.max_num_seqs}: lower n, best_of or the beam width"
+            )
+        needed, there = self._memory.most_blocks(request, config), self._blocks.num_total_blocks
+        if needed > there:
+            raise UnservableRequest(
+                f"{length} prompt tokens and {request.width} × {request.max_tokens} more could "
+                f"need {needed} blocks, which do not fit in the KV cache of {there}: shorten the "
+                "prompt, lower max_tokens, n or the beam width, or add blocks"
             )

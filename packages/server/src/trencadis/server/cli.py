@@ -70,24 +70,13 @@ def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Ser
 def engine_config(args: argparse.Namespace, environ: Mapping[str, str]) -> EngineConfig:
     """The engine's settings. Raises `ConfigError`, and `ModelError` where no model was named and
     there is no default one."""
-    from trencadis.engine import (  # noqa: PLC0415
-        ConfigError,
-        EngineConfig,
-        bucketing_from_env,
-        default_model,
-        skip_warmup_from_env,
-    )
+    from trencadis.engine import EngineConfig, default_model  # noqa: PLC0415
 
-    try:
-        bucketing = bucketing_from_env(environ)
-    except ValueError as error:
-        raise ConfigError(str(error)) from error
-    config = EngineConfig(
-        model=args.model or "",
-        bucketing=bucketing,
-        skip_warmup=args.skip_warmup or skip_warmup_from_env(environ),
-        use_buckets=not args.disable_bucketing,
-        **_given(args, _ENGINE_FLAGS),
+    settings = _given(args, _ENGINE_FLAGS)
+    if args.skip_warmup:
+        settings["skip_warmup"] = True
+    config = EngineConfig.from_env(
+        environ, model=args.model or "", use_buckets=not args.disable_bucketing, **settings
     )
     if config.model:
         return config

@@ -1,19 +1,60 @@
 """Warm-up for runtimes with compiled shapes: every bucket ready before traffic arrives."""
 
+from trencadis.warmup.background import BackgroundWarmup, Progress
+from trencadis.warmup.capture import GraphCapture
+from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import ConfigError, WarmupError
-from trencadis.warmup.memory import MemoryPlan, format_bytes
-from trencadis.warmup.report import BucketTime, WarmupReport
-from trencadis.warmup.runtime import Phase, Runtime
+from trencadis.warmup.lines import format_bytes
+from trencadis.warmup.memory import GraphBudget, MemoryPlan
+from trencadis.warmup.report import (
+    BucketTime,
+    CaptureReport,
+    GraphOutcome,
+    GraphStatus,
+    StageTime,
+    WarmupReport,
+)
+from trencadis.warmup.runtime import GraphRuntime, Phase, Runtime
+from trencadis.warmup.sampler import (
+    SAMPLER_CONFIGS,
+    DummyRequest,
+    SamplerConfig,
+    SamplerRuntime,
+    sampler_batch_sizes,
+    warm_up_sampler,
+)
 from trencadis.warmup.session import warm_up
+from trencadis.warmup.strategies import STRATEGIES, capture_order, expected_replays
+from trencadis.warmup.usage import MemoryUse
 
 __all__ = [
+    "SAMPLER_CONFIGS",
+    "STRATEGIES",
+    "BackgroundWarmup",
     "BucketTime",
+    "CaptureReport",
     "ConfigError",
+    "DummyRequest",
+    "GraphBudget",
+    "GraphCapture",
+    "GraphOutcome",
+    "GraphRuntime",
+    "GraphStatus",
     "MemoryPlan",
+    "MemoryUse",
     "Phase",
+    "Progress",
     "Runtime",
+    "SamplerConfig",
+    "SamplerRuntime",
+    "StageTime",
+    "WarmupConfig",
     "WarmupError",
     "WarmupReport",
+    "capture_order",
+    "expected_replays",
     "format_bytes",
+    "sampler_batch_sizes",
     "warm_up",
+    "warm_up_sampler",
 ]

@@ -1,32 +1,44 @@
-"""How device memory is divided after profiling: graphs, KV cache, margin (seed 000)."""
+"""How device memory is divided after profiling: KV cache, graphs of each phase, margin (seed 000).
+
+All sizes are bytes. Reading how much memory there is belongs to the host; see also `MemoryUse`.
+"""
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import attrs
 
+from trencadis.warmup.checks import fraction, not_negative, positive
 from trencadis.warmup.errors import ConfigError
+from trencadis.warmup.lines import format_bytes
 
 
-def format_bytes(size: float) -> str:
-    """Bytes as people read them, four significant digits: ``14.97 GiB``, ``-252 KiB``, ``0 B``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
+@attrs.frozen(kw_only=True)
+class GraphBudget:
+    """What graphs may take: ``total`` of the ``free`` bytes, ``prompt_ratio`` of it for prompts.
 
+    The shares are where each phase starts; what one leaves over the other may use.
+    """
 
-def _fraction(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if math.isnan(value) or not 0.0 <= value <= 1.0:
-        raise ConfigError(f"{attribute.name} must be from 0 to 1, got {value!r}")
+    total: int = attrs.field(validator=not_negative)
+    free: int = attrs.field(validator=not_negative)
+    prompt_ratio: float = attrs.field(default=0.3, validator=fraction)
 
+    @property
+    def prompt(self) -> int:
+        return int(self.total * self.prompt_ratio)
 
-def _positive(_: object, attribute: attrs.Attribute[Any], value: int) -> None:
-    if value <= 0:
-        raise ConfigError(f"{attribute.name} must be positive, got {value!r}")
+    @property
+    def decode(self) -> int:
+        return self.total - self.prompt
+
+    def describe(self) -> str:
+        """The log line of the seeds. Shares have a digit more, so that they add up as printed."""
+        return (
+            f"Using {format_bytes(self.total)}/{format_bytes(self.free)} of free device memory "
+            f"for HPUGraphs, {format_bytes(self.prompt, 5)} for prompt and "
+            f"{format_bytes(self.decode, 5)} for decode "
+            f"(VLLM_GRAPH_PROMPT_RATIO={self.prompt_ratio:g})"
+        )
 
 
 @attrs.frozen(kw_only=True)
@@ -34,13 +46,45 @@ class MemoryPlan:
     """What the memory left after the profiling run is used for. All sizes in bytes.
 
     ``gpu_memory_utilization`` of the free memory is usable; of that, ``graph_reserved_mem`` is
-    kept for graphs and the rest holds the KV cache. Defaults and rule: seed 000.
+    kept for graphs, ``graph_prompt_ratio`` of it for prompts at first, and the rest holds the KV
+    cache. Defaults and rule: seed 000.
     """
 
-    free_after_profile: int = attrs.field(validator=_positive)
-    block_bytes: int = attrs.field(validator=_positive)
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=_fraction)
-    graph_reserved_mem: float = attrs.field(default=0.1, validator=_fraction)
+    free_after_profile: int = attrs.field(validator=positive)
+    block_bytes: int = attrs.field(validator=positive)
+    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
+    graph_reserved_mem: float = attrs.field(default=0.1, validator=fraction)
+    graph_prompt_ratio: float = attrs.field(default=0.3, validator=fraction)
+
+    @classmethod
+    def from_profile(
+        cls,
+        free_after_profile: int,
+        gpu_memory_utilization: float = 0.9,
+        graph_reserved_mem: float = 0.1,
+        graph_prompt_ratio: float = 0.3,
+        *,
+        block_bytes: int,
+    ) -> MemoryPlan:
+        """The plan for a device on which weights and the largest forward have had their share.
+
+        Raises `ConfigError` where the cache would have no block beside the padding block.
+        """
+        plan = cls(
+            free_after_profile=free_after_profile,
+            block_bytes=block_bytes,
+            gpu_memory_utilization=gpu_memory_utilization,
+            graph_reserved_mem=graph_reserved_mem,
+            graph_prompt_ratio=graph_prompt_ratio,
+        )
+        if plan.num_blocks < 2:
+            raise ConfigError(
+                f"{format_bytes(plan.kv_cache)} for the KV cache do not hold two blocks of "
+                f"{format_bytes(block_bytes)}: raise gpu_memory_utilization "
+                f"({gpu_memory_utilization:g}), lower VLLM_GRAPH_RESERVED_MEM "
+                f"({graph_reserved_mem:g}) or use smaller blocks"
+            )
+        return plan
 
     @property
     def usable(self) -> float:
@@ -58,6 +102,20 @@ class MemoryPlan:
     def num_blocks(self) -> int:
         """KV blocks that fit, the padding block among them."""
         return int(self.kv_cache // self.block_bytes)
+
+    def graph_budget(self, free_memory: int) -> GraphBudget:
+        """What graphs may take now, the KV cache being allocated and ``free_memory`` bytes free.
+
+        All but the margin, as in the seed's log, where 79.16 GiB less the 39.58 usable ones stay
+        free: the reserve, plus what rounding the cache down to whole blocks has left, less what
+        warm-up has allocated since.
+        """
+        margin = int(self.free_after_profile - self.usable)
+        return GraphBudget(
+            total=max(0, free_memory - margin),
+            free=free_memory,
+            prompt_ratio=self.graph_prompt_ratio,
+        )
 
     def describe(self) -> str:
         """The log line of the seeds."""

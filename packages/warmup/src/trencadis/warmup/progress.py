@@ -1,9 +1,11 @@
-"""A progress bar on a terminal, silence elsewhere."""
+"""A progress bar with the time left on a terminal, silence elsewhere."""
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -12,7 +14,8 @@ T = TypeVar("T")
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     """Yield ``items``, drawing a bar on standard error where that is a terminal.
 
-    The bar needs ``rich`` (extra ``progress``); without it the items just pass.
+    The bar needs ``rich`` (extra ``progress``); without it the items just pass. Log lines that go
+    to the terminal meanwhile appear above it.
     """
     if not sys.stderr.isatty():
         yield from items
@@ -23,5 +26,24 @@ def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
     except ImportError:
         yield from items
         return
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    terminal = sys.stderr
+    with Progress(console=Console(stderr=True), transient=True) as bar, _logs_above(terminal):
         yield from bar.track(items, total=total, description=description)
+
+
+@contextmanager
+def _logs_above(terminal: object) -> Iterator[None]:
+    """While a bar is drawn ``sys.stderr`` prints above it; let handlers of the terminal use it."""
+    candidates = (*logging.getLogger().handlers, *logging.getLogger("trencadis").handlers)
+    moved = [
+        (handler, handler.stream)
+        for handler in candidates
+        if isinstance(handler, logging.StreamHandler) and handler.stream is terminal
+    ]
+    for handler, _ in moved:
+        handler.setStream(sys.stderr)
+    try:
+        yield
+    finally:
+        for handler, stream in moved:
+            handler.setStream(stream)

@@ -1,9 +1,13 @@
-"""What warm-up needs of its host: a `Runtime` that can run one bucket with dummy data."""
+"""What warm-up needs of its host: a `Runtime`, and a `GraphRuntime` where there are graphs.
+
+The library imports no runtime; implement the protocol for yours. Where several devices run the
+same model, ``free_memory`` is the least over all of them, so that all of them decide alike.
+"""
 
 from __future__ import annotations
 
 import enum
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from trencadis.bucketing import Bucket
 
@@ -16,7 +20,7 @@ class Phase(enum.Enum):
 
 
 class Runtime(Protocol):
-    """The host that is warmed up. The library imports none; implement this for yours."""
+    """A host whose shapes are compiled when they run for the first time."""
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
         """Run one forward of exactly this shape on dummy data, leaving no visible state."""
@@ -26,3 +30,14 @@ class Runtime(Protocol):
 
     def free_memory(self) -> int:
         """Free device memory, bytes."""
+
+
+@runtime_checkable
+class GraphRuntime(Runtime, Protocol):
+    """A host that can also record a bucket as a graph and replay it."""
+
+    def capture(self, phase: Phase, bucket: Bucket) -> None:
+        """Record the forward of this bucket; from now on the bucket is replayed."""
+
+    def release(self, phase: Phase, bucket: Bucket) -> None:
+        """Forget the graph and return its memory; from now on the bucket is executed."""

@@ -1,27 +1,28 @@
-"""The warm-up session: every bucket of both grids runs once before the server listens."""
+"""The warm-up session: everything that traffic will need runs once before the server listens."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+
+import attrs
 
 from trencadis.bucketing import Bucket
-from trencadis.warmup.memory import format_bytes
+from trencadis.warmup.capture import GraphCapture
+from trencadis.warmup.config import WarmupConfig
+from trencadis.warmup.errors import WarmupError
+from trencadis.warmup.lines import bucket_line
+from trencadis.warmup.memory import MemoryPlan
 from trencadis.warmup.progress import track
-from trencadis.warmup.report import BucketTime, WarmupReport
-from trencadis.warmup.runtime import Phase, Runtime
+from trencadis.warmup.report import BucketTime, CaptureReport, StageTime, WarmupReport
+from trencadis.warmup.runtime import GraphRuntime, Phase, Runtime
+from trencadis.warmup.sampler import SamplerRuntime, sampler_batch_sizes, warm_up_sampler
+from trencadis.warmup.strategies import capture_order
+from trencadis.warmup.timing import run_bucket
 
 logger = logging.getLogger("trencadis.warmup")
-
-_LOGGED_AXES = {
-    "batch": "batch_size",
-    "seq": "seq_len",
-    "query": "query_len",
-    "context_blocks": "num_blocks",
-    "blocks": "num_blocks",
-}
-"""Names of the axes in the seeds' and the Gaudi plugin's warm-up lines."""
 
 
 def warm_up(
@@ -29,35 +30,132 @@ def warm_up(
     prompt_buckets: Iterable[Bucket],
     decode_buckets: Iterable[Bucket],
     *,
+    config: WarmupConfig | None = None,
+    memory: MemoryPlan | None = None,
+    replays: Mapping[Phase, Mapping[Bucket, float]] | None = None,
+    sampler: SamplerRuntime | None = None,
+    defragmenter: Callable[[], object] | None = None,
+    stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupReport:
-    """Run every bucket once, largest first, prompts before decodes (order and lines: seed 000).
+    """Run every bucket once, capture graphs, then warm up sampler and defragmenter (seed 000).
 
-    Largest first makes the allocator take its largest pieces while memory is whole. ``clock``
-    gives seconds. An error that the runtime raises is passed on.
+    Args:
+        config: what to leave out, and which graphs first; the defaults where None.
+        memory: the plan whose budget graphs are captured within, by a `GraphRuntime`; None for a
+            runtime that has none.
+        replays: how often each bucket is expected to run, for the strategy ``traffic``.
+        sampler: what samples; None where there is nothing to warm up.
+        defragmenter: warms up the KV cache's defragmenter.
+        stop: asked before every bucket; True ends the session after the one before.
+        clock: gives seconds.
+
+    Raises:
+        WarmupError: ``memory`` is given and ``runtime`` cannot capture. An error that the runtime
+            raises is passed on.
     """
-    started, free_at_start = clock(), runtime.free_memory()
-    queue = [*_queue(Phase.PROMPT, prompt_buckets), *_queue(Phase.DECODE, decode_buckets)]
-    executed = []
-    for phase, bucket, position in track(queue, len(queue), "Warm-up"):
-        logger.info("[Warmup][%s][%s] %s", phase.value, position, _describe(runtime, bucket))
-        before = clock()
-        runtime.execute(phase, bucket)
-        runtime.synchronize()
-        executed.append(BucketTime(phase, bucket, clock() - before))
-    report = WarmupReport(tuple(executed), clock() - started, free_at_start - runtime.free_memory())
+    session = _Session(runtime, config or WarmupConfig(), stop, clock)
+    buckets = {Phase.PROMPT: tuple(prompt_buckets), Phase.DECODE: tuple(decode_buckets)}
+    if session.config.skip:
+        logger.info("Skipping warmup...")
+        return session.report()
+    session.execute(buckets)
+    if memory is not None and not session.config.enforce_eager:
+        session.capture(buckets, memory, replays)
+    if sampler is not None and not session.config.enforce_eager:
+        sizes = sampler_batch_sizes(buckets[Phase.DECODE])
+        session.stage("Sampler", lambda: warm_up_sampler(sampler, sizes))
+    if defragmenter is not None:
+        session.stage("Defragmenter", defragmenter)
+    report = session.report()
     logger.info(report.describe())
     return report
 
 
-def _queue(phase: Phase, buckets: Iterable[Bucket]) -> list[tuple[Phase, Bucket, str]]:
-    ordered = sorted(buckets, key=lambda bucket: bucket.shape, reverse=True)
-    return [(phase, bucket, f"{i}/{len(ordered)}") for i, bucket in enumerate(ordered, 1)]
+def largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
+    """The order of plain warm-up (seed 000).
+
+    The allocator takes its largest pieces while memory is whole, and smaller shapes reuse them.
+    """
+    return sorted(buckets, key=lambda bucket: bucket.shape, reverse=True)
 
 
-def _describe(runtime: Runtime, bucket: Bucket) -> str:
-    shape = " ".join(
-        f"{_LOGGED_AXES.get(axis, axis)}:{size}"
-        for axis, size in zip(bucket.axes, bucket.shape, strict=True)
-    )
-    return f"{shape} free_mem:{format_bytes(runtime.free_memory())}"
+@attrs.define
+class _Session:
+    """A warm-up under way, and what it has done so far."""
+
+    runtime: Runtime
+    config: WarmupConfig
+    stop: Callable[[], bool]
+    clock: Callable[[], float]
+    executed: list[BucketTime] = attrs.field(factory=list)
+    captured: CaptureReport | None = None
+    stages: list[StageTime] = attrs.field(factory=list)
+    stopped: bool = False
+    started: float = attrs.field(init=False)
+    free_at_start: int = attrs.field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.started, self.free_at_start = self.clock(), self.runtime.free_memory()
+
+    def report(self) -> WarmupReport:
+        return WarmupReport(
+            executed=tuple(self.executed),
+            seconds=self.clock() - self.started,
+            allocated=self.free_at_start - self.runtime.free_memory(),
+            capture=self.captured,
+            stages=tuple(self.stages),
+            complete=not self.stopped,
+        )
+
+    def execute(self, buckets: Mapping[Phase, Sequence[Bucket]]) -> None:
+        steps = (step for phase in Phase for step in self._run(phase, buckets[phase]))
+        for _ in track(steps, sum(map(len, buckets.values())), "Warm-up"):
+            pass
+
+    def _run(self, phase: Phase, buckets: Sequence[Bucket]) -> Iterator[None]:
+        for position, bucket in enumerate(largest_first(buckets), 1):
+            if self._is_stopped():
+                return
+            free = self.runtime.free_memory()
+            logger.info(bucket_line(phase.value, position, len(buckets), bucket, free))
+            self.executed.append(run_bucket(self.runtime, phase, bucket, self.clock))
+            yield
+
+    def capture(
+        self,
+        buckets: Mapping[Phase, Sequence[Bucket]],
+        memory: MemoryPlan,
+        replays: Mapping[Phase, Mapping[Bucket, float]] | None,
+    ) -> None:
+        if self._is_stopped():
+            return
+        if not isinstance(self.runtime, GraphRuntime):
+            raise WarmupError(
+                f"{type(self.runtime).__name__} cannot capture graphs: give it capture and "
+                "release, or leave memory out"
+            )
+        strategies = {
+            Phase.PROMPT: self.config.prompt_strategy,
+            Phase.DECODE: self.config.decode_strategy,
+        }
+        seen = replays or {}
+        orders = {phase: capture_order(name, seen.get(phase)) for phase, name in strategies.items()}
+        budget = memory.graph_budget(self.runtime.free_memory())
+        capture = GraphCapture(self.runtime, buckets, orders, budget, clock=self.clock)
+        with closing(capture.steps()) as steps:
+            for _ in track(steps, capture.num_buckets, "Graphs"):
+                if self._is_stopped():
+                    break
+        self.captured = capture.report
+
+    def stage(self, name: str, work: Callable[[], object]) -> None:
+        if self._is_stopped():
+            return
+        before = self.clock()
+        work()
+        self.stages.append(StageTime(name, self.clock() - before))
+
+    def _is_stopped(self) -> bool:
+        self.stopped = self.stopped or self.stop()
+        return self.stopped

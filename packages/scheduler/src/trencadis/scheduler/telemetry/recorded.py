@@ -1,0 +1,114 @@
+"""A recorded file, played back: for demonstrations, for tests and for looking into an incident."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import time
+from bisect import bisect_right
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.telemetry.config import Clock
+from trencadis.scheduler.telemetry.errors import BadRecording, SensorError
+from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
+
+
+class RecordedSource(TemperatureSource):
+    """Plays ``path`` from its first line on, as fast as it was recorded times ``speed``.
+
+    A ``.csv`` with the header ``time_s,device,temperature_c,power_w``, or a ``.jsonl`` with one
+    object of these keys a line; ``power_w`` may be missing or empty, NaN may be recorded. Times
+    are seconds, of any origin. A reading's age is what it was in the recording; after the last
+    line the source has nothing more, or starts again with ``loop``. Raises `ConfigError` and
+    `BadRecording`, which names the line.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        speed: float = 1.0,
+        loop: bool = False,
+        clock: Clock = time.monotonic,
+    ) -> None:
+        if not speed > 0:
+            raise ConfigError(f"speed of a recording must be above 0, got {speed!r}")
+        self._path = Path(path)
+        self._speed = speed
+        self._loop = loop
+        self._clock = clock
+        self._timeline = sorted(_load(self._path), key=lambda item: item[0])
+        self._times_s = [time_s for time_s, _ in self._timeline]
+        self._began_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return "recorded"
+
+    def read(self) -> list[Reading]:
+        """Each device's latest reading so far; raises `SensorError` after the recording's end."""
+        now_s = self._clock()
+        if self._began_s is None:
+            self._began_s = now_s
+        first_s, last_s = self._times_s[0], self._times_s[-1]
+        played_s = (now_s - self._began_s) * self._speed
+        if self._loop and last_s > first_s:
+            played_s %= last_s - first_s
+        if played_s > last_s - first_s and not self._loop:
+            raise SensorError(f"{self._path} has ended, after {last_s - first_s:g} s")
+        at_s = first_s + played_s
+        latest: dict[int, Reading] = {}
+        for time_s, reading in self._timeline[: bisect_right(self._times_s, at_s)]:
+            age_s = (at_s - time_s) / self._speed
+            latest[reading.device] = Reading(
+                reading.device, reading.temperature_c, reading.power_w, age_s
+            )
+        return [latest[device] for device in sorted(latest)]
+
+
+def _load(path: Path) -> list[tuple[float, Reading]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read the recording {path}: {error.strerror}") from error
+    rows = _jsonl_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(text)
+    timeline = [_reading(path, line, row) for line, row in rows]
+    if not timeline:
+        raise BadRecording(f"{path} holds no reading: record at least one line")
+    return timeline
+
+
+def _csv_rows(text: str) -> Iterator[tuple[int, Any]]:
+    rows = csv.DictReader(text.splitlines())
+    for row in rows:
+        yield rows.line_num, row
+
+
+def _jsonl_rows(path: Path, text: str) -> Iterator[tuple[int, Any]]:
+    for line, content in enumerate(text.splitlines(), start=1):
+        if not content.strip():
+            continue
+        try:
+            yield line, json.loads(content)
+        except ValueError as error:
+            raise BadRecording(f"{path}, line {line}: not JSON ({error})") from error
+
+
+def _reading(path: Path, line: int, row: Any) -> tuple[float, Reading]:
+    try:
+        power = row.get("power_w")
+        power_w = None if power in {None, ""} else float(power)
+        reading = Reading(int(row["device"]), float(row["temperature_c"]), power_w)
+        time_s = float(row["time_s"])
+        if not math.isfinite(time_s) or reading.device < 0:
+            raise ValueError("a time is finite and a device is counted from 0")
+        return time_s, reading
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise BadRecording(
+            f"{path}, line {line}: {row!r} is no reading ({type(error).__name__}: {error}): "
+            "it needs time_s, device and temperature_c, all numbers"
+        ) from error

@@ -1,0 +1,1 @@
+"""Written by ``python -m trencadis.scheduler.telemetry.regenerate`` from ``temperature.proto``."""

@@ -1,0 +1,81 @@
+"""The service as both ends see it: its method, and readings to and from messages."""
+
+from __future__ import annotations
+
+import attrs
+
+from trencadis.scheduler.telemetry.errors import MissingExtra
+from trencadis.scheduler.telemetry.source import Reading
+
+try:
+    import google.protobuf  # noqa: F401  the generated module below needs it
+except ModuleNotFoundError as missing:
+    raise MissingExtra("protobuf", "sidecar") from missing
+
+from trencadis.scheduler.telemetry.sidecar.generated import temperature_pb2
+
+SERVICE = temperature_pb2.DESCRIPTOR.services_by_name["TemperatureSidecar"].full_name
+WATCH = "Watch"
+WATCH_PATH = f"/{SERVICE}/{WATCH}"
+
+
+@attrs.frozen
+class Round:
+    """One round of a node's sensors, taken at ``taken_at_s`` on the clock of whoever holds it."""
+
+    readings: tuple[Reading, ...]
+    fault: str
+    source: str
+    taken_at_s: float
+
+    def aged(self, now_s: float) -> list[Reading]:
+        """The readings as they are at ``now_s``: each older by the time since."""
+        waited_s = max(0.0, now_s - self.taken_at_s)
+        return [attrs.evolve(reading, age_s=reading.age_s + waited_s) for reading in self.readings]
+
+
+def to_message(this_round: Round, now_s: float) -> temperature_pb2.Round:
+    """The message that says ``this_round`` at ``now_s``, the sender's clock."""
+    return temperature_pb2.Round(
+        readings=[
+            temperature_pb2.Reading(
+                device=reading.device,
+                temperature_c=reading.temperature_c,
+                power_w=reading.power_w,
+                age_s=reading.age_s,
+            )
+            for reading in this_round.aged(now_s)
+        ],
+        fault=this_round.fault,
+        source=this_round.source,
+    )
+
+
+def from_message(message: temperature_pb2.Round, now_s: float) -> Round:
+    """The round in ``message``, received at ``now_s`` on the receiver's clock."""
+    readings = tuple(
+        Reading(
+            device=reading.device,
+            temperature_c=reading.temperature_c,
+            power_w=reading.power_w if reading.HasField("power_w") else None,
+            age_s=reading.age_s,
+        )
+        for reading in message.readings
+    )
+    return Round(readings, message.fault, message.source, now_s)
+
+
+def encode_request(request: temperature_pb2.WatchRequest) -> bytes:
+    return request.SerializeToString()
+
+
+def decode_request(wire: bytes) -> temperature_pb2.WatchRequest:
+    return temperature_pb2.WatchRequest.FromString(wire)
+
+
+def encode_round(message: temperature_pb2.Round) -> bytes:
+    return message.SerializeToString()
+
+
+def decode_round(wire: bytes) -> temperature_pb2.Round:
+    return temperature_pb2.Round.FromString(wire)

@@ -1,0 +1,120 @@
+"""A board as two lumped masses, for tests and for the simulated device.
+
+The chip heats its heat sink, the sink heats the air: two RC stages. Temperatures are degrees C,
+resistances K/W, heat capacities J/K, power W.
+"""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+
+@attrs.frozen(kw_only=True)
+class Board:
+    """What one accelerator board draws and how it sheds heat.
+
+    ``idle_w`` is drawn with nothing running, ``sequence_w`` more by each running decode sequence,
+    ``limit_w`` at most. ``chip_k_per_w`` leads from chip to sink, ``sink_k_per_w`` from sink to
+    air at full fan speed. ``max_c`` is the TjMax that no policy may let it pass.
+    """
+
+    name: str
+    idle_w: float
+    limit_w: float
+    sequence_w: float
+    chip_k_per_w: float
+    chip_j_per_k: float
+    sink_k_per_w: float
+    sink_j_per_k: float
+    max_c: float
+
+
+BOARDS = {
+    board.name: board
+    for board in (
+        # Limit: NVIDIA H100 data sheet, SXM5, 700 W. Watts per sequence: seed 003. Idle power and
+        # the resistances are chosen so that full power in 35 degree air settles at 78 degrees;
+        # heat capacities are those of 0.12 kg and 1.1 kg of copper (385 J/kg K).
+        Board(
+            name="h100",
+            idle_w=110.0,
+            limit_w=700.0,
+            sequence_w=3.2,
+            chip_k_per_w=0.022,
+            chip_j_per_k=46.0,
+            sink_k_per_w=0.040,
+            sink_j_per_k=420.0,
+            max_c=90.0,
+        ),
+        # Limit: Intel Gaudi 2 product brief, OAM, 600 W. The rest as above, with the larger sink of
+        # an air-cooled OAM board; watts per sequence in proportion to the limit.
+        Board(
+            name="gaudi2",
+            idle_w=100.0,
+            limit_w=600.0,
+            sequence_w=2.7,
+            chip_k_per_w=0.024,
+            chip_j_per_k=46.0,
+            sink_k_per_w=0.047,
+            sink_j_per_k=480.0,
+            max_c=90.0,
+        ),
+        # Limit: Intel Gaudi 3 (Kaplan, Hot Chips 2024), OAM, 900 W with air.
+        Board(
+            name="gaudi3",
+            idle_w=150.0,
+            limit_w=900.0,
+            sequence_w=4.1,
+            chip_k_per_w=0.017,
+            chip_j_per_k=90.0,
+            sink_k_per_w=0.031,
+            sink_j_per_k=700.0,
+            max_c=90.0,
+        ),
+    )
+}
+
+
+class HeatModel:
+    """The temperatures of one board over time.
+
+    ``ambient_c`` and ``fan`` (1: all fans; 0.5: half of the air flow) may be set at any time;
+    neighbours are modelled as warmer air. A sink's resistance grows as the air flow to the power
+    -0.8, as for turbulent flow along plates.
+    """
+
+    def __init__(self, board: Board, ambient_c: float = 30.0, fan: float = 1.0) -> None:
+        self.board = board
+        self.ambient_c = ambient_c
+        self.fan = fan
+        self.chip_c = self.sink_c = ambient_c
+        self.power_w = board.idle_w
+        self.settle(0)
+
+    def settle(self, num_running: int) -> None:
+        """Go to where the temperatures end up with so many sequences running for ever."""
+        self.power_w = self._power(num_running)
+        self.sink_c = self.ambient_c + self.power_w * self._sink_k_per_w()
+        self.chip_c = self.sink_c + self.power_w * self.board.chip_k_per_w
+
+    def step(self, seconds: float, num_running: int) -> float:
+        """Run for a while; returns the chip's temperature at its end, degrees C."""
+        board = self.board
+        self.power_w = self._power(num_running)
+        # Well below the faster time constant, so that the explicit steps are stable.
+        shortest_s = board.chip_k_per_w * board.chip_j_per_k / 5
+        parts = max(1, math.ceil(seconds / shortest_s))
+        for _ in range(parts):
+            to_sink_w = (self.chip_c - self.sink_c) / board.chip_k_per_w
+            to_air_w = (self.sink_c - self.ambient_c) / self._sink_k_per_w()
+            self.chip_c += seconds / parts * (self.power_w - to_sink_w) / board.chip_j_per_k
+            self.sink_c += seconds / parts * (to_sink_w - to_air_w) / board.sink_j_per_k
+        return self.chip_c
+
+    def _power(self, num_running: int) -> float:
+        return min(self.board.limit_w, self.board.idle_w + num_running * self.board.sequence_w)
+
+    def _sink_k_per_w(self) -> float:
+        return float(self.board.sink_k_per_w * max(self.fan, 0.05) ** -0.8)

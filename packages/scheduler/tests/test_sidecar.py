@@ -1,0 +1,308 @@
+"""thermal-sidecar and its client, over real gRPC on the loopback interface."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("grpc")
+pytest.importorskip("google.protobuf")
+
+import grpc
+
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.telemetry import (
+    Health,
+    ReaderConfig,
+    Reading,
+    SensorError,
+    TelemetryError,
+    TemperatureReader,
+    TemperatureSource,
+    open_source,
+)
+from trencadis.scheduler.telemetry.sidecar import cli, wire
+from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
+from trencadis.scheduler.telemetry.sidecar.client import SidecarSource
+from trencadis.scheduler.telemetry.sidecar.server import SidecarConfig, SidecarServer
+
+QUICK = Backoff(initial_s=0.02, max_s=0.1)
+
+
+class ScriptedSource(TemperatureSource):
+    def __init__(self, *readings: Reading) -> None:
+        self.says: list[Reading] | Exception = list(readings)
+        self.closed = threading.Event()
+
+    @property
+    def name(self) -> str:
+        return "scripted"
+
+    def read(self) -> list[Reading]:
+        if isinstance(self.says, Exception):
+            raise self.says
+        return self.says
+
+    def close(self) -> None:
+        self.closed.set()
+
+
+def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
+    """What ``condition`` returns once it is true; a `SensorError` counts as not yet."""
+    deadline_s = time.monotonic() + timeout_s
+    while time.monotonic() < deadline_s:
+        try:
+            if value := condition():
+                return value
+        except SensorError:
+            pass
+        time.sleep(0.005)
+    raise AssertionError("waited in vain")
+
+
+def fault_of(client: TemperatureSource) -> str:
+    try:
+        client.read()
+    except SensorError as error:
+        return str(error)
+    return ""
+
+
+def sidecar_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("thermal-")]
+
+
+@contextmanager
+def sidecar(source: TemperatureSource, **settings: Any) -> Iterator[int]:
+    settings = {"listen": "127.0.0.1:0", "period_s": 0.01, **settings}
+    server = SidecarServer(source, SidecarConfig(**settings))
+    port = server.start()
+    try:
+        yield port
+    finally:
+        assert server.stop()
+
+
+@contextmanager
+def client(port: int, **options: Any) -> Iterator[SidecarSource]:
+    source = SidecarSource(f"127.0.0.1:{port}", backoff=QUICK, rng=random.Random(5), **options)
+    try:
+        yield source
+    finally:
+        source.close()
+
+
+def test_readings_arrive_as_they_were_taken_and_grow_old_on_the_way() -> None:
+    sent = [Reading(0, 61.5, 350.25, age_s=2.0), Reading(7, float("nan"), None)]
+    with sidecar(ScriptedSource(*sent)) as port, client(port) as source:
+        first, second = eventually(source.read)
+    assert (first.device, first.temperature_c, first.power_w) == (0, 61.5, 350.25)
+    assert first.age_s >= 2.0
+    assert (second.device, second.power_w) == (7, None)
+    assert second.temperature_c != second.temperature_c
+    assert eventually(lambda: sidecar_threads() == [])
+
+
+def test_the_sidecars_own_fault_is_told() -> None:
+    sensor = ScriptedSource(Reading(0, 60.0))
+    with sidecar(sensor) as port, client(port) as source:
+        eventually(source.read)
+        sensor.says = SensorError("GPU is lost")
+        assert eventually(lambda: "its scripted: GPU is lost" in fault_of(source))
+        sensor.says = ZeroDivisionError("bug")
+        assert eventually(lambda: "ZeroDivisionError: bug" in fault_of(source))
+        sensor.says = [Reading(0, 62.0)]
+        assert eventually(source.read)[0].temperature_c == 62.0
+
+
+def test_before_the_sidecar_is_there_the_client_waits_and_then_connects() -> None:
+    port = free_port()
+    with client(port) as source:
+        assert "unavailable" in eventually(
+            lambda: (fault := fault_of(source)) and "attempt" in fault and fault
+        )
+        with sidecar(ScriptedSource(Reading(0, 60.0)), listen=f"127.0.0.1:{port}"):
+            assert eventually(source.read)[0].temperature_c == 60.0
+
+
+def test_a_policy_sees_a_sidecar_die_and_come_back() -> None:
+    port = free_port()
+    config = ReaderConfig(period_s=0.01, stale_after_s=0.1, failed_after_s=0.3)
+    with client(port) as source, TemperatureReader(source, config) as reader:
+        with sidecar(ScriptedSource(Reading(0, 60.0)), listen=f"127.0.0.1:{port}"):
+            assert eventually(lambda: reader.state().health is Health.FRESH)
+        assert eventually(lambda: reader.state().health is Health.FAILED)
+        assert reader.state().hottest_c == 95.0
+        with sidecar(ScriptedSource(Reading(0, 64.0)), listen=f"127.0.0.1:{port}"):
+            assert eventually(lambda: reader.state().health is Health.FRESH)
+            assert reader.state().hottest_c == 64.0
+
+
+def test_one_caller_too_many_is_refused_and_served_when_another_leaves() -> None:
+    with sidecar(ScriptedSource(Reading(0, 60.0)), max_streams=1) as port:
+        with client(port) as served:
+            eventually(served.read)
+            with client(port) as refused:
+                assert eventually(lambda: "resource_exhausted" in fault_of(refused))
+            assert served.read()
+        with client(port) as later:
+            assert eventually(later.read)
+
+
+def test_a_caller_that_leaves_frees_its_place_long_before_the_next_round() -> None:
+    with sidecar(ScriptedSource(Reading(0, 60.0)), max_streams=1, period_s=3600.0) as port:
+        for _ in range(3):
+            with client(port) as source:
+                assert eventually(source.read)
+
+
+def test_a_round_that_waits_grows_older() -> None:
+    waiting = wire.Round((Reading(0, 60.0, age_s=1.0),), "", "nvml", taken_at_s=10.0)
+    assert waiting.aged(14.0) == [Reading(0, 60.0, age_s=5.0)]
+    received = wire.from_message(wire.to_message(waiting, 14.0), now_s=100.0)
+    assert received.aged(102.0) == [Reading(0, 60.0, age_s=7.0)]
+
+
+def test_a_stopped_server_leaves_no_stream_thread_or_source_open() -> None:
+    sensor = ScriptedSource(Reading(0, 60.0))
+    with sidecar(sensor) as port, client(port) as source:
+        eventually(source.read)
+    assert sensor.closed.wait(20.0)
+    assert eventually(lambda: sidecar_threads() == [])
+
+
+def test_a_stream_that_nobody_reads_holds_no_queue() -> None:
+    sensor = ScriptedSource(Reading(0, 60.0))
+    with sidecar(sensor) as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+        watch = channel.unary_stream(
+            wire.WATCH_PATH,
+            request_serializer=lambda _: b"",
+            response_deserializer=wire.decode_round,
+        )
+        stream = watch(None, timeout=20.0)
+        assert next(stream).readings[0].temperature_c == 60.0
+        sensor.says = [Reading(0, 70.0)]
+        assert eventually(lambda: next(stream).readings[0].temperature_c == 70.0)
+        stream.cancel()
+
+
+def test_two_sidecars_cannot_take_the_same_port() -> None:
+    with sidecar(ScriptedSource()) as port:
+        source = ScriptedSource()
+        second = SidecarServer(source, SidecarConfig(listen=f"127.0.0.1:{port}"))
+        with pytest.raises(TelemetryError, match="cannot listen on"):
+            second.start()
+        assert source.closed.is_set()
+
+
+def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
+    address = f"unix:{tmp_path / 'thermal.sock'}"
+    with sidecar(ScriptedSource(Reading(0, 60.0)), listen=address):
+        source = open_source(f"sidecar:{address}")
+        assert eventually(source.read)[0].temperature_c == 60.0
+        source.close()
+
+
+def test_backoff_grows_to_its_bound_and_no_further() -> None:
+    plain = Backoff(initial_s=1.0, factor=2.0, max_s=10.0, jitter=0.0)
+    rng = random.Random(0)
+    assert [plain.delay_s(n, rng) for n in (1, 2, 3, 4, 5, 10**9)] == [1, 2, 4, 8, 10, 10]
+    jittered = [Backoff(max_s=10.0).delay_s(n, rng) for n in range(1, 200)]
+    assert max(jittered) <= 12.0
+    assert min(jittered) >= 0.4
+    assert len(set(jittered[20:])) > 100
+
+
+@pytest.mark.parametrize(
+    ("make", "named"),
+    [
+        (lambda: SidecarConfig(listen="0.0.0.0:50061"), "no TLS"),
+        (lambda: SidecarConfig(period_s=0), "period_s"),
+        (lambda: SidecarConfig(max_streams=0), "max_streams"),
+        (lambda: SidecarSource("node7"), "'node7' has no port"),
+        (lambda: open_source("sidecar:"), "has no port"),
+        (lambda: Backoff(initial_s=0), "initial_s"),
+        (lambda: Backoff(jitter=1.0), "jitter"),
+    ],
+)
+def test_a_bad_setting_is_named(make: Callable[[], object], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        make()
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Process:
+    """The console script in a process of its own, playing a recording."""
+
+    def __init__(self, recording: Path, port: int) -> None:
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "trencadis.scheduler.telemetry.sidecar"),
+                *("--source", f"recorded:{recording}"),
+                *("--listen", f"127.0.0.1:{port}", "--period-s", "0.02"),
+            ],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def end(self, number: signal.Signals) -> tuple[int, str]:
+        self.process.send_signal(number)
+        _, log = self.process.communicate(timeout=20)
+        return self.process.returncode, log
+
+
+def recording(tmp_path: Path, celsius: float) -> Path:
+    path = tmp_path / f"{celsius}.csv"
+    path.write_text(f"time_s,device,temperature_c\n0,0,{celsius}\n86400,0,{celsius}\n")
+    return path
+
+
+def test_a_killed_sidecar_that_is_restarted_is_found_again(tmp_path: Path) -> None:
+    port = free_port()
+    with client(port) as source:
+        first = Process(recording(tmp_path, 61.0), port)
+        assert eventually(source.read)[0].temperature_c == 61.0
+        first.end(signal.SIGKILL)
+        assert eventually(lambda: fault_of(source))
+        second = Process(recording(tmp_path, 67.0), port)
+        assert eventually(lambda: source.read()[0].temperature_c == 67.0)
+        status, log = second.end(signal.SIGTERM)
+    assert status == 0
+    assert "SIGTERM: stopping" in log
+    assert "Traceback" not in log
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--source", "thermometer"], "temperature source 'thermometer' is unknown"),
+        (["--source", "nvml", "--listen", "0.0.0.0:0"], "there is no TLS"),
+        (["--source", "nvml", "--tls-key", "key.pem"], "give both, or neither"),
+        (["--source", "nvml", "--max-streams", "0"], "max_streams"),
+    ],
+)
+def test_a_wrong_flag_ends_the_sidecar_with_a_reason(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
+) -> None:
+    monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
+    assert cli.main(arguments) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,191 @@
+"""Exporter pages from a real HTTP server on the loopback interface."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+pytest.importorskip("prometheus_client")
+
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.telemetry import Sensor, SensorError, open_source
+from trencadis.scheduler.telemetry import exporter as exporter_module
+from trencadis.scheduler.telemetry.exporter import ExporterSource
+
+DCGM_PAGE = """\
+# HELP DCGM_FI_DEV_GPU_TEMP GPU temperature (in C).
+# TYPE DCGM_FI_DEV_GPU_TEMP gauge
+DCGM_FI_DEV_GPU_TEMP{gpu="0",UUID="GPU-604ac76c",device="nvidia0",modelName="H100, \\"SXM\\""} 61
+DCGM_FI_DEV_GPU_TEMP{gpu="1",UUID="GPU-71bbe2f0",device="nvidia1",modelName="H100"} 74
+# HELP DCGM_FI_DEV_MEMORY_TEMP Memory temperature (in C).
+# TYPE DCGM_FI_DEV_MEMORY_TEMP gauge
+DCGM_FI_DEV_MEMORY_TEMP{gpu="0",UUID="GPU-604ac76c"} 83
+DCGM_FI_DEV_MEMORY_TEMP{gpu="1",UUID="GPU-71bbe2f0"} 9223372036854775794
+# HELP DCGM_FI_DEV_POWER_USAGE Power draw (in W).
+# TYPE DCGM_FI_DEV_POWER_USAGE gauge
+DCGM_FI_DEV_POWER_USAGE{gpu="0",UUID="GPU-604ac76c"} 512.347
+DCGM_FI_DEV_POWER_USAGE{gpu="1",UUID="GPU-71bbe2f0"} 140737488355330
+DCGM_FI_DEV_XID_ERRORS{gpu="0" this line is broken
+"""
+"""By the sample in NVIDIA's dcgm-exporter documentation, its blank values included."""
+
+GAUDI_PAGE = """\
+# TYPE habanalabs_temperature_onchip gauge
+habanalabs_temperature_onchip{Serial="AN1",UUID="01P0",device="AN1",id="0",pod_name=""} 55
+habanalabs_temperature_onchip{Serial="AN2",UUID="01P1",device="AN2",id="5",pod_name=""} 57
+habanalabs_temperature_onboard{Serial="AN1",UUID="01P0",device="AN1",id="0",pod_name=""} 99
+habanalabs_power_mW{Serial="AN1",UUID="01P0",device="AN1",id="0",pod_name=""} 351250
+"""
+"""Names and labels of Intel's Gaudi metric exporter."""
+
+ROCM_PAGE = """\
+amd_gpu_junction_temperature{gpu_id="0",serial_number="692251001124",gpu_partition_id="0"} 66
+amd_gpu_junction_temperature{gpu_id="0",serial_number="692251001124",gpu_partition_id="1"} 69
+amd_gpu_edge_temperature{gpu_id="0",serial_number="692251001124"} 60
+amd_gpu_memory_temperature{gpu_id="0",serial_number="692251001124"} 58
+amd_gpu_package_power{gpu_id="0",serial_number="692251001124"} 612
+"""
+"""Names and labels of AMD's device metrics exporter, under its operator's prefix."""
+
+
+class Page(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        server: Any = self.server
+        self.send_response(server.status)
+        self.end_headers()
+        for chunk in server.chunks():
+            self.wfile.write(chunk)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+class Exporter:
+    def __init__(self, server: Any) -> None:
+        self.server = server
+        self.url = f"http://127.0.0.1:{server.server_port}/metrics"
+        self.shows("")
+
+    def shows(self, page: str, status: int = 200) -> None:
+        self.server.chunks = lambda: [page.encode()]
+        self.server.status = status
+
+
+@pytest.fixture
+def exporter() -> Iterator[Exporter]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Page) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield Exporter(server)
+        server.shutdown()
+        thread.join()
+
+
+def seen(source: Any) -> list[tuple[int, float, float | None]]:
+    return [(r.device, r.temperature_c, r.power_w) for r in source.read()]
+
+
+def test_dcgm_is_read_and_its_blanks_are_not_values(exporter: Exporter) -> None:
+    exporter.shows(DCGM_PAGE)
+    assert seen(open_source(f"exporter:{exporter.url}")) == [(0, 61.0, 512.347), (1, 74.0, None)]
+
+
+def test_the_names_that_dcgm_4_6_gave_its_fields_are_read_too(exporter: Exporter) -> None:
+    exporter.shows(
+        'DCGM_FI_DEV_GPU_TEMP_CELSIUS{gpu="0"} 61\nDCGM_FI_DEV_BOARD_POWER_WATTS{gpu="0"} 512.5\n'
+    )
+    assert seen(ExporterSource(exporter.url)) == [(0, 61.0, 512.5)]
+
+
+def test_a_device_without_the_sensor_asked_for_is_left_out(exporter: Exporter) -> None:
+    exporter.shows(DCGM_PAGE)
+    assert [r[:2] for r in seen(ExporterSource(exporter.url, sensor=Sensor.MEMORY))] == [(0, 83.0)]
+    hottest = seen(ExporterSource(exporter.url, sensor=Sensor.HOTTEST))
+    assert [r[:2] for r in hottest] == [(0, 83.0), (1, 74.0)]
+
+
+def test_gaudi_is_read_with_power_in_watts(exporter: Exporter) -> None:
+    exporter.shows(GAUDI_PAGE)
+    assert seen(ExporterSource(exporter.url)) == [(0, 55.0, 351.25), (5, 57.0, None)]
+
+
+def test_rocm_is_read_with_and_without_its_prefix(exporter: Exporter) -> None:
+    exporter.shows(ROCM_PAGE)
+    assert seen(ExporterSource(exporter.url)) == [(0, 69.0, 612.0)]
+    exporter.shows(ROCM_PAGE.replace("amd_", ""))
+    assert seen(ExporterSource(exporter.url)) == [(0, 69.0, 612.0)]
+    exporter.shows(ROCM_PAGE.replace("amd_gpu_junction_temperature", "GPU_JUNCTION_TEMPERATURE"))
+    assert seen(ExporterSource(exporter.url)) == [(0, 69.0, 612.0)]
+    exporter.shows(ROCM_PAGE.replace("junction", "other"))
+    assert seen(ExporterSource(exporter.url)) == [(0, 60.0, 612.0)]  # MI2xx has the edge only
+
+
+def test_a_nan_passes_through_to_whoever_judges(exporter: Exporter) -> None:
+    exporter.shows('DCGM_FI_DEV_GPU_TEMP{gpu="0"} NaN\n')
+    (reading,) = ExporterSource(exporter.url).read()
+    assert reading.temperature_c != reading.temperature_c
+
+
+def test_a_label_without_an_index_is_named(exporter: Exporter) -> None:
+    exporter.shows('DCGM_FI_DEV_GPU_TEMP{gpu="GPU-604a",slot="2"} 61\n')
+    with pytest.raises(SensorError, match="no device index in label 'gpu'"):
+        ExporterSource(exporter.url).read()
+    assert seen(ExporterSource(exporter.url, label="slot")) == [(2, 61.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("page", "status", "message"),
+    [
+        ("", 200, "shows no temperature of DCGM, Gaudi, ROCm"),
+        ("node_load1 0.5\n", 200, "shows no temperature"),
+        (DCGM_PAGE, 503, "does not answer: Service Unavailable"),
+        ('DCGM_FI_DEV_GPU_TEMP{gpu="0"} warm\n', 200, "not in Prometheus' text format"),
+        ('DCGM_FI_DEV_GPU_TEMP{gpu="0"} 2147483634\n', 200, "shows no temperature"),
+        ('DCGM_FI_DEV_POWER_USAGE{gpu="0"} 90\n', 200, "shows no chip temperature"),
+    ],
+)
+def test_a_page_without_temperatures_is_a_sensor_error(
+    exporter: Exporter, page: str, status: int, message: str
+) -> None:
+    exporter.shows(page, status)
+    with pytest.raises(SensorError, match=message):
+        ExporterSource(exporter.url).read()
+
+
+def test_an_exporter_that_is_down_is_a_sensor_error(exporter: Exporter) -> None:
+    exporter.server.server_close()
+    with pytest.raises(SensorError, match="does not answer"):
+        ExporterSource(exporter.url, timeout_s=1.0).read()
+
+
+def test_a_page_that_drips_is_given_up_in_time(exporter: Exporter) -> None:
+    enough = threading.Event()
+
+    def drip() -> Iterator[bytes]:
+        while not enough.wait(0.02):
+            yield b"# "
+
+    exporter.server.chunks = drip
+    with pytest.raises(SensorError, match=r"not complete after 0\.1 s"):
+        ExporterSource(exporter.url, timeout_s=0.1).read()
+    enough.set()
+
+
+def test_a_page_without_end_is_given_up(
+    exporter: Exporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exporter_module, "MAX_BYTES", 1000)
+    exporter.shows("#" * 2000)
+    with pytest.raises(SensorError, match="more than 1000 bytes"):
+        ExporterSource(exporter.url).read()
+
+
+@pytest.mark.parametrize("url", ["", "localhost:9400", "file:///etc/hostname", "ftp://host/x"])
+def test_only_web_addresses_are_taken(url: str) -> None:
+    with pytest.raises(ConfigError, match="neither http nor https"):
+        ExporterSource(url)

@@ -1,0 +1,368 @@
+"""NVML and HLML through their real Python bindings, over a native library made of Python.
+
+The bindings' own code runs: names, argument types, error classes. Only the shared object that
+talks to the driver is replaced. Beside them psutil, whose one function is replaced.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from collections import namedtuple
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.telemetry import MissingExtra, Sensor, SensorError, open_source
+from trencadis.scheduler.telemetry.hlml import HlmlSource
+from trencadis.scheduler.telemetry.nvml import NvmlSource
+from trencadis.scheduler.telemetry.sensors import HostSensorSource
+
+UNINITIALIZED, NOT_SUPPORTED, ALREADY_INITIALIZED, IS_LOST = 1, 3, 5, 15
+"""Return codes: NVML's and HLML's are the same numbers."""
+
+
+class Board:
+    """One accelerator as its driver sees it. A float is a temperature, an int an error code."""
+
+    def __init__(self, chip: int, memory: int | None = 60, milliwatts: int | None = 350_250):
+        self.chip = chip
+        self.memory = memory
+        self.milliwatts = milliwatts
+        self.lost = False
+
+
+def put(reference: Any, value: int | None, lost: bool = False) -> int:
+    """What a native function does with an out parameter: fill it and return a code."""
+    if lost:
+        return IS_LOST
+    if value is None:
+        return NOT_SUPPORTED
+    reference._obj.value = value
+    return 0
+
+
+class NativeNvml:
+    """libnvidia-ml.so.1, as much of it as is called."""
+
+    def __init__(self, boards: list[Board], init: int = 0) -> None:
+        self.boards = boards
+        self.init = init
+        self.inits = 0
+        self.shutdowns = 0
+
+    def nvmlInitWithFlags(self, flags: int) -> int:
+        self.inits += self.init == 0
+        return self.init
+
+    def nvmlShutdown(self) -> int:
+        self.shutdowns += 1
+        return 0
+
+    def nvmlDeviceGetCount_v2(self, count: Any) -> int:
+        return put(count, len(self.boards))
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index: Any, handle: Any) -> int:
+        # A handle is an opaque pointer: here, the address 1 above the index, so never null.
+        handle._obj.contents = type(handle._obj)._type_.from_address(index.value + 1)
+        return 0
+
+    def board(self, handle: Any) -> Board:
+        return self.boards[ctypes.addressof(handle.contents) - 1]
+
+    def nvmlDeviceGetTemperatureV(self, handle: Any, answer: Any) -> int:
+        board = self.board(handle)
+        if board.lost:
+            return IS_LOST
+        assert answer._obj.sensorType == 0
+        answer._obj.temperature = board.chip
+        return 0
+
+    def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, values: Any) -> int:
+        board, answer = self.board(handle), values._obj[0]
+        assert (count.value, answer.fieldId) == (1, 82)  # NVML_FI_DEV_MEMORY_TEMP
+        answer.nvmlReturn = 0 if board.memory is not None else NOT_SUPPORTED
+        answer.value.uiVal = board.memory or 0
+        return IS_LOST if board.lost else 0
+
+    def nvmlDeviceGetPowerUsage(self, handle: Any, milliwatts: Any) -> int:
+        board = self.board(handle)
+        return put(milliwatts, board.milliwatts, board.lost)
+
+
+class OldNativeNvml(NativeNvml):
+    """A driver from before nvmlDeviceGetTemperatureV."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "nvmlDeviceGetTemperatureV":
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+    def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, celsius: Any) -> int:
+        assert sensor.value == 0
+        board = self.board(handle)
+        return put(celsius, board.chip, board.lost)
+
+
+class NativeHlml:
+    """libhlml.so, as much of it as is called."""
+
+    def __init__(self, boards: list[Board], init: int = 0) -> None:
+        self.boards = boards
+        self.init = init
+        self.shutdowns = 0
+
+    def hlml_init(self) -> int:
+        return self.init
+
+    def hlml_shutdown(self) -> int:
+        self.shutdowns += 1
+        return 0
+
+    def hlml_device_get_count(self, count: Any) -> int:
+        return put(count, len(self.boards))
+
+    def hlml_device_get_handle_by_index(self, index: int, handle: Any) -> int:
+        handle._obj.value = index + 1
+        return 0
+
+    def hlml_device_get_temperature(self, handle: Any, sensor: int, celsius: Any) -> int:
+        board = self.boards[handle.value - 1]
+        return put(celsius, {0: board.chip, 3: board.memory}[sensor], board.lost)
+
+    def hlml_device_get_power_usage(self, handle: Any, milliwatts: Any) -> int:
+        board = self.boards[handle.value - 1]
+        return put(milliwatts, board.milliwatts, board.lost)
+
+
+@pytest.fixture
+def nvml(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    pynvml = pytest.importorskip("pynvml")
+
+    def install(native: Any) -> Any:
+        monkeypatch.setattr(pynvml, "nvmlLib", native)
+        monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
+        return native
+
+    return install
+
+
+@pytest.fixture
+def hlml(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    pytest.importorskip("pyhlml")
+    library = sys.modules["pyhlml.hlml_lib"]
+
+    def install(native: Any) -> Any:
+        monkeypatch.setattr(library, "ctypes", SimpleNamespace(CDLL=lambda path: native))
+        return native
+
+    return install
+
+
+def test_nvml_reads_every_device_with_its_power_in_watts(nvml: Callable[[Any], Any]) -> None:
+    native = nvml(NativeNvml([Board(61), Board(74, milliwatts=699_125)]))
+    source = NvmlSource()
+    readings = source.read()
+    assert [(r.device, r.temperature_c, r.power_w) for r in readings] == [
+        (0, 61.0, 350.25),
+        (1, 74.0, 699.125),
+    ]
+    source.read()
+    source.close()
+    assert (native.inits, native.shutdowns) == (1, 1)
+
+
+def test_nvml_of_an_older_driver_is_read_too(nvml: Callable[[Any], Any]) -> None:
+    nvml(OldNativeNvml([Board(58)]))
+    assert NvmlSource().read()[0].temperature_c == 58.0
+
+
+@pytest.mark.parametrize(
+    ("sensor", "expected"), [(Sensor.CHIP, 61.0), (Sensor.MEMORY, 83.0), (Sensor.HOTTEST, 83.0)]
+)
+def test_nvml_reads_the_sensor_that_is_asked_for(
+    nvml: Callable[[Any], Any], sensor: Sensor, expected: float
+) -> None:
+    nvml(NativeNvml([Board(61, memory=83)]))
+    assert NvmlSource(sensor).read()[0].temperature_c == expected
+
+
+def test_an_nvml_board_without_that_sensor_or_a_wattmeter(nvml: Callable[[Any], Any]) -> None:
+    nvml(NativeNvml([Board(61, memory=None, milliwatts=None)]))
+    assert NvmlSource(Sensor.HOTTEST).read()[0] == NvmlSource().read()[0]
+    assert NvmlSource().read()[0].power_w is None
+    with pytest.raises(SensorError, match="device 0: it has no memory sensor"):
+        NvmlSource(Sensor.MEMORY).read()
+
+
+def test_an_nvml_device_that_falls_off_the_bus_leaves_the_others(
+    nvml: Callable[[Any], Any],
+) -> None:
+    native = nvml(NativeNvml([Board(61), Board(70)]))
+    source = NvmlSource()
+    native.boards[0].lost = True
+    assert [reading.device for reading in source.read()] == [1]
+
+
+def test_nvml_starts_again_after_every_device_was_lost(nvml: Callable[[Any], Any]) -> None:
+    native = nvml(NativeNvml([Board(61)]))
+    source = NvmlSource()
+    native.boards[0].lost = True
+    with pytest.raises(SensorError, match="nvml device 0: GPU is lost"):
+        source.read()
+    native.boards[0].lost = False
+    assert source.read()[0].temperature_c == 61.0
+    assert (native.inits, native.shutdowns) == (2, 1)
+
+
+def test_nvml_without_a_driver_is_a_sensor_error_and_may_come_later(
+    nvml: Callable[[Any], Any],
+) -> None:
+    native = nvml(NativeNvml([Board(61)], init=9))
+    source = NvmlSource()
+    with pytest.raises(SensorError, match="nvml does not answer: Driver Not Loaded"):
+        source.read()
+    native.init = 0
+    assert source.read()[0].temperature_c == 61.0
+
+
+def test_nvml_with_no_device_says_so(nvml: Callable[[Any], Any]) -> None:
+    nvml(NativeNvml([]))
+    with pytest.raises(SensorError, match="nvml shows no device"):
+        NvmlSource().read()
+
+
+def test_hlml_reads_every_device_with_its_power_in_watts(hlml: Callable[[Any], Any]) -> None:
+    native = hlml(NativeHlml([Board(55), Board(57, milliwatts=600_500)]))
+    source = HlmlSource()
+    assert [(r.device, r.temperature_c, r.power_w) for r in source.read()] == [
+        (0, 55.0, 350.25),
+        (1, 57.0, 600.5),
+    ]
+    source.close()
+    assert native.shutdowns == 1
+
+
+def test_hlml_reads_the_memory_where_the_driver_knows_it(hlml: Callable[[Any], Any]) -> None:
+    hlml(NativeHlml([Board(55, memory=72)]))
+    assert HlmlSource(Sensor.MEMORY).read()[0].temperature_c == 72.0
+    hlml(NativeHlml([Board(55, memory=None)]))
+    assert HlmlSource(Sensor.HOTTEST).read()[0].temperature_c == 55.0
+
+
+def test_hlml_that_somebody_else_started_is_ready(hlml: Callable[[Any], Any]) -> None:
+    hlml(NativeHlml([Board(55)], init=ALREADY_INITIALIZED))
+    assert HlmlSource().read()[0].temperature_c == 55.0
+
+
+def test_an_hlml_device_that_is_lost_is_named(hlml: Callable[[Any], Any]) -> None:
+    native = hlml(NativeHlml([Board(55)]))
+    native.boards[0].lost = True
+    with pytest.raises(SensorError, match=r"hlml device 0: .*HLMLError_AipIsLost"):
+        HlmlSource().read()
+
+
+def test_hlml_without_a_driver_is_a_sensor_error(
+    hlml: Callable[[Any], Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    hlml(NativeHlml([], init=UNINITIALIZED))
+    with pytest.raises(SensorError, match="hlml does not answer"):
+        HlmlSource().read()
+
+
+@pytest.mark.parametrize(
+    ("spec", "module", "library", "extra"),
+    [
+        ("nvml", "pynvml", "nvidia-ml-py", "nvml"),
+        ("hlml", "pyhlml", "habana-pyhlml", "hlml"),
+        ("sensors", "psutil", "psutil", "sensors"),
+        ("exporter:http://localhost/", "prometheus_client", "prometheus-client", "exporter"),
+    ],
+)
+def test_a_missing_library_names_the_extra_to_install(
+    monkeypatch: pytest.MonkeyPatch, spec: str, module: str, library: str, extra: str
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == module]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [_Missing(module), *sys.meta_path])
+    with pytest.raises(MissingExtra) as error:
+        open_source(spec)
+    assert str(error.value) == (
+        f"{library} is not installed: pip install 'trencadis-scheduler[{extra}]'"
+    )
+
+
+class _Missing:
+    """An import hook under which ``module`` is not installed."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name.partition(".")[0] == self.module:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+@pytest.mark.parametrize("spec", ["", "nvidia-smi", "http://localhost:9400/metrics"])
+def test_an_unknown_source_is_an_error_that_lists_the_known(spec: str) -> None:
+    with pytest.raises(ConfigError, match="use one of nvml, hlml, sensors, exporter"):
+        open_source(spec)
+
+
+def test_an_unknown_sensor_is_an_error_that_lists_the_known() -> None:
+    with pytest.raises(ConfigError, match="use one of chip, memory, hottest"):
+        open_source("nvml:gpu")
+
+
+def test_telemetry_itself_imports_no_optional_library() -> None:
+    script = (
+        "import sys, trencadis.scheduler.telemetry as telemetry\n"
+        "optional = {'grpc', 'google.protobuf', 'pynvml', 'pyhlml', 'prometheus_client'}\n"
+        "sys.exit(str(optional & set(sys.modules)) if optional & set(sys.modules) else 0)"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+Temperature = namedtuple("shwtemp", ["label", "current", "high", "critical"])
+"""psutil's own named tuple, by its documentation."""
+
+
+def with_sensors(monkeypatch: pytest.MonkeyPatch, **chips: list[float | None]) -> None:
+    psutil = pytest.importorskip("psutil")
+    found = {
+        chip: [Temperature("", current, None, None) for current in currents]
+        for chip, currents in chips.items()
+    }
+    monkeypatch.setattr(psutil, "sensors_temperatures", lambda: found, raising=False)
+
+
+def test_the_hosts_hottest_cpu_sensor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_sensors(monkeypatch, coretemp=[51.0, 62.5, None], nvme=[80.0])
+    assert [(r.device, r.temperature_c) for r in HostSensorSource().read()] == [(0, 62.5)]
+
+
+def test_chips_that_are_asked_for_count_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_sensors(monkeypatch, coretemp=[51.0], nvme=[44.0])
+    assert open_source("sensors:nvme").read()[0].temperature_c == 44.0
+    with pytest.raises(SensorError, match="no temperature for inlet: it has coretemp, nvme"):
+        open_source("sensors:inlet").read()
+
+
+def test_a_host_without_known_chips_is_as_hot_as_its_hottest(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with_sensors(monkeypatch, acpitz=[40.0, 46.0])
+    assert HostSensorSource().read()[0].temperature_c == 46.0
+
+
+def test_a_host_without_sensors_is_a_sensor_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_sensors(monkeypatch)
+    with pytest.raises(SensorError, match="no sensors at all"):
+        HostSensorSource().read()
+    monkeypatch.setitem(sys.modules, "psutil", ModuleType("psutil"))
+    with pytest.raises(SensorError, match="operating system"):
+        HostSensorSource().read()

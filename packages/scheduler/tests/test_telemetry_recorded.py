@@ -1,0 +1,118 @@
+"""Recorded files, on a clock that the test moves."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trencadis.scheduler import telemetry
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.telemetry import SensorError, open_source
+from trencadis.scheduler.telemetry.errors import BadRecording
+from trencadis.scheduler.telemetry.recorded import RecordedSource
+
+CSV = """time_s,device,temperature_c,power_w
+100,0,50,300.5
+100,1,52,
+102,0,60,400
+104,0,NaN,
+"""
+
+
+def playing(tmp_path: Path, text: str, name: str = "day.csv", **options: Any) -> tuple[Any, Any]:
+    path = tmp_path / name
+    path.write_text(text, encoding="utf-8")
+    now_s = [7.0]
+    source = RecordedSource(path, clock=lambda: now_s[0], **options)
+    return source, now_s
+
+
+def test_a_recording_plays_from_its_first_line_at_the_clocks_pace(tmp_path: Path) -> None:
+    source, now_s = playing(tmp_path, CSV)
+    assert [(r.temperature_c, r.power_w, r.age_s) for r in source.read()] == [
+        (50.0, 300.5, 0.0),
+        (52.0, None, 0.0),
+    ]
+    now_s[0] += 3.0
+    assert [(r.temperature_c, r.age_s) for r in source.read()] == [(60.0, 1.0), (52.0, 3.0)]
+    now_s[0] += 1.0
+    assert math.isnan(source.read()[0].temperature_c)
+
+
+def test_after_its_end_a_recording_has_no_readings(tmp_path: Path) -> None:
+    source, now_s = playing(tmp_path, CSV)
+    source.read()
+    now_s[0] += 4.5
+    with pytest.raises(SensorError, match="has ended, after 4 s"):
+        source.read()
+
+
+def test_a_looped_recording_starts_again(tmp_path: Path) -> None:
+    source, now_s = playing(tmp_path, CSV, loop=True)
+    source.read()
+    now_s[0] += 4.5
+    assert source.read()[0].temperature_c == 50.0
+
+
+def test_a_recording_may_play_faster(tmp_path: Path) -> None:
+    source, now_s = playing(tmp_path, CSV, speed=10.0)
+    source.read()
+    now_s[0] += 0.25
+    assert [(r.temperature_c, r.age_s) for r in source.read()] == [
+        (60.0, pytest.approx(0.05)),
+        (52.0, pytest.approx(0.25)),
+    ]
+
+
+def test_json_lines_are_read_too(tmp_path: Path) -> None:
+    text = '{"time_s": 0, "device": 3, "temperature_c": 71.5, "power_w": null}\n\n'
+    source, _ = playing(tmp_path, text, name="day.jsonl")
+    assert [(r.device, r.temperature_c, r.power_w) for r in source.read()] == [(3, 71.5, None)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "line"),
+    [
+        ("a.csv", "time_s,device,temperature_c\n0,0,warm\n", "line 2"),
+        ("a.csv", "time_s,temperature_c\n0,50\n", "line 2"),
+        ("a.csv", "time_s,device,temperature_c\n0,0,50\nnan,0,50\n", "line 3"),
+        ("a.csv", "time_s,device,temperature_c\n0,-1,50\n", "line 2"),
+        ("a.csv", "time_s,device,temperature_c\n", "no reading"),
+        ("a.jsonl", "{}\n", "line 1"),
+        ("a.jsonl", '{"time_s": 0, "device": 0, "temperature_c": 1}\nx\n', "line 2: not JSON"),
+        ("a.jsonl", "[1]\n", "line 1"),
+    ],
+)
+def test_a_line_that_is_no_reading_is_named(
+    tmp_path: Path, name: str, text: str, line: str
+) -> None:
+    with pytest.raises(BadRecording, match=line):
+        playing(tmp_path, text, name=name)
+
+
+def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
+    script = readme.partition("```python\n")[2].partition("```")[0]
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert f"# {done.stdout}" in script
+
+
+def test_a_missing_file_and_a_bad_speed_are_settings(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.csv: No such file"):
+        open_source(f"recorded:{tmp_path / 'nowhere.csv'}")
+    with pytest.raises(ConfigError, match="speed"):
+        playing(tmp_path, CSV, speed=0)

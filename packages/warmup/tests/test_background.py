@@ -1,0 +1,125 @@
+"""Behind traffic, the likeliest bucket next; ready with the first of each phase."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from trencadis.bucketing import Bucket, BucketGrid
+from trencadis.warmup import BackgroundWarmup, Phase
+
+PROMPT = BucketGrid({"batch": (1, 2), "seq": (128, 256)})
+DECODE = BucketGrid({"batch": (1, 2), "blocks": (64,)})
+
+
+def background(device: Any, **options: Any) -> BackgroundWarmup:
+    return BackgroundWarmup(
+        device, PROMPT.buckets, DECODE.buckets, clock=lambda: device.now, **options
+    )
+
+
+def drain(warmup: BackgroundWarmup) -> list[tuple[Phase, tuple[int, ...]]]:
+    order = []
+    while (spent := warmup.advance()) is not None:
+        order.append((spent.phase, spent.bucket.shape))
+    return order
+
+
+def test_ready_with_the_first_bucket_of_each_phase(graph_device: Any) -> None:
+    warmup = background(graph_device(lambda *_: 0))
+    assert not warmup.ready
+    warmup.advance()
+    assert not warmup.ready
+    warmup.advance()
+    assert warmup.ready
+    assert warmup.progress.done == 2
+
+
+def test_without_traffic_small_shapes_come_first_in_both_phases(graph_device: Any) -> None:
+    order = drain(background(graph_device(lambda *_: 0)))
+    assert order == [
+        (Phase.PROMPT, (1, 128)),
+        (Phase.DECODE, (1, 64)),
+        (Phase.PROMPT, (1, 256)),
+        (Phase.DECODE, (2, 64)),
+        (Phase.PROMPT, (2, 128)),
+        (Phase.PROMPT, (2, 256)),
+    ]
+
+
+def test_recorded_traffic_decides_but_each_phase_gets_one_first(graph_device: Any) -> None:
+    replays = {Phase.PROMPT: {PROMPT.buckets[3]: 9.0, PROMPT.buckets[1]: 5.0}}
+    order = drain(background(graph_device(lambda *_: 0), replays=replays))
+    assert order[:3] == [
+        (Phase.PROMPT, (2, 256)),
+        (Phase.DECODE, (1, 64)),
+        (Phase.PROMPT, (1, 256)),
+    ]
+
+
+def test_what_traffic_wants_meanwhile_comes_next(graph_device: Any) -> None:
+    warmup = background(graph_device(lambda *_: 0))
+    warmup.advance(), warmup.advance()
+    warmup.want(Phase.PROMPT, PROMPT.buckets[3])
+    assert warmup.next() == (Phase.PROMPT, PROMPT.buckets[3])
+
+
+def test_what_traffic_has_compiled_is_not_run_again(graph_device: Any) -> None:
+    device = graph_device(lambda *_: 0)
+    warmup = background(device)
+    warmup.mark_ready(Phase.PROMPT, PROMPT.buckets[0])
+    assert warmup.is_ready(Phase.PROMPT, PROMPT.buckets[0])
+    drain(warmup)
+    assert (Phase.PROMPT, (1, 128)) not in device.executed
+    assert len(device.executed) == 5
+    assert warmup.progress.fraction == 1.0
+
+
+def test_buckets_of_no_grid_are_neither_ready_nor_counted(graph_device: Any) -> None:
+    warmup = background(graph_device(lambda *_: 0))
+    stranger = Bucket(("batch", "seq"), (64, 4096))
+    warmup.mark_ready(Phase.PROMPT, stranger)
+    warmup.want(Phase.PROMPT, stranger)
+    assert not warmup.is_ready(Phase.PROMPT, stranger)
+    assert warmup.progress.done == 0
+
+
+def test_time_left_is_the_mean_of_those_done_for_each_cold_one(graph_device: Any) -> None:
+    warmup = background(graph_device(lambda *_: 0))
+    assert warmup.progress.seconds_left is None
+    warmup.advance()
+    assert warmup.progress.seconds_left == pytest.approx(5.0)
+
+
+def test_it_may_be_left_in_the_middle(graph_device: Any) -> None:
+    warmup = background(graph_device(lambda *_: 0))
+    warmup.advance()
+    assert not warmup.report.complete
+    assert len(warmup.report.executed) == 1
+
+
+def test_a_bucket_that_fails_stays_cold(graph_device: Any) -> None:
+    warmup = background(graph_device(lambda *_: 0, fail_at=(1, 128)))
+    with pytest.raises(RuntimeError):
+        warmup.advance()
+    assert not warmup.is_ready(Phase.PROMPT, PROMPT.buckets[0])
+
+
+def test_no_buckets_is_ready_and_done(graph_device: Any) -> None:
+    warmup = BackgroundWarmup(graph_device(lambda *_: 0), (), ())
+    assert warmup.ready
+    assert warmup.advance() is None
+    assert warmup.progress.fraction == 1.0
+
+
+def test_lines_are_those_of_plain_warmup(
+    graph_device: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        drain(background(graph_device(lambda *_: 0, free=1 << 30)))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "[Warmup][Prompt][1/4] batch_size:1 seq_len:128 free_mem:1 GiB"
+    assert lines[1] == "[Warmup][Decode][1/2] batch_size:1 num_blocks:64 free_mem:1 GiB"
+    assert lines[-1] == "Warmup finished in 6 secs, allocated 0 B of device memory"

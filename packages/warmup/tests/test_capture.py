@@ -1,0 +1,314 @@
+"""What stays captured never exceeds the budget, and comes close to what perfect knowledge packs."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from trencadis.bucketing import Bucket
+from trencadis.warmup import (
+    GraphBudget,
+    GraphCapture,
+    GraphStatus,
+    Phase,
+    capture_order,
+)
+
+MIB = 1 << 20
+Cost = Callable[[Phase, Bucket], int]
+
+
+def bucket(*shape: int) -> Bucket:
+    return Bucket(("batch", "seq"), shape)
+
+
+def product(batches: Any, lengths: Any) -> list[Bucket]:
+    return [bucket(batch, seq) for batch in batches for seq in lengths]
+
+
+@attrs.frozen
+class Case:
+    """Grids, orders, a budget and the true costs that capture has to find out."""
+
+    buckets: dict[Phase, list[Bucket]]
+    strategies: dict[Phase, str]
+    cost: Cost
+    budget: GraphBudget
+    kind: str = ""
+
+    @property
+    def largest(self) -> int:
+        sizes = (self.cost(phase, one) for phase in Phase for one in self.buckets[phase])
+        return max(sizes, default=0)
+
+    @property
+    def queues(self) -> dict[Phase, list[Bucket]]:
+        return {
+            phase: capture_order(self.strategies[phase])(self.buckets[phase], lambda _: 0.0)
+            for phase in Phase
+        }
+
+
+DEFAULT = {Phase.PROMPT: "min_tokens", Phase.DECODE: "max_bs"}
+
+
+def case(
+    prompts: list[Bucket], decodes: list[Bucket], cost: Cost, total: int, ratio: float = 0.3
+) -> Case:
+    budget = GraphBudget(total=total, free=total, prompt_ratio=ratio)
+    return Case({Phase.PROMPT: prompts, Phase.DECODE: decodes}, DEFAULT, cost, budget)
+
+
+def run(device: Any, one: Case) -> GraphCapture:
+    orders = {phase: capture_order(one.strategies[phase]) for phase in Phase}
+    capture = GraphCapture(device, one.buckets, orders, one.budget, clock=lambda: device.now)
+    for _ in capture.steps():
+        # Graphs set aside for the second pass are within the whole budget as well.
+        assert device.used + device.kept_back <= one.budget.total
+    return capture
+
+
+def perfect(one: Case) -> int:
+    """Bytes that the same two passes capture, knowing what each graph takes."""
+    used, taken = dict.fromkeys(Phase, 0), set()
+    shares = {Phase.PROMPT: one.budget.prompt, Phase.DECODE: one.budget.decode}
+    for final in (False, True):
+        for phase in Phase:
+            for candidate in one.queues[phase]:
+                left = one.budget.total - sum(used.values())
+                if not final:
+                    left = min(left, shares[phase] - used[phase])
+                size = one.cost(phase, candidate)
+                if (phase, candidate) not in taken and size <= left:
+                    taken.add((phase, candidate))
+                    used[phase] += size
+    return sum(used.values())
+
+
+# The law.
+
+
+@st.composite
+def true_costs(draw: st.DrawFn) -> tuple[str, Cost]:
+    """A cost per phase and shape: exact in the shape, in steps, with noise, or arbitrary."""
+    kind = draw(st.sampled_from(("linear", "stepped", "noisy", "adversarial")))
+    part = st.sampled_from((0.0, 0.1, 1.0, 7.3, 64.0))
+    parts = {phase: [draw(part) * MIB for _ in range(4)] for phase in Phase}
+    unit = draw(st.sampled_from((2, 64, 512))) * MIB
+    power_of_two = draw(st.booleans())
+    seed = draw(st.integers(0, 1 << 32))
+
+    def linear(phase: Phase, one: Bucket) -> int:
+        constant, by_batch, by_length, by_token = parts[phase]
+        batch, seq = one.shape
+        return int(constant + by_batch * batch + by_length * seq / 64 + by_token * batch * seq / 64)
+
+    def cost(phase: Phase, one: Bucket) -> int:
+        size = linear(phase, one)
+        rng = random.Random(f"{seed} {phase} {one.shape}")
+        if kind == "stepped":
+            return 1 << size.bit_length() if power_of_two else -(-size // unit) * unit
+        if kind == "noisy":
+            return int(size * rng.uniform(0.7, 1.3))
+        if kind == "adversarial":
+            return rng.choice((0, 1, int(10 ** rng.uniform(0, 10))))
+        return size
+
+    return kind, cost
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    kind, cost = draw(true_costs())
+    buckets = {
+        phase: product(
+            [2**i for i in range(draw(st.integers(1, 5)))],
+            range(128, 128 * draw(st.integers(2, 9)), 128),
+        )
+        for phase in Phase
+    }
+    everything = sum(cost(phase, one) for phase in Phase for one in buckets[phase])
+    total = int(everything * draw(st.floats(0, 1.1)))
+    budget = GraphBudget(total=total, free=total, prompt_ratio=draw(st.floats(0, 1)))
+    names = st.sampled_from(("min_tokens", "max_bs"))
+    return Case(buckets, {phase: draw(names) for phase in Phase}, cost, budget, kind)
+
+
+# With a budget of less than three times the largest graph, a graph that could not be foreseen may
+# take the place of one that perfect knowledge would have chosen; that is measured in
+# benchmarks/warmup_capture.py and not bounded. The number of examples is the profile's: `soak` has
+# 10,000.
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=cases())
+def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, one: Case) -> None:
+    device = graph_device(one.cost)
+    report = run(device, one).report
+    assert device.used <= one.budget.total
+    captured = {(phase, b) for phase in Phase for b in report.captured(phase)}
+    assert set(device.graphs) == captured, "replayed is what the report says, nothing released"
+    assert not captured & set(device.released)
+    decided = [(outcome.phase, outcome.bucket) for outcome in report.outcomes]
+    assert len(decided) == len(set(decided)) == sum(map(len, one.buckets.values()))
+    if one.kind in {"linear", "stepped"} and one.budget.total >= 3 * one.largest:
+        assert device.used >= 0.95 * perfect(one)
+
+
+@settings(deadline=None, max_examples=100)
+@given(one=cases())
+def test_only_the_graph_being_captured_is_ever_past_the_budget(
+    graph_device: Any, one: Case
+) -> None:
+    device = graph_device(one.cost)
+    run(device, one)
+    assert device.most_held_before_a_capture <= one.budget.total
+
+
+def test_an_excess_is_what_the_prediction_was_wrong_by(graph_device: Any) -> None:
+    # Known to the byte but for one graph: only that one can break the budget, by its surprise.
+    def cost(_: Phase, one: Bucket) -> int:
+        return 10_000 if one == bucket(1, 640) else one["seq"]
+
+    one = case(product((1,), range(128, 1025, 128)), [], cost, 7_000, ratio=1.0)
+    device = graph_device(one.cost)
+    report = run(device, one).report
+    (wrong,) = [o for o in report.outcomes if o.status is GraphStatus.RELEASED]
+    assert 0 < device.peak - one.budget.total <= wrong.used - wrong.predicted
+
+
+@settings(deadline=None, max_examples=50)
+@given(one=cases(), returned=st.floats(0, 1))
+def test_memory_that_release_does_not_return_counts_as_spent(
+    graph_device: Any, one: Case, returned: float
+) -> None:
+    device = graph_device(one.cost)
+    device.returned = returned
+    orders = {phase: capture_order(one.strategies[phase]) for phase in Phase}
+    capture = GraphCapture(device, one.buckets, orders, one.budget)
+    for outcome in capture.steps():
+        # What was lost may burst the budget by itself; then nothing more may be captured.
+        if outcome.status is GraphStatus.CAPTURED:
+            kept = sum(capture.report.used(phase) for phase in Phase)
+            assert kept + device.kept_back <= one.budget.total
+
+
+# Single decisions.
+
+
+def test_graphs_of_one_cost_are_captured_in_order_until_the_budget_is_full(
+    graph_device: Any,
+) -> None:
+    one = case([], product((4, 2, 1), (128, 256)), lambda *_: 10 * MIB, 45 * MIB)
+    device = graph_device(one.cost)
+    report = run(device, one).report
+    kept = [o.bucket.shape for o in report.outcomes if o.status is GraphStatus.CAPTURED]
+    assert kept == [(4, 128), (4, 256), (2, 128), (2, 256)]
+    assert report.used(Phase.DECODE) == 40 * MIB
+
+
+def test_what_one_phase_leaves_over_the_other_gets(graph_device: Any) -> None:
+    prompts = product((1,), range(128, 1025, 128))
+    one = case(prompts, product((1,), (128,)), lambda *_: 10 * MIB, 85 * MIB, ratio=0.3)
+    report = run(graph_device(one.cost), one).report
+    assert report.used(Phase.DECODE) == 10 * MIB
+    assert report.used(Phase.PROMPT) == 70 * MIB  # 20 of its own share, 50 left over
+    phases = [outcome.phase for outcome in report.outcomes if outcome.used]
+    assert phases == [Phase.PROMPT] * 2 + [Phase.DECODE] + [Phase.PROMPT] * 5
+
+
+def test_a_bucket_that_does_not_fit_does_not_hide_smaller_ones_behind_it(graph_device: Any) -> None:
+    lengths = range(128, 641, 128)
+    one = case([], product((4, 2, 1), lengths), lambda _, b: b["seq"], 3_000)
+    device = graph_device(one.cost)
+    report = run(device, one).report
+    # 1,920 for the batches of 4, then 128, 256 and 384 of 2; 512 and 640 would break the budget,
+    # and of the batches of 1 behind them the two shortest still fit.
+    expected = [(1, 128), (2, 128), (2, 256), (2, 384), *((4, seq) for seq in lengths)]
+    assert [b.shape for b in report.captured(Phase.DECODE)] == expected
+    assert report.count(Phase.DECODE, GraphStatus.SKIPPED) > 0
+    assert device.used == perfect(one)
+
+
+def test_an_overshoot_is_released_at_once_recorded_and_not_tried_again(graph_device: Any) -> None:
+    surprise = bucket(1, 640)
+
+    def cost(_: Phase, one: Bucket) -> int:
+        return 10_000 if one == surprise else one["seq"]
+
+    one = case(product((1,), range(128, 1025, 128)), [], cost, 7_000, ratio=1.0)
+    device = graph_device(one.cost)
+    report = run(device, one).report
+    assert device.released == [(Phase.PROMPT, surprise)]
+    (released,) = [o for o in report.outcomes if o.status is GraphStatus.RELEASED]
+    assert (released.bucket, released.used) == (surprise, 10_000)
+    assert released.predicted <= 640
+    assert surprise not in report.captured(Phase.PROMPT)
+
+
+def test_a_graph_past_its_share_waits_for_what_the_other_phase_leaves(graph_device: Any) -> None:
+    # The only prompt graph is larger than the prompts' share, and no decode graph needs the rest.
+    one = case([bucket(1, 128)], [], lambda *_: 50, 100, ratio=0.3)
+    device = graph_device(one.cost)
+    assert run(device, one).report.used(Phase.PROMPT) == 50
+    assert not device.released
+
+
+def test_a_graph_past_its_share_gives_way_to_the_share_of_the_other(graph_device: Any) -> None:
+    def cost(phase: Phase, _: Bucket) -> int:
+        return 50 if phase is Phase.PROMPT else 60
+
+    one = case([bucket(1, 128)], [bucket(1, 128)], cost, 100, ratio=0.3)
+    device = graph_device(one.cost)
+    report = run(device, one).report
+    assert report.used(Phase.DECODE) == 60
+    assert device.released == [(Phase.PROMPT, bucket(1, 128))]
+
+
+def test_without_a_budget_nothing_is_tried(graph_device: Any) -> None:
+    one = case(product((1,), (128, 256)), [], lambda *_: 5, 0)
+    device = graph_device(one.cost)
+    assert run(device, one).report.count(Phase.PROMPT, GraphStatus.SKIPPED) == 2
+    assert not device.ever_captured
+
+
+def test_closing_early_releases_what_was_only_set_aside(graph_device: Any) -> None:
+    one = case([bucket(1, 128)], product((1,), (128, 256)), lambda *_: 50, 100, ratio=0.3)
+    device = graph_device(one.cost)
+    orders = {phase: capture_order(one.strategies[phase]) for phase in Phase}
+    steps = GraphCapture(device, one.buckets, orders, one.budget).steps()
+    next(steps)
+    steps.close()
+    assert device.used <= 70  # the prompt's 50 are past its share of 30: not to be kept unasked
+
+
+def test_an_error_of_the_runtime_is_passed_on_and_leaves_the_budget_kept(graph_device: Any) -> None:
+    def cost(phase: Phase, one: Bucket) -> int:
+        if phase is Phase.DECODE:
+            raise MemoryError("out of device memory")
+        return 50
+
+    one = case([bucket(1, 128)], [bucket(1, 128)], cost, 100, ratio=0.3)
+    device = graph_device(one.cost)
+    with pytest.raises(MemoryError):
+        run(device, one)
+    assert not device.graphs
+
+
+def test_traffic_captures_most_replays_per_byte_as_costs_become_known(graph_device: Any) -> None:
+    shapes = product((1,), (128, 256, 512, 1024))
+    replays = {shapes[0]: 1.0, shapes[1]: 100.0, shapes[3]: 40.0}
+    orders = {
+        Phase.PROMPT: capture_order("traffic", replays),
+        Phase.DECODE: capture_order("max_bs"),
+    }
+    device = graph_device(lambda *_: 10)
+    budget = GraphBudget(total=30, free=30, prompt_ratio=1.0)
+    capture = GraphCapture(device, {Phase.PROMPT: shapes, Phase.DECODE: []}, orders, budget)
+    order = [o.bucket["seq"] for o in capture.steps() if o.status is GraphStatus.CAPTURED]
+    # All cost the same, unlike what their shapes suggest: found out after the first.
+    assert order == [256, 1024, 128]

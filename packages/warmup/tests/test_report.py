@@ -1,0 +1,86 @@
+"""The report can be printed, kept and read again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trencadis.bucketing import Bucket
+from trencadis.warmup import (
+    BucketTime,
+    CaptureReport,
+    GraphOutcome,
+    GraphStatus,
+    Phase,
+    StageTime,
+    WarmupError,
+    WarmupReport,
+)
+
+
+def bucket(batch: int, seq: int) -> Bucket:
+    return Bucket(("batch", "seq"), (batch, seq))
+
+
+REPORT = WarmupReport(
+    executed=(
+        BucketTime(Phase.PROMPT, bucket(2, 256), 1.5),
+        BucketTime(Phase.PROMPT, bucket(1, 128), 0.25),
+        BucketTime(Phase.DECODE, bucket(4, 128), 2.0),
+    ),
+    seconds=9.0,
+    allocated=-(5 << 20),
+    capture=CaptureReport(
+        10 << 20,
+        (
+            GraphOutcome(Phase.PROMPT, bucket(1, 128), GraphStatus.CAPTURED, 0, 3 << 20, 0.5),
+            GraphOutcome(Phase.PROMPT, bucket(2, 256), GraphStatus.RELEASED, 100, 8 << 20, 0.75),
+            GraphOutcome(Phase.PROMPT, bucket(2, 512), GraphStatus.SKIPPED, 9 << 20),
+        ),
+    ),
+    stages=(StageTime("Sampler", 1.0),),
+    complete=False,
+)
+
+
+def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "warmup.json"
+    REPORT.save(path)
+    assert WarmupReport.load(path) == REPORT
+    assert [file.name for file in tmp_path.iterdir()] == ["warmup.json"]
+
+
+def test_a_report_without_graphs_is_kept_too(tmp_path: Path) -> None:
+    plain = WarmupReport((), 0.0, 0)
+    plain.save(tmp_path / "warmup.json")
+    assert WarmupReport.load(tmp_path / "warmup.json") == plain
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"executed": [{"phase": "Lunch"}]}'])
+def test_another_file_is_named_and_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "other.json"
+    path.write_text(text)
+    with pytest.raises(WarmupError, match=r"other\.json holds no warm-up report"):
+        WarmupReport.load(path)
+
+
+def test_table_has_a_row_per_stage() -> None:
+    rows = [line.split("  ") for line in REPORT.table().splitlines()]
+    cells = [[cell.strip() for cell in row if cell] for row in rows]
+    assert cells == [
+        ["stage", "buckets", "seconds", "slowest", "memory"],
+        ["Prompt", "2", "1.75", "(2, 256) 1.50"],
+        ["Decode", "1", "2.00", "(4, 128) 2.00"],
+        ["Graph/Prompt", "1/3 (1 released)", "1.25", "(2, 256) 0.75", "3 MiB"],
+        ["Graph/Decode", "0/0", "0.00", "0 B"],
+        ["Sampler", "1.00"],
+        ["total", "9.00", "-5 MiB"],
+    ]
+
+
+def test_summary_is_the_logged_line_with_sorted_shapes() -> None:
+    assert REPORT.capture is not None
+    assert REPORT.capture.summary(Phase.PROMPT, 3) == (
+        "Graph/Prompt captured:1 (33.3%) used_mem:3 MiB buckets:[(1, 128)]"
+    )

@@ -1,0 +1,108 @@
+"""The sampler is warmed up in the documented order, under the documented lines."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from trencadis.bucketing import BucketGrid
+from trencadis.warmup import (
+    SAMPLER_CONFIGS,
+    DummyRequest,
+    SamplerConfig,
+    sampler_batch_sizes,
+    warm_up_sampler,
+)
+
+
+class RecordingSampler:
+    """Writes down what it is asked to do."""
+
+    def __init__(self, fails: bool = False) -> None:
+        self.calls: list[tuple[str, object]] = []
+        self.fails = fails
+
+    def open_batch(self, batch_size: int, requests: tuple[DummyRequest, ...]) -> None:
+        self.calls.append(("open", (batch_size, len(requests))))
+        assert all(len(request.block_ids) == 1 for request in requests)
+        assert len({request.request_id for request in requests}) == len(requests)
+
+    def sample(self, config: SamplerConfig) -> None:
+        if self.fails:
+            raise RuntimeError("no such branch")
+        self.calls.append(("sample", config))
+
+    def reset(self) -> None:
+        self.calls.append(("reset", None))
+
+    def close_batch(self) -> None:
+        self.calls.append(("close", None))
+
+    def synchronize(self) -> None:
+        self.calls.append(("synchronize", None))
+
+
+# "Sampler Warm-up" of the plugin's page on warm-up: temperature, top_p, top_k, batch_changed.
+LOGGED = [
+    (0.0, 1.0, 0, True),
+    (1.0, 1.0, 0, True),
+    (0.7, 0.9, 50, True),
+    (0.3, 0.95, 20, True),
+    (1.2, 0.8, 100, True),
+    (0.8, 0.85, 0, True),
+    (0.0, 1.0, 0, False),
+    (1.0, 1.0, 0, False),
+    (0.7, 0.9, 50, False),
+    (0.3, 0.95, 20, False),
+    (1.2, 0.8, 100, False),
+    (0.8, 0.85, 0, False),
+]
+
+
+def test_configs_are_the_twelve_documented_ones() -> None:
+    found = [(c.temperature, c.top_p, c.top_k, c.batch_changed) for c in SAMPLER_CONFIGS]
+    assert found == LOGGED
+    assert [config.greedy for config in SAMPLER_CONFIGS] == ([True] + [False] * 5) * 2
+
+
+def test_zero_and_one_are_always_among_the_batch_sizes() -> None:
+    grid = BucketGrid({"batch": (1, 2, 4), "blocks": (128, 256)})
+    assert sampler_batch_sizes(grid) == (0, 1, 2, 4)
+    assert sampler_batch_sizes(()) == (0, 1)
+
+
+def test_every_size_meets_every_config_and_bookkeeping_is_reset_in_between() -> None:
+    sampler = RecordingSampler()
+    warm_up_sampler(sampler, (0, 1, 138))
+    calls = sampler.calls
+    assert [call for call in calls if call[0] == "open"] == [
+        ("open", (0, 1)),
+        ("open", (1, 1)),
+        ("open", (138, 138)),
+    ]
+    per_size = 1 + 2 * len(SAMPLER_CONFIGS) + 1
+    assert len(calls) == 3 * per_size + 1
+    first = calls[:per_size]
+    assert [config for kind, config in first if kind == "sample"] == list(SAMPLER_CONFIGS)
+    assert [kind for kind, _ in first[2:-1:2]] == ["reset"] * len(SAMPLER_CONFIGS)
+    assert first[-1][0] == "close"
+    assert calls[-1] == ("synchronize", None)
+
+
+def test_lines_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        warm_up_sampler(RecordingSampler(), (0, 1, 138))
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines[0] == "Warming up sampler with batch sizes: [0, 1, 138] and following configs:"
+    assert lines[1] == "temp=0.0, top_p=1.0, top_k=0, batch_changed=True"
+    assert lines[3] == "temp=0.7, top_p=0.9, top_k=50, batch_changed=True"
+    assert lines[12] == "temp=0.8, top_p=0.85, top_k=0, batch_changed=False"
+    assert lines[13:] == ["Starting sampler warmup...", "Sampler warmup completed successfully"]
+
+
+def test_requests_are_forgotten_when_sampling_fails() -> None:
+    sampler = RecordingSampler(fails=True)
+    with pytest.raises(RuntimeError, match="no such branch"):
+        warm_up_sampler(sampler, (4,))
+    assert sampler.calls[-1] == ("close", None)
