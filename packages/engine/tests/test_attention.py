@@ -175,6 +175,7 @@ def test_block_shared_by_two_sequences_is_read_by_both() -> None:
         table[-1].repeat(2),
         torch.tensor([3, 3]),
         owners,
+        owners.clamp_max(1),
         bias,
         extra_blocks=table,
     )

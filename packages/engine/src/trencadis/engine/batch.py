@@ -132,6 +132,7 @@ def build_decode(
         _put(write_blocks, device),
         _put(positions % size, device),
         _put(owners, device),
+        _put(np.minimum(owners, shape.batch - 1), device),
         _bias(_put(filled, device), size),
         _put(extra_blocks, device) if extra else None,
     )

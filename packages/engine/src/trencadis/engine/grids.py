@@ -84,7 +84,7 @@ def small_grids(limits: ShapeLimits) -> Grids:
         {
             "batch": _doubling(1, min(4, limits.max_num_seqs)),
             "query": _doubling(min(64, longest), longest),
-            "context_blocks": (0, *_spread(context)),
+            "context_blocks": (0, *_quartering(context, 3)),
         },
         filters=(
             lambda b: b["batch"] * b["query"] <= limits.max_num_batched_tokens or b["batch"] == 1,
@@ -95,7 +95,7 @@ def small_grids(limits: ShapeLimits) -> Grids:
     decode = BucketGrid(
         {
             "batch": _doubling(1, limits.max_num_seqs),
-            "blocks": _spread(limits.num_blocks),
+            "blocks": _quartering(limits.num_blocks, 5),
         },
         phase="decode",
     )
@@ -107,6 +107,7 @@ def _doubling(smallest: int, largest: int) -> tuple[int, ...]:
     return linear_range(smallest, largest, largest)
 
 
-def _spread(largest: int) -> tuple[int, ...]:
-    """A sixteenth, a quarter and all of ``largest``."""
-    return tuple(sorted({-(-largest // 16), -(-largest // 4), largest}))
+def _quartering(largest: int, count: int) -> tuple[int, ...]:
+    """``largest``, a quarter of it, a sixteenth, …: at most ``count`` sizes, none below 4."""
+    sizes = {-(-largest // 4**i) for i in range(count)}
+    return tuple(sorted(size for size in sizes if size >= min(4, largest)))

@@ -51,7 +51,8 @@ class DecodeContext:
     """Where one token per sequence writes, and which sequence owns each block it reads.
 
     ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the row of the sequence
-    that a block is scored for, B for a block that nobody in the batch owns. ``bias``:
+    that a block is scored for, B for a block that nobody in the batch owns; ``readers`` the row
+    whose query it meets: the same, but some row of the batch where there is no owner. ``bias``:
     ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
     the cache prefix, read in place; ``extra_blocks`` ``[E]`` are gathered: blocks that a further
     sequence shares. None when there are none.
@@ -62,6 +63,7 @@ class DecodeContext:
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
     owners: torch.Tensor
+    readers: torch.Tensor
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
 
@@ -135,57 +137,46 @@ def _attend_decode(
     _, heads, batch, size = query.shape
     kv_heads = cached_keys.shape[1]
     rows = (query[0].transpose(0, 1) * scale).view(batch, kv_heads, heads // kv_heads, size)
-    rows = F.pad(rows, (0, 0, 0, 0, 0, 0, 0, 1))
+    rows = rows[paged.readers]
     n = paged.prefix_blocks
-    peak, total, weighted = _score_blocks(
-        rows[paged.owners[:n]], cached_keys[:n], cached_values[:n], paged.bias[:n]
-    )
+    peak, sums = _score_blocks(rows[:n], cached_keys[:n], cached_values[:n], paged.bias[:n])
     if paged.extra_blocks is not None:
-        extra = _score_blocks(
-            rows[paged.owners[n:]],
+        extra_peak, extra_sums = _score_blocks(
+            rows[n:],
             cached_keys[paged.extra_blocks],
             cached_values[paged.extra_blocks],
             paged.bias[n:],
         )
-        peak, total, weighted = (
-            torch.cat(pair) for pair in zip((peak, total, weighted), extra, strict=True)
-        )
-    combined = _combine(peak, total, weighted, paged.owners, batch + 1)
+        peak, sums = torch.cat((peak, extra_peak)), torch.cat((sums, extra_sums))
+    combined = _combine(peak, sums, paged.owners, batch + 1)
     return combined[:batch].to(query.dtype).view(1, batch, heads, size)
 
 
 def _score_blocks(
     rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
 
-    Returns per row the maximum and the sum ``[N, K, G, 1]``, and the values ``[N, K, G, D]``
-    weighted by the exponentials, all fp32.
+    Returns per row the maximum ``[N, K, G, 1]``, and ``[N, K, G, D + 1]`` the values weighted by
+    the exponentials followed by the sum of those, all fp32.
     """
     scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - peak)
     weighted = torch.matmul(weights.to(values.dtype), values).float()
-    return peak, weights.sum(-1, keepdim=True), weighted
+    return peak, torch.cat((weighted, weights.sum(-1, keepdim=True)), dim=-1)
 
 
 def _combine(
-    peak: torch.Tensor,
-    total: torch.Tensor,
-    weighted: torch.Tensor,
-    owners: torch.Tensor,
-    num_rows: int,
+    peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
     """Softmax-weighted values of each owner from the partial results of its blocks."""
     top = peak.new_full((num_rows, *peak.shape[1:]), MASKED)
     top.scatter_reduce_(0, owners.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
-    rescale = torch.exp(peak - top[owners])
-    totals = total.new_zeros((num_rows, *total.shape[1:]))
-    totals.index_add_(0, owners, total * rescale)
-    sums = weighted.new_zeros((num_rows, *weighted.shape[1:]))
-    sums.index_add_(0, owners, weighted * rescale)
+    combined = sums.new_zeros((num_rows, *sums.shape[1:]))
+    combined.index_add_(0, owners, sums * torch.exp(peak - top[owners]))
     # Padded rows own no block; their sum of 0 must not become a NaN.
-    return sums / totals.clamp_min(torch.finfo(totals.dtype).tiny)
+    return combined[..., :-1] / combined[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
 
 
 def _by_sequence(flat: torch.Tensor, batch: int) -> torch.Tensor:
