@@ -34,11 +34,6 @@ class LogSettings:
 
 def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSettings) -> None:
     """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
-    # PyTorch's OpenMP threads spin while they wait. Where anything else runs on the same cores, if
-    # only the front, they spin against it: with one of two cores busy a decode step took seven
-    # times as long, three times with this bound, which costs nothing on a quiet machine (AMD EPYC,
-    # 2026-11-20). libgomp reads it when torch is loaded, below.
-    os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     # Ctrl-C reaches the whole terminal group; the front decides when the core ends.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=log.level, format=log.format, datefmt=log.datefmt)
