@@ -5,9 +5,10 @@ import random
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
 
 from trencadis.kvcache import (
     PLAN_SIZES,

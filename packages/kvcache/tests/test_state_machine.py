@@ -12,7 +12,6 @@ from typing import Any
 
 import attrs
 import pytest
-import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -23,6 +22,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+
+torch = pytest.importorskip("torch")
 
 from trencadis.kvcache import (
     NO_OWNER,

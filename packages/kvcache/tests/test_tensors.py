@@ -5,9 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
 
 from trencadis.kvcache import BlockCopy, Direction, InvalidBlock, InvalidSetting, MovePlan, copiers
 from trencadis.kvcache.copiers import SideStream, StagedCopier
