@@ -77,7 +77,7 @@ async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind(url, e
         stayed = sum(await asyncio.gather(*(visit(number) for number in range(60))))
         await soon(lambda: not engine.running)
         assert len(engine.aborted) + stayed == len(engine.requests)
-        assert engine.aborted, "some left while they were being answered"
+        assert len(engine.aborted) > 10
         metrics = (await client.get("/metrics")).text
     assert 'vllm:num_requests_running{engine="0",model_name="stand-in"} 0.0' in metrics
 
