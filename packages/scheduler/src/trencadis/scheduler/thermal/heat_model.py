@@ -34,7 +34,8 @@ class Board:
 BOARDS = {
     board.name: board
     for board in (
-        # Limit: 700 W, as commonly given for SXM5 (data sheet not checked). Watts per sequence: seed 003. Idle power and
+        # Limit: 700 W, as commonly given for SXM5 (data sheet not checked). Watts per sequence:
+        # seed 003. Idle power and
         # the resistances are chosen so that full power in 35 degree air settles at 78 degrees;
         # heat capacities are those of 0.12 kg and 1.1 kg of copper (385 J/kg K).
         Board(
@@ -48,7 +49,8 @@ BOARDS = {
             sink_j_per_k=420.0,
             max_c=90.0,
         ),
-        # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The rest as above, with the larger sink of
+        # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The rest as above, with the larger
+        # sink of
         # an air-cooled OAM board; watts per sequence in proportion to the limit.
         Board(
             name="gaudi2",
