@@ -349,7 +349,7 @@ def is_core(server: ServerProcess, pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_process_behind(number):
-    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--skip-warmup")
+    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
         server.wait_for(" at http://", START_SECONDS)
         leader = server.process.pid
@@ -363,7 +363,7 @@ def test_a_signal_leaves_no_process_behind(number):
 
 
 def test_a_killed_server_leaves_no_core_behind():
-    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--skip-warmup")
+    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
         server.wait_for(" at http://", START_SECONDS)
         server.process.kill()

@@ -15,6 +15,14 @@ class ModelError(EngineError):
     """A checkpoint is missing, incomplete, or of an architecture this engine cannot serve."""
 
 
+class DeviceError(EngineError):
+    """A device or its driver is missing; the message says what to install."""
+
+
+class GraphError(EngineError, ValueError):
+    """A graph was replayed on inputs that it was not recorded for, or after its release."""
+
+
 class InvalidRequest(EngineError, ValueError):
     """A request cannot be served as asked.
 

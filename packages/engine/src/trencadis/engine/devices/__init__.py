@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from trencadis.engine.devices.cpu import CPUDevice
-from trencadis.engine.devices.device import Device
+from trencadis.engine.devices.device import Device, Graph
 from trencadis.engine.errors import ConfigError
 
-__all__ = ["CPUDevice", "Device", "select_device"]
+__all__ = ["CPUDevice", "Device", "Graph", "select_device"]
 
 
 def select_device(name: str) -> Device:

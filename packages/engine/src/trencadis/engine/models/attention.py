@@ -11,7 +11,7 @@ G = H / K, D head size.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -20,12 +20,22 @@ from torch import nn
 from transformers import AttentionInterface
 
 from trencadis.engine.errors import ModelError
-from trencadis.kvcache.tensors import KVCache
+
+if TYPE_CHECKING:
+    from trencadis.engine.models.decoder_layers import LayerRun
 
 ATTENTION_NAME = "trencadis_paged"
 
 MASKED = -1e30
 """Score of a masked position: finite, so that a block with no valid position yields no NaN."""
+
+
+class LayerCaches(Protocol):
+    """Keys and values of each layer, ``[blocks, K, S, D]``, block 0 for padding."""
+
+    def key(self, layer: int) -> torch.Tensor: ...
+
+    def value(self, layer: int) -> torch.Tensor: ...
 
 
 @attrs.frozen(eq=False)
@@ -38,12 +48,14 @@ class PromptContext:
     because padding stands after every real token.
     """
 
-    cache: KVCache
+    cache: LayerCaches
     batch: int
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
     context_blocks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    """What computes the decoder layers instead of the model's own code."""
 
 
 @attrs.frozen(eq=False)
@@ -58,7 +70,7 @@ class DecodeContext:
     sequence shares. None when there are none.
     """
 
-    cache: KVCache
+    cache: LayerCaches
     prefix_blocks: int
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
@@ -66,6 +78,17 @@ class DecodeContext:
     readers: torch.Tensor
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    """What computes the decoder layers instead of the model's own code."""
+
+
+PagedContext = PromptContext | DecodeContext
+
+
+def paged_tensors(paged: PagedContext) -> list[str]:
+    """Names of the fields that hold tensors; which do depends on the shape alone."""
+    names = (field.name for field in attrs.fields(type(paged)))
+    return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]
 
 
 def paged_attention(
@@ -75,7 +98,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PromptContext | DecodeContext,
+    paged: PagedContext,
     scaling: float | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
