@@ -38,7 +38,9 @@ class BackgroundPreparation:
     @property
     def unfinished(self) -> bool:
         """Whether there is anything left to do."""
-        return not self._ended and self._warmup.next() is not None
+        # Asked while the thread works: what it changes is counted, not looked through.
+        progress = self._warmup.progress
+        return not self._ended and progress.done < progress.total
 
     def prepare_first(self) -> None:
         """Make the first bucket of each phase ready: from then on requests can be served."""

@@ -219,12 +219,18 @@ class Executor:
         if missing is not None:
             logger.warning("Serving without --compile, which needs %s", missing)
             return False
-        self.device.keep_compiled(compile_cache(self.config))
+        directory = _compile_cache(self.config)
+        try:
+            self.device.keep_compiled(directory)
+        except OSError as error:
+            raise ConfigError(
+                f"compile_cache {directory} cannot be used ({error.strerror}): name a directory "
+                "that can be written"
+            ) from error
         return True
 
 
-def compile_cache(config: EngineConfig) -> Path:
-    """The directory that compiled programs are kept in from one start to the next."""
+def _compile_cache(config: EngineConfig) -> Path:
     if config.compile_cache is not None:
         return Path(config.compile_cache)
     return Path(platformdirs.user_cache_dir("trencadis")) / "compiled"

@@ -1,4 +1,4 @@
-"""Programs for one shape by PyTorch's own compiler, Inductor, and its cache on disk."""
+"""Programs for one shape by PyTorch's own compiler, Inductor, kept from one start to the next."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import fx
+
+from trencadis.engine.devices.program_store import ProgramStore
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
@@ -19,35 +22,48 @@ _SETTINGS = {
 
 
 class InductorPrograms:
-    """Compiles traced modules, and counts those that no cache had.
+    """Compiles traced modules, and counts those that were not found compiled.
 
-    Inductor keys its cache by the operations, the shapes and dtypes of the inputs, the versions of
-    PyTorch and of the compiler, and the processor (``torch/_inductor/codecache.py``), so that one
-    directory may serve many models and survives upgrades.
+    Inductor looks in its own cache, keyed by operations, shapes, dtypes, versions and processor
+    (``torch/_inductor/codecache.py``), so that an entry which the store has for other versions does
+    no harm.
     """
 
     def __init__(self) -> None:
         self.compiled = 0
+        self._store: ProgramStore | None = None
 
     def keep(self, directory: Path) -> None:
-        """Keep programs in ``directory``. A variable of this process is the one way to say so."""
-        directory.mkdir(parents=True, exist_ok=True)
-        os.environ[_CACHE_VARIABLE] = str(directory)
+        """Keep programs in ``directory``. Inductor is told its cache by a variable alone."""
+        self._store = ProgramStore(directory)
+        os.environ[_CACHE_VARIABLE] = str(self._store.workplace)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """A callable of ``inputs`` that checks nothing: it runs for exactly their shapes."""
+        store = self._store
+        if store is None:
+            return self._compile(module, inputs)
+        key = _key(module, inputs)
+        store.fetch(key)
+        known, compiled = store.present(), self.compiled
+        program = self._compile(module, inputs)
+        if self.compiled > compiled:
+            store.keep(key, store.present() - known)
+        return program
+
+    def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         # Imported here: it takes two seconds, and who does not compile need not wait for it.
         import torch._inductor as inductor  # noqa: PLC0415
         from torch._dynamo.utils import counters  # noqa: PLC0415
 
-        known = counters["inductor"]["fxgraph_cache_hit"]
+        found = counters["inductor"]["fxgraph_cache_hit"]
         program = inductor.standalone_compile(
             module,
             list(inputs),
             dynamic_shapes="from_example_inputs",
             options={"config_patches": dict(_SETTINGS)},
         )
-        if counters["inductor"]["fxgraph_cache_hit"] == known:
+        if counters["inductor"]["fxgraph_cache_hit"] == found:
             self.compiled += 1
         return program
 
@@ -62,3 +78,9 @@ def cpp_compiler_missing() -> str | None:
     except InvalidCxxCompiler:
         return "a C++ compiler: install g++, or set CXX to the one to use"
     return None
+
+
+def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
+    """Names the traced layer, its shapes and the version that compiles it."""
+    shapes = (f"{tuple(x.shape)} {x.dtype} {x.device}" for x in inputs)
+    return "\n".join((torch.__version__, module.code, *shapes))
