@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -358,6 +359,25 @@ def test_a_signal_leaves_no_process_behind(number):
         assert server.process.wait(30) == 0
         wait_until(lambda: session_members(leader) == [])
         assert "Traceback" not in "".join(server.output)
+    finally:
+        server.kill()
+
+
+def test_a_signal_in_the_middle_of_compiling_leaves_no_process_and_a_whole_cache(tmp_path):
+    flags = ("--max-model-len", "128", "--max-num-seqs", "2", "--compile")
+    server = ServerProcess(*flags, "--compile-cache", str(tmp_path))
+    try:
+        server.wait_for(r"\[Warmup\]\[Prompt\]\[2/", START_SECONDS)
+        leader = server.process.pid
+        os.killpg(leader, signal.SIGINT)
+        assert server.process.wait(15) == 0
+        wait_until(lambda: session_members(leader) == [])
+        assert "Traceback" not in "".join(server.output)
+        archives = list(tmp_path.glob("*.zip"))
+        assert archives
+        for archive in archives:
+            with zipfile.ZipFile(archive) as packed:
+                assert packed.testzip() is None
     finally:
         server.kill()
 

@@ -61,7 +61,7 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
     from trencadis.engine.core import EngineCore  # noqa: PLC0415
 
     core = EngineCore(config)
-    report = core.warm_up()
+    report = core.warm_up(stop=lambda: os.getppid() != front)
     channel.send(
         Ready(
             max_model_len=core.max_model_len,
