@@ -21,6 +21,7 @@ import torch
 
 from trencadis.kvcache.copiers import copier_for
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting
+from trencadis.kvcache.memory import zeros
 from trencadis.kvcache.moves import BlockCopy, Direction
 
 
@@ -59,13 +60,11 @@ class KVCache:
                 f"and num_host_blocks at least 0, got {(*shape[1:], num_host_blocks)}"
             )
         self.device = torch.device(device)
-        self.data = torch.zeros(shape, dtype=dtype, device=self.device)
+        self.data = zeros(shape, dtype, self.device)
         words = _as_words(self.data.view(2 * num_layers, num_blocks, -1))
-        self._host = torch.zeros(
-            (num_host_blocks, words.shape[0], words.shape[2]),
-            dtype=words.dtype,
-            pin_memory=self.device.type != "cpu",
-        )
+        host_shape = (num_host_blocks, words.shape[0], words.shape[2])
+        pinned = self.device.type != "cpu"
+        self._host = zeros(host_shape, words.dtype, torch.device("cpu"), pinned=pinned)
         self._copier = copier_for(words, self._host)
 
     @property
