@@ -8,61 +8,63 @@ from __future__ import annotations
 
 import logging
 import random
+import time
+from concurrent.futures import Future
 
 import attrs
 
 from trencadis.bucketing import BucketingError
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device, select_device
-from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest
+from trencadis.engine.errors import ConfigError, InvalidRequest
 from trencadis.engine.grids import Grids, ShapeLimits, build_grids
+from trencadis.engine.heat_watch import HeatWatch
 from trencadis.engine.messages import NewToken
 from trencadis.engine.models.loader import ModelSpec, inspect_model, load_model, resolve_dtype
 from trencadis.engine.outputs import EngineStats
+from trencadis.engine.request_check import check_request
 from trencadis.engine.runner import ModelRunner
-from trencadis.engine.sampler import SampledToken, SamplingRow, sample
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter
+from trencadis.engine.serving import Requests
+from trencadis.engine.swaps import carry_out, plan_host_blocks, swap_governor
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction, MovePlan
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.scheduler import (
-    QueueFull,
-    Request,
+    BatchControl,
+    BatchControlResult,
     Scheduler,
     SchedulerConfig,
-    Sequence,
-    UnservableRequest,
+    SchedulerOutput,
+    StepTiming,
 )
 from trencadis.warmup import MemoryPlan, WarmupReport, format_bytes, warm_up
 
 logger = logging.getLogger("trencadis.engine")
 
-
-@attrs.frozen
-class _Live:
-    """A sequence being served, with what sampling needs to know of it."""
-
-    sequence: Sequence
-    params: SamplingParams
-    seed: int
+STALLED_SECONDS = 0.01
+"""Pause after a step that had nothing to do but wait."""
 
 
 class EngineCore:
     """Loads a model and serves requests step by step. Not safe to share between threads.
 
-    Raises `ModelError` or `ConfigError` when the model cannot be served under ``config``.
+    ``device`` and ``heat`` take the place of those that ``config`` names. Raises `ModelError` or
+    `ConfigError` when the model cannot be served under ``config``.
     """
 
-    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, device: Device | None = None, heat: HeatWatch | None = None
+    ) -> None:
         self.config = config
         self.device = device if device is not None else select_device(config.device)
         self.spec = inspect_model(config.model)
         self.max_model_len = _max_model_len(config, self.spec)
         self.dtype = resolve_dtype(config.dtype, self.spec, self.device)
-        self._rng = random.Random(config.seed)
-        self._live: dict[int, _Live] = {}
-        self._keys: dict[str, int] = {}
-        self._stats = _Counters()
+        self.stalled = False
+        self._stats = _Counters(max_running=config.max_num_seqs)
+        self._heat = heat if heat is not None else HeatWatch.from_config(config)
         self._build()
+        self._heat.start()
 
     def _build(self) -> None:
         """Load the weights, size and make the cache, and put the libraries together."""
@@ -71,12 +73,17 @@ class EngineCore:
         self._log_memory("Loading model weights", before)
         self.num_blocks = self._plan_blocks()
         size = self.config.block_size
+        num_host_blocks = plan_host_blocks(
+            self.config, self.device, self._block_bytes, self._blocks_per_sequence
+        )
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.num_blocks,
                 block_size=size,
+                num_host_blocks=num_host_blocks,
                 enable_prefix_caching=self.config.enable_prefix_caching,
-            )
+            ),
+            governor=swap_governor(self.config, self._block_bytes),
         )
         before = self.device.free_memory()
         self.cache = KVCache(
@@ -87,6 +94,7 @@ class EngineCore:
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
             device=self.device.torch_device,
+            num_host_blocks=num_host_blocks,
         )
         self._log_memory("Initializing cache engine", before)
         budget = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
@@ -107,10 +115,14 @@ class EngineCore:
                 # A chunk past the longest bucket would meet a shape that nobody prepared.
                 max_chunk_tokens=self.grids.prompt.values("query")[-1] if self.grids else None,
                 max_waiting=self.config.max_waiting,
+                policy=self.config.scheduling_policy,
             ),
             self.blocks,
+            thermal=self._heat.guard,
             defragmenter=Defragmenter(self.blocks, self.config.defrag),
         )
+        rng = random.Random(self.config.seed)
+        self.requests = Requests(self.scheduler, self.spec.eos_token_ids, rng)
 
     def _grids(self, limits: ShapeLimits) -> Grids | None:
         if not self.config.use_buckets:
@@ -140,6 +152,9 @@ class EngineCore:
             num_waiting=self.scheduler.num_waiting,
             num_swapped=self.scheduler.num_swapped,
             num_preemptions=self.scheduler.num_preemptions,
+            num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
+            num_recomputes=self.scheduler.num_recomputes,
+            max_running=self._stats.max_running,
             used_blocks=self.blocks.num_used_blocks,
             total_blocks=self.blocks.num_total_blocks,
             highest_block_in_use=self.blocks.highest_in_use,
@@ -148,87 +163,81 @@ class EngineCore:
             generation_tokens=self._stats.generation_tokens,
             padded_tokens=self.runner.padded_tokens,
             bucket_misses=self.runner.bucket_misses,
+            thermal=self._heat.stats,
         )
 
-    def add(self, key: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Queue one sample under ``key``.
+    def add(
+        self,
+        key: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request under ``key``.
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
-        room = self.max_model_len - len(prompt_token_ids)
-        eos = frozenset() if params.ignore_eos else self.spec.eos_token_ids
-        request = Request(
-            request_id=key,
-            prompt_token_ids=prompt_token_ids,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=eos | frozenset(params.stop_token_ids),
-        )
-        try:
-            sequence = self.scheduler.add(request)
-        except QueueFull as error:
-            raise EngineOverloaded(str(error)) from error
-        except UnservableRequest as error:
-            raise InvalidRequest(str(error), "prompt") from error
-        seed = self._rng.getrandbits(63) if params.seed is None else params.seed
-        self._live[sequence.seq_id] = _Live(sequence, params, seed)
-        self._keys[key] = sequence.seq_id
+        self.requests.add(key, prompt_token_ids, params, priority)
 
     def abort(self, key: str) -> None:
         """Stop serving ``key`` and free its blocks; a key that is not known is ignored."""
-        seq_id = self._keys.pop(key, None)
-        if seq_id is not None:
-            self.scheduler.abort(key)
-            del self._live[seq_id]
+        self.requests.abort(key)
+
+    def finish(self, key: str, index: int) -> None:
+        """End sample ``index`` of ``key``, of which no more tokens are wanted."""
+        self.requests.finish(key, index)
+
+    def control(self, order: BatchControl) -> Future[BatchControlResult]:
+        """Have an order carried out at the top of the next step; see `Scheduler.control`.
+
+        Raises `InvalidRequest` for more sequences than shapes were prepared for.
+        """
+        most = self.config.max_num_seqs
+        if order.max_num_seqs is not None and order.max_num_seqs > most:
+            raise InvalidRequest(
+                f"max_num_seqs {order.max_num_seqs} is above {most}, for which this engine was "
+                "prepared: start it with more",
+                "max_num_seqs",
+            )
+        return self.scheduler.control(order)
 
     def step(self) -> list[NewToken]:
-        """Compute one step and return its new tokens."""
+        """Compute one step and return its new tokens.
+
+        ``stalled`` is true after one that had nothing to do but wait, for blocks on their way or
+        for a cap to rise: let `STALLED_SECONDS` pass before the next.
+        """
         output = self.scheduler.schedule()
-        self._stats.steps += 1
-        self._stats.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
-        computed = self.runner.run(output)
-        live = [self._live[seq_id] for seq_id in computed.seq_ids]
-        tokens = sample(computed.logits, [self._row(one) for one in live]) if live else []
-        sampled = dict(zip(computed.seq_ids, tokens, strict=True))
+        self.stalled = output.is_empty and not output.moves
+        swap_s = carry_out(output.moves, self.cache, self.device)
+        began = time.perf_counter()
+        computed = self.runner.run(attrs.evolve(output, moves=MovePlan()))
+        chosen = self.requests.choose(output, computed)
+        compute_s = time.perf_counter() - began
         updates = self.scheduler.update(
-            output, {seq_id: token.token_id for seq_id, token in sampled.items()}
+            output,
+            chosen.token_ids,
+            logprobs=chosen.logprobs,
+            candidates=chosen.candidates,
+            timing=StepTiming(
+                # With decodes in the same step, nobody knows what the prompts took of it.
+                prompts_s=None if output.decodes else compute_s,
+                swap_out_s=swap_s.get(Direction.OUT),
+                swap_in_s=swap_s.get(Direction.IN),
+            ),
         )
-        self._stats.generation_tokens += len(updates)
-        return [self._report(update.seq_id, sampled[update.seq_id]) for update in updates]
+        tokens = self.requests.report(updates, chosen)
+        self._stats.count(output, len(tokens))
+        return tokens
 
-    def _row(self, live: _Live) -> SamplingRow:
-        return SamplingRow(
-            live.params,
-            live.seed,
-            live.sequence.request.prompt_token_ids,
-            live.sequence.output_token_ids,
-            self.spec.eos_token_ids,
-        )
-
-    def _report(self, seq_id: int, token: SampledToken) -> NewToken:
-        sequence = self._live[seq_id].sequence
-        reason = sequence.finish_reason
-        if reason is not None:
-            del self._live[seq_id], self._keys[sequence.request_id]
-        return NewToken(
-            sequence.request_id,
-            token.token_id,
-            None if reason is None else reason.value,
-            sequence.num_cached_prompt_tokens,
-            token.logprobs,
-        )
+    def close(self) -> None:
+        """Stop reading the sensors."""
+        self._heat.stop()
 
     def _plan_blocks(self) -> int:
         """Blocks of the cache: as configured, or as many as fit and can be used."""
-        block_bytes = bytes_per_block(
-            num_layers=self.spec.num_layers,
-            kv_heads=self.spec.num_kv_heads,
-            block_size=self.config.block_size,
-            head_dim=self.spec.head_dim,
-            dtype=self.dtype,
-        )
-        per_sequence = -(-self.max_model_len // self.config.block_size)
+        block_bytes, per_sequence = self._block_bytes, self._blocks_per_sequence
         if self.config.num_blocks is not None:
             num_blocks = self.config.num_blocks
         else:
@@ -253,6 +262,20 @@ class EngineCore:
         logger.info("# KV blocks: %d of %d tokens", num_blocks, self.config.block_size)
         return num_blocks
 
+    @property
+    def _block_bytes(self) -> int:
+        return bytes_per_block(
+            num_layers=self.spec.num_layers,
+            kv_heads=self.spec.num_kv_heads,
+            block_size=self.config.block_size,
+            head_dim=self.spec.head_dim,
+            dtype=self.dtype,
+        )
+
+    @property
+    def _blocks_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.config.block_size)
+
     def _log_memory(self, what: str, free_before: int) -> None:
         free, total = self.device.free_memory(), self.device.total_memory()
         logger.info(
@@ -271,34 +294,14 @@ class _Counters:
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    max_running: int = 0
 
-
-def check_request(
-    prompt_token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, max_model_len: int
-) -> None:
-    """Refuse what could not be served, naming the field, before it reaches a queue."""
-    length = len(prompt_token_ids)
-    if length == 0:
-        raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
-        raise InvalidRequest(
-            f"token ids of the prompt must be from 0 to {vocab_size - 1}", "prompt"
-        )
-    if length >= max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and the model's context is {max_model_len}, of which "
-            "at least one is needed for the output: shorten the prompt",
-            "prompt",
-        )
-    if params.max_tokens is not None and length + params.max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"max_tokens {params.max_tokens} and a prompt of {length} tokens exceed the model's "
-            f"context of {max_model_len}: lower max_tokens to {max_model_len - length}",
-            "max_tokens",
-        )
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if any(not 0 <= token < vocab_size for token in ids):
-            raise InvalidRequest(f"{name} has token ids past the vocabulary of {vocab_size}", name)
+    def count(self, output: SchedulerOutput, num_new: int) -> None:
+        """Take in a step and how many tokens came of it."""
+        self.steps += 1
+        self.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
+        self.generation_tokens += num_new
+        self.max_running = output.max_running
 
 
 def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
