@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -12,6 +12,9 @@ from trencadis.bucketing import BucketingConfig, BucketingError
 from trencadis.engine.errors import ConfigError
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
+
+DEFAULT_SWAP_SPACE = 4.0
+"""GiB, as in ``vllm serve --swap-space``."""
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 WarmupMode = Literal["full", "background", "none"]
@@ -44,6 +47,15 @@ def _fraction(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         raise ConfigError(f"{attribute.name} must be above 0 and at most 1, got {value!r}")
 
 
+def _number(accepted: str, accepts: Callable[[float], bool]) -> Any:
+    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not math.isfinite(value) or not accepts(value):
+            raise ConfigError(f"{attribute.name} must be {accepted}, got {value!r}")
+
+    return check
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig:
     """Everything an engine is built from. Names are those of ``vllm serve`` flags.
@@ -59,6 +71,16 @@ class EngineConfig:
     for the decoder layers; ``compile_cache`` is the directory that keeps them (None: the user's
     cache directory).
     ``max_waiting`` bounds the queue of requests that have not started; one more is refused.
+    ``scheduling_policy``: ``fcfs``, or ``priority`` (requests of a lower value first).
+
+    ``swap_space`` is host memory for evicted sequences, in GiB: None takes 4 where the device has
+    memory of its own, and nothing where it lies in the host's already. ``num_host_blocks``, in
+    blocks, takes its place where given. ``swap_bandwidth`` bounds that traffic, in GB/s.
+
+    ``temperature_source`` is read in the background, ``thermal_policy`` caps running sequences by
+    what it says, both in the words of `trencadis.scheduler`; ``thermal_policy_config`` are the
+    policy's own settings.
+
     Raises `ConfigError` on a value out of range or on settings that contradict each other.
     """
 
@@ -78,6 +100,17 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     defrag: DefragConfig = attrs.field(factory=DefragConfig)
     max_waiting: int = attrs.field(default=2048, validator=_at_least(1))
+    scheduling_policy: Literal["fcfs", "priority"] = attrs.field(
+        default="fcfs", validator=_one_of("fcfs", "priority")
+    )
+    swap_space: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(_number("0 or more", lambda x: x >= 0))
+    )
+    num_host_blocks: int | None = attrs.field(default=None, validator=_at_least(0, optional=True))
+    swap_bandwidth: float = attrs.field(default=20.0, validator=_number("above 0", lambda x: x > 0))
+    temperature_source: str | None = None
+    thermal_policy: str | None = None
+    thermal_policy_config: Mapping[str, Any] = attrs.field(factory=dict)
     seed: int = attrs.field(default=0, validator=_at_least(0))
     warmup: WarmupMode = attrs.field(
         default="full", validator=_one_of("full", "background", "none")
@@ -103,11 +136,13 @@ class EngineConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
-        """These settings, and what the environment says of buckets, warm-up and defragmentation.
+        """These settings, and what the environment says of buckets, warm-up, defragmentation and
+        heat.
 
         The variables are those of the Gaudi plugin: ``VLLM_PROMPT_*``, ``VLLM_DECODE_*``,
-        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_*``, ``VLLM_DEFRAG_*``. A setting
-        given here wins. Raises `ConfigError`, which names the setting or variable.
+        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_*``, ``VLLM_DEFRAG_*``; and seed
+        003's ``VLLM_THERMAL_POLICY``. A setting given here wins. Raises `ConfigError`, which names
+        the setting or variable.
         """
         try:
             bucketing = BucketingConfig.from_env(environ)
@@ -118,6 +153,7 @@ class EngineConfig:
                 "warmup": "none" if graphs.skip else "full",
                 "graphs": attrs.evolve(graphs, skip=False),
                 "defrag": DefragConfig.from_env(environ),
+                "thermal_policy": environ.get("VLLM_THERMAL_POLICY", "").strip() or None,
             }
         except (BucketingError, WarmupError, KVCacheError) as error:
             raise ConfigError(str(error)) from error
