@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 
 from trencadis.engine.models.attention import MASKED, DecodeContext, PromptContext
+from trencadis.engine.shapes import DecodeShape, PromptShape
 from trencadis.kvcache import NO_OWNER, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
@@ -33,38 +34,6 @@ class ModelInput:
     logit_rows: torch.Tensor
     paged: PromptContext | DecodeContext
     num_rows: int
-
-
-@attrs.frozen
-class PromptShape:
-    """Padded shape of a prompt forward: sequences, tokens each, context blocks each."""
-
-    batch: int
-    query: int
-    context_blocks: int
-
-
-@attrs.frozen
-class DecodeShape:
-    """Padded shape of a decode forward: sequences, and blocks of the cache prefix."""
-
-    batch: int
-    blocks: int
-
-
-def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> PromptShape:
-    """The smallest shape that holds these chunks."""
-    return PromptShape(
-        len(chunks),
-        max(len(chunk.token_ids) for chunk in chunks),
-        max(-(-chunk.start // block_size) for chunk in chunks),
-    )
-
-
-def decode_shape(decodes: Sequence[ScheduledSequence]) -> DecodeShape:
-    """The smallest shape that holds these sequences' blocks and every block below them."""
-    highest = max(int(decode.block_table.max()) for decode in decodes)
-    return DecodeShape(len(decodes), 1 + highest)
 
 
 def build_prompt(

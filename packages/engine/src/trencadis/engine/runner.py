@@ -10,18 +10,11 @@ import torch
 from torch import nn
 
 from trencadis.bucketing import Bucket
-from trencadis.engine.batch import (
-    DecodeShape,
-    ModelInput,
-    PromptShape,
-    build_decode,
-    build_prompt,
-    decode_shape,
-    prompt_shape,
-)
+from trencadis.engine.batch import ModelInput, build_decode, build_prompt
 from trencadis.engine.devices import Device
 from trencadis.engine.grids import Grids
 from trencadis.engine.prompt_batches import split_prompts
+from trencadis.engine.shapes import DecodeShape, PromptShape, decode_shape, prompt_shape
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
 from trencadis.warmup import Phase
