@@ -66,6 +66,7 @@ def test_a_column_of_any_name(tmp_path: Path) -> None:
         ("a.csv", "length\n-4\n", "line 2: length '-4'"),
         ("a.csv", "length,n\n4\n,5\n", "line 3: length ''"),
         ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is no time"),
+        ("a.csv", "length,timestamp\n4,inf\n", "line 2: 'inf' is no time"),
         ("a.csv", "length,output_length\n4,0\n4,-1\n", "line 3: length '-1' is no whole number"),
         ("a.jsonl", "{\n", "line 1 is no JSON"),
         ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
@@ -78,6 +79,14 @@ def test_a_bad_trace_is_an_error_with_its_line(
 ) -> None:
     with pytest.raises(BucketingError, match=message):
         read_trace(written(tmp_path, name, text))
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl"])
+def test_what_is_no_text_is_told_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    with pytest.raises(BucketingError, match="is no text"):
+        read_trace(path)
 
 
 def test_batches_gather_what_arrives_together(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -115,6 +116,13 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from _text_rows(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BucketingError(f"{path} is no text ({error}): give CSV or JSON lines") from None
+
+
+def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8", newline="") as file:
         if path.suffix in {".jsonl", ".ndjson"}:
             for line, text in enumerate(file, start=1):
@@ -150,6 +158,12 @@ def _length(path: object, line: int, value: object, least: int = 1) -> int:
     return whole
 
 
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no time")
+    return value
+
+
 def _seconds(path: object, line: int, value: object) -> float:
     text = str(value)
     # fromisoformat of Python 3.10 reads six digits of a second; the Azure traces have seven. The
@@ -157,7 +171,7 @@ def _seconds(path: object, line: int, value: object) -> float:
     date = re.match(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?", text)
     try:
         if date is None:
-            return float(text)
+            return _finite(float(text))
         moment = datetime.fromisoformat(date[1]).replace(tzinfo=timezone.utc)
         return moment.timestamp() + float(date[2] or 0)
     except ValueError:
