@@ -113,7 +113,11 @@ def _parser() -> argparse.ArgumentParser:
         "--trace", required=True, metavar="TRACE.csv", help="arrivals, prompt and output lengths"
     )
     parser.add_argument(
-        "--rate-scale", type=float, default=1.0, metavar="F", help="arrivals F times as fast"
+        "--rate-scale",
+        type=float,
+        default=1.0,
+        metavar="F",
+        help="arrivals F times as fast (1000 for a trace in milliseconds)",
     )
     parser.add_argument("--num-requests", type=int, metavar="N", help="only the first N")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")

@@ -111,7 +111,7 @@ _H100 = Hardware(
     name="h100",
     board=BOARDS["h100"],
     flops_per_s=989.4e12,
-    # nvidia-smi of an SXM5 board, as published many times.
+    # What nvidia-smi shows of an SXM5 board (README of digitalocean/do-dcgm-exporter).
     hbm_bytes=81559 * _MIB,
     hbm_bytes_per_s=3.35e12,
     link_bytes_per_s=40e9,
@@ -129,7 +129,7 @@ _H200 = attrs.evolve(
     _H100,
     name="h200",
     board=BOARDS["h200"],
-    # nvidia-smi, as published many times.
+    # What nvidia-smi shows of an SXM board.
     hbm_bytes=143771 * _MIB,
     # NVIDIA's announcement of 2023-11-13; the chip is the H100's.
     hbm_bytes_per_s=4.8e12,

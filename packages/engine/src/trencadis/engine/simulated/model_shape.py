@@ -1,7 +1,8 @@
 """A model as the sizes of its matrices, read from the ``config.json`` of its checkpoint.
 
-Dense decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …). Biases,
-and norms but those of the layers' two inputs, are left out: together they are below a thousandth.
+Dense decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), every
+layer of which attends to the whole context. Biases, and norms but those of the layers' two inputs,
+are left out: together they are below a thousandth.
 """
 
 from __future__ import annotations

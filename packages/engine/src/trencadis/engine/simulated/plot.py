@@ -28,7 +28,7 @@ def plot_report(report: SimulationReport, path: str | os.PathLike[str]) -> None:
     for axes in (load, throughput, cache, heat):
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_ylim(bottom=0)
-        axes.legend(loc="upper left", frameon=False, ncols=3)
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     figure.suptitle(
         f"{report.device}: {report.requests:,} requests, {report.tokens_per_s:,.0f} tokens/s, "
         f"TTFT p99 {report.first_token_s.p99 * 1e3:,.0f} ms, "

@@ -69,7 +69,7 @@ class SimulationReport:
     num_blocks: int
     block_bytes: int
     used_blocks_at_end: int
-    highest_block: int
+    longest_prefix: int
     preemptions: int
     recomputations: int
     blocks_out: int
@@ -138,8 +138,8 @@ class SimulationReport:
     def _cache(self) -> str:
         size = format_bytes(self.num_blocks * self.block_bytes)
         return (
-            f"{self.num_blocks:,} blocks, {size}; highest used {self.highest_block:,}, "
-            f"{self.used_blocks_at_end:,} at the end, {self.blocks_moved:,} moved"
+            f"{self.num_blocks:,} blocks, {size}; longest prefix read {self.longest_prefix:,}, "
+            f"{self.used_blocks_at_end:,} used at the end, {self.blocks_moved:,} moved"
         )
 
     def _preemptions(self) -> str:
@@ -189,7 +189,7 @@ def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
         num_blocks=simulation.num_blocks,
         block_bytes=runtime.costs.block_bytes,
         used_blocks_at_end=simulation.blocks.num_used_blocks,
-        highest_block=max((moment.highest_block for moment in records.moments), default=0),
+        longest_prefix=runner.longest_prefix,
         preemptions=simulation.scheduler.num_preemptions,
         recomputations=simulation.scheduler.num_recomputes,
         blocks_out=runner.copied_blocks[Direction.OUT],

@@ -39,8 +39,9 @@ class SimulatedRunner:
 
     Tokens depend on ``seed``, the sequence's id and the position alone. Counted since the start:
     tokens of prompt forwards (``prompt_tokens``), rows and prefix blocks of decode forwards
-    (``decode_rows``, ``decode_blocks``), forwards past every bucket (``bucket_misses``), and the
-    blocks and seconds of copies (``copied_blocks``, ``copy_s``). ``timing`` is that of the last
+    (``decode_rows``, ``decode_blocks``; ``longest_prefix`` is the most blocks of one), forwards
+    past every bucket (``bucket_misses``), and the blocks and seconds of copies (``copied_blocks``,
+    ``copy_s``). ``timing`` is that of the last
     step, for `Scheduler.update`; None where it has nothing to learn from.
     """
 
@@ -48,6 +49,7 @@ class SimulatedRunner:
         self.prompt_tokens = Padding()
         self.decode_rows = Padding()
         self.decode_blocks = Padding()
+        self.longest_prefix = 0
         self.bucket_misses = 0
         self.copied_blocks = dict.fromkeys(Direction, 0)
         self.copy_s = dict.fromkeys(Direction, 0.0)
@@ -91,6 +93,7 @@ class SimulatedRunner:
         bucket = self._bucket(self._grids.decode, (exact.batch, exact.blocks))
         self.decode_rows.add(exact.batch, bucket.shape[0])
         self.decode_blocks.add(exact.blocks, bucket.shape[1])
+        self.longest_prefix = max(self.longest_prefix, exact.blocks)
         self._runtime.forward(Phase.DECODE, bucket)
 
     def _run_prompts(self, chunks: Sequence[ScheduledSequence]) -> float:

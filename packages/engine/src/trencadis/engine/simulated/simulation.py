@@ -192,12 +192,14 @@ class Simulation:
 
     def _accept(self, arrived_s: float, request: Request) -> bool:
         """Queue a request; False where a server would refuse it."""
+        prompt = len(request.prompt_token_ids)
         try:
+            if prompt + request.max_tokens > self.max_model_len:
+                raise UnservableRequest(f"request {request.request_id} exceeds max_model_len")
             sequence = self.scheduler.add(request)
         except (QueueFull, UnservableRequest):
             self.records.refused += 1
             return False
-        prompt = len(request.prompt_token_ids)
         self.records.accepted(sequence.seq_id, arrived_s, prompt, request.max_tokens)
         return True
 
