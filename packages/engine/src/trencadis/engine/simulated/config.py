@@ -9,6 +9,7 @@ from typing import Any
 import attrs
 
 from trencadis.bucketing import BucketingConfig, BucketingError
+from trencadis.engine.checks import at_least, fraction
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.simulated.hardware import find_hardware
 from trencadis.kvcache import DefragConfig, KVCacheError
@@ -16,23 +17,6 @@ from trencadis.warmup import WarmupConfig, WarmupError
 
 _DEFAULT_SWAP_SPACE = 4 << 30
 """As ``vllm serve`` has it for ``--swap-space``, bytes."""
-
-
-def _at_least(low: int, *, optional: bool = False) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(
-                f"{attribute.name} must be an integer of at least {low}, got {value!r}"
-            )
-
-    return check
-
-
-def _fraction(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not 0.0 < value <= 1.0:
-        raise ConfigError(f"{attribute.name} must be above 0 and at most 1, got {value!r}")
 
 
 def _temperature(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
@@ -55,18 +39,18 @@ class SimulationConfig:
     """
 
     device: str = attrs.field(validator=_known_device)
-    max_model_len: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
-    max_num_seqs: int = attrs.field(default=128, validator=_at_least(1))
-    max_num_batched_tokens: int = attrs.field(default=2048, validator=_at_least(1))
-    max_waiting: int = attrs.field(default=2048, validator=_at_least(1))
-    block_size: int = attrs.field(default=128, validator=_at_least(1))
-    num_blocks: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=_fraction)
-    swap_space: int = attrs.field(default=_DEFAULT_SWAP_SPACE, validator=_at_least(0))
+    max_model_len: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
+    max_num_seqs: int = attrs.field(default=128, validator=at_least(1))
+    max_num_batched_tokens: int = attrs.field(default=2048, validator=at_least(1))
+    max_waiting: int = attrs.field(default=2048, validator=at_least(1))
+    block_size: int = attrs.field(default=128, validator=at_least(1))
+    num_blocks: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
+    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
+    swap_space: int = attrs.field(default=_DEFAULT_SWAP_SPACE, validator=at_least(0))
     thermal_policy: str = "none"
     thermal_options: Mapping[str, Any] = attrs.field(factory=dict)
     ambient_c: float = attrs.field(default=30.0, validator=_temperature)
-    seed: int = attrs.field(default=0, validator=_at_least(0))
+    seed: int = attrs.field(default=0, validator=at_least(0))
     bucketing: BucketingConfig = attrs.field(factory=BucketingConfig)
     warmup: WarmupConfig = attrs.field(factory=WarmupConfig)
     defrag: DefragConfig = attrs.field(factory=DefragConfig)

@@ -6,30 +6,14 @@ published, or an assumption, and says so where it stands.
 
 from __future__ import annotations
 
-from typing import Any
-
 import attrs
 
+from trencadis.engine.checks import fraction, not_negative, positive
 from trencadis.engine.errors import ConfigError
 from trencadis.scheduler.thermal import BOARDS, Board
 
 _GIB = 1 << 30
 _MIB = 1 << 20
-
-
-def _positive(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not value > 0:
-        raise ConfigError(f"{attribute.name} must be above 0, got {value!r}")
-
-
-def _not_negative(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not value >= 0:
-        raise ConfigError(f"{attribute.name} must be 0 or more, got {value!r}")
-
-
-def _share(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not 0 < value <= 1:
-        raise ConfigError(f"{attribute.name} must be above 0 and at most 1, got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -50,19 +34,19 @@ class Hardware:
 
     name: str
     board: Board
-    flops_per_s: float = attrs.field(validator=_positive)
-    hbm_bytes: int = attrs.field(validator=_positive)
-    hbm_bytes_per_s: float = attrs.field(validator=_positive)
-    link_bytes_per_s: float = attrs.field(validator=_positive)
-    launch_s: float = attrs.field(validator=_not_negative)
-    compile_s: float = attrs.field(validator=_not_negative)
-    capture_s: float = attrs.field(validator=_not_negative)
-    graph_bytes: int = attrs.field(validator=_not_negative)
+    flops_per_s: float = attrs.field(validator=positive)
+    hbm_bytes: int = attrs.field(validator=positive)
+    hbm_bytes_per_s: float = attrs.field(validator=positive)
+    link_bytes_per_s: float = attrs.field(validator=positive)
+    launch_s: float = attrs.field(validator=not_negative)
+    compile_s: float = attrs.field(validator=not_negative)
+    capture_s: float = attrs.field(validator=not_negative)
+    graph_bytes: int = attrs.field(validator=not_negative)
     graph_keeps_activations: bool
-    compute_efficiency: float = attrs.field(default=0.6, validator=_share)
-    hbm_efficiency: float = attrs.field(default=0.9, validator=_share)
-    replay_s: float = attrs.field(default=50e-6, validator=_not_negative)
-    sample_s: float = attrs.field(default=50e-6, validator=_not_negative)
+    compute_efficiency: float = attrs.field(default=0.6, validator=fraction)
+    hbm_efficiency: float = attrs.field(default=0.9, validator=fraction)
+    replay_s: float = attrs.field(default=50e-6, validator=not_negative)
+    sample_s: float = attrs.field(default=50e-6, validator=not_negative)
 
 
 # Shares of the peak (defaults above). Compute: 260 of Gaudi 2's 432 TFLOP/s in the training of
