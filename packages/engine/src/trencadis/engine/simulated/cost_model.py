@@ -12,14 +12,12 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.simulated.hardware import Hardware
-from trencadis.engine.simulated.model_shape import ModelShape
+from trencadis.engine.simulated.model_shape import LOGIT_BYTES, ModelShape
 from trencadis.warmup import Phase
 
 LAUNCHES_PER_LAYER = 10
 """Two norms, four products of attention and feed-forward (fused where they share their input),
 rotary embedding, cache write, attention, activation; residuals are fused into norms."""
-
-_LOGIT_BYTES = 4
 
 
 @attrs.frozen
@@ -69,7 +67,7 @@ class CostModel:
 
     def sample_s(self, rows: int) -> float:
         """Seconds to turn ``rows`` rows of logits into tokens: read them, and bring tokens home."""
-        read = rows * self.model.vocab_size * _LOGIT_BYTES / self._reached_bytes_per_s
+        read = rows * self.model.vocab_size * LOGIT_BYTES / self._reached_bytes_per_s
         return read + self.hardware.sample_s
 
     def swap_s(self, num_blocks: int) -> float:
@@ -112,5 +110,5 @@ class CostModel:
         kv = (kv_read + tokens) * model.kv_bytes_per_token
         return Work(
             flops=2 * tokens * matrices + attention * pairs + 2 * rows * table,
-            hbm_bytes=weights + kv + rows * model.vocab_size * _LOGIT_BYTES,
+            hbm_bytes=weights + kv + rows * model.vocab_size * LOGIT_BYTES,
         )

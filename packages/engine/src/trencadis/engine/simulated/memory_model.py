@@ -7,10 +7,8 @@ import attrs
 from trencadis.bucketing import Bucket
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.simulated.hardware import Hardware
-from trencadis.engine.simulated.model_shape import ModelShape
+from trencadis.engine.simulated.model_shape import LOGIT_BYTES, ModelShape
 from trencadis.warmup import Phase, format_bytes
-
-_LOGIT_BYTES = 4
 
 
 @attrs.frozen
@@ -38,7 +36,7 @@ class MemoryModel:
     def workspace(self, tokens: int, rows: int) -> int:
         """The largest forward: one layer's activations of ``tokens``, logits of ``rows``."""
         per_token = 3 * self.model.intermediate_size + 4 * self.model.hidden_size
-        logits = rows * self.model.vocab_size * _LOGIT_BYTES
+        logits = rows * self.model.vocab_size * LOGIT_BYTES
         return tokens * per_token * self.model.dtype_bytes + logits
 
     def free_after_profile(self, tokens: int, rows: int) -> int:

@@ -17,6 +17,9 @@ import attrs
 
 from trencadis.engine.errors import ModelError
 
+LOGIT_BYTES = 4
+"""Of one logit: they are brought to fp32 before sampling."""
+
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 _NOT_MODELLED = {

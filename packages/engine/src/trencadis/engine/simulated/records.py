@@ -31,9 +31,7 @@ class _Live:
     """A request being served; times in seconds."""
 
     arrived_s: float
-    asked: int
     last_token_s: float | None = None
-    generated: int = 0
 
 
 @attrs.define
@@ -63,7 +61,7 @@ class Records:
 
     def accepted(self, seq_id: int, arrived_s: float, prompt: int, asked: int) -> None:
         """A request was queued."""
-        self._live[seq_id] = _Live(arrived_s, asked)
+        self._live[seq_id] = _Live(arrived_s)
         self.prompt_tokens += prompt
         self.asked_tokens += asked
 
@@ -75,7 +73,6 @@ class Records:
         else:
             self.between_tokens_s.append(now_s - live.last_token_s)
         live.last_token_s = now_s
-        live.generated += 1
         self.generated_tokens += 1
         self.last_token_s = now_s
 
