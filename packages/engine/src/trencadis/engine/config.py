@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
 
 from trencadis.bucketing import BucketingConfig, BucketingError
+from trencadis.engine.checks import at_least, fraction, not_negative, positive
 from trencadis.engine.errors import ConfigError
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
@@ -20,38 +20,12 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 WarmupMode = Literal["full", "background", "none"]
 
 
-def _at_least(low: int, *, optional: bool = False) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(
-                f"{attribute.name} must be an integer of at least {low}, got {value!r}"
-            )
-
-    return check
-
-
 def _one_of(*accepted: str) -> Any:
     def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value not in accepted:
             raise ConfigError(
                 f"{attribute.name} must be one of {', '.join(accepted)}, got {value!r}"
             )
-
-    return check
-
-
-def _fraction(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, (int, float)) or math.isnan(value) or not 0.0 < value <= 1.0:
-        raise ConfigError(f"{attribute.name} must be above 0 and at most 1, got {value!r}")
-
-
-def _number(accepted: str, accepts: Callable[[float], bool]) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or not accepts(value):
-            raise ConfigError(f"{attribute.name} must be {accepted}, got {value!r}")
 
     return check
 
@@ -90,28 +64,28 @@ class EngineConfig:
         default="auto", validator=_one_of("auto", "bfloat16", "float16", "float32")
     )
     device: str = attrs.field(default="auto", validator=_one_of("auto", "cpu"))
-    max_model_len: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
-    max_num_seqs: int = attrs.field(default=32, validator=_at_least(1))
-    max_num_batched_tokens: int = attrs.field(default=256, validator=_at_least(1))
-    block_size: int = attrs.field(default=32, validator=_at_least(1))
-    num_blocks: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=_fraction)
-    kv_cache_memory: int | None = attrs.field(default=None, validator=_at_least(1, optional=True))
+    max_model_len: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
+    max_num_seqs: int = attrs.field(default=32, validator=at_least(1))
+    max_num_batched_tokens: int = attrs.field(default=256, validator=at_least(1))
+    block_size: int = attrs.field(default=32, validator=at_least(1))
+    num_blocks: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
+    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
+    kv_cache_memory: int | None = attrs.field(default=None, validator=at_least(1, optional=True))
     enable_prefix_caching: bool = True
     defrag: DefragConfig = attrs.field(factory=DefragConfig)
-    max_waiting: int = attrs.field(default=2048, validator=_at_least(1))
+    max_waiting: int = attrs.field(default=2048, validator=at_least(1))
     scheduling_policy: Literal["fcfs", "priority"] = attrs.field(
         default="fcfs", validator=_one_of("fcfs", "priority")
     )
     swap_space: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(_number("0 or more", lambda x: x >= 0))
+        default=None, validator=attrs.validators.optional(not_negative)
     )
-    num_host_blocks: int | None = attrs.field(default=None, validator=_at_least(0, optional=True))
-    swap_bandwidth: float = attrs.field(default=20.0, validator=_number("above 0", lambda x: x > 0))
+    num_host_blocks: int | None = attrs.field(default=None, validator=at_least(0, optional=True))
+    swap_bandwidth: float = attrs.field(default=20.0, validator=positive)
     temperature_source: str | None = None
     thermal_policy: str | None = None
     thermal_policy_config: Mapping[str, Any] = attrs.field(factory=dict)
-    seed: int = attrs.field(default=0, validator=_at_least(0))
+    seed: int = attrs.field(default=0, validator=at_least(0))
     warmup: WarmupMode = attrs.field(
         default="full", validator=_one_of("full", "background", "none")
     )

@@ -11,7 +11,7 @@ import platformdirs
 
 from trencadis.bucketing import BucketingError
 from trencadis.engine.background import BackgroundPreparation
-from trencadis.engine.batch import PromptShape, build_prompt
+from trencadis.engine.batch import build_prompt
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
@@ -20,6 +20,7 @@ from trencadis.engine.grids import Grids, ShapeLimits, build_grids
 from trencadis.engine.models.loader import ModelSpec, inspect_model, load_model, resolve_dtype
 from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler_warmup import SamplerWarmup
+from trencadis.engine.shapes import PromptShape
 from trencadis.engine.swaps import plan_host_blocks
 from trencadis.kvcache import warm_up_defragmenter
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
