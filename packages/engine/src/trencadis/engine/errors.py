@@ -11,6 +11,14 @@ class ConfigError(EngineError, ValueError):
     """A setting is out of range, or two settings contradict each other."""
 
 
+class DeviceError(ConfigError):
+    """The device that was asked for is not there, or cannot do what was asked of it."""
+
+
+class GraphError(EngineError, ValueError):
+    """A recorded graph was given inputs of another shape or type, or was released."""
+
+
 class ModelError(EngineError):
     """A checkpoint is missing, incomplete, or of an architecture this engine cannot serve."""
 

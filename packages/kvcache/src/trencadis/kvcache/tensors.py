@@ -64,7 +64,8 @@ class KVCache:
         self._host = torch.zeros(
             (num_host_blocks, words.shape[0], words.shape[2]),
             dtype=words.dtype,
-            pin_memory=self.device.type != "cpu",
+            # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
+            pin_memory=self.device.type == "cuda",
         )
         self._copier = copier_for(words, self._host)
 
