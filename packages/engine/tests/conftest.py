@@ -116,13 +116,18 @@ def session_device() -> Generator[None, None, None]:
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session", name="stand_in")
+def stand_in_fixture() -> Callable[..., Any]:
+    return stand_in
+
+
+@pytest.fixture
 def lazy_gaudi() -> Generator[Any, None, None]:
     with stand_in("lazy") as machinery:
         yield machinery
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def eager_gaudi() -> Generator[Any, None, None]:
     with stand_in("eager") as machinery:
         yield machinery

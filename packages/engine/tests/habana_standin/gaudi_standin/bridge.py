@@ -93,10 +93,12 @@ class Bridge:
         self._region = Program()
         try:
             yield
-            self._compile(("region", self._region.signature))
+            if not self._region.is_empty:
+                self._compile(("region", self._region.signature))
         finally:
             self._region = None
 
+    @torch.compiler.disable
     def read(self, tensor: HPUTensor, what: str) -> torch.Tensor:
         """A host copy of a tensor's values: everything collected is computed first."""
         self._refuse_inside(f"a host read ({what})")
@@ -105,6 +107,7 @@ class Bridge:
         self.flush()
         return tensor.buffer.value.clone()
 
+    @torch.compiler.disable
     def upload(self, host: torch.Tensor) -> HPUTensor:
         """A device copy of a host tensor."""
         self._refuse_inside("a copy from the host")
@@ -120,10 +123,6 @@ class Bridge:
     # What PyTorch calls.
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        # In inference mode composite operations come whole, and may or may not return a view.
-        decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
         leaves, spec = tree_flatten((args, kwargs))
         if func is _COPY and not isinstance(leaves[0], HPUTensor):
             return leaves[0].copy_(self.read(leaves[1], "copy_ to a host tensor"))
@@ -142,16 +141,17 @@ class Bridge:
                 return self._change(func, args, kwargs, leaves, spec)
             else:
                 made, shape = self._compute(func, leaves, spec)
+        return tree_unflatten(self._wrap(func, leaves, made), shape)
+
+    # Kinds of operations.
+
+    def _wrap(self, func: Any, leaves: list[Any], made: list[Any]) -> list[Any]:
         if not func.is_view:
-            out = [HPUTensor(x, self._stamp(x)) if isinstance(x, Buffer) else x for x in made]
-            return tree_unflatten(out, shape)
+            return [HPUTensor(x, self._stamp(x)) if isinstance(x, Buffer) else x for x in made]
         base = next(leaf for leaf in leaves if isinstance(leaf, HPUTensor))
         # A view is an inference tensor where its base is one: PyTorch insists on it.
         with torch.inference_mode(mode=base.is_inference()):
-            views = [HPUTensor(x, self._stamp(x), is_view=True) for x in made]
-        return tree_unflatten(views, shape)
-
-    # Kinds of operations.
+            return [HPUTensor(x, self._stamp(x), is_view=True) for x in made]
 
     def _view(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
         base = next(leaf for leaf in leaves if isinstance(leaf, HPUTensor)).buffer

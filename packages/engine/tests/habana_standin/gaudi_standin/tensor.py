@@ -77,6 +77,10 @@ class HPUTensor(torch.Tensor):
         if func is torch.ops.aten.set_.source_Tensor:
             args[0].move_to(args[1].buffer)
             return args[0]
+        # In inference mode composite operations come whole, and may or may not return a view.
+        decomposed = func.decompose(*args, **kwargs)
+        if decomposed is not NotImplemented:
+            return decomposed
         return _bridge[0].dispatch(func, args, kwargs)
 
     # For torch.compile: PyTorch traces the values that a tensor consists of.

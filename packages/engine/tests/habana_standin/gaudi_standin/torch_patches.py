@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 from gaudi_standin.bridge import BRIDGE
 from gaudi_standin.tensor import made_on_device, to_device
@@ -33,7 +34,7 @@ def apply(module: ModuleType) -> None:
         library.impl(name, _factory(name))
     _undo.append(library._destroy)
     # `with torch.device(...)` knows constructors by identity, and lists them once.
-    torch.utils._device._device_constructors()
+    _device_constructors()
     _replace(torch.Tensor, "to", to_device(torch.Tensor.to))
     _replace(torch, "tensor", made_on_device(torch.tensor))
     _replace(torch, "as_tensor", made_on_device(torch.as_tensor))

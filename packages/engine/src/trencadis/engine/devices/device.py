@@ -56,7 +56,7 @@ class Device(abc.ABC):
     def optimize(self, model: nn.Module) -> None:
         """Rearrange a loaded model's weights in place, as this device reads them fastest."""
 
-    def mark_step(self) -> None:
+    def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """End of a piece of work that a lazy device collects; nothing elsewhere."""
 
     def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:

@@ -8,7 +8,6 @@ https://docs.habana.ai/en/latest/PyTorch/Inference_on_PyTorch/Inference_Using_HP
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
@@ -87,7 +86,6 @@ class graph:  # noqa: N801 - the real one's name
         self._on_stream: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> None:
-        gc.collect()
         self._on_stream = stream(self._stream)
         self._on_stream.__enter__()
         self._graph.capture_begin(self._dry_run)
