@@ -38,7 +38,7 @@ def config(model: Path | str, **changes: object) -> EngineConfig:
         "max_num_batched_tokens": 32,
         "block_size": 8,
         "num_blocks": 80,
-        "skip_warmup": True,
+        "warmup": "none",
         **changes,
     }
     return EngineConfig(model=str(model), **settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -11,7 +12,14 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.engine.batch import DecodeShape, PromptShape, build_decode, build_prompt
+from trencadis.engine.batch import (
+    DecodeShape,
+    ModelInput,
+    PromptShape,
+    build_decode,
+    build_prompt,
+    lay_out_decodes,
+)
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import MASKED, DecodeContext, paged_attention
 from trencadis.kvcache.tensors import KVCache
@@ -77,10 +85,19 @@ shapes = st.tuples(
 )
 
 
+def decode_input(
+    case: Sequences, parts: list[tuple[int, int, int]], shape: DecodeShape, spare_pairs: int = 0
+) -> ModelInput:
+    decodes = [case.scheduled(*part) for part in parts]
+    layout = lay_out_decodes(decodes, shape.blocks, case.cache.block_size)
+    shape = attrs.evolve(shape, extra=layout.num_extra + spare_pairs)
+    return build_decode(decodes, layout, shape, case.cache, CPU)
+
+
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(0, 2), st.integers(0, 4))
+@given(shapes, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5))
 def test_decode_equals_plain_attention(
-    shape: tuple[list[int], tuple[int, int]], spare_rows: int, spare_blocks: int
+    shape: tuple[list[int], tuple[int, int]], spare_rows: int, spare_blocks: int, spare_pairs: int
 ) -> None:
     lengths, (heads, kv_heads) = shape
     case = Sequences(lengths, heads, kv_heads, torch.float32)
@@ -89,9 +106,7 @@ def test_decode_equals_plain_attention(
     batch = len(lengths) + spare_rows
     blocks = min(case.cache.num_blocks, 1 + max(t.max() for t in case.tables) + spare_blocks)
     parts = [(row, length - 1, 1) for row, length in enumerate(lengths)]
-    built = build_decode(
-        [case.scheduled(*part) for part in parts], DecodeShape(batch, int(blocks)), case.cache, CPU
-    )
+    built = decode_input(case, parts, DecodeShape(batch, int(blocks)), spare_pairs)
     out, _ = paged_attention(
         MODULE,
         *(case.flat(parts, 1, source, batch) for source in (case.q, case.k, case.v)),
@@ -195,9 +210,7 @@ def test_bf16_stays_within_its_rounding() -> None:
     for row, length in enumerate(case.lengths):
         case.fill(row, length - 1)
     parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
-    built = build_decode(
-        [case.scheduled(*p) for p in parts], DecodeShape(3, case.cache.num_blocks), case.cache, CPU
-    )
+    built = decode_input(case, parts, DecodeShape(3, case.cache.num_blocks))
     out, _ = paged_attention(
         MODULE,
         *(case.flat(parts, 1, source, 3) for source in (case.q, case.k, case.v)),

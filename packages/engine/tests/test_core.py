@@ -56,7 +56,7 @@ def settings(**changes: object) -> dict[str, object]:
         "max_num_batched_tokens": 32,
         "block_size": 8,
         "num_blocks": 80,
-        "skip_warmup": True,
+        "warmup": "none",
         **changes,
     }
 
@@ -79,7 +79,7 @@ ONE_BUCKET = BucketingConfig(
         pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
         pytest.param({"num_blocks": 18}, id="so few blocks that sequences are preempted"),
         pytest.param({"max_num_seqs": 1}, id="one at a time"),
-        pytest.param({"skip_warmup": False}, id="after warm-up"),
+        pytest.param({"warmup": "full"}, id="after warm-up"),
         pytest.param({"block_size": 1, "num_blocks": 400}, id="one token per block"),
         pytest.param({"block_size": 128, "num_blocks": 9}, id="one block per sequence"),
     ],
@@ -97,8 +97,8 @@ def test_greedy_tokens_are_those_of_plain_generation(
 
 def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[int]]) -> None:
     llm = LLM(str(tiny_model), **settings(bucketing=ONE_BUCKET, max_num_batched_tokens=128))
-    assert llm.core.grids is not None
-    assert len(llm.core.grids.prompt) == len(llm.core.grids.decode) == 1
+    assert llm.core.executor.grids is not None
+    assert len(llm.core.executor.grids.prompt) == len(llm.core.executor.grids.decode) == 1
     results = llm.generate(prompts(), GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
@@ -107,13 +107,15 @@ def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[
 
 
 def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
-    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(skip_warmup=False)))
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(warmup="full")))
     report = core.warm_up()
     assert report is not None
-    assert core.grids is not None
-    assert len(report.executed) == len(core.grids.prompt) + len(core.grids.decode)
+    assert core.executor.grids is not None
+    assert len(report.executed) == len(core.executor.grids.prompt) + len(core.executor.grids.decode)
     assert core.stats.used_blocks == 0
-    assert not core.cache.key(0)[1:].any(), "dummy batches write to the padding block alone"
+    assert not core.executor.cache.key(0)[1:].any(), (
+        "dummy batches write to the padding block alone"
+    )
 
 
 def test_sampled_tokens_do_not_depend_on_company_or_preemption(tiny_model: Path) -> None:
@@ -270,4 +272,4 @@ def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
     config = settings(num_blocks=None, kv_cache_memory=100_000)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
-    assert core.num_blocks == 100_000 // block_bytes
+    assert core.executor.num_blocks == 100_000 // block_bytes

@@ -72,7 +72,7 @@ def serve(model_path: str, token_ids: list[tuple[int, ...]], **settings: object)
         "max_num_seqs": 48,
         "max_num_batched_tokens": 256,
         "block_size": 16,
-        "skip_warmup": True,
+        "warmup": "none",
     }
     return LLM(model_path, **{**defaults, **settings})
 
@@ -114,8 +114,8 @@ def test_in_one_huge_bucket_every_token_is_the_same(
         decode_blocks=AxisConfig(min=800, step=800, max=800),
     )
     llm = serve(model_path, token_ids, num_blocks=800, bucketing=one_bucket)
-    assert llm.core.grids is not None
-    assert len(llm.core.grids.prompt) == len(llm.core.grids.decode) == 1
+    assert llm.core.executor.grids is not None
+    assert len(llm.core.executor.grids.prompt) == len(llm.core.executor.grids.decode) == 1
     results = llm.generate(token_ids, GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     assert llm.core.stats.bucket_misses == 0
@@ -139,7 +139,7 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
             enable_prefix_caching=together,
             defrag=DefragConfig(threshold=0 if together else 10_000),
         )
-        cache = llm.core.cache
+        cache = llm.core.executor.cache
         spy = Mock(wraps=cache.carry_out)
         monkeypatch.setattr(cache, "carry_out", spy)
         # The longest goes first: its low blocks become free while those after it still run.
@@ -166,7 +166,7 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
     ours: dict[int, list[torch.Tensor]] = {i: [] for i in chosen}
     while core.has_work:
         output = core.scheduler.schedule()
-        step = core.runner.run(output)
+        step = core.executor.runner.run(output)
         forced = {}
         for seq_id, logits in zip(step.seq_ids, step.logits, strict=True):
             i = sequences[seq_id]

@@ -27,7 +27,7 @@ def test_flags_reach_the_engine():
         *("--max-model-len", "512", "--max-num-seqs", "7", "--max-num-batched-tokens", "64"),
         *("--block-size", "16", "--num-gpu-blocks-override", "99", "--max-waiting", "3"),
         *("--gpu-memory-utilization", "0.5", "--kv-cache-memory", "2GiB", "--seed", "5"),
-        *("--skip-warmup", "--disable-bucketing"),
+        *("--warmup", "none", "--disable-bucketing", "--compile-cache", "/cache"),
     )
     assert engine_config(args, {}) == EngineConfig(
         model="./model",
@@ -43,7 +43,8 @@ def test_flags_reach_the_engine():
         gpu_memory_utilization=0.5,
         kv_cache_memory=2 * 1024**3,
         seed=5,
-        skip_warmup=True,
+        warmup="none",
+        compile_cache="/cache",
         use_buckets=False,
     )
 
@@ -76,7 +77,7 @@ def test_a_bad_flag_or_a_taken_port_shows_before_the_default_model_is_made(monke
 def test_the_environment_reaches_the_engine():
     environ = {"VLLM_SKIP_WARMUP": "true", "VLLM_PROMPT_BS_BUCKET_MAX": "8"}
     config = engine_config(parse("./model"), environ)
-    assert config.skip_warmup
+    assert config.warmup == "none"
     assert config.bucketing is not None
 
 
@@ -109,7 +110,7 @@ def test_every_flag_has_an_effect():
     from trencadis.server import cli
 
     by_hand = {"model", "api_key", "disable_access_log", "log_level"}
-    by_hand |= {"skip_warmup", "disable_bucketing"}
+    by_hand |= {"enforce_eager", "disable_bucketing"}
     assert flags == by_hand | set(cli._ENGINE_FLAGS) | set(cli._SERVER_FLAGS)
 
 

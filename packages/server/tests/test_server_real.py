@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -349,7 +350,7 @@ def is_core(server: ServerProcess, pid: int) -> bool:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_process_behind(number):
-    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--skip-warmup")
+    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
         server.wait_for(" at http://", START_SECONDS)
         leader = server.process.pid
@@ -362,8 +363,27 @@ def test_a_signal_leaves_no_process_behind(number):
         server.kill()
 
 
+def test_a_signal_in_the_middle_of_compiling_leaves_no_process_and_a_whole_cache(tmp_path):
+    flags = ("--max-model-len", "128", "--max-num-seqs", "2", "--compile")
+    server = ServerProcess(*flags, "--compile-cache", str(tmp_path))
+    try:
+        server.wait_for(r"\[Warmup\]\[Prompt\]\[2/", START_SECONDS)
+        leader = server.process.pid
+        os.killpg(leader, signal.SIGINT)
+        assert server.process.wait(15) == 0
+        wait_until(lambda: session_members(leader) == [])
+        assert "Traceback" not in "".join(server.output)
+        archives = list(tmp_path.glob("*.zip"))
+        assert archives
+        for archive in archives:
+            with zipfile.ZipFile(archive) as packed:
+                assert packed.testzip() is None
+    finally:
+        server.kill()
+
+
 def test_a_killed_server_leaves_no_core_behind():
-    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--skip-warmup")
+    server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
         server.wait_for(" at http://", START_SECONDS)
         server.process.kill()

@@ -7,6 +7,8 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
+import os
+import signal
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
@@ -251,9 +253,16 @@ async def _await_ready(channel: FrontChannel, process: BaseProcess) -> Ready:
 
 
 async def _end(process: BaseProcess, patience: float = 0.0) -> None:
-    """Wait for the process to end, then make it."""
+    """Wait for the process to end, then make it, and with it all that it has started."""
     await asyncio.to_thread(process.join, patience)
-    for stop in (process.terminate, process.kill):
-        if process.is_alive():
-            stop()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if process.is_alive() and process.pid is not None:
+            _signal_group(process.pid, number)
             await asyncio.to_thread(process.join, 2.0)
+
+
+def _signal_group(leader: int, number: signal.Signals) -> None:
+    try:
+        os.killpg(leader, number)
+    except ProcessLookupError:  # it has no group of its own yet
+        os.kill(leader, number)

@@ -7,32 +7,25 @@ tokens have id 0 and position 0, write to block 0 and are read by nobody.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trencadis.engine.models.attention import MASKED, DecodeContext, PromptContext
-from trencadis.kvcache import NO_OWNER, lay_out
+from trencadis.engine.models.attention import (
+    MASKED,
+    DecodeContext,
+    PagedContext,
+    PromptContext,
+    paged_tensors,
+)
+from trencadis.kvcache import NO_OWNER, DecodeLayout, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
 IntArray = npt.NDArray[np.int64]
-
-
-@attrs.frozen(eq=False)
-class ModelInput:
-    """One forward: flat tokens ``[1, T]``, their positions, the rows whose logits are wanted.
-
-    ``logit_rows`` has one entry per row of the padded batch; the first ``num_rows`` are real.
-    """
-
-    token_ids: torch.Tensor
-    position_ids: torch.Tensor
-    logit_rows: torch.Tensor
-    paged: PromptContext | DecodeContext
-    num_rows: int
 
 
 @attrs.frozen
@@ -46,10 +39,51 @@ class PromptShape:
 
 @attrs.frozen
 class DecodeShape:
-    """Padded shape of a decode forward: sequences, and blocks of the cache prefix."""
+    """Padded shape of a decode forward: sequences, blocks of the cache prefix, shared pairs.
+
+    ``extra`` is the number of (block, sequence) pairs beyond each block's first owner.
+    """
 
     batch: int
     blocks: int
+    extra: int = 0
+
+
+ForwardShape = PromptShape | DecodeShape
+
+
+@attrs.frozen(eq=False)
+class ModelInput:
+    """One forward: flat tokens ``[1, T]``, their positions, the rows whose logits are wanted.
+
+    ``logit_rows`` has one entry per row of the padded batch; the first ``num_rows`` are real.
+    """
+
+    shape: ForwardShape
+    token_ids: torch.Tensor
+    position_ids: torch.Tensor
+    logit_rows: torch.Tensor
+    paged: PagedContext
+    num_rows: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Every tensor of the forward, in an order that depends on the shape alone."""
+        paged = (getattr(self.paged, name) for name in paged_tensors(self.paged))
+        return (self.token_ids, self.position_ids, self.logit_rows, *paged)
+
+    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ModelInput:
+        """The same forward over other tensors, given as `tensors` orders them."""
+        own, paged = tensors[:3], tensors[3:]
+        names = paged_tensors(self.paged)
+        changes: dict[str, Any] = dict(zip(names, paged, strict=True))
+        return attrs.evolve(
+            self,
+            token_ids=own[0],
+            position_ids=own[1],
+            logit_rows=own[2],
+            paged=attrs.evolve(self.paged, **changes),
+        )
 
 
 def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> PromptShape:
@@ -98,31 +132,40 @@ def build_prompt(
         _context_mask(starts, shape, size, device) if shape.context_blocks else None,
     )
     rows = np.arange(shape.batch) * shape.query + last
-    return _model_input(tokens, positions, rows, paged, len(chunks), device)
+    return _model_input(shape, tokens, positions, rows, paged, len(chunks), device)
+
+
+def lay_out_decodes(
+    decodes: Sequence[ScheduledSequence], blocks: int, block_size: int
+) -> DecodeLayout:
+    """Which sequence reads which of the first ``blocks`` blocks, and the pairs beyond that."""
+    tables = [one.block_table[: one.start // block_size + 1] for one in decodes]
+    return lay_out(tables, [one.start + 1 for one in decodes], block_size, blocks)
 
 
 def build_decode(
-    decodes: Sequence[ScheduledSequence], shape: DecodeShape, cache: KVCache, device: torch.device
+    decodes: Sequence[ScheduledSequence],
+    layout: DecodeLayout,
+    shape: DecodeShape,
+    cache: KVCache,
+    device: torch.device,
 ) -> ModelInput:
-    """One token per sequence, padded to ``shape``; an empty list makes a dummy batch."""
+    """One token per sequence, padded to ``shape``; an empty list makes a dummy batch.
+
+    ``layout`` is that of `lay_out_decodes`; ``shape`` has room for its extra pairs.
+    """
     tokens, positions, write_blocks = np.zeros((3, shape.batch), np.int64)
     size = cache.block_size
-    tables, lengths = [], []
     for row, decode in enumerate(decodes):
-        last = decode.start // size
         tokens[row] = decode.token_ids[0]
         positions[row] = decode.start
-        write_blocks[row] = decode.block_table[last]
-        tables.append(decode.block_table[: last + 1])
-        lengths.append(decode.start + 1)
-    layout = lay_out(tables, lengths, size, shape.blocks)
-    extra = _padded_extra(layout.num_extra)
-    owners = np.full(shape.blocks + extra, shape.batch, np.int64)
-    filled = np.zeros(shape.blocks + extra, np.int64)
+        write_blocks[row] = decode.block_table[decode.start // size]
+    owners = np.full(shape.blocks + shape.extra, shape.batch, np.int64)
+    filled = np.zeros(shape.blocks + shape.extra, np.int64)
     owned = layout.owner != NO_OWNER
     owners[: shape.blocks][owned] = layout.owner[owned]
     filled[: shape.blocks] = layout.used
-    extra_blocks = np.zeros(extra, np.int64)
+    extra_blocks = np.zeros(shape.extra, np.int64)
     shared = slice(shape.blocks, shape.blocks + layout.num_extra)
     owners[shared], filled[shared] = layout.extra_owner, layout.extra_used
     extra_blocks[: layout.num_extra] = layout.extra_block
@@ -134,26 +177,23 @@ def build_decode(
         _put(owners, device),
         _put(np.minimum(owners, shape.batch - 1), device),
         _bias(_put(filled, device), size),
-        _put(extra_blocks, device) if extra else None,
+        _put(extra_blocks, device) if shape.extra else None,
     )
     rows = np.arange(shape.batch)
-    return _model_input(tokens, positions, rows, paged, len(decodes), device)
-
-
-def _padded_extra(pairs: int) -> int:
-    """Shared (block, sequence) pairs to gather: 0, or the next power of two from 8 on."""
-    return max(8, 1 << (pairs - 1).bit_length()) if pairs else 0
+    return _model_input(shape, tokens, positions, rows, paged, len(decodes), device)
 
 
 def _model_input(
+    shape: ForwardShape,
     tokens: IntArray,
     positions: IntArray,
     rows: IntArray,
-    paged: PromptContext | DecodeContext,
+    paged: PagedContext,
     num_rows: int,
     device: torch.device,
 ) -> ModelInput:
     return ModelInput(
+        shape,
         _put(tokens, device).unsqueeze(0),
         _put(positions, device).unsqueeze(0),
         _put(rows, device),

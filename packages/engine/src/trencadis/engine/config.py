@@ -14,6 +14,7 @@ from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+WarmupMode = Literal["full", "background", "none"]
 
 
 def _at_least(low: int, *, optional: bool = False) -> Any:
@@ -52,6 +53,11 @@ class EngineConfig:
     ``kv_cache_memory`` is in bytes and bounds the KV cache where memory is shared with the host.
     ``enable_prefix_caching`` reuses the blocks of prompts that begin alike.
     ``defrag`` says when the cache is defragmented.
+    ``warmup`` says when shapes are made ready: all before the first request, the first ones before
+    and the rest behind traffic, or each when it first comes. ``graphs`` says which of them are
+    captured within what memory, where the device captures. ``compile`` gives each shape a program
+    for the decoder layers; ``compile_cache`` is the directory that keeps them (None: the user's
+    cache directory).
     ``max_waiting`` bounds the queue of requests that have not started; one more is refused.
     Raises `ConfigError` on a value out of range or on settings that contradict each other.
     """
@@ -75,29 +81,44 @@ class EngineConfig:
     defrag: DefragConfig = attrs.field(factory=DefragConfig)
     max_waiting: int = attrs.field(default=2048, validator=_at_least(1))
     seed: int = attrs.field(default=0, validator=_at_least(0))
-    skip_warmup: bool = False
+    warmup: WarmupMode = attrs.field(
+        default="full", validator=_one_of("full", "background", "none")
+    )
+    graphs: WarmupConfig = attrs.field(factory=WarmupConfig)
+    compile: bool = False
+    compile_cache: str | None = None
     bucketing: BucketingConfig | None = None
-    use_buckets: bool = True
+    use_buckets: bool = attrs.field(default=True)
 
     @block_size.validator
     def _power_of_two(self, _: object, value: int) -> None:
         if value & (value - 1):
             raise ConfigError(f"block_size must be a power of two, got {value}")
 
+    @use_buckets.validator
+    def _buckets_to_compile(self, _: object, value: bool) -> None:
+        if self.compile and not value:
+            raise ConfigError(
+                "compile needs buckets, since a program is for one shape: leave use_buckets on, "
+                "or compile off"
+            )
+
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
         """These settings, and what the environment says of buckets, warm-up and defragmentation.
 
         The variables are those of the Gaudi plugin: ``VLLM_PROMPT_*``, ``VLLM_DECODE_*``,
-        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_DEFRAG_*``. A setting given here wins.
-        Raises `ConfigError`, which names the setting or variable.
+        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_*``, ``VLLM_DEFRAG_*``. A setting
+        given here wins. Raises `ConfigError`, which names the setting or variable.
         """
         try:
             bucketing = BucketingConfig.from_env(environ)
+            graphs = WarmupConfig.from_env(environ)
             found: dict[str, Any] = {
                 # Nothing set means the device's own default grid, not the plugin's.
                 "bucketing": None if bucketing == BucketingConfig() else bucketing,
-                "skip_warmup": WarmupConfig.from_env(environ).skip,
+                "warmup": "none" if graphs.skip else "full",
+                "graphs": attrs.evolve(graphs, skip=False),
                 "defrag": DefragConfig.from_env(environ),
             }
         except (BucketingError, WarmupError, KVCacheError) as error:

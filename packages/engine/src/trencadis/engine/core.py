@@ -6,24 +6,21 @@ process of its own, `trencadis.engine.llm` in the caller's.
 
 from __future__ import annotations
 
-import logging
 import random
+from collections.abc import Callable
+from pathlib import Path
 
 import attrs
 
-from trencadis.bucketing import BucketingError
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device, select_device
-from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest
-from trencadis.engine.grids import Grids, ShapeLimits, build_grids
+from trencadis.engine.errors import EngineOverloaded, InvalidRequest
+from trencadis.engine.executor import Executor
 from trencadis.engine.messages import NewToken
-from trencadis.engine.models.loader import ModelSpec, inspect_model, load_model, resolve_dtype
 from trencadis.engine.outputs import EngineStats
-from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler import SampledToken, SamplingRow, sample
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter
-from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.scheduler import (
     QueueFull,
     Request,
@@ -32,9 +29,7 @@ from trencadis.scheduler import (
     Sequence,
     UnservableRequest,
 )
-from trencadis.warmup import MemoryPlan, WarmupReport, format_bytes, warm_up
-
-logger = logging.getLogger("trencadis.engine")
+from trencadis.warmup import WarmupReport
 
 
 @attrs.frozen
@@ -54,80 +49,49 @@ class EngineCore:
 
     def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
         self.config = config
-        self.device = device if device is not None else select_device(config.device)
-        self.spec = inspect_model(config.model)
-        self.max_model_len = _max_model_len(config, self.spec)
-        self.dtype = resolve_dtype(config.dtype, self.spec, self.device)
+        self.device = device if device is not None else _device(config)
+        self.executor = Executor(config, self.device)
+        self.spec = self.executor.spec
+        self.max_model_len = self.executor.max_model_len
         self._rng = random.Random(config.seed)
         self._live: dict[int, _Live] = {}
         self._keys: dict[str, int] = {}
         self._stats = _Counters()
-        self._build()
-
-    def _build(self) -> None:
-        """Load the weights, size and make the cache, and put the libraries together."""
-        before = self.device.free_memory()
-        model = load_model(self.spec, self.device, self.dtype, self.max_model_len)
-        self._log_memory("Loading model weights", before)
-        self.num_blocks = self._plan_blocks()
-        size = self.config.block_size
         self.blocks = BlockManager(
             CacheConfig(
-                num_blocks=self.num_blocks,
-                block_size=size,
-                enable_prefix_caching=self.config.enable_prefix_caching,
+                num_blocks=self.executor.num_blocks,
+                block_size=config.block_size,
+                enable_prefix_caching=config.enable_prefix_caching,
             )
         )
-        before = self.device.free_memory()
-        self.cache = KVCache(
-            num_layers=self.spec.num_layers,
-            num_blocks=self.num_blocks,
-            kv_heads=self.spec.num_kv_heads,
-            block_size=size,
-            head_dim=self.spec.head_dim,
-            dtype=self.dtype,
-            device=self.device.torch_device,
-        )
-        self._log_memory("Initializing cache engine", before)
-        budget = max(self.config.max_num_batched_tokens, self.config.max_num_seqs)
-        limits = ShapeLimits(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=budget,
-            max_num_seqs=self.config.max_num_seqs,
-            block_size=size,
-            num_blocks=self.num_blocks,
-        )
-        self.grids = self._grids(limits)
-        self.runner = ModelRunner(model, self.device, self.cache, self.grids)
+        grids = self.executor.grids
         self.scheduler = Scheduler(
             SchedulerConfig(
-                max_num_seqs=self.config.max_num_seqs,
-                max_num_batched_tokens=budget,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=self.executor.max_batched_tokens,
                 max_model_len=self.max_model_len,
                 # A chunk past the longest bucket would meet a shape that nobody prepared.
-                max_chunk_tokens=self.grids.prompt.values("query")[-1] if self.grids else None,
-                max_waiting=self.config.max_waiting,
+                max_chunk_tokens=grids.prompt.values("query")[-1] if grids else None,
+                max_waiting=config.max_waiting,
             ),
             self.blocks,
-            defragmenter=Defragmenter(self.blocks, self.config.defrag),
+            defragmenter=Defragmenter(self.blocks, config.defrag),
         )
 
-    def _grids(self, limits: ShapeLimits) -> Grids | None:
-        if not self.config.use_buckets:
-            return None
-        try:
-            return build_grids(self.config.bucketing, limits)
-        except BucketingError as error:
-            raise ConfigError(str(error)) from error
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
+        """Make shapes ready as the settings say; None where that is done later or never."""
+        return self.executor.warm_up(stop)
 
-    def warm_up(self) -> WarmupReport | None:
-        """Run every bucket once; None when warm-up is skipped or there are no buckets."""
-        if self.grids is None:
-            return None
-        if self.config.skip_warmup:
-            logger.info("Skipping warmup: the first request of each shape will be slower")
-            return None
-        return warm_up(self.runner, self.grids.prompt.buckets, self.grids.decode.buckets)
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether there are shapes to be made ready behind traffic."""
+        background = self.executor.background
+        return background is not None and background.unfinished
+
+    def advance_warm_up(self) -> None:
+        """Go on making shapes ready behind traffic, if there are any left."""
+        if self.executor.background is not None:
+            self.executor.background.advance(idle=not self.has_work)
 
     @property
     def has_work(self) -> bool:
@@ -135,6 +99,7 @@ class EngineCore:
 
     @property
     def stats(self) -> EngineStats:
+        runner = self.executor.runner
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -146,8 +111,12 @@ class EngineCore:
             steps=self._stats.steps,
             prompt_tokens=self._stats.prompt_tokens,
             generation_tokens=self._stats.generation_tokens,
-            padded_tokens=self.runner.padded_tokens,
-            bucket_misses=self.runner.bucket_misses,
+            padded_tokens=runner.padded_tokens,
+            bucket_misses=runner.bucket_misses,
+            buckets=self.executor.num_buckets,
+            ready_buckets=self.executor.num_ready_buckets,
+            cold_forwards=runner.forwards.cold,
+            compilations=runner.forwards.compilations,
         )
 
     def add(self, key: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
@@ -187,7 +156,7 @@ class EngineCore:
         output = self.scheduler.schedule()
         self._stats.steps += 1
         self._stats.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
-        computed = self.runner.run(output)
+        computed = self.executor.runner.run(output)
         live = [self._live[seq_id] for seq_id in computed.seq_ids]
         tokens = sample(computed.logits, [self._row(one) for one in live]) if live else []
         sampled = dict(zip(computed.seq_ids, tokens, strict=True))
@@ -219,50 +188,6 @@ class EngineCore:
             token.logprobs,
         )
 
-    def _plan_blocks(self) -> int:
-        """Blocks of the cache: as configured, or as many as fit and can be used."""
-        block_bytes = bytes_per_block(
-            num_layers=self.spec.num_layers,
-            kv_heads=self.spec.num_kv_heads,
-            block_size=self.config.block_size,
-            head_dim=self.spec.head_dim,
-            dtype=self.dtype,
-        )
-        per_sequence = -(-self.max_model_len // self.config.block_size)
-        if self.config.num_blocks is not None:
-            num_blocks = self.config.num_blocks
-        else:
-            plan = MemoryPlan(
-                free_after_profile=self.device.free_memory(),
-                block_bytes=block_bytes,
-                gpu_memory_utilization=self.config.gpu_memory_utilization,
-                graph_reserved_mem=0.0,
-            )
-            limit = self.config.kv_cache_memory or self.device.default_kv_cache_memory
-            fits = plan.num_blocks
-            if limit is not None:
-                fits = min(fits, limit // block_bytes)
-            num_blocks = min(fits, per_sequence * self.config.max_num_seqs + 1)
-        if num_blocks - 1 < per_sequence:
-            raise ConfigError(
-                f"a KV cache of {num_blocks} blocks of {self.config.block_size} tokens cannot hold "
-                f"one sequence of max_model_len {self.max_model_len}: lower max_model_len to "
-                f"{max(0, num_blocks - 1) * self.config.block_size} or raise kv_cache_memory "
-                f"(a block takes {format_bytes(block_bytes)})"
-            )
-        logger.info("# KV blocks: %d of %d tokens", num_blocks, self.config.block_size)
-        return num_blocks
-
-    def _log_memory(self, what: str, free_before: int) -> None:
-        free, total = self.device.free_memory(), self.device.total_memory()
-        logger.info(
-            "%s took %s of device memory (%s/%s used)",
-            what,
-            format_bytes(free_before - free),
-            format_bytes(total - free),
-            format_bytes(total),
-        )
-
 
 @attrs.define
 class _Counters:
@@ -271,6 +196,12 @@ class _Counters:
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+
+
+def _device(config: EngineConfig) -> Device:
+    return select_device(
+        config.device, Path(config.compile_cache) if config.compile_cache else None
+    )
 
 
 def check_request(
@@ -299,15 +230,3 @@ def check_request(
     for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
         if any(not 0 <= token < vocab_size for token in ids):
             raise InvalidRequest(f"{name} has token ids past the vocabulary of {vocab_size}", name)
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    longest = spec.max_position_embeddings
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is above what the model was made for, "
-            f"{longest}: lower it"
-        )
-    return config.max_model_len

@@ -21,6 +21,8 @@ logger = logging.getLogger("trencadis.engine")
 
 _IDLE_SECONDS = 1.0
 """How often an idle core looks whether its front is still alive."""
+_WARMING_SECONDS = 0.1
+"""How often one that warms up behind traffic looks whether the next bucket can begin."""
 
 
 @attrs.frozen
@@ -34,7 +36,9 @@ class LogSettings:
 
 def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSettings) -> None:
     """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
-    # Ctrl-C reaches the whole terminal group; the front decides when the core ends.
+    # A group of its own: Ctrl-C in a terminal does not reach it, since the front decides when the
+    # core ends, and what ends it ends the compilers that it has started, too.
+    os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=log.level, format=log.format, datefmt=log.datefmt)
     channel = CoreChannel(to_core, from_core)
@@ -57,27 +61,37 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
     from trencadis.engine.core import EngineCore  # noqa: PLC0415
 
     core = EngineCore(config)
-    report = core.warm_up()
+    report = core.warm_up(stop=lambda: os.getppid() != front)
     channel.send(
         Ready(
             max_model_len=core.max_model_len,
-            num_blocks=core.num_blocks,
+            num_blocks=core.executor.num_blocks,
             block_size=config.block_size,
-            dtype=str(core.dtype).removeprefix("torch."),
+            dtype=str(core.executor.dtype).removeprefix("torch."),
             device=core.device.name,
-            num_buckets=len(core.grids.prompt) + len(core.grids.decode) if core.grids else 0,
+            num_buckets=core.executor.num_buckets,
             warmup_seconds=report.seconds if report is not None else 0.0,
         )
     )
     while os.getppid() == front:
-        for message in channel.receive(0.0 if core.has_work else _IDLE_SECONDS):
+        for message in channel.receive(_patience(core)):
             if isinstance(message, Stop):
                 return
             _apply(core, channel, message)
+        if core.is_warming_up:
+            core.advance_warm_up()
+            channel.send(StepDone((), core.stats))
         if core.has_work:
             tokens = core.step()
             channel.send(StepDone(tuple(tokens), core.stats))
     logger.warning("The front is gone: the engine core stops")
+
+
+def _patience(core: EngineCore) -> float:
+    """Seconds to wait for a message."""
+    if core.has_work:
+        return 0.0
+    return _WARMING_SECONDS if core.is_warming_up else _IDLE_SECONDS
 
 
 def _apply(core: EngineCore, channel: CoreChannel, message: ToCore) -> None:

@@ -11,16 +11,16 @@ class ConfigError(EngineError, ValueError):
     """A setting is out of range, or two settings contradict each other."""
 
 
+class ModelError(EngineError):
+    """A checkpoint is missing, incomplete, or of an architecture this engine cannot serve."""
+
+
 class DeviceError(ConfigError):
-    """The device that was asked for is not there, or cannot do what was asked of it."""
+    """A device or its driver is missing; the message says what to install."""
 
 
 class GraphError(EngineError, ValueError):
-    """A recorded graph was given inputs of another shape or type, or was released."""
-
-
-class ModelError(EngineError):
-    """A checkpoint is missing, incomplete, or of an architecture this engine cannot serve."""
+    """A graph was replayed on inputs that it was not recorded for, or after its release."""
 
 
 class InvalidRequest(EngineError, ValueError):

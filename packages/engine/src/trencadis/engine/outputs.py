@@ -49,7 +49,11 @@ class CompletionDelta:
 
 @attrs.frozen
 class EngineStats:
-    """A snapshot of the engine core after a step, for metrics and health checks."""
+    """A snapshot of the engine core after a step, for metrics and health checks.
+
+    ``cold_forwards`` ran in shapes that were not warmed up, ``compilations`` happened in live
+    traffic; both are 0 after a full warm-up that covers what comes.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -63,6 +67,10 @@ class EngineStats:
     generation_tokens: int = 0
     padded_tokens: int = 0
     bucket_misses: int = 0
+    buckets: int = 0
+    ready_buckets: int = 0
+    cold_forwards: int = 0
+    compilations: int = 0
 
     @property
     def cache_usage(self) -> float:

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import math
+import operator
+from collections.abc import Iterator, Sequence
 
 import attrs
 import torch
-from torch import nn
 
-from trencadis.bucketing import Bucket
+from trencadis.bucketing import Bucket, BucketGrid
+from trencadis.engine.background import BackgroundPreparation
 from trencadis.engine.batch import (
     DecodeShape,
+    ForwardShape,
     ModelInput,
     PromptShape,
     build_decode,
     build_prompt,
     decode_shape,
+    lay_out_decodes,
     prompt_shape,
 )
 from trencadis.engine.devices import Device
+from trencadis.engine.forwards import Forwards
 from trencadis.engine.grids import Grids
 from trencadis.engine.prompt_batches import split_prompts
 from trencadis.kvcache.tensors import KVCache
@@ -31,6 +36,11 @@ logger = logging.getLogger("trencadis.engine")
 _FORWARD_COST = 32.0
 """Cost of one more forward in padded tokens: what its launches cost on the CPU, roughly."""
 
+_MOST_PADDING = 4
+"""Times that a ready bucket may be larger than a cold one, to run in its stead."""
+
+Scheduled = Sequence[ScheduledSequence]
+
 
 @attrs.frozen(eq=False)
 class StepLogits:
@@ -41,21 +51,26 @@ class StepLogits:
 
 
 class ModelRunner:
-    """Executes steps on a model and a KV cache. Implements warm-up's ``Runtime``.
+    """Executes steps on a model and a KV cache. Implements warm-up's ``GraphRuntime``.
 
     Without ``grids`` every forward has its exact shape. ``padded_tokens`` and ``bucket_misses``
     count since the start; a miss is a forward larger than every bucket.
     """
 
     def __init__(
-        self, model: nn.Module, device: Device, cache: KVCache, grids: Grids | None
+        self, forwards: Forwards, device: Device, cache: KVCache, grids: Grids | None
     ) -> None:
-        self._model = model
+        self.forwards = forwards
+        self.padded_tokens = 0
+        self.bucket_misses = 0
         self._device = device
         self._cache = cache
         self._grids = grids
-        self.padded_tokens = 0
-        self.bucket_misses = 0
+        self._readiness: BackgroundPreparation | None = None
+
+    def prefer_ready(self, readiness: BackgroundPreparation) -> None:
+        """Let a batch whose bucket is not ready yet use a larger one that is."""
+        self._readiness = readiness
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> StepLogits:
@@ -66,22 +81,29 @@ class ModelRunner:
             self._cache.carry_out(output.moves)
             self._cache.wait()
         if output.decodes:
-            self._collect(output.decodes, self._run_decodes(output.decodes), seq_ids, logits)
+            for decodes, batch in self._decode_batches(output.decodes):
+                self._collect(decodes, self.forwards.run(batch), seq_ids, logits)
         for chunks in split_prompts(output.prompts, self._prompt_cost):
-            self._collect(chunks, self._run_prompts(chunks), seq_ids, logits)
+            batch = self._prompt_batch(chunks)
+            self._collect(chunks, self.forwards.run(batch), seq_ids, logits)
         return StepLogits(tuple(seq_ids), torch.cat(logits) if logits else torch.empty(0))
 
-    # Warm-up's Runtime.
+    # Warm-up's GraphRuntime. Dummy batches write to the padding block alone.
 
-    @torch.inference_mode()
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Run a dummy batch of this bucket; it writes to the padding block alone."""
-        if phase is Phase.PROMPT:
-            shape = PromptShape(*bucket.shape)
-            self._forward(build_prompt((), shape, self._cache, self._device.torch_device))
-        else:
-            decode = DecodeShape(*bucket.shape)
-            self._forward(build_decode((), decode, self._cache, self._device.torch_device))
+        """Make the bucket's shapes ready, and run them once."""
+        for shape in self._shapes(phase, bucket):
+            self.forwards.prepare(self._dummy(shape))
+
+    def capture(self, phase: Phase, bucket: Bucket) -> None:
+        """Record the bucket's shapes as graphs."""
+        for shape in self._shapes(phase, bucket):
+            self.forwards.capture(self._dummy(shape))
+
+    def release(self, phase: Phase, bucket: Bucket) -> None:
+        """Forget the bucket's graphs."""
+        for shape in self._shapes(phase, bucket):
+            self.forwards.release(shape)
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -89,35 +111,60 @@ class ModelRunner:
     def free_memory(self) -> int:
         return self._device.free_memory()
 
-    # Forwards.
+    def _shapes(self, phase: Phase, bucket: Bucket) -> list[ForwardShape]:
+        """The shapes that traffic of a bucket has: decoding, with and without shared blocks."""
+        if phase is Phase.PROMPT:
+            return [PromptShape(*bucket.shape)]
+        shape = self._decode_shape(*bucket.shape)
+        if shape.batch == 1 or not self.forwards.fixed_shapes:
+            return [shape]
+        return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
-    def _run_prompts(self, chunks: Sequence[ScheduledSequence]) -> torch.Tensor:
+    def _dummy(self, shape: ForwardShape) -> ModelInput:
+        cache, device = self._cache, self._device.torch_device
+        if isinstance(shape, PromptShape):
+            return build_prompt((), shape, cache, device)
+        layout = lay_out_decodes((), shape.blocks, cache.block_size)
+        return build_decode((), layout, shape, cache, device)
+
+    # Batches.
+
+    def _prompt_batch(self, chunks: Scheduled) -> ModelInput:
         exact = prompt_shape(chunks, self._cache.block_size)
         bucket = self._bucket(Phase.PROMPT, (exact.batch, exact.query, exact.context_blocks))
         shape = PromptShape(*bucket)
         self.padded_tokens += shape.batch * shape.query - sum(len(c.token_ids) for c in chunks)
-        return self._forward(build_prompt(chunks, shape, self._cache, self._device.torch_device))
+        return build_prompt(chunks, shape, self._cache, self._device.torch_device)
 
-    def _run_decodes(self, decodes: Sequence[ScheduledSequence]) -> torch.Tensor:
+    def _decode_batches(self, decodes: Scheduled) -> Iterator[tuple[Scheduled, ModelInput]]:
+        """One forward for all; several where they share more blocks than one has room for."""
         exact = decode_shape(decodes)
-        shape = DecodeShape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
-        # A bucket may ask for more blocks than the cache has; there are none to read past it.
-        shape = DecodeShape(shape.batch, min(shape.blocks, self._cache.num_blocks))
+        shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
+        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+        if self.forwards.fixed_shapes and layout.num_extra > shape.blocks:
+            half = len(decodes) // 2
+            yield from self._decode_batches(decodes[:half])
+            yield from self._decode_batches(decodes[half:])
+            return
         self.padded_tokens += shape.batch - len(decodes)
-        return self._forward(build_decode(decodes, shape, self._cache, self._device.torch_device))
-
-    def _forward(self, batch: ModelInput) -> torch.Tensor:
-        out = self._model(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            paged=batch.paged,
+        shape = attrs.evolve(shape, extra=self._room_for(layout.num_extra, shape.blocks))
+        yield (
+            decodes,
+            build_decode(decodes, layout, shape, self._cache, self._device.torch_device),
         )
-        logits: torch.Tensor = out.logits[0, : batch.num_rows]
-        return logits
 
-    def _prompt_cost(self, chunks: Sequence[ScheduledSequence]) -> float | None:
+    def _decode_shape(self, batch: int, blocks: int) -> DecodeShape:
+        # A bucket may ask for more blocks than the cache has; there are none to read past it.
+        return DecodeShape(batch, min(blocks, self._cache.num_blocks))
+
+    def _room_for(self, pairs: int, blocks: int) -> int:
+        """Shared (block, sequence) pairs to gather: as many as there are blocks, where shapes have
+        to be made ready; the next power of two from 8 on elsewhere."""
+        if not pairs:
+            return 0
+        return blocks if self.forwards.fixed_shapes else max(8, 1 << (pairs - 1).bit_length())
+
+    def _prompt_cost(self, chunks: Scheduled) -> float | None:
         """Padded tokens of these chunks as one forward, and the price of a forward."""
         exact = prompt_shape(chunks, self._cache.block_size)
         batch, query = exact.batch, exact.query
@@ -140,11 +187,27 @@ class ModelRunner:
             logger.warning(
                 "%s shape %s is past every bucket: padded to %s", phase.value, shape, found.shape
             )
-        return found.shape
+        return self._ready_one(phase, found, grid).shape
+
+    def _ready_one(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
+        """The bucket, or one not much larger that is ready where it is not."""
+        readiness = self._readiness
+        if readiness is None or readiness.is_ready(phase, bucket):
+            return bucket
+        readiness.want(phase, bucket)
+        size = _elements(bucket)
+        larger = (
+            one
+            for one in grid.buckets
+            if size < _elements(one) <= _MOST_PADDING * size
+            and all(map(operator.le, bucket.shape, one.shape))
+            and readiness.is_ready(phase, one)
+        )
+        return min(larger, key=_elements, default=bucket)
 
     @staticmethod
     def _collect(
-        scheduled: Sequence[ScheduledSequence],
+        scheduled: Scheduled,
         rows: torch.Tensor,
         seq_ids: list[int],
         logits: list[torch.Tensor],
@@ -156,3 +219,7 @@ class ModelRunner:
             logits.append(rows)
         elif wanted:
             logits.append(rows[wanted])
+
+
+def _elements(bucket: Bucket) -> int:
+    return math.prod(size or 1 for size in bucket.shape)

@@ -29,6 +29,7 @@ _ENGINE_FLAGS = (
     *("served_model_name", "dtype", "device", "max_model_len", "max_num_seqs"),
     *("max_num_batched_tokens", "max_waiting", "block_size", "num_blocks"),
     *("gpu_memory_utilization", "kv_cache_memory", "seed"),
+    *("warmup", "compile", "compile_cache"),
 )
 _SERVER_FLAGS = ("host", "port", "max_body_size", "shutdown_timeout")
 
@@ -73,11 +74,11 @@ def engine_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Engin
     from trencadis.engine import EngineConfig, default_model  # noqa: PLC0415
 
     settings = _given(args, _ENGINE_FLAGS)
-    if args.skip_warmup:
-        settings["skip_warmup"] = True
     config = EngineConfig.from_env(
         environ, model=args.model or "", use_buckets=not args.disable_bucketing, **settings
     )
+    if args.enforce_eager:
+        config = attrs.evolve(config, graphs=attrs.evolve(config.graphs, enforce_eager=True))
     if config.model:
         return config
     # asked for last, with every flag found good: the first time, it is converted

@@ -17,7 +17,8 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _EPILOG = """\
 environment:
   VLLM_API_KEY                  one more accepted API key
-  VLLM_SKIP_WARMUP=true         as --skip-warmup
+  VLLM_SKIP_WARMUP=true         as --warmup none
+  VLLM_GRAPH_*                  memory and order of graphs, where the device captures them
   VLLM_PROMPT_*, VLLM_DECODE_*  the buckets, under the names of Gaudi's vLLM
 
 examples:
@@ -38,6 +39,7 @@ def flag_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     _add_model_flags(parser.add_argument_group("model"))
     _add_memory_flags(parser.add_argument_group("batches and memory"))
+    _add_warmup_flags(parser.add_argument_group("warm-up"))
     _add_server_flags(parser.add_argument_group("server"))
     return parser
 
@@ -117,10 +119,30 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
         help="most memory for the KV cache, as in 2GiB or 512MiB",
     )
     group.add_argument(
-        "--skip-warmup", action="store_true", help="listen at once; first requests are slower"
+        "--disable-bucketing", action="store_true", help="run every shape as it comes, unpadded"
+    )
+
+
+def _add_warmup_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--warmup",
+        choices=("full", "background", "none"),
+        help="make every shape ready before listening, the first ones before and the rest behind "
+        "traffic, or none: first requests are slower then (default: full)",
     )
     group.add_argument(
-        "--disable-bucketing", action="store_true", help="run every shape as it comes, unpadded"
+        "--compile",
+        action="store_true",
+        default=None,
+        help="compile the decoder layers for each bucket: faster steps, a longer first start",
+    )
+    group.add_argument(
+        "--compile-cache",
+        metavar="DIRECTORY",
+        help="what has been compiled is kept here (default: in the user's cache directory)",
+    )
+    group.add_argument(
+        "--enforce-eager", action="store_true", help="capture no graphs, where the device could"
     )
 
 

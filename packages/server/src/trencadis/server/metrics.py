@@ -153,6 +153,8 @@ def _gauges(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
             "Highest id of a KV block in use: sets the cost of a decode step.",
             stats.highest_block_in_use,
         ),
+        ("trencadis:buckets", "Shapes that batches are padded to.", stats.buckets),
+        ("trencadis:ready_buckets", "Of those, warmed up so far.", stats.ready_buckets),
     )
 
 
@@ -164,6 +166,12 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ("trencadis:engine_steps", "Steps of the engine core.", stats.steps),
         ("trencadis:padded_tokens", "Tokens computed as padding.", stats.padded_tokens),
         ("trencadis:bucket_misses", "Batches that no bucket covered.", stats.bucket_misses),
+        (
+            "trencadis:cold_forwards",
+            "Forwards in shapes that were not warmed up.",
+            stats.cold_forwards,
+        ),
+        ("trencadis:compilations", "Compilations in live traffic.", stats.compilations),
     )
 
 

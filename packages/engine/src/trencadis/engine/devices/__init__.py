@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import torch
 
@@ -20,23 +21,24 @@ logger = logging.getLogger("trencadis.engine")
 _DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu": HPUDevice}
 
 
-def select_device(name: str) -> Device:
+def select_device(name: str, compile_cache: Path | None = None) -> Device:
     """The device called ``name``; ``auto`` takes hpu, then cuda, then cpu.
 
+    ``compile_cache``: where a device that has to know it from the beginning keeps what it compiles.
     Raises `ConfigError` for a name that is not known, `DeviceError` where the device is not there.
     """
     if name == "auto":
-        return _best_device()
+        return _best_device(compile_cache)
     if name not in _DEVICES:
         raise ConfigError(f"device must be auto, {', '.join(_DEVICES)}, got {name!r}")
-    return _DEVICES[name]()
+    return HPUDevice(compile_cache) if name == "hpu" else _DEVICES[name]()
 
 
-def _best_device() -> Device:
+def _best_device(compile_cache: Path | None) -> Device:
     """A Gaudi whose software is there but does not work is worth a warning, not the start."""
     if hpu_is_installed():
         try:
-            return HPUDevice()
+            return HPUDevice(compile_cache)
         except DeviceError as error:
             logger.warning("%s", error)
     return CUDADevice() if torch.cuda.is_available() else CPUDevice()

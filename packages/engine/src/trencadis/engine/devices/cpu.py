@@ -1,15 +1,19 @@
-"""The CPU: PyTorch eager with weights packed for oneDNN."""
+"""The CPU: PyTorch, eager or compiled, with weights packed for oneDNN."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
-from torch import nn
+from torch import fx, nn
 
 from trencadis.engine.devices.device import Device
+from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
+from trencadis.engine.devices.packed_linear import PackedLinear
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -23,6 +27,9 @@ class CPUDevice(Device):
     torch_device = torch.device("cpu")
     preferred_dtype = torch.bfloat16
     default_kv_cache_memory = 1 << 30
+
+    def __init__(self) -> None:
+        self._programs = InductorPrograms()
 
     def free_memory(self) -> int:
         available = int(psutil.virtual_memory().available)
@@ -53,22 +60,17 @@ class CPUDevice(Device):
             if layer.weight.dtype is torch.bfloat16:
                 setattr(parent, name, PackedLinear(layer))
 
+    def compiler_missing(self) -> str | None:
+        return cpp_compiler_missing()
 
-class PackedLinear(nn.Module):
-    """A linear layer over a weight in oneDNN's blocked layout."""
+    def keep_compiled(self, directory: Path) -> None:
+        self._programs.keep(directory)
 
-    def __init__(self, linear: nn.Linear) -> None:
-        super().__init__()
-        self.in_features = linear.in_features
-        self.out_features = linear.out_features
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
-        self._bias = None if linear.bias is None else linear.bias.detach()
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._programs.compile(module, inputs)
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
-            rows, self._weight, self._bias, "none", [], ""
-        )
-        return out
+    def num_compilations(self) -> int:
+        return self._programs.compiled
 
 
 def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module, nn.Linear]]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from trencadis.engine.devices.device import Device, Graph
+from trencadis.engine.devices.inductor import InductorPrograms
 from trencadis.engine.devices.recorded import RecordedGraph, own_buffers
 from trencadis.engine.errors import DeviceError
 
@@ -30,6 +34,7 @@ class CUDADevice(Device):
             raise DeviceError(_what_is_missing())
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
         self._pool = torch.cuda.graph_pool_handle()
+        self._programs = InductorPrograms()
 
     def free_memory(self) -> int:
         """What the driver has, and what PyTorch holds without using it."""
@@ -57,6 +62,21 @@ class CUDADevice(Device):
         with torch.cuda.graph(graph, pool=self._pool):
             output = run(*buffers)
         return RecordedGraph(buffers, output, graph.replay, graph.reset)
+
+    def compiler_missing(self) -> str | None:
+        """Inductor writes Triton for GPUs."""
+        if importlib.util.find_spec("triton") is None:
+            return "Triton: pip install triton"
+        return None
+
+    def keep_compiled(self, directory: Path) -> None:
+        self._programs.keep(directory)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._programs.compile(module, inputs)
+
+    def num_compilations(self) -> int:
+        return self._programs.compiled
 
     def _warm_up(self, run: Callable[..., torch.Tensor], buffers: tuple[torch.Tensor, ...]) -> None:
         side = torch.cuda.Stream(self.torch_device)

@@ -33,7 +33,7 @@ class RecordedGraph(Graph):
         self._replay = replay
         self._forget = forget
 
-    def replay(self, *inputs: torch.Tensor) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         if self._output is None:
             raise GraphError("the graph was released: capture its shape again")
         self._check(inputs)

@@ -12,7 +12,7 @@ G = H / K, D head size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
 import torch
@@ -21,7 +21,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from trencadis.engine.errors import ModelError
-from trencadis.kvcache.tensors import KVCache
+
+if TYPE_CHECKING:
+    from trencadis.engine.models.decoder_layers import LayerRun
 
 ATTENTION_NAME = "trencadis_paged"
 
@@ -31,6 +33,14 @@ MASKED = -1e30
 PROMPT_KERNEL = "prompt_attention"
 """Attribute of an attention module under which a device puts its own kernel for prompts, called
 like ``torch.nn.functional.scaled_dot_product_attention``."""
+
+
+class LayerCaches(Protocol):
+    """Keys and values of each layer, ``[blocks, K, S, D]``, block 0 for padding."""
+
+    def key(self, layer: int) -> torch.Tensor: ...
+
+    def value(self, layer: int) -> torch.Tensor: ...
 
 
 @attrs.frozen(eq=False)
@@ -43,12 +53,14 @@ class PromptContext:
     because padding stands after every real token.
     """
 
-    cache: KVCache
+    cache: LayerCaches
     batch: int
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
     context_blocks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    """What computes the decoder layers instead of the model's own code."""
 
 
 @attrs.frozen(eq=False)
@@ -63,7 +75,7 @@ class DecodeContext:
     sequence shares. None when there are none.
     """
 
-    cache: KVCache
+    cache: LayerCaches
     prefix_blocks: int
     write_blocks: torch.Tensor
     write_offsets: torch.Tensor
@@ -71,6 +83,17 @@ class DecodeContext:
     readers: torch.Tensor
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    """What computes the decoder layers instead of the model's own code."""
+
+
+PagedContext = PromptContext | DecodeContext
+
+
+def paged_tensors(paged: PagedContext) -> list[str]:
+    """Names of the fields that hold tensors; which do depends on the shape alone."""
+    names = (field.name for field in attrs.fields(type(paged)))
+    return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]
 
 
 def paged_attention(
@@ -80,7 +103,7 @@ def paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    paged: PromptContext | DecodeContext,
+    paged: PagedContext,
     scaling: float | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from trencadis.engine.devices.device import Device, Graph
 from trencadis.engine.devices.hpu.bridge import load_bridge
@@ -33,6 +33,7 @@ class HPUDevice(Device):
     name = "hpu"
     preferred_dtype = torch.bfloat16
     default_kv_cache_memory = None
+    dynamic_shapes = False
     temperature_source = "hlml"
 
     def __init__(self, recipe_cache: Path | None = None) -> None:
@@ -77,19 +78,24 @@ class HPUDevice(Device):
             output = run(*buffers)
         return RecordedGraph(buffers, output, graph.replay, graph.reset)
 
-    def compile(
-        self, module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor], cached: Path | None
-    ) -> Callable[..., Any]:
-        """Compile for exactly these shapes, running it once so that the recipe is there.
-
-        ``cached`` is not used: the bridge keeps recipes itself, where ``recipe_cache`` says.
-        Raises `DeviceError` in lazy mode, whose backend has no ``torch.compile``.
-        """
+    def compiler_missing(self) -> str | None:
         if self._bridge.lazy:
-            raise DeviceError("torch.compile on Gaudi needs eager mode: set PT_HPU_LAZY_MODE=0")
-        compiled = torch.compile(module, backend="hpu_backend", dynamic=False)
-        compiled(*inputs)
-        return compiled
+            return "the bridge's eager mode: set PT_HPU_LAZY_MODE=0"
+        return None
+
+    def keep_compiled(self, directory: Path) -> None:
+        """Nothing: the bridge keeps recipes itself, where it was told when it was loaded."""
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiled by its first call, as the bridge's backend does.
+
+        Raises `DeviceError` in lazy mode, which has no ``torch.compile``
+        (``vllm_gaudi/platform.py``, ``set_torch_compile``).
+        """
+        missing = self.compiler_missing()
+        if missing is not None:
+            raise DeviceError(f"torch.compile on Gaudi needs {missing}")
+        return torch.compile(module, backend="hpu_backend", dynamic=False)
 
     def num_compilations(self) -> int:
         return self._bridge.num_compilations()

@@ -1,0 +1,52 @@
+"""Linear layers over weights in oneDNN's blocked layout, as an operation that can be compiled."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+_LIBRARY = torch.library.Library("trencadis", "DEF")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "packed_linear(Tensor rows, Tensor weight, Tensor? bias) -> Tensor"
+)
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight was packed once, rather than on each call."""
+
+    packed: torch.Tensor
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), None)
+        self.register_buffer("packed", packed, persistent=False)
+        self.bias = linear.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        # Only a trace needs the operation below; calling oneDNN's directly is quicker.
+        compute = _compute if type(rows) is torch.Tensor else torch.ops.trencadis.packed_linear
+        out: torch.Tensor = compute(rows, self.packed, self.bias)
+        return out
+
+
+def _compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    out: torch.Tensor = _POINTWISE(rows, weight, bias, "none", [], "")
+    return out
+
+
+# An operation of its own, since Inductor takes oneDNN's for constant weights only, and a weight
+# that is one of the inputs lets all layers share a program.
+_POINTWISE = torch.ops.mkldnn._linear_pointwise.default
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "packed_linear", _compute, "CompositeExplicitAutograd"
+)
+
+
+def _shape(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    del bias
+    return rows.new_empty((*rows.shape[:-1], weight.shape[0]))
+
+
+torch.library.register_fake("trencadis::packed_linear", _shape, lib=_LIBRARY)

@@ -1,0 +1,193 @@
+"""Shapes are made ready before traffic, behind it, or by it; the tokens are the same each time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import attrs
+import numpy as np
+import pytest
+
+from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.engine import LLM, ConfigError, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine.devices import CPUDevice
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+FEW_BUCKETS = BucketingConfig(
+    prompt_batch=AxisConfig(min=1, step=1, max=1),
+    prompt_query=AxisConfig(min=32, step=32, max=32),
+    prompt_context=AxisConfig(min=16, step=16, max=16),
+    decode_batch=AxisConfig(min=4, step=4, max=4),
+    decode_blocks=AxisConfig(min=60, step=60, max=60),
+)
+COMMON = tuple(range(40, 80))
+
+
+def config(model: Path, **changes: object) -> EngineConfig:
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+        "num_blocks": 60,
+        "bucketing": FEW_BUCKETS,
+        **changes,
+    }
+    return EngineConfig(model=str(model), **settings)
+
+
+def prompts() -> list[tuple[int, ...]]:
+    """Short ones, ones that take several chunks, and some that share most of their blocks."""
+    rng = np.random.default_rng(3)
+    lengths = (1, 5, 31, 32, 33, 70, 90)
+    alone = [tuple(rng.integers(0, 256, length).tolist()) for length in lengths]
+    return [*alone, *((*COMMON, i) for i in range(4))]
+
+
+def serve(core: EngineCore) -> dict[str, list[int]]:
+    """The tokens of every prompt, the sharing ones once their common blocks are in the cache."""
+    tokens: dict[str, list[int]] = {}
+    core.add("first", COMMON, GREEDY)
+    drain(core, tokens)
+    for i, prompt in enumerate(prompts()):
+        core.add(str(i), prompt, GREEDY)
+    drain(core, tokens)
+    return tokens
+
+
+def drain(core: EngineCore, tokens: dict[str, list[int]]) -> None:
+    while core.has_work:
+        for token in core.step():
+            tokens.setdefault(token.key, []).append(token.token_id)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> dict[str, list[int]]:
+    core = EngineCore(config(tiny_model, use_buckets=False))
+    core.warm_up()
+    return serve(core)
+
+
+@pytest.fixture(scope="module")
+def compiled(
+    tiny_model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[EngineCore, Path]]:
+    """A core with everything compiled into an empty cache, and that cache."""
+    if (missing := CPUDevice().compiler_missing()) is not None:
+        pytest.skip(f"needs {missing}")
+    cache = tmp_path_factory.mktemp("compiled")
+    core = EngineCore(config(tiny_model, compile=True, compile_cache=str(cache)))
+    core.warm_up()
+    yield core, cache
+
+
+def test_after_a_full_warm_up_nothing_is_compiled(
+    compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
+) -> None:
+    core, _ = compiled
+    ready = core.device.num_compilations()
+    assert ready == 3, "a prompt bucket, and a decode bucket with and without shared blocks"
+    assert serve(core) == expected
+    assert core.device.num_compilations() == ready
+    stats = core.stats
+    assert (stats.compilations, stats.cold_forwards, stats.bucket_misses) == (0, 0, 0)
+    assert stats.ready_buckets == stats.buckets == 2
+
+
+def test_a_second_start_finds_all_but_the_damaged_programs(
+    tiny_model: Path, compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
+) -> None:
+    _, cache = compiled
+    settings = config(tiny_model, compile=True, compile_cache=str(cache))
+    for damaged in (0, 1):
+        for archive in sorted(cache.glob("*.zip"))[:damaged]:
+            archive.write_bytes(archive.read_bytes()[:-100])
+        core = EngineCore(settings)
+        core.warm_up()
+        assert core.device.num_compilations() == damaged
+        assert serve(core) == expected
+
+
+def test_without_warm_up_live_traffic_compiles_and_says_so(
+    tiny_model: Path,
+    compiled: tuple[EngineCore, Path],
+    expected: dict[str, list[int]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    _, cache = compiled
+    settings = config(tiny_model, compile=True, compile_cache=str(cache), warmup="none")
+    core = EngineCore(settings)
+    core.warm_up()
+    assert serve(core) == expected
+    assert core.stats.cold_forwards == 3
+    assert caplog.text.count("was not warmed up") == 3
+
+
+def test_without_a_compiler_the_layers_run_as_they_are(
+    tiny_model: Path, expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Bare(CPUDevice):
+        def compiler_missing(self) -> str:
+            return "a C++ compiler"
+
+    core = EngineCore(config(tiny_model, compile=True), Bare())
+    core.warm_up()
+    assert serve(core) == expected
+    assert "without --compile, which needs a C++ compiler" in caplog.text
+
+
+def test_shapes_become_ready_behind_traffic(
+    tiny_model: Path, expected: dict[str, list[int]]
+) -> None:
+    core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
+    core.warm_up()
+    first = core.stats
+    assert 2 <= first.ready_buckets < first.buckets
+    assert serve(core) == expected
+    deadline = time.monotonic() + 60
+    while core.is_warming_up and time.monotonic() < deadline:
+        core.advance_warm_up()
+    assert core.stats.ready_buckets == first.buckets
+    assert serve(core) == expected
+
+
+def test_traffic_holds_background_warm_up_up(tiny_model: Path) -> None:
+    core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
+    core.warm_up()
+    ready = core.stats.ready_buckets
+    core.add("a", COMMON, attrs.evolve(GREEDY, max_tokens=20))
+    while core.has_work:
+        core.advance_warm_up()
+        core.step()
+    assert core.stats.ready_buckets == ready
+
+
+def test_a_warm_up_that_is_told_to_stop_does(tiny_model: Path) -> None:
+    core = EngineCore(config(tiny_model, bucketing=None))
+    asked = iter([False] * 4)
+    report = core.warm_up(stop=lambda: next(asked, True))
+    assert report is not None
+    assert not report.complete
+    assert len(report.executed) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"warmup": "later"}, "warmup must be one of full, background, none, got 'later'"),
+        ({"compile": True, "use_buckets": False}, "compile needs buckets"),
+    ],
+)
+def test_bad_settings_are_named(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineConfig(model="m", **changes)
+
+
+def test_a_cache_that_cannot_be_made_is_named(tiny_model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    cache = str(tmp_path / "file" / "cache")
+    with pytest.raises(ConfigError, match=r"compile_cache .*file/cache cannot be used"):
+        LLM(str(tiny_model), compile=True, compile_cache=cache)
