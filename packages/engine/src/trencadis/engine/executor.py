@@ -182,6 +182,7 @@ class Executor:
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
             device=self.device.torch_device,
+            separate_layers=not self.device.updates_views,
         )
 
     def _memory_use(self) -> MemoryUse:

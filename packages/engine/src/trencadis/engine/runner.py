@@ -96,9 +96,13 @@ class ModelRunner:
             self.forwards.prepare(self._dummy(shape))
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
-        """Record the bucket's shapes as graphs."""
+        """Record the bucket's shapes as graphs, and replay each once.
+
+        A lazy device also compiles what copies a batch into the graph's own inputs.
+        """
         for shape in self._shapes(phase, bucket):
             self.forwards.capture(self._dummy(shape))
+            self.forwards.prepare(self._dummy(shape))
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
         """Forget the bucket's graphs."""

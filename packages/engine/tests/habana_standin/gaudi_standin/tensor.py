@@ -225,7 +225,11 @@ def _trace(func: Any, args: Any, kwargs: Any) -> Any:
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
     out = func(*inner_args, **inner_kwargs)
-    wrapped = tree_map_only(torch.Tensor, _untracked, out)
+    inference = torch.is_inference_mode_enabled()
+    if func.is_view:
+        inference = next(x for x in args if isinstance(x, torch.Tensor)).is_inference()
+    with torch.inference_mode(mode=inference):
+        wrapped = tree_map_only(torch.Tensor, _untracked, out)
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 

@@ -9,6 +9,9 @@ queries with a ``[block_size, head_dim]`` matrix. With the heads outside, ``cach
 batch of matrices as it lies in memory, flattened over block and head with no copy. With positions
 outside, every step would first have to transpose all that it reads.
 
+A recorded graph on Gaudi cannot update a view in place. There each layer's keys, and its values,
+are a tensor of their own (``separate_layers``), and a plan is carried out layer by layer.
+
 The host side is block-major, ``[num_host_blocks, 2 * layers, ...]``: nothing computes there, and
 one block, or a run of blocks, is one piece for the link between host and device.
 """
@@ -36,8 +39,9 @@ class KVCache:
 
     ``num_blocks`` counts the padding block 0; ``num_host_blocks`` is the room for swapped blocks,
     in pinned memory where the device can copy from it on its own. Swaps run on a stream of their
-    own where the device has streams: call `wait` before the next forward pass. Raises
-    `InvalidSetting` for a size below one.
+    own where the device has streams: call `wait` before the next forward pass.
+    ``separate_layers`` makes a tensor of each layer's keys, and of its values; otherwise ``data``
+    is the one tensor of all. Raises `InvalidSetting` for a size below one.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
+        separate_layers: bool = False,
     ) -> None:
         shape = (2, num_layers, num_blocks, kv_heads, block_size, head_dim)
         if min(shape) < 1 or num_host_blocks < 0:
@@ -59,11 +64,21 @@ class KVCache:
                 f"and num_host_blocks at least 0, got {(*shape[1:], num_host_blocks)}"
             )
         self.device = torch.device(device)
-        self.data = torch.zeros(shape, dtype=dtype, device=self.device)
-        words = _as_words(self.data.view(2 * num_layers, num_blocks, -1))
+        self._shape = shape
+        parts = 2 * num_layers
+        if separate_layers:
+            made = (torch.zeros(shape[2:], dtype=dtype, device=self.device) for _ in range(parts))
+            self._parts = tuple(made)
+            words: torch.Tensor | tuple[torch.Tensor, ...] = tuple(
+                _as_words(part) for part in self._parts
+            )
+        else:
+            self.data = torch.zeros(shape, dtype=dtype, device=self.device)
+            self._parts = self.data.flatten(0, 1).unbind()
+            words = _as_words(self.data.view(parts, num_blocks, -1))
         self._host = torch.zeros(
-            (num_host_blocks, words.shape[0], words.shape[2]),
-            dtype=words.dtype,
+            (num_host_blocks, parts, words[0][0].numel()),
+            dtype=words[0].dtype,
             # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
             pin_memory=self.device.type == "cuda",
         )
@@ -72,17 +87,17 @@ class KVCache:
     @property
     def num_layers(self) -> int:
         """Layers, each with keys and values."""
-        return self.data.shape[1]
+        return self._shape[1]
 
     @property
     def num_blocks(self) -> int:
         """Device blocks, the padding block among them."""
-        return self.data.shape[2]
+        return self._shape[2]
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self.data.shape[4]
+        return self._shape[4]
 
     @property
     def num_host_blocks(self) -> int:
@@ -91,11 +106,11 @@ class KVCache:
 
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""
-        return self.data[0, layer]
+        return self._parts[layer]
 
     def value(self, layer: int) -> torch.Tensor:
         """Values of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""
-        return self.data[1, layer]
+        return self._parts[self.num_layers + layer]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:
         """Carry out the moves of a step in their order; a `MovePlan` is such a plan."""

@@ -79,7 +79,7 @@ class CUDADevice(Device):
         return self._programs.compiled
 
     def _warm_up(self, run: Callable[..., torch.Tensor], buffers: tuple[torch.Tensor, ...]) -> None:
-        side = torch.cuda.Stream(self.torch_device)
+        side = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self.torch_device))
         with torch.cuda.stream(side):
             for _ in range(_WARM_UP_RUNS):

@@ -34,6 +34,7 @@ class HPUDevice(Device):
     preferred_dtype = torch.bfloat16
     default_kv_cache_memory = None
     dynamic_shapes = False
+    updates_views = False
     temperature_source = "hlml"
 
     def __init__(self, recipe_cache: Path | None = None) -> None:
