@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from trencadis.engine import LLM, SamplingParams
+from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.errors import DeviceError, GraphError
+from trencadis.engine.forwards import Forwards
 from trencadis.engine.models.attention import PROMPT_KERNEL
 
 alone = pytest.mark.skipif(
@@ -197,6 +198,62 @@ def assert_same_tokens(checkpoint):
         ]
 
     assert tokens("hpu") == tokens("cpu")
+
+
+# The engine, warmed up.
+
+MIXED = [
+    (range(3), SamplingParams(temperature=0, max_tokens=5)),
+    (range(10, 30), SamplingParams(temperature=0.8, seed=2, max_tokens=7)),
+    (range(10, 34), SamplingParams(temperature=0, max_tokens=3)),
+    (range(5, 6), SamplingParams(temperature=1, top_k=5, seed=1, max_tokens=9)),
+]
+"""Prompts of several lengths, two that share a beginning, sequences that end one after another."""
+
+
+def serve_mixed(checkpoint, device, **changes):
+    settings = {"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16}
+    settings |= {"dtype": "float32", "max_num_seqs": 2, "device": device, **changes}
+    core = EngineCore(EngineConfig(model=str(checkpoint), **settings))
+    core.warm_up()
+    found = {str(key): [] for key in range(len(MIXED))}
+    for key, (prompt, params) in enumerate(MIXED):
+        core.add(str(key), tuple(prompt), params)
+    while core.has_work:
+        for token in core.step():
+            found[token.key].append(token.token_id)
+    return found, core
+
+
+def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_model, caplog):
+    found, core = serve_mixed(tiny_model, "hpu")
+    stats = core.stats
+    assert (stats.compilations, stats.cold_forwards, stats.bucket_misses) == (0, 0, 0)
+    assert "was not warmed up" not in caplog.text
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+def test_the_host_waits_once_for_each_forward(lazy_gaudi, tiny_model, monkeypatch):
+    forwards = []
+    run = Forwards.run
+    monkeypatch.setattr(Forwards, "run", lambda self, batch: forwards.append(1) or run(self, batch))
+    llm = LLM(str(tiny_model), device="hpu", max_model_len=48, block_size=8, max_num_seqs=2)
+    reads, forwards[:] = lazy_gaudi.host_reads, []
+    llm.generate(["a", "bc"], SamplingParams(temperature=0, max_tokens=4))
+    assert lazy_gaudi.host_reads - reads == len(forwards) > 3
+
+
+@pytest.mark.parametrize("how", [{}, {"compile": True, "max_num_seqs": 1}], ids=["", "compiled"])
+def test_a_warm_engine_in_eager_mode_compiles_nothing_either(eager_gaudi, tiny_model, how):
+    found, core = serve_mixed(tiny_model, "hpu", **how)
+    assert (core.stats.compilations, core.stats.cold_forwards) == (0, 0)
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_model, caplog):
+    found, _ = serve_mixed(tiny_model, "hpu", compile=True, warmup="none")
+    assert "Serving without --compile, which needs the bridge's eager mode" in caplog.text
+    assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
 # Kernels.

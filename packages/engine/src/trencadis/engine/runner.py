@@ -77,9 +77,11 @@ class ModelRunner:
         """Compute a step; what it writes to the cache is there when this returns."""
         seq_ids: list[int] = []
         logits: list[torch.Tensor] = []
-        if output.moves:
-            self._cache.carry_out(output.moves)
-            self._cache.wait()
+        for move in output.moves:
+            self._cache.carry_out([move])
+            # Each by itself, as warm-up did it: a lazy device compiles what it collects together.
+            self._device.mark_step()
+        self._cache.wait()
         if output.decodes:
             for decodes, batch in self._decode_batches(output.decodes):
                 self._collect(decodes, self.forwards.run(batch), seq_ids, logits)
