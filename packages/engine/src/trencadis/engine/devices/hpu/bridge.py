@@ -62,7 +62,7 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
             f"PyTorch packages (habana-torch-plugin, see {_INSTALL}), or choose another device"
         )
     if recipe_cache is not None:
-        os.environ.setdefault(RECIPE_CACHE, f"{recipe_cache},false,{_RECIPE_CACHE_MB}")
+        _keep_recipes(recipe_cache)
     try:
         bridge = _load()
         available = bridge.hpu.is_available()
@@ -78,6 +78,17 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
             f"install the driver (habanalabs-dkms) and firmware of its release, see {_INSTALL}"
         )
     return bridge
+
+
+def _keep_recipes(directory: Path) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise DeviceError(
+            f"compile_cache {directory} cannot be used ({error.strerror}): name a directory that "
+            "can be written"
+        ) from error
+    os.environ.setdefault(RECIPE_CACHE, f"{directory},false,{_RECIPE_CACHE_MB}")
 
 
 def _load() -> Bridge:
