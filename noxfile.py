@@ -70,6 +70,16 @@ def tests_alone(session: nox.Session, package: str) -> None:
 
 
 @nox.session
+@nox.parametrize("mode", ("lazy", "eager"))
+def tests_hpu_contract(session: nox.Session, mode: str) -> None:
+    """The engine's suite on a stand-in for a Gaudi that refuses what a real one refuses."""
+    install(session, "bucketing", "kvcache", "warmup", "scheduler", "engine", tools=TEST_TOOLS)
+    install_default_model(session)
+    env = {**PATIENT_THREADS, "TRENCADIS_TEST_DEVICE": f"hpu-{mode}"}
+    session.run("python", "-m", "pytest", "packages/engine", *session.posargs, env=env)
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Style and formatting."""
     session.install("-c", "constraints.txt", "ruff")

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import os
+import sys
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import is_torch_hpu_available
+
+STANDIN = Path(__file__).parent / "habana_standin"
+SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
+"""``hpu-lazy`` or ``hpu-eager``: the whole suite runs on the stand-in for a Gaudi."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
@@ -62,3 +72,62 @@ def make_tiny_model() -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@contextmanager
+def stand_in(mode: str) -> Generator[Any, None, None]:
+    """The stand-in for a Gaudi in this process; gives its machinery, for what it counted."""
+    if SESSION_DEVICE is not None:
+        if f"hpu-{mode}" != SESSION_DEVICE:
+            pytest.skip(f"the session runs on {SESSION_DEVICE}")
+        yield importlib.import_module("gaudi_standin").BRIDGE
+        return
+    # transformers asks once whether there is a Gaudi, and then changes functions of PyTorch.
+    is_torch_hpu_available()
+    with pytest.MonkeyPatch.context() as patch:
+        _load_stand_in(patch, mode)
+        try:
+            yield importlib.import_module("gaudi_standin").BRIDGE
+        finally:
+            _unload_stand_in()
+
+
+def _load_stand_in(patch: pytest.MonkeyPatch, mode: str) -> None:
+    patch.setenv("PT_HPU_LAZY_MODE", {"lazy": "1", "eager": "0"}[mode])
+    patch.syspath_prepend(STANDIN)
+    importlib.import_module("habana_frameworks.torch")
+
+
+def _unload_stand_in() -> None:
+    importlib.import_module("gaudi_standin.torch_patches").take_back()
+    for name in list(sys.modules):
+        if name.partition(".")[0] in ("gaudi_standin", "habana_frameworks"):
+            del sys.modules[name]
+
+
+@pytest.fixture(scope="session", autouse=SESSION_DEVICE is not None)
+def session_device() -> Generator[None, None, None]:
+    """The device of the whole session, also for the processes that it starts."""
+    if SESSION_DEVICE is None:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        _load_stand_in(patch, SESSION_DEVICE.removeprefix("hpu-"))
+        yield
+
+
+@pytest.fixture(scope="session", name="stand_in")
+def stand_in_fixture() -> Callable[..., Any]:
+    return stand_in
+
+
+@pytest.fixture
+def lazy_gaudi() -> Generator[Any, None, None]:
+    with stand_in("lazy") as machinery:
+        yield machinery
+
+
+@pytest.fixture
+def eager_gaudi() -> Generator[Any, None, None]:
+    with stand_in("eager") as machinery:
+        yield machinery

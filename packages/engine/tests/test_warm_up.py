@@ -39,6 +39,11 @@ def config(model: Path, **changes: object) -> EngineConfig:
     return EngineConfig(model=str(model), **settings)
 
 
+def on_cpu(model: Path, cache: Path, **changes: object) -> EngineConfig:
+    """Compiled, and counted, as the CPU does it."""
+    return config(model, device="cpu", compile=True, compile_cache=str(cache), **changes)
+
+
 def prompts() -> list[tuple[int, ...]]:
     """Short ones, ones that take several chunks, and some that share most of their blocks."""
     rng = np.random.default_rng(3)
@@ -79,7 +84,7 @@ def compiled(
     if (missing := CPUDevice().compiler_missing()) is not None:
         pytest.skip(f"needs {missing}")
     cache = tmp_path_factory.mktemp("compiled")
-    core = EngineCore(config(tiny_model, compile=True, compile_cache=str(cache)))
+    core = EngineCore(on_cpu(tiny_model, cache))
     core.warm_up()
     yield core, cache
 
@@ -101,7 +106,7 @@ def test_a_second_start_finds_all_but_the_damaged_programs(
     tiny_model: Path, compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
 ) -> None:
     _, cache = compiled
-    settings = config(tiny_model, compile=True, compile_cache=str(cache))
+    settings = on_cpu(tiny_model, cache)
     for damaged in (0, 1):
         for archive in sorted(cache.glob("*.zip"))[:damaged]:
             archive.write_bytes(archive.read_bytes()[:-100])
@@ -118,7 +123,7 @@ def test_without_warm_up_live_traffic_compiles_and_says_so(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     _, cache = compiled
-    settings = config(tiny_model, compile=True, compile_cache=str(cache), warmup="none")
+    settings = on_cpu(tiny_model, cache, warmup="none")
     core = EngineCore(settings)
     core.warm_up()
     assert serve(core) == expected

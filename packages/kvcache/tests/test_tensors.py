@@ -15,8 +15,9 @@ from trencadis.kvcache.copiers import SideStream, StagedCopier
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 
 BLOCKS = 6
-DEVICES = ["cpu", "staged", *(["cuda"] if torch.cuda.is_available() else [])]
-"""``staged`` is what accelerators do, with the streams of the processor, which do nothing."""
+DEVICES = ["cpu", "staged", "layerwise", *(["cuda"] if torch.cuda.is_available() else [])]
+"""``staged`` is what accelerators do, with the streams of the processor, which do nothing, and
+``layerwise`` what those do that have a tensor for each layer's keys and values."""
 
 
 def make(device: str = "cpu", **changes: Any) -> KVCache:
@@ -27,7 +28,8 @@ def make(device: str = "cpu", **changes: Any) -> KVCache:
         "block_size": 4,
         "head_dim": 8,
         "dtype": torch.float32,
-        "device": "cpu" if device == "staged" else device,
+        "device": "cpu" if device in ("staged", "layerwise") else device,
+        "separate_layers": device == "layerwise",
         "num_host_blocks": BLOCKS,
     }
     cache = KVCache(**(settings | changes))
@@ -39,12 +41,18 @@ def make(device: str = "cpu", **changes: Any) -> KVCache:
 
 def fill(cache: KVCache) -> torch.Tensor:
     """Give every block its own content; returns it as ``[num_blocks, ...]`` on the host."""
-    cache.data.copy_(torch.randn(cache.data.shape))
+    for part in parts(cache):
+        part.copy_(torch.randn(part.shape))
     return contents(cache)
 
 
 def contents(cache: KVCache) -> torch.Tensor:
-    return cache.data.movedim(2, 0).cpu().clone()
+    return torch.stack(parts(cache), dim=1).cpu()
+
+
+def parts(cache: KVCache) -> list[torch.Tensor]:
+    layers = range(cache.num_layers)
+    return [*(cache.key(layer) for layer in layers), *(cache.value(layer) for layer in layers)]
 
 
 @pytest.fixture(params=DEVICES)
@@ -54,13 +62,19 @@ def device(request: pytest.FixtureRequest) -> str:
 
 def test_the_cache_is_zero_at_first_and_its_views_are_contiguous(device: str) -> None:
     cache = make(device)
-    assert not cache.data.any()
+    assert not contents(cache).any()
     for layer in range(cache.num_layers):
         for view in (cache.key(layer), cache.value(layer)):
             assert view.shape == (BLOCKS, 2, 4, 8)
             assert view.is_contiguous()
             # What decode attention reads: the prefix, flattened over block and head, no copy.
             assert view[:3].flatten(0, 1).data_ptr() == view.data_ptr()
+
+
+def test_separate_layers_are_no_views() -> None:
+    cache = make("layerwise")
+    assert not any(part._is_view() for part in parts(cache))
+    assert len({part.data_ptr() for part in parts(cache)}) == 2 * cache.num_layers
 
 
 def test_writes_through_the_views_reach_the_cache() -> None:
@@ -115,14 +129,15 @@ def test_every_dtype_and_size_is_copied_bit_by_bit(
     device: str, dtype: torch.dtype, head_dim: int
 ) -> None:
     cache = make(device, dtype=dtype, kv_heads=1, block_size=1, head_dim=head_dim)
-    bits = cache.data.view(torch.uint8)
-    bits.copy_(torch.randint(0, 256, bits.shape, dtype=torch.uint8))
-    before = bits.movedim(2, 0).clone()
+    bits = [part.view(torch.uint8) for part in parts(cache)]
+    for part in bits:
+        part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
+    before = torch.stack(bits, dim=1)
     cache.copy([BlockCopy(5, 2)])
     cache.swap_out([BlockCopy(3, 0)])
     cache.swap_in([BlockCopy(0, 4)])
     cache.wait()
-    assert torch.equal(bits.movedim(2, 0), before[[0, 1, 5, 3, 3, 5]])
+    assert torch.equal(torch.stack(bits, dim=1), before[[0, 1, 5, 3, 3, 5]])
 
 
 def test_blocks_go_to_the_host_and_come_back(device: str) -> None:
@@ -130,7 +145,8 @@ def test_blocks_go_to_the_host_and_come_back(device: str) -> None:
     before = fill(cache)
     cache.swap_out([BlockCopy(2, 0), BlockCopy(3, 1), BlockCopy(5, 5)])
     cache.wait()
-    cache.data[:, :, 1:] = 0
+    for part in parts(cache):
+        part[1:] = 0
     cache.swap_in([BlockCopy(0, 4), BlockCopy(1, 3), BlockCopy(5, 1)])
     cache.wait()
     expected = torch.zeros_like(before)

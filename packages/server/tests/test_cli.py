@@ -8,8 +8,12 @@ import socket
 import subprocess
 import sys
 import time
+from importlib.util import find_spec
 
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 from trencadis.engine import ConfigError, EngineConfig
 from trencadis.server.cli import engine_config, main, server_settings
@@ -244,6 +248,25 @@ def test_help_answers_without_a_web_framework_or_torch():
 
 def test_the_module_is_the_command():
     assert run("--version").stdout.startswith("engine-serve ")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """As much of one as is read before a device is looked for."""
+    tokenizer = Tokenizer(WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>")
+    fast.save_pretrained(tmp_path)
+    LlamaConfig(vocab_size=8, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.skipif(find_spec("habana_frameworks") is not None, reason="software for it is there")
+def test_a_device_that_is_not_there_is_one_line_that_says_what_to_install(checkpoint):
+    done = run(str(checkpoint), "--device", "hpu", "--port", "0", "--log-level", "error")
+    assert done.returncode == 1
+    assert done.stderr.startswith("engine-serve: error: device hpu needs habana_frameworks")
+    assert "habana-torch-plugin" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 def test_a_wrong_path_is_one_line_and_no_traceback():

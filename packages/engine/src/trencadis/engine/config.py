@@ -63,7 +63,9 @@ class EngineConfig:
     dtype: DType = attrs.field(
         default="auto", validator=_one_of("auto", "bfloat16", "float16", "float32")
     )
-    device: str = attrs.field(default="auto", validator=_one_of("auto", "cpu"))
+    device: str = attrs.field(
+        default="auto", validator=_one_of("auto", "cpu", "cuda", "hpu", "simulated")
+    )
     max_model_len: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
     max_num_seqs: int = attrs.field(default=32, validator=at_least(1))
     max_num_batched_tokens: int = attrs.field(default=256, validator=at_least(1))

@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 
 import attrs
 
@@ -50,7 +51,7 @@ class EngineCore:
         self, config: EngineConfig, device: Device | None = None, heat: HeatWatch | None = None
     ) -> None:
         self.config = config
-        self.device = device if device is not None else select_device(config.device)
+        self.device = device if device is not None else _device(config)
         self.executor = Executor(config, self.device)
         self.spec = self.executor.spec
         self.max_model_len = self.executor.max_model_len
@@ -216,3 +217,9 @@ class _Counters:
         self.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
         self.generation_tokens += num_new
         self.max_running = output.max_running
+
+
+def _device(config: EngineConfig) -> Device:
+    return select_device(
+        config.device, Path(config.compile_cache) if config.compile_cache else None
+    )

@@ -15,7 +15,7 @@ class ModelError(EngineError):
     """A checkpoint is missing, incomplete, or of an architecture this engine cannot serve."""
 
 
-class DeviceError(EngineError):
+class DeviceError(ConfigError):
     """A device or its driver is missing; the message says what to install."""
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import platformdirs
@@ -22,7 +22,7 @@ from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler_warmup import SamplerWarmup
 from trencadis.engine.shapes import PromptShape
 from trencadis.engine.swaps import plan_host_blocks
-from trencadis.kvcache import warm_up_defragmenter
+from trencadis.kvcache import BlockCopy, warm_up_defragmenter
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import (
     MemoryPlan,
@@ -115,9 +115,15 @@ class Executor:
             config=self.config.graphs,
             memory=self._memory if captures else None,
             sampler=SamplerWarmup(self.device, self.spec.vocab_size, self.dtype),
-            defragmenter=functools.partial(warm_up_defragmenter, self.cache.copy, self.num_blocks),
+            defragmenter=functools.partial(
+                warm_up_defragmenter, self._copy_blocks, self.num_blocks
+            ),
             stop=stop,
         )
+
+    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
+        self.cache.copy(copies)
+        self.device.mark_step()
 
     def _warm_up_first(self, grids: Grids) -> None:
         """The first bucket of each phase now, the rest behind traffic."""
@@ -189,6 +195,7 @@ class Executor:
             dtype=self.dtype,
             device=self.device.torch_device,
             num_host_blocks=num_host_blocks,
+            separate_layers=not self.device.updates_views,
         )
 
     def _num_host_blocks(self) -> int:

@@ -74,9 +74,11 @@ class ModelRunner:
         """Compute a step; what it writes to the cache is there when this returns."""
         seq_ids: list[int] = []
         logits: list[torch.Tensor] = []
-        if output.moves:
-            self._cache.carry_out(output.moves)
-            self._cache.wait()
+        for move in output.moves:
+            self._cache.carry_out([move])
+            # Each by itself, as warm-up did it: a lazy device compiles what it collects together.
+            self._device.mark_step()
+        self._cache.wait()
         if output.decodes:
             for decodes, batch in self._decode_batches(output.decodes):
                 self._collect(decodes, self.forwards.run(batch), seq_ids, logits)
@@ -93,9 +95,13 @@ class ModelRunner:
             self.forwards.prepare(self._dummy(shape))
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
-        """Record the bucket's shapes as graphs."""
+        """Record the bucket's shapes as graphs, and replay each once.
+
+        A lazy device also compiles what copies a batch into the graph's own inputs.
+        """
         for shape in self._shapes(phase, bucket):
             self.forwards.capture(self._dummy(shape))
+            self.forwards.prepare(self._dummy(shape))
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
         """Forget the bucket's graphs."""

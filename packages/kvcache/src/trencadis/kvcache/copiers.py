@@ -1,8 +1,8 @@
 """How blocks are copied: in place on the processor, through a staging buffer on an accelerator.
 
-Both see the device as ``words``, ``[2 * layers, num_blocks, n]``, and the host as ``host``,
-``[num_host_blocks, 2 * layers, n]``, of one dtype. `trencadis.kvcache.tensors` says why, and
-checks the ids.
+Both see the device as ``words``, ``[2 * layers, num_blocks, n]``, or as that many tensors of
+``[num_blocks, ...]``, and the host as ``host``, ``[num_host_blocks, 2 * layers, n]``, of one dtype.
+`trencadis.kvcache.tensors` says why, and checks the ids.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class StagedCopier:
     def __init__(self, words: torch.Tensor, host: torch.Tensor, side: SideStream) -> None:
         self._words = words
         self._blocks = words.transpose(0, 1)
+        self._device = words.device
         self._host = host
         self._side = side
 
@@ -83,7 +84,7 @@ class StagedCopier:
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the host; the device does not wait for the link, the host for nothing."""
         with self._side.after_current():
-            staged = self._blocks.index_select(0, self._ids(copy.src for copy in copies))
+            staged = self._gather(self._ids(copy.src for copy in copies))
             # The blocks may be overwritten once they are staged; the link can take longer.
             self._side.mark()
             _copy_runs(
@@ -94,11 +95,11 @@ class StagedCopier:
         """Copy to the device."""
         shape = (len(copies), *self._host.shape[1:])
         with self._side.after_current():
-            staged = torch.empty(shape, dtype=self._words.dtype, device=self._words.device)
+            staged = torch.empty(shape, dtype=self._host.dtype, device=self._device)
             _copy_runs(
                 self._host, staged, [BlockCopy(copy.src, at) for at, copy in enumerate(copies)]
             )
-            self._blocks.index_copy_(0, self._ids(copy.dst for copy in copies), staged)
+            self._scatter(self._ids(copy.dst for copy in copies), staged)
             self._side.mark()
 
     def wait(self) -> None:
@@ -106,7 +107,42 @@ class StagedCopier:
         self._side.join()
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
-        return torch.tensor(list(ids)).to(self._words.device, non_blocking=True)
+        return torch.tensor(list(ids)).to(self._device, non_blocking=True)
+
+    def _gather(self, ids: torch.Tensor) -> torch.Tensor:
+        """Blocks as the host has them: ``[len(ids), 2 * layers, n]``."""
+        return self._blocks.index_select(0, ids)
+
+    def _scatter(self, ids: torch.Tensor, staged: torch.Tensor) -> None:
+        self._blocks.index_copy_(0, ids, staged)
+
+
+class LayerwiseCopier(StagedCopier):
+    """A staged copier over a tensor for each layer's keys and values, none of them a view."""
+
+    def __init__(
+        self, layers: Sequence[torch.Tensor], host: torch.Tensor, side: SideStream
+    ) -> None:
+        self._layers = layers
+        self._device = layers[0].device
+        self._host = host
+        self._side = side
+
+    def copy(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy within the device, after the swaps asked for so far."""
+        self.wait()
+        src = self._ids(copy.src for copy in copies)
+        dst = self._ids(copy.dst for copy in copies)
+        for layer in self._layers:
+            layer.index_copy_(0, dst, layer.index_select(0, src))
+
+    def _gather(self, ids: torch.Tensor) -> torch.Tensor:
+        chosen = [layer.index_select(0, ids).flatten(1) for layer in self._layers]
+        return torch.stack(chosen, dim=1)
+
+    def _scatter(self, ids: torch.Tensor, staged: torch.Tensor) -> None:
+        for layer, blocks in zip(self._layers, staged.unbind(1), strict=True):
+            layer.index_copy_(0, ids, blocks.reshape(-1, *layer.shape[1:]))
 
 
 class SideStream:
@@ -138,11 +174,19 @@ class SideStream:
             self._event = None
 
 
-def copier_for(words: torch.Tensor, host: torch.Tensor) -> DirectCopier | StagedCopier:
-    """What suits the device on which ``words`` is."""
+def copier_for(
+    words: torch.Tensor | Sequence[torch.Tensor], host: torch.Tensor
+) -> DirectCopier | StagedCopier:
+    """What suits the device on which ``words`` is: one tensor, or one for each part of a layer."""
+    if not isinstance(words, torch.Tensor):
+        return LayerwiseCopier(words, host, _side_stream(words[0].device))
     if words.device.type == "cpu":
         return DirectCopier(words, host)
-    return StagedCopier(words, host, SideStream(torch.get_device_module(words.device)))
+    return StagedCopier(words, host, _side_stream(words.device))
+
+
+def _side_stream(device: torch.device) -> SideStream:
+    return SideStream(torch.get_device_module(device))
 
 
 def _copy_runs(source: torch.Tensor, target: torch.Tensor, copies: Sequence[BlockCopy]) -> None:

@@ -9,6 +9,9 @@ queries with a ``[block_size, head_dim]`` matrix. With the heads outside, ``cach
 batch of matrices as it lies in memory, flattened over block and head with no copy. With positions
 outside, every step would first have to transpose all that it reads.
 
+A recorded graph on Gaudi cannot update a view in place. There each layer's keys, and its values,
+are a tensor of their own (``separate_layers``), and a plan is carried out layer by layer.
+
 The host side is block-major, ``[num_host_blocks, 2 * layers, ...]``: nothing computes there, and
 one block, or a run of blocks, is one piece for the link between host and device.
 """
@@ -37,8 +40,9 @@ class KVCache:
 
     ``num_blocks`` counts the padding block 0; ``num_host_blocks`` is the room for swapped blocks,
     in pinned memory where the device can copy from it on its own. Swaps run on a stream of their
-    own where the device has streams: call `wait` before the next forward pass. Raises
-    `InvalidSetting` for a size below one.
+    own where the device has streams: call `wait` before the next forward pass.
+    ``separate_layers`` makes a tensor of each layer's keys, and of its values; otherwise ``data``
+    is the one tensor of all. Raises `InvalidSetting` for a size below one.
     """
 
     def __init__(
@@ -52,6 +56,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
+        separate_layers: bool = False,
     ) -> None:
         shape = (2, num_layers, num_blocks, kv_heads, block_size, head_dim)
         if min(shape) < 1 or num_host_blocks < 0:
@@ -60,27 +65,37 @@ class KVCache:
                 f"and num_host_blocks at least 0, got {(*shape[1:], num_host_blocks)}"
             )
         self.device = torch.device(device)
-        self.data = zeros(shape, dtype, self.device)
-        words = _as_words(self.data.view(2 * num_layers, num_blocks, -1))
-        host_shape = (num_host_blocks, words.shape[0], words.shape[2])
-        pinned = self.device.type != "cpu"
-        self._host = zeros(host_shape, words.dtype, torch.device("cpu"), pinned=pinned)
+        self._shape = shape
+        parts = 2 * num_layers
+        if separate_layers:
+            self._parts = tuple(zeros(shape[2:], dtype, self.device) for _ in range(parts))
+            words: torch.Tensor | tuple[torch.Tensor, ...] = tuple(
+                _as_words(part) for part in self._parts
+            )
+        else:
+            self.data = zeros(shape, dtype, self.device)
+            self._parts = self.data.flatten(0, 1).unbind()
+            words = _as_words(self.data.view(parts, num_blocks, -1))
+        host_shape = (num_host_blocks, parts, words[0][0].numel())
+        # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
+        pinned = self.device.type == "cuda"
+        self._host = zeros(host_shape, words[0].dtype, torch.device("cpu"), pinned=pinned)
         self._copier = copier_for(words, self._host)
 
     @property
     def num_layers(self) -> int:
         """Layers, each with keys and values."""
-        return self.data.shape[1]
+        return self._shape[1]
 
     @property
     def num_blocks(self) -> int:
         """Device blocks, the padding block among them."""
-        return self.data.shape[2]
+        return self._shape[2]
 
     @property
     def block_size(self) -> int:
         """Tokens per block."""
-        return self.data.shape[4]
+        return self._shape[4]
 
     @property
     def num_host_blocks(self) -> int:
@@ -89,11 +104,11 @@ class KVCache:
 
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""
-        return self.data[0, layer]
+        return self._parts[layer]
 
     def value(self, layer: int) -> torch.Tensor:
         """Values of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""
-        return self.data[1, layer]
+        return self._parts[self.num_layers + layer]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:
         """Carry out the moves of a step in their order; a `MovePlan` is such a plan."""

@@ -2,18 +2,43 @@
 
 from __future__ import annotations
 
+import logging
+from pathlib import Path
+
+import torch
+
 from trencadis.engine.devices.cpu import CPUDevice
+from trencadis.engine.devices.cuda import CUDADevice
 from trencadis.engine.devices.device import Device, Graph
-from trencadis.engine.errors import ConfigError
+from trencadis.engine.devices.hpu import HPUDevice
+from trencadis.engine.devices.hpu.bridge import is_installed as hpu_is_installed
+from trencadis.engine.errors import ConfigError, DeviceError
 
-__all__ = ["CPUDevice", "Device", "Graph", "select_device"]
+__all__ = ["CPUDevice", "CUDADevice", "Device", "Graph", "HPUDevice", "select_device"]
+
+logger = logging.getLogger("trencadis.engine")
+
+_DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu": HPUDevice}
 
 
-def select_device(name: str) -> Device:
-    """The device called ``name``; ``auto`` takes the best one present.
+def select_device(name: str, compile_cache: Path | None = None) -> Device:
+    """The device called ``name``; ``auto`` takes hpu, then cuda, then cpu.
 
-    Raises `ConfigError` for a name that is not known.
+    ``compile_cache``: where a device that has to know it from the beginning keeps what it compiles.
+    Raises `ConfigError` for a name that is not known, `DeviceError` where the device is not there.
     """
-    if name in ("auto", "cpu"):
-        return CPUDevice()
-    raise ConfigError(f"device must be auto or cpu, got {name!r}")
+    if name == "auto":
+        return _best_device(compile_cache)
+    if name not in _DEVICES:
+        raise ConfigError(f"device must be auto, {', '.join(_DEVICES)}, got {name!r}")
+    return HPUDevice(compile_cache) if name == "hpu" else _DEVICES[name]()
+
+
+def _best_device(compile_cache: Path | None) -> Device:
+    """A Gaudi whose software is there but does not work is worth a warning, not the start."""
+    if hpu_is_installed():
+        try:
+            return HPUDevice(compile_cache)
+        except DeviceError as error:
+            logger.warning("%s", error)
+    return CUDADevice() if torch.cuda.is_available() else CPUDevice()

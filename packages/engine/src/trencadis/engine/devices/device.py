@@ -43,6 +43,13 @@ class Device(abc.ABC):
     """Whether an operation on a new shape, or of a shape that depends on data, runs without being
     compiled first. Where not, sampling is done by the host."""
 
+    updates_views: bool = True
+    """Whether a recorded graph may update a view in place. Where not, each layer's keys and values
+    are tensors of their own."""
+
+    temperature_source: str | None = None
+    """Name of the scheduler's telemetry source that reads this device's temperatures."""
+
     @abc.abstractmethod
     def free_memory(self) -> int:
         """Memory that new tensors could take, bytes."""

@@ -11,6 +11,7 @@ G = H / K, D head size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import attrs
@@ -28,6 +29,10 @@ ATTENTION_NAME = "trencadis_paged"
 
 MASKED = -1e30
 """Score of a masked position: finite, so that a block with no valid position yields no NaN."""
+
+PROMPT_KERNEL = "prompt_attention"
+"""Attribute of an attention module under which a device puts its own kernel for prompts, called
+like ``torch.nn.functional.scaled_dot_product_attention``."""
 
 
 class LayerCaches(Protocol):
@@ -114,11 +119,13 @@ def paged_attention(
     keys[paged.write_blocks, :, paged.write_offsets] = key[0].transpose(0, 1)
     values[paged.write_blocks, :, paged.write_offsets] = value[0].transpose(0, 1)
     if isinstance(paged, PromptContext):
-        return _attend_prompt(query, key, value, keys, values, paged, scale), None
+        attend = getattr(module, PROMPT_KERNEL, F.scaled_dot_product_attention)
+        return _attend_prompt(attend, query, key, value, keys, values, paged, scale), None
     return _attend_decode(query, keys, values, paged, scale), None
 
 
 def _attend_prompt(
+    attend: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -132,7 +139,7 @@ def _attend_prompt(
     if paged.context_blocks is not None:
         key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
         value = torch.cat((_gather(cached_values, paged.context_blocks), value), dim=2)
-    out = F.scaled_dot_product_attention(
+    out = attend(
         query,
         key,
         value,

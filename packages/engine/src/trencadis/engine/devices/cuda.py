@@ -1,0 +1,99 @@
+"""NVIDIA GPUs: CUDA graphs from one shared memory pool."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from trencadis.engine.devices.device import Device, Graph
+from trencadis.engine.devices.inductor import InductorPrograms
+from trencadis.engine.devices.recorded import RecordedGraph, own_buffers
+from trencadis.engine.errors import DeviceError
+
+_WARM_UP_RUNS = 3
+"""Runs on a side stream before a capture, in which libraries set themselves up: PyTorch's notes on
+CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
+
+
+class CUDADevice(Device):
+    """The current GPU of the process. Raises `DeviceError` where PyTorch sees none."""
+
+    name = "cuda"
+    preferred_dtype = torch.bfloat16
+    default_kv_cache_memory = None
+    supports_graphs = True
+    temperature_source = "nvml"
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceError(_what_is_missing())
+        self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self._pool = torch.cuda.graph_pool_handle()
+        self._programs = InductorPrograms()
+
+    def free_memory(self) -> int:
+        """What the driver has, and what PyTorch holds without using it."""
+        free, _ = torch.cuda.mem_get_info(self.torch_device)
+        held = torch.cuda.memory_reserved(self.torch_device)
+        return free + held - torch.cuda.memory_allocated(self.torch_device)
+
+    def total_memory(self) -> int:
+        return torch.cuda.mem_get_info(self.torch_device)[1]
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def optimize(self, model: nn.Module) -> None:
+        """cuBLAS reads weights as they lie."""
+
+    def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
+        """Record ``run(*inputs)``.
+
+        All graphs share a pool, so the result of one is valid until any of them is replayed.
+        """
+        buffers = own_buffers(inputs)
+        self._warm_up(run, buffers)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = run(*buffers)
+        return RecordedGraph(buffers, output, graph.replay, graph.reset)
+
+    def compiler_missing(self) -> str | None:
+        """Inductor writes Triton for GPUs."""
+        if importlib.util.find_spec("triton") is None:
+            return "Triton: pip install triton"
+        return None
+
+    def keep_compiled(self, directory: Path) -> None:
+        self._programs.keep(directory)
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        return self._programs.compile(module, inputs)
+
+    def num_compilations(self) -> int:
+        return self._programs.compiled
+
+    def _warm_up(self, run: Callable[..., torch.Tensor], buffers: tuple[torch.Tensor, ...]) -> None:
+        side = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+        side.wait_stream(torch.cuda.current_stream(self.torch_device))
+        with torch.cuda.stream(side):
+            for _ in range(_WARM_UP_RUNS):
+                run(*buffers)
+        torch.cuda.current_stream(self.torch_device).wait_stream(side)
+
+
+def _what_is_missing() -> str:
+    if torch.version.cuda is None:
+        return (
+            "device cuda needs a PyTorch that is built for CUDA, and this one is not: install it "
+            "from https://pytorch.org/get-started/locally, or choose another device"
+        )
+    return (
+        "device cuda: PyTorch sees no GPU: check `nvidia-smi` and install NVIDIA's driver, or "
+        "choose another device"
+    )

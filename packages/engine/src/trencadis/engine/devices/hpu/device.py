@@ -1,0 +1,102 @@
+"""Intel Gaudi, in whichever of its two modes the process runs.
+
+Lazy mode collects operations until ``mark_step`` and records HPU graphs; the other runs them one
+by one and compiles modules with ``torch.compile``. Each refuses what the other is for.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from trencadis.engine.devices.device import Device, Graph
+from trencadis.engine.devices.hpu.bridge import load_bridge
+from trencadis.engine.devices.hpu.kernels import use_fused_kernels
+from trencadis.engine.devices.recorded import RecordedGraph, own_buffers
+from trencadis.engine.errors import DeviceError
+
+logger = logging.getLogger("trencadis.engine")
+
+
+class HPUDevice(Device):
+    """The process's Gaudi: the bridge gives each process one.
+
+    ``recipe_cache``: directory for compiled recipes. Raises `DeviceError` where there is no Gaudi
+    or its software does not load.
+    """
+
+    name = "hpu"
+    preferred_dtype = torch.bfloat16
+    default_kv_cache_memory = None
+    dynamic_shapes = False
+    updates_views = False
+    temperature_source = "hlml"
+
+    def __init__(self, recipe_cache: Path | None = None) -> None:
+        self._bridge = load_bridge(recipe_cache)
+        self.torch_device = torch.device("hpu")
+        self.supports_graphs = self._bridge.lazy
+        mode = "lazy mode" if self._bridge.lazy else "eager mode with torch.compile"
+        logger.info("Gaudi in %s (PT_HPU_LAZY_MODE)", mode)
+
+    def free_memory(self) -> int:
+        return int(self._bridge.hpu.mem_get_info()[0])
+
+    def total_memory(self) -> int:
+        return int(self._bridge.hpu.mem_get_info()[1])
+
+    def synchronize(self) -> None:
+        """Wait for the device, first giving it what is only collected so far."""
+        self.mark_step()
+        self._bridge.hpu.synchronize()
+
+    def mark_step(self) -> None:
+        if self._bridge.lazy:
+            self._bridge.core.mark_step()
+
+    def optimize(self, model: nn.Module) -> None:
+        """Put Intel's fused kernels where they compute what the model does."""
+        use_fused_kernels(model, self.torch_device)
+
+    def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
+        """Record ``run(*inputs)`` as an HPU graph, running it once.
+
+        It may hold no copy to or from the host, no shape or branch that depends on values and no
+        update in place of a view:
+        https://docs.habana.ai/en/latest/PyTorch/Inference_on_PyTorch/Inference_Using_HPU_Graphs.html
+        Raises `DeviceError` outside lazy mode.
+        """
+        if not self.supports_graphs:
+            raise DeviceError("HPU graphs need the bridge's lazy mode: set PT_HPU_LAZY_MODE=1")
+        buffers = own_buffers(inputs)
+        graph = self._bridge.hpu.HPUGraph()
+        with self._bridge.hpu.graph(graph):
+            output = run(*buffers)
+        return RecordedGraph(buffers, output, graph.replay, graph.reset)
+
+    def compiler_missing(self) -> str | None:
+        if self._bridge.lazy:
+            return "the bridge's eager mode: set PT_HPU_LAZY_MODE=0"
+        return None
+
+    def keep_compiled(self, directory: Path) -> None:
+        """Nothing: the bridge keeps recipes itself, where it was told when it was loaded."""
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        """Compiled by its first call, as the bridge's backend does.
+
+        Raises `DeviceError` in lazy mode, which has no ``torch.compile``
+        (``vllm_gaudi/platform.py``, ``set_torch_compile``).
+        """
+        missing = self.compiler_missing()
+        if missing is not None:
+            raise DeviceError(f"torch.compile on Gaudi needs {missing}")
+        return torch.compile(module, backend="hpu_backend", dynamic=False)
+
+    def num_compilations(self) -> int:
+        return self._bridge.num_compilations()

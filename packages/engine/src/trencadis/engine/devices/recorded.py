@@ -1,0 +1,64 @@
+"""A recorded graph with input buffers of its own, as HPU graphs and CUDA graphs both want it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from trencadis.engine.devices.device import Graph
+from trencadis.engine.errors import GraphError
+
+
+def own_buffers(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tensors like ``inputs``, with their values, at addresses that a graph may keep."""
+    return tuple(tensor.clone() for tensor in inputs)
+
+
+class RecordedGraph(Graph):
+    """What a device recorded from ``buffers`` to ``output``.
+
+    ``replay`` and ``forget`` are the device's: run the recording, give its memory back.
+    """
+
+    def __init__(
+        self,
+        buffers: tuple[torch.Tensor, ...],
+        output: torch.Tensor,
+        replay: Callable[[], None],
+        forget: Callable[[], None],
+    ) -> None:
+        self._buffers = buffers
+        self._output: torch.Tensor | None = output
+        self._replay = replay
+        self._forget = forget
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self._output is None:
+            raise GraphError("the graph was released: capture its shape again")
+        self._check(inputs)
+        for buffer, given in zip(self._buffers, inputs, strict=True):
+            buffer.copy_(given)
+        self._replay()
+        # An alias for each replay, so that a device that checks can tell them apart.
+        return self._output.detach()
+
+    def release(self) -> None:
+        if self._output is not None:
+            self._output = None
+            self._buffers = ()
+            self._forget()
+
+    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copying would broadcast a smaller input and convert another type in silence."""
+        recorded = [(tuple(t.shape), t.dtype) for t in self._buffers]
+        given = [(tuple(t.shape), t.dtype) for t in inputs]
+        if given != recorded:
+            raise GraphError(
+                f"the graph was recorded for inputs {_describe(recorded)} and is replayed with "
+                f"{_describe(given)}: pad them to its bucket, or capture this shape"
+            )
+
+
+def _describe(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{str(dtype).removeprefix('torch.')}{list(s)}" for s, dtype in tensors)

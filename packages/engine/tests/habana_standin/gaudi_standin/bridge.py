@@ -1,0 +1,328 @@
+"""Takes every operation on a device tensor: collects it, captures it, or computes it at once."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
+
+from gaudi_standin.memory import Allocation, Buffer, DeviceMemory
+from gaudi_standin.program import Call, FrozenProgram, Program, compute
+from gaudi_standin.rules import (
+    INFERENCE_DOC,
+    GraphViolation,
+    has_dynamic_shape,
+    reads_values,
+    takes_host_indices,
+)
+from gaudi_standin.shapes import TensorOutline, outline
+from gaudi_standin.tensor import HPUTensor, on_device
+
+_COPY = torch.ops.aten.copy_.default
+
+
+class Bridge:
+    """The state of the device: what is collected, what is compiled, what was counted.
+
+    ``host_reads`` counts values that the host waited for, ``uploads`` tensors that it sent.
+    """
+
+    def __init__(self) -> None:
+        self.lazy = True
+        self.memory = DeviceMemory()
+        self.compilations = 0
+        self.cpu_fallbacks: dict[str, int] = {}
+        self.host_reads = 0
+        self.uploads = 0
+        self.computed = 0
+        self._recipes: set[Any] = set()
+        self._pending = Program()
+        self._capture: Capture | None = None
+        self._region: Program | None = None
+
+    # What a program calls.
+
+    @property
+    def num_pending(self) -> int:
+        """Operations that were given and are not computed."""
+        return len(self._pending.calls)
+
+    @property
+    def capturing(self) -> bool:
+        return self._capture is not None
+
+    def flush(self) -> None:
+        """Compile, or find, the recipe for what is collected, and run it."""
+        program, self._pending = self._pending, Program()
+        if not program.is_empty:
+            self._compile(program.signature)
+            self._run(program)
+
+    def mark_step(self) -> None:
+        """Within a capture, end one of the graphs that it consists of."""
+        if self._capture is not None:
+            self._capture.cut()
+        else:
+            self.flush()
+
+    def begin_capture(self, *, dry_run: bool) -> Capture:
+        if self._capture is not None:
+            raise RuntimeError("GRAPH:: graph Capture already in progress")
+        self.flush()
+        self._capture = Capture(dry_run=dry_run)
+        return self._capture
+
+    def end_capture(self) -> list[FrozenProgram]:
+        """The captured programs, run once unless the capture was dry; none if it was broken."""
+        capture, self._capture = self._capture, None
+        if capture is None or capture.broken:
+            return []
+        capture.cut()
+        for program in capture.programs:
+            self._compile(("graph", program.signature))
+            if not capture.dry_run:
+                self._run(program)
+        return [FrozenProgram(program, capture.made_inside) for program in capture.programs]
+
+    @contextmanager
+    def compiled_region(self) -> Generator[None, None, None]:
+        """A region that is one recipe: found or compiled by the operations in it."""
+        self._region = Program()
+        try:
+            yield
+            if not self._region.is_empty:
+                self._compile(("region", self._region.signature))
+        finally:
+            self._region = None
+
+    @torch.compiler.disable
+    def read(self, tensor: HPUTensor, what: str) -> torch.Tensor:
+        """A host copy of a tensor's values: everything collected is computed first."""
+        self._refuse_inside(f"a host read ({what})")
+        tensor.check_current()
+        self.host_reads += 1
+        self.flush()
+        return tensor.buffer.value.clone()
+
+    @torch.compiler.disable
+    def upload(self, host: torch.Tensor) -> HPUTensor:
+        """A device copy of a host tensor."""
+        self._refuse_inside("a copy from the host")
+        self.uploads += 1
+        with torch.inference_mode(mode=False), torch.no_grad():
+            value = host.detach().clone()
+        return self.place(value)
+
+    def place(self, value: torch.Tensor) -> HPUTensor:
+        """``value`` as it is, in memory of its own."""
+        return HPUTensor(Buffer(value, self._allocate(value.untyped_storage().nbytes())))
+
+    # What PyTorch calls.
+
+    def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
+        leaves, spec = tree_flatten((args, kwargs))
+        if func is _COPY and not isinstance(leaves[0], HPUTensor):
+            return leaves[0].copy_(self.read(leaves[1], "copy_ to a host tensor"))
+        leaves = [self._admit(func, leaf) for leaf in leaves]
+        for leaf in leaves:
+            if isinstance(leaf, HPUTensor):
+                leaf.check_current()
+        if reads_values(func) or not _returns_tensors(func):
+            return self._inspect(func, leaves, spec)
+        if has_dynamic_shape(func, leaves):
+            return self._compute_dynamic(func, leaves, spec)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if func.is_view:
+                made, shape = self._view(func, leaves, spec)
+            elif func._schema.is_mutable:
+                return self._change(func, args, kwargs, leaves, spec)
+            else:
+                made, shape = self._compute(func, leaves, spec)
+        return tree_unflatten(self._wrap(func, leaves, made), shape)
+
+    # Kinds of operations.
+
+    def _wrap(self, func: Any, leaves: list[Any], made: list[Any]) -> list[Any]:
+        if not func.is_view:
+            return [HPUTensor(x, self._stamp(x)) if isinstance(x, Buffer) else x for x in made]
+        base = next(leaf for leaf in leaves if isinstance(leaf, HPUTensor))
+        # A view is an inference tensor where its base is one: PyTorch insists on it.
+        with torch.inference_mode(mode=base.is_inference()):
+            return [HPUTensor(x, self._stamp(x), is_view=True) for x in made]
+
+    def _view(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+        base = next(leaf for leaf in leaves if isinstance(leaf, HPUTensor)).buffer
+        result = compute(func, _values(leaves), spec)
+        values, shape = tree_flatten(result)
+        buffers = [Buffer(value, base.allocation) for value in values]
+        self._record(Call(func, _buffers(leaves), spec, tuple(buffers), "view"))
+        return list(buffers), shape
+
+    def _compute(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+        if not self.lazy:
+            values, shape = tree_flatten(compute(func, _values(leaves), spec))
+            made = [self._owned(x) if isinstance(x, torch.Tensor) else x for x in values]
+            self.computed += 1
+        else:
+            found = outline(func, list(_buffers(leaves)), spec)
+            made = [self._reserve(x) if isinstance(x, TensorOutline) else x for x in found.leaves]
+            shape = found.spec
+        outputs = tuple(x for x in made if isinstance(x, Buffer))
+        self._record(Call(func, _buffers(leaves), spec, outputs, "compute"))
+        return made, shape
+
+    def _change(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+        written = _written(func, args, kwargs)
+        for tensor in written:
+            if self._capture is not None and tensor.is_view:
+                self._refuse_inside(f"an update in place of a view ({func})")
+            if tensor.numel() == 0 and torch.Tag.out in func.tags:
+                raise NotImplementedError(f"{func} would resize its output on the stand-in")
+        if not self.lazy:
+            compute(func, _values(leaves), spec)
+            self.computed += 1
+        self._record(Call(func, _buffers(leaves), spec, (), "inplace"))
+        if len(func._schema.returns) > len(written):
+            raise NotImplementedError(f"{func} returns more than it changes")
+        return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
+
+    def _inspect(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+        """An operation that tells the host something; about values only where it must wait."""
+        if reads_values(func):
+            leaves = [self.read(x, str(func)) if isinstance(x, HPUTensor) else x for x in leaves]
+        return compute(func, _values(leaves), spec)
+
+    def _compute_dynamic(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+        """The host has to wait for the shape: «non-inferable output shapes»."""
+        self._refuse_inside(f"an output shape that depends on values ({func})")
+        self.host_reads += 1
+        self.flush()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            result = compute(func, _values(leaves), spec)
+        if func._schema.is_mutable:
+            return next(leaf for leaf in leaves if isinstance(leaf, HPUTensor))
+        return tree_map_only(torch.Tensor, self.place, result)
+
+    # Helpers.
+
+    def _refuse_inside(self, what: str) -> None:
+        if self._capture is not None:
+            self._capture.broken = True
+            raise GraphViolation(
+                f"{what} is not supported during hpu graph capturing: see {INFERENCE_DOC}"
+            )
+        if self._region is not None:
+            raise GraphViolation(f"{what} breaks a compiled region")
+
+    def _admit(self, func: Any, leaf: Any) -> Any:
+        """Refuse host tensors among device tensors, except where PyTorch sends them itself."""
+        if isinstance(leaf, torch.device):
+            return torch.device("cpu")
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, HPUTensor):
+            return leaf
+        if takes_host_indices(func):
+            return self.upload(leaf)
+        if func is _COPY:
+            self._refuse_inside("a copy from the host")
+            self.uploads += 1
+            return leaf
+        if leaf.dim() == 0:
+            return leaf
+        raise RuntimeError(
+            f"Expected all tensors to be on the same device, but found hpu:0 and cpu in {func}"
+        )
+
+    def _record(self, call: Call) -> None:
+        if self._capture is not None:
+            self._capture.append(call)
+        elif self._region is not None:
+            self._region.append(call)
+        elif self.lazy:
+            self._pending.append(_with_own_host_values(call))
+        elif call.kind != "view":
+            single = Program()
+            single.append(call)
+            self._compile(single.signature)
+
+    def _compile(self, signature: Any) -> None:
+        if signature not in self._recipes:
+            self._recipes.add(signature)
+            self.compilations += 1
+
+    def _run(self, program: Program) -> None:
+        with torch.inference_mode(mode=False), torch.no_grad():
+            program.run()
+        self.computed += len(program.calls)
+
+    def _allocate(self, nbytes: int) -> Allocation:
+        allocation = Allocation(nbytes, self.memory)
+        if self._capture is not None:
+            self._capture.made_inside.add(id(allocation))
+        return allocation
+
+    def _owned(self, value: torch.Tensor) -> Buffer:
+        """A result in memory of its own; some operations return their input."""
+        return Buffer(value.clone() if value._is_view() else value, self._allocate(value.nbytes))
+
+    def _reserve(self, like: TensorOutline) -> Buffer:
+        value = torch.empty_strided(like.size, like.stride, dtype=like.dtype)
+        return Buffer(value, self._allocate(like.nbytes))
+
+    def _stamp(self, buffer: Buffer) -> int | None:
+        return None if self._capture is not None else buffer.allocation.generation
+
+
+class Capture:
+    """What is recorded between ``capture_begin`` and ``capture_end``."""
+
+    def __init__(self, *, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        self.broken = False
+        self.programs: list[Program] = []
+        self.made_inside: set[int] = set()
+        self._current = Program()
+
+    def append(self, call: Call) -> None:
+        self._current.append(call)
+
+    def cut(self) -> None:
+        if not self._current.is_empty:
+            self.programs.append(self._current)
+        self._current = Program()
+
+
+def _values(leaves: list[Any]) -> list[Any]:
+    return [leaf.buffer.value if isinstance(leaf, HPUTensor) else leaf for leaf in leaves]
+
+
+def _buffers(leaves: list[Any]) -> tuple[Any, ...]:
+    return tuple(leaf.buffer if isinstance(leaf, HPUTensor) else leaf for leaf in leaves)
+
+
+def _with_own_host_values(call: Call) -> Call:
+    """The host may change its tensor after the call: the device has its own copy."""
+    leaves = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in call.leaves)
+    return Call(call.func, leaves, call.spec, call.outputs, call.kind)
+
+
+def _returns_tensors(func: Any) -> bool:
+    returns = func._schema.returns
+    return not returns or any("Tensor" in str(one.type) for one in returns)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[HPUTensor]:
+    """The arguments that the operation changes, in the order of its schema."""
+    changed: list[HPUTensor] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[position] if position < len(args) else kwargs.get(argument.name)
+        changed.extend(value if isinstance(value, (list, tuple)) else [value])
+    return [tensor for tensor in changed if isinstance(tensor, HPUTensor)]
+
+
+BRIDGE = Bridge()
+on_device(BRIDGE)

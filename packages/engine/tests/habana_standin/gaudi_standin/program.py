@@ -1,0 +1,171 @@
+"""Operations in the order in which they were given, to be computed later, once or often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import attrs
+import torch
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from gaudi_standin.memory import Buffer
+
+Kind = Literal["compute", "view", "inplace"]
+
+
+@attrs.frozen(eq=False)
+class Call:
+    """One operation. ``leaves`` are its flattened arguments with a `Buffer` for each tensor."""
+
+    func: Callable[..., Any]
+    leaves: tuple[Any, ...]
+    spec: TreeSpec
+    outputs: tuple[Buffer, ...]
+    kind: Kind
+
+
+def compute(func: Callable[..., Any], values: list[Any], spec: TreeSpec) -> Any:
+    """Run an operation on plain CPU tensors."""
+    args, kwargs = tree_unflatten(values, spec)
+    return func(*args, **kwargs)
+
+
+class Program:
+    """Calls, and the signature by which a recipe for them would be found.
+
+    Two programs share a recipe when they are the same operations on the same shapes, strides,
+    types and constants, wired alike. Source: "mark_step", steps 1 to 4,
+    https://docs.habana.ai/en/latest/PyTorch/Reference/mark_step.html
+    """
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self._slots: dict[int, int] = {}
+        self._signature: list[tuple[Any, ...]] = []
+
+    def append(self, call: Call) -> None:
+        self.calls.append(call)
+        self._signature.append(
+            (call.func, *map(self._key, call.leaves), *map(self._key, call.outputs))
+        )
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        return tuple(self._signature)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to compute; a view alone is no work."""
+        return all(call.kind == "view" for call in self.calls)
+
+    def run(self) -> None:
+        """Compute every call, each into the buffers that its outputs have."""
+        for call in self.calls:
+            if call.kind == "view":
+                continue
+            values = [leaf.value if isinstance(leaf, Buffer) else leaf for leaf in call.leaves]
+            results = compute(call.func, values, call.spec)
+            if call.kind == "compute":
+                for buffer, result in zip(call.outputs, _tensors(results), strict=True):
+                    buffer.value.copy_(result)
+
+    def _key(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Buffer):
+            return constant_key(leaf)
+        slot = self._slots.setdefault(id(leaf.allocation), len(self._slots))
+        return (slot, *leaf.key)
+
+
+def constant_key(leaf: Any) -> Any:
+    """A value that is part of a recipe: with its type, since 1 and 1.0 give different kernels."""
+    if isinstance(leaf, torch.Tensor):
+        value = leaf.item() if leaf.dim() == 0 else None
+        return ("from the host", leaf.dtype, tuple(leaf.shape), value)
+    return (type(leaf), leaf if getattr(type(leaf), "__hash__", None) else repr(leaf))
+
+
+@attrs.frozen
+class _Slot:
+    index: int
+
+
+class FrozenProgram:
+    """A captured program, run again on the same memory.
+
+    What was there before and what the host can still see after the capture keeps its place; the
+    rest exists during a replay alone.
+    """
+
+    def __init__(self, program: Program, made_inside: set[int]) -> None:
+        self._fixed: dict[int, Buffer] = {}
+        self._indices: dict[int, int] = {}
+        self._made_inside = made_inside
+        self._steps = [self._step(call) for call in program.calls]
+        self._last_use = self._find_last_uses()
+        fixed = [buffer.allocation for buffer in self._fixed.values()]
+        self.inputs = {a for a in fixed if id(a) not in made_inside}
+        """What it reads or writes that existed before it."""
+        self.outputs = {a for a in fixed if id(a) in made_inside}
+        """What it makes that keeps its place."""
+
+    def run(self) -> None:
+        passing: dict[int, torch.Tensor] = {}
+        for number, (call, leaves, outputs) in enumerate(self._steps):
+            if call.kind != "view" or not self._is_fixed(outputs[0]):
+                self._run_step(call, leaves, outputs, passing)
+            for index in self._last_use.get(number, ()):
+                passing.pop(index, None)
+
+    def _run_step(
+        self,
+        call: Call,
+        leaves: tuple[Any, ...],
+        outputs: tuple[_Slot, ...],
+        passing: dict[int, torch.Tensor],
+    ) -> None:
+        values = [self._value(leaf, passing) for leaf in leaves]
+        results = compute(call.func, values, call.spec)
+        if call.kind == "inplace":
+            return
+        for slot, result in zip(outputs, _tensors(results), strict=True):
+            if self._is_fixed(slot):
+                self._fixed[slot.index].value.copy_(result)
+            else:
+                passing[slot.index] = result
+
+    def _value(self, leaf: Any, passing: dict[int, torch.Tensor]) -> Any:
+        if not isinstance(leaf, _Slot):
+            return leaf
+        fixed = self._fixed.get(leaf.index)
+        return passing[leaf.index] if fixed is None else fixed.value
+
+    def _is_fixed(self, slot: _Slot) -> bool:
+        return slot.index in self._fixed
+
+    def _step(self, call: Call) -> tuple[Call, tuple[Any, ...], tuple[_Slot, ...]]:
+        leaves = tuple(self._slot(x) if isinstance(x, Buffer) else x for x in call.leaves)
+        outputs = tuple(self._slot(x) for x in call.outputs)
+        return attrs.evolve(call, leaves=(), outputs=()), leaves, outputs
+
+    def _slot(self, buffer: Buffer) -> _Slot:
+        index = self._indices.setdefault(id(buffer), len(self._indices))
+        stays = id(buffer.allocation) not in self._made_inside or buffer.allocation.users > 0
+        if stays:
+            self._fixed[index] = buffer
+        return _Slot(index)
+
+    def _find_last_uses(self) -> dict[int, list[int]]:
+        last: dict[int, int] = {}
+        for number, (_, leaves, outputs) in enumerate(self._steps):
+            for slot in (*leaves, *outputs):
+                if isinstance(slot, _Slot):
+                    last[slot.index] = number
+        by_step: dict[int, list[int]] = {}
+        for index, number in last.items():
+            by_step.setdefault(number, []).append(index)
+        return by_step
+
+
+def _tensors(results: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]

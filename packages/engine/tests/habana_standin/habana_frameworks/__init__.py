@@ -1,0 +1,1 @@
+"""A stand-in for Intel's ``habana_frameworks``, for tests: see ``../README.md``."""

@@ -1,0 +1,381 @@
+"""The stand-in for a Gaudi keeps the real one's rules: a violation of each is caught.
+
+``habana_standin/README.md`` gives the source of each rule.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+DEVICE = torch.device("hpu")
+
+
+def mark_step():
+    from habana_frameworks.torch import core
+
+    core.mark_step()
+
+
+def capture(run, *inputs):
+    graph = torch.hpu.HPUGraph()
+    with torch.hpu.graph(graph):
+        output = run(*inputs)
+    return graph, output
+
+
+# Lazy mode.
+
+
+def test_nothing_is_computed_until_mark_step(lazy_gaudi):
+    mark_step()
+    computed = lazy_gaudi.computed
+    total = torch.ones(3, device=DEVICE) + 1
+    assert lazy_gaudi.num_pending > 0
+    assert lazy_gaudi.computed == computed
+    mark_step()
+    assert lazy_gaudi.num_pending == 0
+    assert total.tolist() == [2, 2, 2]
+
+
+def test_a_host_read_computes_what_is_collected_and_is_counted(lazy_gaudi):
+    mark_step()
+    reads = lazy_gaudi.host_reads
+    assert (torch.arange(4, device=DEVICE) * 2)[3].item() == 6
+    assert lazy_gaudi.host_reads == reads + 1
+    assert lazy_gaudi.num_pending == 0
+
+
+def test_operations_take_effect_in_the_order_in_which_they_were_given(lazy_gaudi):
+    values = torch.zeros(4, device=DEVICE)
+    before = values + 1
+    values[1:3] = 5
+    view = values.view(2, 2)
+    values.add_(view.flatten())
+    mark_step()
+    assert before.tolist() == [1, 1, 1, 1]
+    assert view.tolist() == [[0, 10], [10, 0]]
+
+
+def test_the_device_has_its_own_copy_of_what_the_host_sends(lazy_gaudi):
+    host = torch.ones(2)
+    sent = host.to(DEVICE)
+    target = torch.zeros(2, device=DEVICE)
+    target.copy_(host)
+    host.zero_()
+    assert sent.tolist() == target.tolist() == [1, 1]
+
+
+def test_a_recipe_is_compiled_once_for_each_shape_and_constant(lazy_gaudi):
+    def compiled(size, factor):
+        given = torch.ones(size, device=DEVICE)
+        mark_step()
+        before = lazy_gaudi.compilations
+        given * factor + given
+        mark_step()
+        return lazy_gaudi.compilations - before
+
+    assert [compiled(*x) for x in ((3, 2), (3, 2), (5, 2), (3, 2), (5, 2), (3, 4))] == [
+        *(1, 0, 1, 0, 0, 1)
+    ]
+
+
+def test_programs_that_are_wired_differently_are_different_recipes(lazy_gaudi):
+    one, two = torch.ones(2, 7, device=DEVICE), torch.ones(2, 7, device=DEVICE)
+    mark_step()
+    before = lazy_gaudi.compilations
+    for left, right in ((one, one), (one, two), (two, two), (two, one)):
+        left - right
+        mark_step()
+    assert lazy_gaudi.compilations == before + 2
+
+
+# Graphs.
+
+
+def test_a_replay_computes_on_what_the_inputs_hold_now_and_compiles_nothing(lazy_gaudi):
+    given = torch.zeros(3, device=DEVICE)
+    graph, output = capture(lambda x: (x + 1) * 2, given)
+    given.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    mark_step()
+    before = lazy_gaudi.compilations
+    graph.replay()
+    assert output.tolist() == [4, 6, 8]
+    assert lazy_gaudi.compilations == before
+
+
+def test_a_graph_updates_state_that_it_was_given(lazy_gaudi):
+    state = torch.zeros(4, 2, device=DEVICE)
+    row, new = torch.tensor([1], device=DEVICE), torch.ones(1, 2, device=DEVICE)
+    graph, _ = capture(lambda: state.index_copy_(0, row, new))
+    row.copy_(torch.tensor([3]))
+    graph.replay()
+    assert state.sum(1).tolist() == [0, 2, 0, 2]
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda x: x.item(),
+        lambda x: x.cpu(),
+        lambda x: x.tolist(),
+        bool,
+        float,
+        lambda x: x.to("cpu"),
+        lambda x: torch.zeros(1).copy_(x),
+        lambda x: torch.equal(x, x),
+    ],
+    ids=["item", "cpu", "tolist", "if", "float", "to", "copy_", "equal"],
+)
+def test_a_host_read_within_a_capture_is_refused(lazy_gaudi, read):
+    from gaudi_standin import GraphViolation
+
+    given = torch.ones(1, device=DEVICE)
+    with pytest.raises(GraphViolation, match="host read"):
+        capture(lambda x: read(x + 1), given)
+
+
+@pytest.mark.parametrize(
+    "send",
+    [
+        lambda x: x + torch.ones(3).to(DEVICE),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: x + torch.tensor([1.0, 2.0, 3.0], device=DEVICE),
+        lambda x: x[[0, 1]],
+    ],
+    ids=["to", "copy_", "tensor", "indices"],
+)
+def test_a_copy_from_the_host_within_a_capture_is_refused(lazy_gaudi, send):
+    from gaudi_standin import GraphViolation
+
+    given = torch.ones(3, device=DEVICE)
+    with pytest.raises(GraphViolation, match="copy from the host"):
+        capture(send, given)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.nonzero(),
+        lambda x: torch.masked_select(x, x > 1),
+        lambda x: x.unique(),
+        lambda x: x[x > 1],
+        lambda x: x.index_put_((x > 1,), x[0]),
+        lambda x: x.repeat_interleave(x.int()),
+    ],
+    ids=["nonzero", "masked_select", "unique", "mask", "masked write", "repeat_interleave"],
+)
+def test_a_shape_that_depends_on_values_is_refused_within_a_capture(lazy_gaudi, run):
+    from gaudi_standin import GraphViolation
+
+    given = torch.tensor([0.0, 1.0, 2.0]).to(DEVICE)
+    with pytest.raises(GraphViolation, match="depends on values"):
+        capture(run, given)
+
+
+def test_a_shape_that_depends_on_values_makes_the_host_wait_elsewhere(lazy_gaudi):
+    given = torch.tensor([0.0, 1.0, 2.0]).to(DEVICE)
+    reads = lazy_gaudi.host_reads
+    kept = given[given > 0]
+    assert lazy_gaudi.host_reads == reads + 1
+    assert kept.tolist() == [1, 2]
+
+
+def test_an_update_in_place_of_a_view_is_refused_within_a_capture(lazy_gaudi):
+    from gaudi_standin import GraphViolation
+
+    whole = torch.zeros(2, 3, device=DEVICE)
+    with pytest.raises(GraphViolation, match="in place of a view"):
+        capture(lambda: whole[1].add_(1))
+
+
+def test_an_input_that_was_moved_is_noticed_at_the_next_replay(lazy_gaudi):
+    from gaudi_standin import StorageMoved
+
+    for move in (
+        lambda x: setattr(x, "data", torch.ones(2, device=DEVICE)),
+        lambda x: x.set_(torch.ones(2, device=DEVICE)),
+    ):
+        given = torch.zeros(2, device=DEVICE)
+        graph, _ = capture(lambda x: x + 1, given)
+        graph.replay()
+        move(given)
+        with pytest.raises(StorageMoved, match="another address"):
+            graph.replay()
+
+
+def test_an_output_read_after_the_next_replay_is_noticed(lazy_gaudi):
+    from gaudi_standin import StaleOutput
+
+    given = torch.zeros(2, device=DEVICE)
+    graph, output = capture(lambda x: x + 1, given)
+    graph.replay()
+    first = output.detach()
+    row = first[0]
+    assert first.tolist() == [1, 1]
+    graph.replay()
+    for stale in (first, row):
+        with pytest.raises(StaleOutput, match="after replay 2"):
+            stale.tolist()
+    with pytest.raises(StaleOutput):
+        first + 1
+    assert output.detach().tolist() == [1, 1]
+
+
+def test_a_replay_on_inputs_of_another_size_is_refused(lazy_gaudi):
+    graph, given = torch.hpu.HPUGraph(), torch.zeros(4, device=DEVICE)
+    graph.capture_begin(dry_run=True)
+    graph.mark_user_inputs([given])
+    output = given + 1
+    graph.capture_end()
+    graph.replayV3([torch.ones(4, device=DEVICE)])
+    assert output.tolist() == [2, 2, 2, 2]
+    with pytest.raises(RuntimeError, match="Input Sizes is not same"):
+        graph.replayV3([torch.ones(1, device=DEVICE)])
+
+
+def test_a_dry_run_computes_nothing(lazy_gaudi):
+    graph, given = torch.hpu.HPUGraph(), torch.zeros(4, device=DEVICE)
+    mark_step()
+    computed = lazy_gaudi.computed
+    graph.capture_begin(dry_run=True)
+    given.add_(1)
+    graph.capture_end()
+    assert lazy_gaudi.computed == computed
+    graph.replay()
+    assert given.tolist() == [1, 1, 1, 1]
+
+
+def test_only_one_capture_is_under_way_and_no_replay_or_destruction_within_it(lazy_gaudi):
+    from gaudi_standin import GraphViolation
+
+    given = torch.zeros(2, device=DEVICE)
+    other, _ = capture(lambda x: x + 1, given)
+    for act, error, message in (
+        (lambda: torch.hpu.HPUGraph().capture_begin(), RuntimeError, "already in progress"),
+        (other.replay, RuntimeError, "Capture in progress"),
+        (other.reset, GraphViolation, "destroyed"),
+    ):
+        with pytest.raises(error, match=message):
+            capture(act)
+
+
+def test_a_refused_capture_leaves_the_device_as_it_was(lazy_gaudi):
+    given = torch.ones(2, device=DEVICE)
+    with pytest.raises(RuntimeError):
+        capture(lambda x: (x + 1).tolist(), given)
+    assert not lazy_gaudi.capturing
+    assert (given + 1).tolist() == [2, 2]
+
+
+def test_a_wrapped_module_captures_once_for_each_shape(lazy_gaudi):
+    module = torch.nn.Linear(4, 2).requires_grad_(requires_grad=False)
+    expected = module.weight.clone(), module.bias.clone()
+    wrapped = torch.hpu.wrap_in_hpu_graph(module.to(DEVICE), disable_tensor_cache=True)
+    for size, new in ((1, 1), (3, 1), (1, 0), (3, 0)):
+        rows = torch.randn(size, 4)
+        sent = rows.to(DEVICE)
+        mark_step()
+        before = lazy_gaudi.compilations
+        found = wrapped(sent)
+        mark_step()
+        # A copy into the graph's own input, where it is not the tensor of the capture, is one too.
+        assert lazy_gaudi.compilations - before <= new + 1
+        assert torch.allclose(found.cpu(), rows @ expected[0].T + expected[1])
+
+
+# Memory.
+
+
+def test_memory_is_taken_and_given_back_and_bounded(lazy_gaudi):
+    free, total = torch.hpu.mem_get_info()
+    held = torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+    view = held[10:]
+    mark_step()
+    assert torch.hpu.mem_get_info() == (free - (1 << 20), total)
+    del held
+    assert torch.hpu.mem_get_info() == (free - (1 << 20), total)
+    del view
+    assert torch.hpu.mem_get_info() == (free, total)
+    with pytest.raises(RuntimeError, match="Allocation failed"):
+        torch.empty(total + 1, dtype=torch.uint8, device=DEVICE)
+
+
+def test_a_graph_holds_its_inputs_and_outputs_until_it_is_reset(lazy_gaudi):
+    free = torch.hpu.mem_get_info()[0]
+    given = torch.zeros(1 << 10, device=DEVICE)
+    graph, output = capture(lambda x: torch.relu(x + 1) * 2, given)
+    del given, output
+    held = free - torch.hpu.mem_get_info()[0]
+    assert held >= 4 << 10
+    graph.reset()
+    assert torch.hpu.mem_get_info()[0] == free
+
+
+# What is no graph's business.
+
+
+def test_host_and_device_tensors_do_not_mix(lazy_gaudi):
+    with pytest.raises(RuntimeError, match="same device"):
+        torch.ones(3, device=DEVICE) + torch.ones(3)
+    with pytest.raises(TypeError, match=r"Tensor\.cpu"):
+        torch.ones(3, device=DEVICE).numpy()
+
+
+def test_a_tensor_says_where_it_is(lazy_gaudi):
+    tensor = torch.ones(2, 3, device=DEVICE)
+    assert tensor.device.type == tensor.t().device.type == tensor.float().device.type == "hpu"
+    assert torch.zeros_like(tensor).device.type == tensor.new_zeros(1).device.type == "hpu"
+    assert tensor.cpu().device.type == "cpu"
+
+
+# Eager mode.
+
+
+def test_eager_mode_computes_at_once_and_has_no_graphs(eager_gaudi):
+    computed = eager_gaudi.computed
+    torch.ones(3, device=DEVICE) + 1
+    mark_step()
+    assert eager_gaudi.computed > computed
+    assert not hasattr(torch.hpu, "HPUGraph")
+
+
+def test_a_compiled_region_is_one_recipe_for_each_shape(eager_gaudi):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 4))
+    module = module.requires_grad_(requires_grad=False).to(DEVICE)
+    compiled = torch.compile(module, backend="hpu_backend", dynamic=False)
+    with torch.inference_mode():
+        for size, new in ((2, 1), (2, 0), (5, 1), (2, 0), (5, 0)):
+            rows = torch.randn(size, 4).to(DEVICE)
+            expected = module(rows).cpu()
+            before = eager_gaudi.compilations
+            found = compiled(rows)
+            assert eager_gaudi.compilations - before == new
+            assert torch.equal(found.cpu(), expected)
+
+
+def test_a_compiled_region_holds_no_host_read(eager_gaudi):
+    """The compiler splits the function there: two regions, and a read between them."""
+
+    def run(x):
+        return x * 2 if (x + 1).sum() > 0 else x
+
+    given = torch.ones(3, device=DEVICE)
+    assert (given + 1).sum().item() > 0
+    before, reads = eager_gaudi.compilations, eager_gaudi.host_reads
+    compiled = torch.compile(run, backend="hpu_backend", dynamic=False)
+    assert compiled(given).tolist() == [2, 2, 2]
+    assert eager_gaudi.compilations == before + 2
+    assert eager_gaudi.host_reads == reads + 2
+
+
+@pytest.mark.skipif("TRENCADIS_TEST_DEVICE" in os.environ, reason="the session keeps it")
+def test_the_stand_in_leaves_pytorch_as_it_was(stand_in):
+    before = torch.Tensor.to, torch.tensor, torch.as_tensor
+    with stand_in("lazy"):
+        assert torch.hpu.is_available()
+    assert (torch.Tensor.to, torch.tensor, torch.as_tensor) == before
+    assert not hasattr(torch, "hpu")
+    assert torch.ones(2).to("cpu").tolist() == [1, 1]

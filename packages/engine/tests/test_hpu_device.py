@@ -1,0 +1,367 @@
+"""The Gaudi device, on the stand-in: lazy mode with graphs, eager mode with the compiler."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
+from trencadis.engine.errors import DeviceError, GraphError
+from trencadis.engine.forwards import Forwards
+from trencadis.engine.models.attention import PROMPT_KERNEL
+
+alone = pytest.mark.skipif(
+    "TRENCADIS_TEST_DEVICE" in os.environ, reason="the session has its device loaded"
+)
+
+
+def small_module():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    return module.eval().requires_grad_(requires_grad=False)
+
+
+@pytest.fixture
+def device(lazy_gaudi):
+    return HPUDevice()
+
+
+@pytest.fixture
+def eager_device(eager_gaudi):
+    return HPUDevice()
+
+
+# Lazy mode.
+
+
+@torch.inference_mode()
+def test_a_replay_gives_what_the_module_gives(device):
+    module = small_module()
+    rows = [torch.randn(3, 8) for _ in range(3)]
+    expected = [module(x) for x in rows]
+    module.to(device.torch_device)
+    graph = device.capture(module, [rows[0].to(device.torch_device)])
+    device.synchronize()
+    for x, y in zip(rows, expected, strict=True):
+        assert torch.equal(graph.replay([x.to(device.torch_device)]).cpu(), y)
+
+
+@torch.inference_mode()
+def test_replays_compile_nothing_and_the_host_waits_for_nothing(device, lazy_gaudi):
+    module = small_module().to(device.torch_device)
+    given = torch.randn(3, 8).to(device.torch_device)
+    graph = device.capture(module, [given])
+    graph.replay([given])
+    device.synchronize()
+    compiled, reads = device.num_compilations(), lazy_gaudi.host_reads
+    for _ in range(5):
+        graph.replay([given])
+        device.mark_step()
+    assert device.num_compilations() == compiled
+    assert lazy_gaudi.host_reads == reads
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(
+    "wrong",
+    [torch.zeros(1, 8), torch.zeros(4, 8), torch.zeros(8), torch.zeros(3, 8).double()],
+    ids=["would broadcast", "more rows", "fewer dimensions", "another type"],
+)
+def test_a_replay_on_another_shape_or_type_is_an_error_that_names_both(device, wrong):
+    module = small_module().to(device.torch_device)
+    graph = device.capture(module, [torch.zeros(3, 8).to(device.torch_device)])
+    with pytest.raises(GraphError, match=r"recorded for inputs float32\[3, 8\] .* replayed with"):
+        graph.replay([wrong.to(device.torch_device)])
+    with pytest.raises(GraphError):
+        graph.replay([])
+
+
+@torch.inference_mode()
+def test_a_result_is_valid_until_the_next_replay(device, lazy_gaudi):
+    from gaudi_standin import StaleOutput
+
+    given = torch.ones(2).to(device.torch_device)
+    graph = device.capture(lambda x: x * 2, [given])
+    first = graph.replay([given])
+    assert first.tolist() == [2, 2]
+    graph.replay([given + 1])
+    with pytest.raises(StaleOutput):
+        first.tolist()
+
+
+@torch.inference_mode()
+def test_the_caller_may_drop_or_change_the_tensors_it_captured_with(device):
+    given = torch.ones(2).to(device.torch_device)
+    graph = device.capture(lambda x: x * 2, [given])
+    given.fill_(7)
+    device.mark_step()
+    del given
+    assert graph.replay([torch.tensor([3.0, 4.0]).to(device.torch_device)]).tolist() == [6, 8]
+
+
+@torch.inference_mode()
+def test_a_released_graph_gives_its_memory_back_and_is_not_replayed(device):
+    module = small_module().to(device.torch_device)
+    given = torch.zeros(512, 8).to(device.torch_device)
+    device.synchronize()
+    free = device.free_memory()
+    graph = device.capture(module, [given])
+    assert free - device.free_memory() >= 512 * (8 + 4) * 4
+    graph.release()
+    assert device.free_memory() == free
+    graph.release()
+    with pytest.raises(GraphError, match="released"):
+        graph.replay([given])
+
+
+@torch.inference_mode()
+def test_what_a_graph_cannot_contain_is_refused_and_the_device_goes_on(device):
+    given = torch.ones(2).to(device.torch_device)
+    with pytest.raises(RuntimeError, match="graph capturing"):
+        device.capture(lambda x: x * x.sum().item(), [given])
+    assert device.capture(lambda x: x * 2, [given]).replay([given]).tolist() == [2, 2]
+
+
+def test_synchronize_submits_what_is_collected(device, lazy_gaudi):
+    torch.ones(3, device=device.torch_device) + 1
+    assert lazy_gaudi.num_pending
+    device.synchronize()
+    assert not lazy_gaudi.num_pending
+
+
+def test_memory_is_that_of_the_device(device):
+    free, total = device.free_memory(), device.total_memory()
+    held = torch.zeros(1 << 20, device=device.torch_device)
+    assert device.free_memory() == free - (4 << 20)
+    assert device.total_memory() == total
+    del held
+
+
+def test_lazy_mode_compiles_no_modules(device):
+    traced = torch.fx.symbolic_trace(small_module())
+    with pytest.raises(DeviceError, match="PT_HPU_LAZY_MODE=0"):
+        device.compile(traced, [torch.zeros(1, 8)])
+
+
+def test_the_same_requests_give_the_same_tokens_as_on_the_cpu(lazy_gaudi, tiny_model):
+    assert_same_tokens(tiny_model)
+    assert lazy_gaudi.compilations < lazy_gaudi.computed / 50
+
+
+# Eager mode.
+
+
+def test_eager_mode_records_no_graphs(eager_device):
+    assert not eager_device.supports_graphs
+    with pytest.raises(DeviceError, match="PT_HPU_LAZY_MODE=1"):
+        eager_device.capture(lambda x: x, [torch.zeros(1, device=eager_device.torch_device)])
+
+
+@torch.inference_mode()
+def test_a_compiled_module_is_compiled_by_its_first_call(eager_device):
+    module = small_module()
+    rows = torch.randn(3, 8)
+    expected = module(rows)
+    traced = torch.fx.symbolic_trace(module.to(eager_device.torch_device))
+    given = rows.to(eager_device.torch_device)
+    compiled = eager_device.compile(traced, [given])
+    before = eager_device.num_compilations()
+    for _ in range(2):
+        assert torch.allclose(compiled(given).cpu(), expected)
+        assert eager_device.num_compilations() == before + 1
+
+
+def test_eager_mode_gives_the_same_tokens_too(eager_gaudi, tiny_model):
+    assert_same_tokens(tiny_model)
+
+
+def assert_same_tokens(checkpoint):
+    prompts = ["a", "Nine blocks of eight tokens hold seventy-two of them, and one is spare."]
+    settings = {"max_model_len": 128, "block_size": 8, "max_num_batched_tokens": 32}
+    settings |= {"dtype": "float32", "warmup": "none"}
+    ways = [
+        SamplingParams(temperature=0, max_tokens=6),
+        SamplingParams(temperature=0.9, top_p=0.8, seed=1, max_tokens=6, repetition_penalty=1.3),
+    ]
+
+    def tokens(device):
+        llm = LLM(str(checkpoint), device=device, **settings)
+        return [
+            answer.completions[0].token_ids for way in ways for answer in llm.generate(prompts, way)
+        ]
+
+    assert tokens("hpu") == tokens("cpu")
+
+
+# The engine, warmed up.
+
+MIXED = [
+    (range(3), SamplingParams(temperature=0, max_tokens=5)),
+    (range(10, 30), SamplingParams(temperature=0.8, seed=2, max_tokens=7)),
+    (range(10, 34), SamplingParams(temperature=0, max_tokens=3)),
+    (range(5, 6), SamplingParams(temperature=1, top_k=5, seed=1, max_tokens=9)),
+]
+"""Prompts of several lengths, two that share a beginning, sequences that end one after another."""
+
+
+def serve_mixed(checkpoint, device, **changes):
+    settings = {"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16}
+    settings |= {"dtype": "float32", "max_num_seqs": 2, "device": device, **changes}
+    core = EngineCore(EngineConfig(model=str(checkpoint), **settings))
+    core.warm_up()
+    found = {str(key): [] for key in range(len(MIXED))}
+    for key, (prompt, params) in enumerate(MIXED):
+        core.add(str(key), tuple(prompt), params)
+    while core.has_work:
+        for token in core.step():
+            found[token.key].append(token.token_id)
+    return found, core
+
+
+def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_model, caplog):
+    found, core = serve_mixed(tiny_model, "hpu")
+    stats = core.stats
+    assert (stats.compilations, stats.cold_forwards, stats.bucket_misses) == (0, 0, 0)
+    assert "was not warmed up" not in caplog.text
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+def test_the_host_waits_once_for_each_forward(lazy_gaudi, tiny_model, monkeypatch):
+    forwards = []
+    run = Forwards.run
+    monkeypatch.setattr(Forwards, "run", lambda self, batch: forwards.append(1) or run(self, batch))
+    llm = LLM(str(tiny_model), device="hpu", max_model_len=48, block_size=8, max_num_seqs=2)
+    reads, forwards[:] = lazy_gaudi.host_reads, []
+    llm.generate(["a", "bc"], SamplingParams(temperature=0, max_tokens=4))
+    assert lazy_gaudi.host_reads - reads == len(forwards) > 3
+
+
+@pytest.mark.parametrize("how", [{}, {"compile": True, "max_num_seqs": 1}], ids=["", "compiled"])
+def test_a_warm_engine_in_eager_mode_compiles_nothing_either(eager_gaudi, tiny_model, how):
+    found, core = serve_mixed(tiny_model, "hpu", **how)
+    assert (core.stats.compilations, core.stats.cold_forwards) == (0, 0)
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_model, caplog):
+    found, _ = serve_mixed(tiny_model, "hpu", compile=True, warmup="none")
+    assert "Serving without --compile, which needs the bridge's eager mode" in caplog.text
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+# Kernels.
+
+
+def loaded(checkpoint):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    return model.requires_grad_(requires_grad=False)
+
+
+def norm_names(model):
+    return {type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__}
+
+
+def attention(model):
+    return model.model.layers[0].self_attn
+
+
+def test_fused_kernels_are_put_in(device, tiny_model):
+    model = loaded(tiny_model).to(device.torch_device)
+    device.optimize(model)
+    assert norm_names(model) == {"FusedNorm"}
+    assert hasattr(attention(model), PROMPT_KERNEL)
+
+
+def test_a_kernel_that_computes_something_else_is_left_out_with_a_warning(
+    device, tiny_model, monkeypatch, caplog
+):
+    from habana_frameworks.torch.hpex import kernels, normalization
+
+    right = normalization.FusedRMSNorm.apply
+    monkeypatch.setattr(normalization.FusedRMSNorm, "apply", lambda x, w, eps: right(x, w + 1, eps))
+    monkeypatch.setattr(kernels.FusedSDPA, "apply", lambda q, *_: q * 0.5)
+    model = loaded(tiny_model).to(device.torch_device)
+    with caplog.at_level(logging.WARNING, "trencadis.engine"):
+        device.optimize(model)
+    assert norm_names(model) == {"LlamaRMSNorm"}
+    assert not hasattr(attention(model), PROMPT_KERNEL)
+    assert "FusedSDPA is not used" in caplog.text
+    assert "FusedRMSNorm for LlamaRMSNorm is not used" in caplog.text
+
+
+def test_a_release_without_fused_kernels_runs_pytorchs_formulation(device, tiny_model, monkeypatch):
+    from habana_frameworks.torch.hpex import kernels
+
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex.normalization", None)
+    monkeypatch.delattr(kernels, "FusedSDPA")
+    model = loaded(tiny_model).to(device.torch_device)
+    device.optimize(model)
+    assert norm_names(model) == {"LlamaRMSNorm"}
+    assert not hasattr(attention(model), PROMPT_KERNEL)
+
+
+# What is there, and what is not.
+
+
+@alone
+def test_the_recipe_cache_is_set_before_the_bridge_is_loaded(lazy_gaudi, monkeypatch, tmp_path):
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    HPUDevice(recipe_cache=tmp_path)
+    assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"].startswith(f"{tmp_path},false,")
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", "/mine,true,1")
+    HPUDevice(recipe_cache=tmp_path)
+    assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"] == "/mine,true,1"
+
+
+@alone
+def test_without_intels_software_the_error_says_what_to_install():
+    with pytest.raises(DeviceError, match="habana_frameworks, which is not installed") as raised:
+        select_device("hpu")
+    assert "habana-torch-plugin" in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@alone
+@pytest.mark.parametrize(
+    "failure",
+    [
+        "raise OSError('libSynapse.so: cannot open shared object file\\nsecond line')",
+        "raise AssertionError('Compile-time PyTorch version 2.9 differs from run-time 2.13')",
+        "import habana_frameworks.torch._hpu_C",
+    ],
+    ids=["library", "version", "module"],
+)
+def test_software_that_does_not_load_is_named_with_its_own_words(tmp_path, monkeypatch, failure):
+    package = tmp_path / "habana_frameworks" / "torch"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(failure)
+    monkeypatch.syspath_prepend(tmp_path)
+    try:
+        with pytest.raises(DeviceError, match=r"does not load .*habanalabs-dkms") as raised:
+            select_device("hpu")
+        assert "\n" not in str(raised.value)
+        assert isinstance(select_device("auto"), CPUDevice) or torch.cuda.is_available()
+    finally:
+        for name in [n for n in sys.modules if n.startswith("habana_frameworks")]:
+            del sys.modules[name]
+
+
+def test_a_machine_without_a_gaudi_is_told_so(lazy_gaudi, monkeypatch):
+    monkeypatch.setenv("GAUDI_STANDIN_DEVICES", "0")
+    with pytest.raises(DeviceError, match="finds no Gaudi: check `hl-smi`"):
+        select_device("hpu")
+
+
+def test_auto_takes_a_gaudi_where_there_is_one(lazy_gaudi, monkeypatch, caplog):
+    assert isinstance(select_device("auto"), HPUDevice)
+    monkeypatch.setenv("GAUDI_STANDIN_DEVICES", "0")
+    assert not isinstance(select_device("auto"), HPUDevice)
+    assert "finds no Gaudi" in caplog.text
