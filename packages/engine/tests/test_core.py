@@ -254,6 +254,7 @@ def test_bad_request_names_its_field(
         ({"max_num_seqs": 0}, "max_num_seqs.*0"),
         ({"dtype": "int4"}, "dtype.*int4"),
         ({"device": "abacus"}, "device.*abacus"),
+        ({"device": "simulated"}, "use the command trencadis-simulate"),
         ({"max_model_len": 1000}, "max_model_len 1000 is above.*256"),
         ({"swap_space": -1}, "swap_space.*-1"),
         ({"num_host_blocks": -1}, "num_host_blocks.*-1"),

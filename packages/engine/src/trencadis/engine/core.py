@@ -24,8 +24,8 @@ from trencadis.engine.outputs import EngineStats
 from trencadis.engine.request_check import check_request
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.engine.serving import Requests
-from trencadis.engine.swaps import carry_out, swap_governor
-from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction, MovePlan
+from trencadis.engine.swaps import swap_governor
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
@@ -176,11 +176,10 @@ class EngineCore:
         output = self.scheduler.schedule()
         stalled = output.is_empty and not output.moves
         self.pause_s = STALLED_SECONDS if stalled else 0.0
-        swap_s = carry_out(output.moves, self.executor.cache, self.device)
         began = time.perf_counter()
-        computed = self.executor.runner.run(attrs.evolve(output, moves=MovePlan()))
+        computed = self.executor.runner.run(output)
         chosen = self.requests.choose(output, computed)
-        compute_s = time.perf_counter() - began
+        compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
         updates = self.scheduler.update(
             output,
             chosen.token_ids,
@@ -189,8 +188,8 @@ class EngineCore:
             timing=StepTiming(
                 # With decodes in the same step, nobody knows what the prompts took of it.
                 prompts_s=None if output.decodes else compute_s,
-                swap_out_s=swap_s.get(Direction.OUT),
-                swap_in_s=swap_s.get(Direction.IN),
+                swap_out_s=computed.swap_s.get(Direction.OUT),
+                swap_in_s=computed.swap_s.get(Direction.IN),
             ),
         )
         tokens = self.requests.report(updates, chosen)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -24,6 +24,8 @@ from trencadis.engine.shapes import (
     decode_shape,
     prompt_shape,
 )
+from trencadis.engine.swaps import carry_out
+from trencadis.kvcache import Direction
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
 from trencadis.warmup import Phase
@@ -41,10 +43,14 @@ Scheduled = Sequence[ScheduledSequence]
 
 @attrs.frozen(eq=False)
 class StepLogits:
-    """Logits ``[len(seq_ids), vocabulary]`` of the sequences that sample in this step."""
+    """Logits ``[len(seq_ids), vocabulary]`` of the sequences that sample in this step.
+
+    ``swap_s`` is what its swaps took, in seconds.
+    """
 
     seq_ids: tuple[int, ...]
     logits: torch.Tensor
+    swap_s: Mapping[Direction, float]
 
 
 class ModelRunner:
@@ -74,18 +80,15 @@ class ModelRunner:
         """Compute a step; what it writes to the cache is there when this returns."""
         seq_ids: list[int] = []
         logits: list[torch.Tensor] = []
-        for move in output.moves:
-            self._cache.carry_out([move])
-            # Each by itself, as warm-up did it: a lazy device compiles what it collects together.
-            self._device.mark_step()
-        self._cache.wait()
+        swap_s = carry_out(output.moves, self._cache, self._device)
         if output.decodes:
             for decodes, batch in self._decode_batches(output.decodes):
                 self._collect(decodes, self.forwards.run(batch), seq_ids, logits)
         for chunks in split_prompts(output.prompts, self._prompt_cost):
             batch = self._prompt_batch(chunks)
             self._collect(chunks, self.forwards.run(batch), seq_ids, logits)
-        return StepLogits(tuple(seq_ids), torch.cat(logits) if logits else torch.empty(0))
+        rows = torch.cat(logits) if logits else torch.empty(0)
+        return StepLogits(tuple(seq_ids), rows, swap_s)
 
     # Warm-up's GraphRuntime. Dummy batches write to the padding block alone.
 

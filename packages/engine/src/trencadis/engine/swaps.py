@@ -42,6 +42,8 @@ def carry_out(moves: MovePlan, cache: KVCache, device: Device) -> dict[Direction
     for direction, copies in moves:
         began = time.perf_counter()
         cache.carry_out([(direction, copies)])
+        # Each by itself, as warm-up did it: a lazy device compiles what it collects together.
+        device.mark_step()
         if direction is not Direction.WITHIN:
             device.synchronize()
             taken = time.perf_counter() - began

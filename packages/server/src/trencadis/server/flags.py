@@ -68,7 +68,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         help="type of weights and KV cache (default: auto, what the checkpoint has)",
     )
     group.add_argument(
-        "--device", metavar="NAME", help="auto, cpu, cuda, hpu or simulated (default: auto)"
+        "--device", metavar="NAME", help="auto, cpu, cuda or hpu (default: auto)"
     )
     group.add_argument(
         "--max-model-len",
