@@ -43,7 +43,7 @@ def _requirement(package: str) -> str:
     extras = {
         "bucketing": "[plot]",
         "kvcache": "[torch]",
-        "engine": "[gguf]",
+        "engine": "[gguf,plot]",
         "warmup": "[progress]",
         "scheduler": "[nvml,hlml,sensors,exporter,sidecar,sidecar-dev]",
     }

@@ -2,13 +2,20 @@
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_defrag.py
 
-The baseline follows the rule of the Gaudi plugin for vLLM: blocks are handed out in the order in
-which they became free; a second mapping from the pool's ids to physical ones is kept beside it;
-when the highest physical block in use is more than 32 above their number, the highest used and
-the lowest free blocks *exchange* their content (the free one may be cached), at most 512 at a time.
+The same traffic is given to both. The baseline follows the rule of the Gaudi plugin for vLLM
+(vllm_gaudi/extension/defragmentation.py): blocks are handed out in the order in which they became
+free; a second mapping from the pool's ids to physical ones is kept beside it; when the highest
+physical block in use is more than 32 above their number, the highest used and the lowest free
+blocks change places, at most 512 at a time.
 
-First the same fragmented states are given to both rules, then the same traffic. A reclaimed block
-is one by which the highest block in use has come down. Padding to compiled sizes is not counted.
+In its first releases the plugin exchanged their content, a copy each way; later ones copy one way
+only where prefix caching is off. They read contiguously, and so defragment, only where it is off,
+unless the user forces both. So the comparison of like with like is that without prefix caching;
+with it, cached content moved aside is a second copy for either side, and its worth is the prompt
+tokens that need not be computed again.
+
+A block brought down is a used one that was given a lower id. Padding to compiled sizes is not
+counted.
 """
 
 from __future__ import annotations
@@ -23,33 +30,48 @@ import attrs
 from trencadis.kvcache import BlockManager, CacheConfig, DefragConfig, Defragmenter
 
 NUM_BLOCKS = 1519
+STEPS = 3000
 BLOCK = 128
 MIB_PER_BLOCK = 16
 """An 8-billion-parameter model in bfloat16 (seed 000: 131,072 bytes per token)."""
 
 
 @attrs.define
-class Moved:
-    plans: int = 0
+class Outcome:
+    """What one side did under the traffic; ``highest`` is summed over the steps."""
+
     copies: int = 0
-    reclaimed: int = 0
+    brought_down: int = 0
+    highest: int = 0
+    prompt_tokens: int = 0
+    computed_tokens: int = 0
 
-    def add(self, copies: int, reclaimed: int) -> None:
-        self.plans += 1
+    def add_plan(self, copies: int, brought_down: int) -> None:
         self.copies += copies
-        self.reclaimed += reclaimed
+        self.brought_down += brought_down
 
-    def __str__(self) -> str:
-        per_block = self.copies / self.reclaimed if self.reclaimed else 0.0
+    def add_prompt(self, tokens: int, cached: int) -> None:
+        self.prompt_tokens += tokens
+        self.computed_tokens += tokens - cached
+
+    @property
+    def mib_per_block(self) -> float:
+        """MiB moved for each block brought down."""
+        return MIB_PER_BLOCK * self.copies / self.brought_down
+
+    def line(self, base: Outcome) -> str:
+        """The outcome, beside that of the baseline."""
         return (
-            f"{self.plans:5d} plans {self.reclaimed:6d} reclaimed {self.copies:6d} copies "
-            f" {MIB_PER_BLOCK * per_block:5.2f} MiB per reclaimed block"
+            f"{self.brought_down:6d} down {self.copies:6d} copies"
+            f" {self.mib_per_block:5.1f} MiB each ({self.mib_per_block / base.mib_per_block:.2f})"
+            f"  in all {self.copies / base.copies:.2f}"
+            f"  mean highest {self.highest / STEPS:5.1f}"
+            f"  computed {self.computed_tokens / self.prompt_tokens:4.0%} of prompts"
         )
 
 
 class Cache(Protocol):
-    moved: Moved
-    highest_sum: int
+    outcome: Outcome
 
     def allocate(self, seq_id: int, tokens: list[int]) -> None: ...
     def append(self, seq_id: int, token: int) -> None: ...
@@ -66,12 +88,11 @@ class Ours:
         )
         self.manager = BlockManager(config)
         self.defragmenter = Defragmenter(self.manager, DefragConfig(keep_from=keep_from))
-        self.moved = Moved()
-        self.highest_sum = 0
+        self.outcome = Outcome()
         self.touched: set[int] = set()
 
     def allocate(self, seq_id: int, tokens: list[int]) -> None:
-        self.manager.allocate(seq_id, tokens)
+        self.outcome.add_prompt(len(tokens), self.manager.allocate(seq_id, tokens))
         self.touched.add(seq_id)
 
     def append(self, seq_id: int, token: int) -> None:
@@ -84,19 +105,20 @@ class Ours:
     def end_step(self) -> None:
         plan = self.defragmenter.defragment()
         if plan is not None:
-            self.moved.add(len(plan.copies), plan.num_moved)
+            self.outcome.add_plan(len(plan.copies), plan.num_moved)
         for seq_id in self.touched:
             if seq_id in self.manager:
                 self.manager.mark_computed(seq_id, self.manager.num_tokens(seq_id))
         self.touched.clear()
-        self.highest_sum += self.manager.highest_in_use
+        self.outcome.highest += self.manager.highest_in_use
 
 
 class SecondMapping:
     """Blocks handed out oldest-free first, with a defragmenter that maps them once more."""
 
-    def __init__(self, *, prefix_caching: bool) -> None:
+    def __init__(self, *, prefix_caching: bool, exchange: bool = True) -> None:
         self.prefix_caching = prefix_caching
+        self.copies_per_move = 2 if exchange else 1
         self.free_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, NUM_BLOCKS))
         self.refs = [0] * NUM_BLOCKS
         self.tables: dict[int, list[int]] = {}
@@ -105,8 +127,7 @@ class SecondMapping:
         self.key_of: dict[int, int] = {}
         self.physical = list(range(NUM_BLOCKS))
         self.logical = list(range(NUM_BLOCKS))
-        self.moved = Moved()
-        self.highest_sum = 0
+        self.outcome = Outcome()
 
     def allocate(self, seq_id: int, tokens: list[int]) -> None:
         table, matching = [], self.prefix_caching
@@ -118,6 +139,7 @@ class SecondMapping:
                 del self.free_ids[block]
             self.refs[block] += 1
             table.append(block)
+        self.outcome.add_prompt(len(tokens), BLOCK * len(table))
         while len(table) * BLOCK < len(tokens):
             table.append(self._take())
         self.tables[seq_id], self.tokens[seq_id] = table, list(tokens)
@@ -152,9 +174,9 @@ class SecondMapping:
                 self.physical[a], self.physical[b] = dst, src
                 self.logical[src], self.logical[dst] = b, a
             after = max(self.physical[block] for block in range(1, NUM_BLOCKS) if self.refs[block])
-            self.moved.add((2 if self.prefix_caching else 1) * len(pairs), len(pairs))
+            self.outcome.add_plan(self.copies_per_move * len(pairs), len(pairs))
             highest = after
-        self.highest_sum += highest
+        self.outcome.highest += highest
 
     def _take(self) -> int:
         block, _ = self.free_ids.popitem(last=False)
@@ -178,13 +200,13 @@ class SecondMapping:
                     self.known[key], self.key_of[block] = block, key
 
 
-def drive(cache: Cache, *, reuse: float, users: int = 48, steps: int = 3000) -> None:
+def drive(cache: Cache, *, reuse: float, users: int = 48) -> None:
     """A step is one token for every running sequence; ``reuse`` is the share that comes back."""
     rng = random.Random(11)
     ids = count(1)
     running: dict[int, tuple[list[int], int]] = {}
     back: deque[tuple[int, list[int]]] = deque()
-    for step in range(steps):
+    for step in range(STEPS):
         target = users if (step // 400) % 2 == 0 else users // 6
         while len(running) < target:
             history: list[int] = []
@@ -208,43 +230,43 @@ def drive(cache: Cache, *, reuse: float, users: int = 48, steps: int = 3000) -> 
         cache.end_step()
 
 
-def same_states() -> None:
-    """Random sets of used blocks, free ones empty or cached: the two rules on the same input."""
-    rng = random.Random(3)
-    for cached in (0.0, 0.5, 1.0):
-        ours, theirs, reclaimed = Moved(), Moved(), 0
-        evicting = Moved()
-        for _ in range(200):
-            used = set(rng.sample(range(1, NUM_BLOCKS), rng.randint(100, 900)))
-            highest = max(used)
-            sources = sum(block > len(used) for block in used)
-            moves = min(512, sources)
-            kept = sum(rng.random() < cached for _ in range(moves))
-            theirs.copies += 2 * moves
-            evicting.copies += moves
-            ours.copies += min(512, moves + kept)
-            reclaimed += highest - len(used)
-        print(
-            f"  {cached:4.0%} of free blocks cached: exchange {theirs.copies}, "
-            f"evict {evicting.copies} ({evicting.copies / theirs.copies:.2f}), "
-            f"keep {ours.copies} ({ours.copies / theirs.copies:.2f})"
-        )
+def compare(title: str, sides: dict[str, Cache], *, reuse: float) -> list[Outcome]:
+    """Drive all sides with the same traffic; the first is the baseline."""
+    print(f"\n{title}; {reuse:.0%} of the sequences come back")
+    outcomes: list[Outcome] = []
+    for name, side in sides.items():
+        drive(side, reuse=reuse)
+        outcomes.append(side.outcome)
+        print(f"  {name:22s} {side.outcome.line(outcomes[0])}")
+    return outcomes
 
 
 def main() -> None:
+    print(f"{NUM_BLOCKS} blocks of {BLOCK} tokens, {MIB_PER_BLOCK} MiB each, {STEPS} steps")
     for reuse in (0.0, 0.7):
-        print(f"\nsame traffic, {reuse:.0%} of the sequences come back; {NUM_BLOCKS} blocks")
-        caches: dict[str, Cache] = {
-            "second mapping": SecondMapping(prefix_caching=True),
-            "ours": Ours(prefix_caching=True),
-            "ours, keep all": Ours(prefix_caching=True, keep_from=0.0),
-            "ours, keep nothing": Ours(prefix_caching=True, keep_from=2.0),
-            "second mapping, no prefix caching": SecondMapping(prefix_caching=False),
-            "ours, no prefix caching": Ours(prefix_caching=False),
-        }
-        for name, cache in caches.items():
-            drive(cache, reuse=reuse)
-            print(f"  {name:34s} {cache.moved}  mean highest {cache.highest_sum / 3000:6.1f}")
+        compare(
+            "no prefix caching on either side",
+            {
+                "exchange": SecondMapping(prefix_caching=False),
+                "one way": SecondMapping(prefix_caching=False, exchange=False),
+                "this library": Ours(prefix_caching=False),
+            },
+            reuse=reuse,
+        )
+    for reuse in (0.0, 0.7):
+        _, kept, evicted = compare(
+            "prefix caching on both sides",
+            {
+                "exchange": SecondMapping(prefix_caching=True),
+                "this library": Ours(prefix_caching=True),
+                "this, keep_from=2": Ours(prefix_caching=True, keep_from=2.0),
+            },
+            reuse=reuse,
+        )
+        extra_copies = kept.copies - evicted.copies
+        if extra_copies:
+            saved = evicted.computed_tokens - kept.computed_tokens
+            print(f"  each further copy saves {saved / extra_copies:.0f} tokens of prefill")
 
 
 if __name__ == "__main__":

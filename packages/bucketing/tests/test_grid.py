@@ -62,6 +62,12 @@ def test_find_is_the_cheapest_that_dominates(
     assert grid.find(shape) == cheapest_by_brute_force(grid, cost, shape)
 
 
+@given(st.integers(0, 4), st.integers(0, 9_000_000))
+def test_an_axis_too_long_for_a_table_is_searched(batch: int, seq: int) -> None:
+    grid = BucketGrid({"batch": (1, 3), "seq": (128, 4_096, 8_000_000)})
+    assert grid.find((batch, seq)) == cheapest_by_brute_force(grid, None, (batch, seq))
+
+
 @given(filtered_grids())
 def test_a_grid_from_its_own_shapes_answers_alike(made: tuple[BucketGrid, Price | None]) -> None:
     grid, cost = made
@@ -114,6 +120,7 @@ def test_past_the_grid_there_is_only_a_fallback() -> None:
     grid = BucketGrid({"batch": (1, 2, 4), "seq": (128, 256)})
     assert grid.find((5, 100)) is None
     assert grid.find((1, 257)) is None
+    assert grid.find((1, 1 << 40)) is None
     # ceil(5 ** (1/3)) * 2 = 4 and ceil(4001 ** (1/3)) * 32 = 512.
     assert grid.fallback((5, 4001)) == Bucket(("batch", "seq"), (8, 4096))
     assert grid.padding((5, 4001)) == 8 * 4096 / (5 * 4001) - 1
@@ -226,3 +233,11 @@ def test_a_shape_of_the_wrong_length_is_an_error() -> None:
     grid = BucketGrid({"batch": [1], "seq": [128]})
     with pytest.raises(BucketingError, match="has 1 sizes for the axes batch, seq"):
         grid.find((1,))
+
+
+@pytest.mark.parametrize("shape", [(-1, 100), (2, -1), (2, -300), (2, -(1 << 40))])
+@pytest.mark.parametrize("longest", [256, 8_000_000])
+def test_a_shape_with_a_negative_size_is_an_error(shape: tuple[int, int], longest: int) -> None:
+    grid = BucketGrid({"batch": (1, 2, 4), "seq": (128, longest)})
+    with pytest.raises(BucketingError, match="is negative: give sizes of 0 or more"):
+        grid.find(shape)

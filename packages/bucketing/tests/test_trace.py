@@ -30,6 +30,8 @@ def test_the_azure_traces(tmp_path: Path) -> None:
     assert trace.lengths.tolist() == [4808, 3180, 7]
     assert trace.arrivals is not None
     assert (trace.arrivals - trace.arrivals[0]).tolist() == pytest.approx([0, 0.052, 1.02004])
+    assert trace.outputs is not None
+    assert trace.outputs.tolist() == [10, 8, 8]
 
 
 def test_json_lines(tmp_path: Path) -> None:
@@ -40,6 +42,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert trace.lengths.tolist() == [5, 6]
     assert trace.arrivals is not None
     assert trace.arrivals.tolist() == [0, 27.5]
+    assert trace.outputs is None
 
 
 def test_a_column_of_any_name(tmp_path: Path) -> None:
@@ -63,6 +66,8 @@ def test_a_column_of_any_name(tmp_path: Path) -> None:
         ("a.csv", "length\n-4\n", "line 2: length '-4'"),
         ("a.csv", "length,n\n4\n,5\n", "line 3: length ''"),
         ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is no time"),
+        ("a.csv", "length,timestamp\n4,inf\n", "line 2: 'inf' is no time"),
+        ("a.csv", "length,output_length\n4,0\n4,-1\n", "line 3: length '-1' is no whole number"),
         ("a.jsonl", "{\n", "line 1 is no JSON"),
         ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
         ("a.jsonl", '{"length": 1}\n{"n": 1}\n', "line 2 has columns n"),
@@ -74,6 +79,14 @@ def test_a_bad_trace_is_an_error_with_its_line(
 ) -> None:
     with pytest.raises(BucketingError, match=message):
         read_trace(written(tmp_path, name, text))
+
+
+@pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl"])
+def test_what_is_no_text_is_told_so(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
+    with pytest.raises(BucketingError, match="is no text"):
+        read_trace(path)
 
 
 def test_batches_gather_what_arrives_together(tmp_path: Path) -> None:

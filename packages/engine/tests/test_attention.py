@@ -12,16 +12,10 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.engine.batch import (
-    DecodeShape,
-    ModelInput,
-    PromptShape,
-    build_decode,
-    build_prompt,
-    lay_out_decodes,
-)
+from trencadis.engine.batch import ModelInput, build_decode, build_prompt, lay_out_decodes
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import MASKED, DecodeContext, paged_attention
+from trencadis.engine.shapes import DecodeShape, PromptShape
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import (
     LLM,
+    BatchControl,
     ConfigError,
     EngineConfig,
     EngineCore,
@@ -78,6 +80,7 @@ ONE_BUCKET = BucketingConfig(
         pytest.param({"bucketing": BucketingConfig.from_env({})}, id="plugin's default grid"),
         pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
         pytest.param({"num_blocks": 18}, id="so few blocks that sequences are preempted"),
+        pytest.param({"num_blocks": 18, "num_host_blocks": 64}, id="the same, and swapped out"),
         pytest.param({"max_num_seqs": 1}, id="one at a time"),
         pytest.param({"warmup": "full"}, id="after warm-up"),
         pytest.param({"block_size": 1, "num_blocks": 400}, id="one token per block"),
@@ -93,6 +96,7 @@ def test_greedy_tokens_are_those_of_plain_generation(
     stats = llm.core.stats
     assert stats.used_blocks == 0
     assert (stats.num_preemptions > 0) == (changes.get("num_blocks") == 18)
+    assert (stats.num_swaps > 0) == ("num_host_blocks" in changes)
 
 
 def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[int]]) -> None:
@@ -251,6 +255,15 @@ def test_bad_request_names_its_field(
         ({"dtype": "int4"}, "dtype.*int4"),
         ({"device": "abacus"}, "device.*abacus"),
         ({"max_model_len": 1000}, "max_model_len 1000 is above.*256"),
+        ({"swap_space": -1}, "swap_space.*-1"),
+        ({"num_host_blocks": -1}, "num_host_blocks.*-1"),
+        ({"swap_bandwidth": 0}, "swap_bandwidth.*0"),
+        ({"swap_bandwidth": 1e-9}, "swap_bandwidth.*less than one block"),
+        ({"scheduling_policy": "random"}, "scheduling_policy.*random"),
+        ({"thermal_policy": "proportional"}, "needs temperature_source"),
+        ({"temperature_source": "crystal ball"}, "crystal ball"),
+        ({"temperature_source": "recorded:/no/such/file"}, "/no/such/file"),
+        ({"temperature_source": "sensors", "thermal_policy": "hope"}, "hope.*proportional"),
         ({"num_blocks": 5}, "cannot hold one sequence of max_model_len 128"),
         ({"num_blocks": None, "kv_cache_memory": 1000}, "raise kv_cache_memory"),
         ({"bucketing": BucketingConfig(bucket_file="/no/such/file")}, "/no/such/file"),
@@ -266,6 +279,37 @@ def test_bad_setting_is_named_before_anything_is_served(
 def test_wrong_model_is_refused() -> None:
     with pytest.raises(ModelError, match="no directory"):
         EngineCore(EngineConfig(model="/no/such/model"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_host_blocks"),
+    [
+        ({}, 0),
+        ({"swap_space": 100_000 / 2**30}, 24),
+        ({"swap_space": 100_000 / 2**30, "num_host_blocks": 3}, 3),
+        ({"swap_space": 4}, 4 * 128 // 8),
+    ],
+    ids=["none on the CPU", "as large as asked for", "counted", "no more than could be used"],
+)
+def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_blocks: int) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(**changes)))
+    assert (
+        core.blocks.config.num_host_blocks == core.executor.cache.num_host_blocks == num_host_blocks
+    )
+
+
+def test_what_swaps_take_is_learned(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(num_host_blocks=64)))
+    before = attrs.evolve(core.scheduler.costs)
+    core.add("a", (1,) * 30, GREEDY)
+    core.step()
+    core.control(BatchControl(force_evict=9, max_num_seqs=4))
+    while core.has_work:
+        core.step()
+    learned = core.scheduler.costs
+    assert learned.prefill_s_per_token != before.prefill_s_per_token
+    assert learned.swap_out_s_per_block != before.swap_out_s_per_block
+    assert learned.swap_in_s_per_block != before.swap_in_s_per_block
 
 
 def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.sampler import SamplingRow, sample
+from trencadis.engine.sampler import SamplingRow, rank_tokens, sample
 from trencadis.engine.sampling_params import SamplingParams
 
 
@@ -175,9 +175,46 @@ def test_bad_parameter_is_named(field: str, value: object) -> None:
     assert caught.value.field == field
 
 
-def test_split_gives_each_sample_a_seed_of_its_own() -> None:
-    parts = SamplingParams(n=3, seed=10, temperature=0.5).split()
-    assert [(part.n, part.seed, part.temperature) for part in parts] == [
-        (1, 10, 0.5), (1, 11, 0.5), (1, 12, 0.5),
-    ]  # fmt: skip
-    assert [part.seed for part in SamplingParams(n=2).split()] == [None, None]
+def test_seeds_past_the_last_are_refused() -> None:
+    assert SamplingParams(seed=2**63 - 1).seed == 2**63 - 1
+    with pytest.raises(InvalidRequest, match="seed"):
+        SamplingParams(seed=2**63 - 1, n=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "others"),
+    [
+        ("best_of", 0, {}),
+        ("best_of", 2, {"n": 3}),
+        ("best_of", 129, {}),
+        ("length_penalty", 2.0, {}),
+        ("early_stopping", True, {}),
+        ("early_stopping", "often", {"use_beam_search": True}),
+        ("length_penalty", float("nan"), {"use_beam_search": True}),
+        ("temperature", 0.7, {"use_beam_search": True}),
+        ("top_p", 0.9, {"use_beam_search": True}),
+        ("top_k", 5, {"use_beam_search": True}),
+        ("min_p", 0.1, {"use_beam_search": True}),
+        ("stop", ("a",), {"use_beam_search": True}),
+        ("logprobs", 0, {"use_beam_search": True}),
+    ],
+)
+def test_what_contradicts_the_kind_of_search_is_named(
+    field: str, value: object, others: dict[str, object]
+) -> None:
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**{field: value}, **others)
+    assert caught.value.field == field
+
+
+def test_beams_rank_tokens_as_they_are_but_for_what_is_forbidden() -> None:
+    logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
+    params = SamplingParams(use_beam_search=True, min_tokens=1)
+    rows = [SamplingRow(params, 0, (1,), (), frozenset({int(logits[1].argmax())}))] * 2
+    (one,), two = rank_tokens(logits, rows, [1, 4])
+    assert one == (
+        int(logits[0].argmax()),
+        pytest.approx(float(logits[0].log_softmax(-1).max())),
+    )
+    order = logits[1].argsort(descending=True).tolist()
+    assert [token for token, _ in two] == order[1:5]

@@ -22,6 +22,7 @@ from trencadis.scheduler import (
     BeamSearch,
     ConfigError,
     ControlError,
+    FinishReason,
     IllegalTransition,
     PreemptionCosts,
     Request,
@@ -414,6 +415,58 @@ def test_samples_share_the_prompt_and_differ_after_it() -> None:
     assert len({tuple(one.output_token_ids) for one in group.live}) > 1
     bench.runner.run()
     assert outcome(group) == alone(group.request, 64)
+
+
+def test_a_sample_that_is_finished_from_outside_leaves_alone() -> None:
+    bench = make()
+    group = bench.add("a", 6, n=3, max_tokens=9)
+    bench.step()
+    bench.step()
+    one, *others = group.live
+    free = bench.blocks.num_free_blocks
+    assert bench.scheduler.finish(one.seq_id)
+    bench.step()
+    assert (one.finish_reason, one.status) == (FinishReason.STOP, F)
+    assert bench.blocks.num_free_blocks >= free
+    assert bench.scheduler.num_running == 2
+    assert not bench.scheduler.finish(one.seq_id), "it has left already"
+    bench.runner.run()
+    assert [len(other.output_token_ids) for other in others] == [9, 9]
+    assert group.results == [one, *others]
+
+
+def test_the_last_sample_that_is_finished_from_outside_ends_the_request_at_once() -> None:
+    bench = make()
+    group = bench.add("a", 6, n=2, max_tokens=9)
+    bench.step()
+    for one in tuple(group.live):
+        assert bench.scheduler.finish(one.seq_id)
+    assert group.finish_reason is FinishReason.ABORT
+    assert not bench.scheduler.has_work
+    assert bench.blocks.num_free_blocks == bench.blocks.num_total_blocks
+
+
+def test_who_leads_the_trunk_is_finished_once_the_others_have_branched() -> None:
+    bench = make(max_num_batched_tokens=8)
+    group = bench.add("a", 12, n=2, max_tokens=9)
+    bench.step()
+    leader, other = group.live
+    assert bench.scheduler.finish(leader.seq_id)
+    bench.step()
+    assert leader in group.live, "its blocks hold the prompt of both"
+    bench.step()
+    assert group.live == [other]
+    bench.runner.run()
+    assert leader.finish_reason is FinishReason.STOP
+    assert tuple(other.output_token_ids) == alone(group.request, 64)[1][0]
+
+
+def test_a_beam_cannot_be_finished_from_outside() -> None:
+    bench = make()
+    group = bench.add("a", 6, beam_search=BeamSearch(width=2))
+    bench.step()
+    assert not bench.scheduler.finish(group.live[0].seq_id)
+    assert not bench.scheduler.finish(999)
 
 
 def test_best_of_returns_the_most_probable_per_token() -> None:

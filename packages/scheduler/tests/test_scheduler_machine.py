@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
+import attrs
 import pytest
 from harness import STOP, Memory, Runner, alone, outcome
 from hypothesis import HealthCheck, settings
@@ -33,6 +34,7 @@ from trencadis.scheduler import (
     Request,
     Scheduler,
     SchedulerConfig,
+    Sequence,
     SequenceGroup,
     SequenceStatus,
     ThermalGuard,
@@ -130,6 +132,7 @@ class Machine(RuleBasedStateMachine):
         )
         self.runner = Runner(self.scheduler, Memory(SIZE))
         self.live: dict[str, SequenceGroup] = {}
+        self.cut: dict[int, int] = {}
         self.names = 0
         self.last_cap = max_num_seqs
         self.swaps: list[tuple[float, int]] = []
@@ -167,6 +170,27 @@ class Machine(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(sorted(self.live)))
             assert self.scheduler.abort(name)
             assert self.live.pop(name).finish_reason is FinishReason.ABORT
+
+    @rule(data=st.data())
+    def finish(self, data: st.DataObject) -> None:
+        samples = [
+            one.seq_id
+            for group in self.live.values()
+            if group.beams is None
+            for one in group.live
+            if one.num_output_tokens
+        ]
+        if samples:
+            one = self.sequence(data.draw(st.sampled_from(samples)))
+            self.cut[one.seq_id] = one.num_output_tokens
+            assert self.scheduler.finish(one.seq_id)
+            if one.group.finish_reason is FinishReason.ABORT:
+                assert all(other.seq_id in self.cut for other in one.group.live)
+                del self.live[one.request_id]
+
+    def sequence(self, seq_id: int) -> Sequence:
+        every = (one for group in self.live.values() for one in group.live)
+        return next(one for one in every if one.seq_id == seq_id)
 
     @rule(degrees=st.sampled_from([20.0, 79.0, 82.0, 86.0, 100.0]), trusted=st.booleans())
     def change_temperature(self, degrees: float, trusted: bool) -> None:
@@ -219,16 +243,28 @@ class Machine(RuleBasedStateMachine):
         assert self.scheduler.num_running <= max(output.max_running, self.last_cap)
         self.last_cap = output.max_running
         self.check_traffic(output)
-        for update in self.runner.finish(output):
-            if update.request_id in self.live:
-                self.check_finished(update.request_id)
+        self.runner.finish(output)
+        for name, group in tuple(self.live.items()):
+            if group.finish_reason is not None:
+                del self.live[name]
+                self.check_finished(group)
 
-    def check_finished(self, name: str) -> None:
-        group = self.live[name]
-        if group.finish_reason is not None:
-            del self.live[name]
-            assert group.status is SequenceStatus.FINISHED
+    def check_finished(self, group: SequenceGroup) -> None:
+        assert group.status is SequenceStatus.FINISHED
+        if not any(one.seq_id in self.cut for one in group.finished):
             assert outcome(group) == alone(group.request, MAX_LEN)
+            return
+        every = attrs.evolve(group.request, n=group.request.width, best_of=None)
+        expected = alone(every, MAX_LEN)
+        for one in group.finished:
+            tokens, reason = expected[self.runner.sample_of[one.seq_id]]
+            got = tuple(one.output_token_ids)
+            if one.seq_id in self.cut:
+                # It may have gone on a little, for the sake of the others, and not otherwise.
+                assert len(got) >= self.cut[one.seq_id]
+                assert got == tokens[: len(got)]
+            else:
+                assert (got, one.finish_reason) == (tokens, reason)
 
     def check_traffic(self, output: object) -> None:
         moved = sum(len(copies) for way, copies in output.moves if way is not Direction.WITHIN)

@@ -18,6 +18,8 @@ import pytest_asyncio
 import uvicorn
 
 from trencadis.engine import (
+    BatchControl,
+    BatchControlResult,
     CompletionDelta,
     EngineDead,
     EngineOverloaded,
@@ -25,6 +27,7 @@ from trencadis.engine import (
     InvalidRequest,
     PositionLogprobs,
     SamplingParams,
+    ThermalStats,
     TokenLogprob,
 )
 from trencadis.server import ServerSettings, create_app
@@ -79,6 +82,8 @@ class StandInEngine:
         self.running: set[str] = set()
         self.requests: list[tuple[list[int], SamplingParams, str | None, int]] = []
         self.aborted: list[str] = []
+        self.orders: list[BatchControl] = []
+        self.thermal: ThermalStats | None = None
 
     @property
     def stats(self) -> EngineStats:
@@ -86,6 +91,9 @@ class StandInEngine:
             num_running=len(self.running),
             num_waiting=2,
             num_preemptions=3,
+            num_swaps=1,
+            num_recomputes=2,
+            max_running=32,
             used_blocks=5,
             total_blocks=20,
             highest_block_in_use=7,
@@ -93,6 +101,7 @@ class StandInEngine:
             generation_tokens=13,
             padded_tokens=17,
             bucket_misses=19,
+            thermal=self.thermal,
         )
 
     async def check_health(self) -> None:
@@ -125,6 +134,19 @@ class StandInEngine:
             self.running.discard(key)
             if not finished:
                 self.aborted.append(key)
+
+    async def control(self, order: BatchControl) -> BatchControlResult:
+        await self.check_health()
+        if self.fails_with is not None:
+            raise self.fails_with
+        self.orders.append(order)
+        return BatchControlResult(
+            previous_running=9,
+            new_running=7,
+            evicted_request_ids=("cmpl-1-0",),
+            estimated_watts_saved=6.4,
+            new_max_num_seqs=order.max_num_seqs or 32,
+        )
 
     async def _answers(
         self, key: str, prompt: Sequence[int], params: SamplingParams

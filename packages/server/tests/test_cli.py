@@ -32,6 +32,10 @@ def test_flags_reach_the_engine():
         *("--block-size", "16", "--num-gpu-blocks-override", "99", "--max-waiting", "3"),
         *("--gpu-memory-utilization", "0.5", "--kv-cache-memory", "2GiB", "--seed", "5"),
         *("--warmup", "none", "--disable-bucketing", "--compile-cache", "/cache"),
+        *("--scheduling-policy", "priority"),
+        *("--swap-space", "1.5", "--swap-bandwidth", "8", "--temperature-source", "nvml"),
+        *("--thermal-policy", "proportional"),
+        *("--thermal-policy-config", '{"target_temp_c": 80}'),
     )
     assert engine_config(args, {}) == EngineConfig(
         model="./model",
@@ -50,6 +54,12 @@ def test_flags_reach_the_engine():
         warmup="none",
         compile_cache="/cache",
         use_buckets=False,
+        scheduling_policy="priority",
+        swap_space=1.5,
+        swap_bandwidth=8.0,
+        temperature_source="nvml",
+        thermal_policy="proportional",
+        thermal_policy_config={"target_temp_c": 80},
     )
 
 
@@ -79,10 +89,17 @@ def test_a_bad_flag_or_a_taken_port_shows_before_the_default_model_is_made(monke
 
 
 def test_the_environment_reaches_the_engine():
-    environ = {"VLLM_SKIP_WARMUP": "true", "VLLM_PROMPT_BS_BUCKET_MAX": "8"}
+    environ = {
+        "VLLM_SKIP_WARMUP": "true",
+        "VLLM_PROMPT_BS_BUCKET_MAX": "8",
+        "VLLM_THERMAL_POLICY": "power",
+    }
     config = engine_config(parse("./model"), environ)
     assert config.warmup == "none"
     assert config.bucketing is not None
+    assert config.thermal_policy == "power"
+    given = parse("./model", "--thermal-policy", "proportional")
+    assert engine_config(given, environ).thermal_policy == "proportional"
 
 
 def test_a_bad_environment_is_a_config_error():
@@ -93,11 +110,20 @@ def test_a_bad_environment_is_a_config_error():
 def test_flags_reach_the_server():
     args = parse(
         *("--host", "::1", "--port", "9", "--api-key", "a", "--api-key", "b"),
-        *("--max-body-size", "1KiB", "--shutdown-timeout", "3", "--disable-access-log"),
+        *(
+            "--admin-api-key",
+            "d",
+            "--max-body-size",
+            "1KiB",
+            "--shutdown-timeout",
+            "3",
+            "--disable-access-log",
+        ),
     )
-    settings = server_settings(args, {"VLLM_API_KEY": "c"})
+    settings = server_settings(args, {"VLLM_API_KEY": "c", "VLLM_ADMIN_TOKEN": "e"})
     assert (settings.host, settings.port) == ("::1", 9)
     assert settings.api_keys == ("a", "b", "c")
+    assert settings.admin_keys == ("d", "e")
     assert settings.max_body_size == 1024
     assert settings.shutdown_timeout == 3
     assert not settings.access_log
@@ -113,7 +139,7 @@ def test_every_flag_has_an_effect():
     }
     from trencadis.server import cli
 
-    by_hand = {"model", "api_key", "disable_access_log", "log_level"}
+    by_hand = {"model", "api_key", "admin_api_key", "disable_access_log", "log_level"}
     by_hand |= {"enforce_eager", "disable_bucketing"}
     assert flags == by_hand | set(cli._ENGINE_FLAGS) | set(cli._SERVER_FLAGS)
 
@@ -165,7 +191,12 @@ def test_a_bad_setting_is_one_line(capsys, argv, message):
 
 @pytest.mark.parametrize(
     ("argv", "message"),
-    [(["--kv-cache-memory", "lots"], "'lots' is no size"), (["--port", "x"], "--port")],
+    [
+        (["--kv-cache-memory", "lots"], "'lots' is no size"),
+        (["--port", "x"], "--port"),
+        (["--thermal-policy-config", "{"], "is not JSON"),
+        (["--thermal-policy-config", "[]"], "is no JSON object"),
+    ],
 )
 def test_a_bad_flag_is_explained(capsys, argv, message):
     with pytest.raises(SystemExit) as exit_:

@@ -107,3 +107,19 @@ async def test_many_prompts_are_answered_together(client, engine):
     answer = (await complete(client, prompt=prompts)).json()
     assert [choice["text"] for choice in answer["choices"]] == prompts
     assert not engine.running
+
+
+async def test_vllms_names_for_beams_and_urgency_reach_the_engine(client, engine):
+    fields = {"n": 2, "best_of": 3, "use_beam_search": True, "length_penalty": 0.5}
+    await complete(client, prompt="ab", early_stopping="never", priority=-4, **fields)
+    _, params, _, priority = engine.requests[0]
+    assert params.use_beam_search
+    assert (params.n, params.best_of, params.length_penalty) == (2, 3, 0.5)
+    assert params.early_stopping == "never"
+    assert priority == -4
+
+
+@pytest.mark.parametrize("fields", [{"best_of": 2, "n": 2}, {"use_beam_search": True}])
+async def test_what_has_no_losers_can_be_streamed(client, fields):
+    response = await complete(client, prompt="ab", stream=True, **fields)
+    assert chunks(response.text)

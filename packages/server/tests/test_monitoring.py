@@ -6,6 +6,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from trencadis.engine import ThermalStats
 from trencadis.server import ServerSettings, __version__, create_app
 from trencadis.server.metrics import RequestTimeline, ServingMetrics
 
@@ -73,12 +74,29 @@ async def test_models(client, engine):
         ("trencadis:padded_tokens_total", 17),
         ("trencadis:bucket_misses_total", 19),
         ("trencadis:highest_block_in_use", 7),
+        ("trencadis:swaps_total", 1),
+        ("trencadis:recomputes_total", 2),
+        ("trencadis:max_running_seqs", 32),
         ("trencadis:kv_blocks_used", 5),
         ("trencadis:kv_blocks_capacity", 20),
     ],
 )
 async def test_what_the_engine_counts_is_read_from_its_snapshot(client, name, value):
     assert (await samples(client))[name, None] == value
+
+
+async def test_heat_is_shown_where_it_is_measured(client, engine):
+    assert not [name for name, _ in await samples(client) if "temperature" in name]
+    engine.thermal = ThermalStats()
+    assert ("trencadis:temperature_celsius", None) not in await samples(client)
+    engine.thermal = ThermalStats(
+        hottest_c=81.5, power_w=640.0, sensor="stale", policy="proportional", policy_active=True
+    )
+    after = await samples(client)
+    assert after["trencadis:temperature_celsius", None] == 81.5
+    assert after["trencadis:power_watts", None] == 640.0
+    assert after["trencadis:sensor_health", None] == 1
+    assert after["trencadis:thermal_policy_active", None] == 1
 
 
 async def test_requests_are_counted_by_how_they_ended(client, engine):

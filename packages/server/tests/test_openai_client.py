@@ -73,6 +73,23 @@ async def test_text_completions(official, stream):
     assert texts == {0: "ab", 1: "cd"}
 
 
+async def test_the_best_of_several(official, engine):
+    answer = await official.completions.create(model="stand-in", prompt="ab", n=2, best_of=4)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    _, params, _, _ = engine.requests[0]
+    assert (params.n, params.best_of) == (2, 4)
+    with pytest.raises(openai.BadRequestError, match="cannot be streamed"):
+        await official.completions.create(model="stand-in", prompt="ab", best_of=4, stream=True)
+
+
+async def test_beams_of_a_conversation(official, engine):
+    await official.chat.completions.create(
+        model="stand-in", messages=MESSAGES, n=2, extra_body={"use_beam_search": True}
+    )
+    _, params, _, _ = engine.requests[0]
+    assert params.use_beam_search
+
+
 @pytest.mark.parametrize(
     ("fields", "kind", "code"),
     [

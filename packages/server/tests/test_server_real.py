@@ -92,9 +92,19 @@ def session_members(leader: int) -> list[int]:
     return members
 
 
+ADMIN = {"Authorization": "Bearer boss"}
+
+
 @pytest.fixture(scope="module")
-def server() -> Iterator[ServerProcess]:
-    server = ServerProcess("--max-model-len", "512", "--max-num-seqs", "8")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    recording = tmp_path_factory.mktemp("heat") / "day.csv"
+    lines = [f"{second},0,71,300" for second in range(3600)]
+    recording.write_text("\n".join(["time_s,device,temperature_c,power_w", *lines]))
+    server = ServerProcess(
+        *("--max-model-len", "512", "--max-num-seqs", "8", "--swap-space", "0.25"),
+        *("--temperature-source", f"recorded:{recording}", "--thermal-policy", "proportional"),
+        *("--admin-api-key", "boss"),
+    )
     try:
         server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
         yield server
@@ -225,6 +235,65 @@ def test_samples_differ_and_a_seed_repeats_them(client, model):
     first = sample()
     assert first[0] != first[1]
     assert sample() == first
+
+
+def test_the_best_of_several_are_answers(client, model):
+    fields = {"model": model, "prompt": "Once upon a time", "max_tokens": 12, "seed": 7}
+    best = client.completions.create(**fields, n=2, best_of=4, logprobs=0)
+    means = [sum(one.logprobs.token_logprobs) / 12 for one in best.choices]
+    assert len(means) == 2
+    assert means == sorted(means, reverse=True)
+    again = client.completions.create(**fields, n=2, best_of=4)
+    assert [one.text for one in again.choices] == [one.text for one in best.choices]
+
+
+def test_beams_are_answers(client, model):
+    answer = client.chat.completions.create(
+        model=model, messages=QUESTION, n=3, max_tokens=24, extra_body={"use_beam_search": True}
+    )
+    texts = [choice.message.content for choice in answer.choices]
+    assert len(set(texts)) == 3
+    assert "Paris" in texts[0]
+
+
+def test_an_operator_evicts_what_runs_and_it_goes_on(http, client, model):
+    answers: list[Any] = []
+    fields = {"model": model, "messages": QUESTION, "n": 2, "seed": 1, "max_tokens": 60}
+
+    def run() -> None:
+        extra = {"ignore_eos": True}
+        answers.append(client.chat.completions.create(**fields, extra_body=extra))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    wait_until(lambda: metric(http, "vllm:num_requests_running") == 2)
+    order = {"force_evict": 1, "max_num_seqs": 4}
+    done = http.post("/v1/admin/batch", json=order, headers=ADMIN).json()
+    thread.join(60)
+    assert done["previous_running"] == 2
+    assert done["new_running"] == 0
+    assert done["new_max_num_seqs"] == 4
+    (evicted,) = done["evicted_request_ids"]
+    assert evicted.startswith(answers[0].id)
+    assert answers[0].usage.completion_tokens == 120
+    assert metric(http, "vllm:num_preemptions_total") >= 1
+    assert metric(http, "trencadis:max_running_seqs") == 4
+    restored = http.post("/v1/admin/batch", json={"max_num_seqs": 8}, headers=ADMIN).json()
+    assert restored["new_max_num_seqs"] == 8
+
+
+def test_a_target_temperature_caps_what_runs(http, client, model):
+    assert metric(http, "trencadis:temperature_celsius") == 71
+    assert metric(http, "trencadis:power_watts") == 300
+    assert metric(http, "trencadis:thermal_policy_active") == 1
+    response = http.post("/v1/admin/batch", json={"target_temp_c": 70}, headers=ADMIN)
+    assert response.status_code == 200, response.text
+    ask(client, model, "red")
+    assert metric(http, "trencadis:max_running_seqs") == 7
+    refused = http.post("/v1/admin/batch", json={"max_num_seqs": 9}, headers=ADMIN)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "max_num_seqs"
+    assert http.post("/v1/admin/batch", json={}).status_code == 401
 
 
 def test_requests_at_once_are_answered_each_for_itself(client, model):

@@ -1,8 +1,9 @@
 """The grid: a set of buckets that answers, for any shape, which bucket to pad it to.
 
 The answer for every cell between two neighbouring values of every axis is worked out once, when
-the grid is made; a look-up is then a binary search per axis and one walk into that table, however
-many buckets there are and whatever holes the filters have left.
+the grid is made, and so is the position of every size along its axis; a look-up is then one index
+per axis and one walk into that table, however many buckets there are and whatever holes the
+filters have left.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trencadis.bucketing.bucket import Bucket
-from trencadis.bucketing.cells import Shape, cell_edges, cells, cheapest_dominating
+from trencadis.bucketing.cells import Shape, cell_edges, cells, cheapest_dominating, positions
 from trencadis.bucketing.errors import BucketingError
 
 Filter: TypeAlias = Callable[[Bucket], bool]
@@ -61,6 +62,7 @@ class BucketGrid:
         "_cost",
         "_origin",
         "_phase",
+        "_positions",
         "_reachable",
         "_table",
         "_values",
@@ -136,8 +138,8 @@ class BucketGrid:
             worst = buckets[[math.isnan(price) for price in costs].index(True)]
             raise BucketingError(f"the cost of {worst} is not a number: mend the cost function")
         answers = cheapest_dominating(self._values, shapes, costs)
-        # One level of tuples per axis, with one place more than the axis has values: what is past
-        # the last value finds None without being asked for.
+        self._positions = tuple(map(positions, self._values))
+        # One level of tuples per axis; None where the filters have left nothing that dominates.
         self._table = _nested(answers.tolist(), (*self._buckets, None))
 
     @property
@@ -169,16 +171,24 @@ class BucketGrid:
             None where no bucket dominates: `fallback` then says what to compile.
 
         Raises:
-            BucketingError: not one size per axis.
+            BucketingError: not one size per axis, or a negative one.
         """
-        if len(shape) != len(self._values):
+        if len(shape) != len(self._axes):
             raise BucketingError(
                 f"shape {tuple(shape)} has {len(shape)} sizes for the axes "
                 f"{', '.join(self._axes)}: give one size per axis"
             )
         found: Any = self._table
-        for index in map(bisect_left, self._values, shape):
-            found = found[index]
+        try:
+            # Of one length by now; strict= alone would take a third of the time.
+            for places, size in zip(self._positions, shape):  # noqa: B905
+                if size < 0:
+                    raise BucketingError(
+                        f"shape {tuple(shape)} is negative: give sizes of 0 or more"
+                    )
+                found = found[places[size]]
+        except IndexError:
+            return None
         bucket: Bucket | None = found
         return bucket
 

@@ -1,9 +1,10 @@
-"""Recorded requests of a service, read from CSV or JSON lines, as lengths to fit a grid to."""
+"""Recorded requests of a service, read from CSV or JSON lines: to fit a grid to, or to replay."""
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 import os
 import re
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from trencadis.bucketing.fitted import Floats, Ints
 # The prompt length under the names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
 ARRIVAL_COLUMNS = ("TIMESTAMP", "Timestamp", "timestamp", "arrival")
+OUTPUT_COLUMNS = ("GeneratedTokens", "Response tokens", "output_length", "completion_tokens")
 
 
 @attrs.frozen(eq=False)
@@ -30,10 +32,13 @@ class Trace:
         lengths: prompt tokens, one per request.
         arrivals: seconds, one per request, or the unit of a file that counts in another (Mooncake:
             milliseconds); None where the file has no arrival times.
+        outputs: generated tokens, one per request (0 where a request failed); None where the file
+            does not tell.
     """
 
     lengths: Ints
     arrivals: Floats | None = None
+    outputs: Ints | None = None
 
     def requests(self) -> Ints:
         """Every request as a batch of its own: one row (1, length) each."""
@@ -82,11 +87,14 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
     """
     lengths: list[int] = []
     arrivals: list[float] = []
+    outputs: list[int] = []
     times: str | None = None
+    generated: str | None = None
     for line, row in _rows(Path(path)):
         if not lengths:
             column = column or next((name for name in LENGTH_COLUMNS if name in row), None)
             times = next((name for name in ARRIVAL_COLUMNS if name in row), None)
+            generated = next((name for name in OUTPUT_COLUMNS if name in row), None)
         if column is None or column not in row:
             raise BucketingError(
                 f"{path}, line {line} has columns {', '.join(map(str, row))}: "
@@ -95,13 +103,26 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
         lengths.append(_length(path, line, row[column]))
         if times is not None:
             arrivals.append(_seconds(path, line, row.get(times)))
+        if generated is not None:
+            outputs.append(_length(path, line, row.get(generated), least=0))
     if not lengths:
         raise BucketingError(f"{path} has no requests: give a trace with at least one")
     known = np.array(arrivals) if len(arrivals) == len(lengths) else None
-    return Trace(np.array(lengths, dtype=np.int64), known)
+    return Trace(
+        np.array(lengths, dtype=np.int64),
+        known,
+        np.array(outputs, dtype=np.int64) if outputs else None,
+    )
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    try:
+        yield from _text_rows(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise BucketingError(f"{path} is no text ({error}): give CSV or JSON lines") from None
+
+
+def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with path.open(encoding="utf-8", newline="") as file:
         if path.suffix in {".jsonl", ".ndjson"}:
             for line, text in enumerate(file, start=1):
@@ -123,18 +144,24 @@ def _json_object(path: Path, line: int, text: str) -> dict[str, Any]:
     return row
 
 
-def _length(path: object, line: int, value: object) -> int:
+def _length(path: object, line: int, value: object, least: int = 1) -> int:
     try:
         length = float(str(value))
         whole = int(length)
     except (ValueError, OverflowError):
         length, whole = 0.0, -1
-    if whole != length or whole < 1:
+    if whole != length or whole < least:
         raise BucketingError(
-            f"{path}, line {line}: length {value!r} is no whole number of at least 1: "
+            f"{path}, line {line}: length {value!r} is no whole number of at least {least}: "
             "mend the line or take it out"
         )
     return whole
+
+
+def _finite(value: float) -> float:
+    if not math.isfinite(value):
+        raise ValueError(f"{value} is no time")
+    return value
 
 
 def _seconds(path: object, line: int, value: object) -> float:
@@ -144,7 +171,7 @@ def _seconds(path: object, line: int, value: object) -> float:
     date = re.match(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?", text)
     try:
         if date is None:
-            return float(text)
+            return _finite(float(text))
         moment = datetime.fromisoformat(date[1]).replace(tzinfo=timezone.utc)
         return moment.timestamp() + float(date[2] or 0)
     except ValueError:

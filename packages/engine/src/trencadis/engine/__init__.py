@@ -25,9 +25,11 @@ from trencadis.engine.outputs import (
     EngineStats,
     FinishReason,
     PositionLogprobs,
+    ThermalStats,
     TokenLogprob,
 )
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
     from trencadis.engine.core import EngineCore
@@ -45,6 +47,8 @@ _LOADED_ON_USE = {
 __all__ = [
     "LLM",
     "AsyncEngine",
+    "BatchControl",
+    "BatchControlResult",
     "Completion",
     "CompletionDelta",
     "ConfigError",
@@ -62,6 +66,7 @@ __all__ = [
     "ModelError",
     "PositionLogprobs",
     "SamplingParams",
+    "ThermalStats",
     "TokenLogprob",
     "Tokenizer",
     "default_model",

@@ -7,40 +7,46 @@ import contextlib
 import itertools
 import logging
 import multiprocessing
-import os
-import signal
-import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+import attrs
+
 from trencadis.engine.channel import FrontChannel
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core_process import LogSettings, run_core
+from trencadis.engine.core_start import POLL_SECONDS, await_ready, end, load_tokenizer
 from trencadis.engine.errors import (
-    ConfigError,
     EngineDead,
     EngineError,
     EngineOverloaded,
     InvalidRequest,
-    ModelError,
 )
-from trencadis.engine.messages import Abort, Add, Failed, Ready, Rejected, StepDone, Stop
+from trencadis.engine.messages import (
+    Abort,
+    Add,
+    Control,
+    Controlled,
+    Failed,
+    Finish,
+    Ready,
+    Rejected,
+    StepDone,
+    Stop,
+)
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
-from trencadis.engine.sample_stream import SampleStream
+from trencadis.engine.request_stream import RequestStream
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
     from trencadis.engine.tokenizer import Tokenizer
 
 logger = logging.getLogger("trencadis.engine")
 
-_START_SECONDS = 3600.0
-"""Longest start: a large model with every graph to compile takes tens of minutes on Gaudi."""
 _STOP_SECONDS = 10.0
-_POLL_SECONDS = 0.5
-"""How often a silent core is looked at."""
 
 
 class AsyncEngine:
@@ -56,12 +62,13 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.stats = EngineStats(total_blocks=ready.num_blocks - 1)
+        self.stats = EngineStats(total_blocks=ready.num_blocks - 1, max_running=config.max_num_seqs)
         self._ready = ready
         self._process = process
         self._channel = channel
-        self._streams: dict[str, SampleStream] = {}
-        self._keys = itertools.count()
+        self._streams: dict[str, _Running] = {}
+        self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
+        self._numbers = itertools.count()
         self._failure: str | None = None
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
 
@@ -82,10 +89,10 @@ class AsyncEngine:
         )
         process.start()
         try:
-            loading = asyncio.to_thread(_load_tokenizer, source)
-            tokenizer, ready = await asyncio.gather(loading, _await_ready(channel, process))
+            loading = asyncio.to_thread(load_tokenizer, source)
+            tokenizer, ready = await asyncio.gather(loading, await_ready(channel, process))
         except BaseException:
-            await _end(process)
+            await end(process)
             channel.close()
             raise
         return cls(config, tokenizer, process, channel, ready)
@@ -98,7 +105,7 @@ class AsyncEngine:
             await self._reader
         if self._process.is_alive():
             await self._channel.send(Stop())
-        await _end(self._process, patience=_STOP_SECONDS)
+        await end(self._process, patience=_STOP_SECONDS)
         self._channel.close()
 
     @property
@@ -142,21 +149,23 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Yield what the samples of a request gain, until the last one ends.
+        """Yield what the answers of a request gain, until the last one ends.
 
-        Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
+        A lower ``priority`` is served first, where the engine's scheduling policy says so. Closing
+        the generator aborts the request. Raises `InvalidRequest` (naming the field),
         `EngineOverloaded` or `EngineDead`.
         """
-        del priority  # first come, first served
         await self.check_health()
-        name = request_id if request_id is not None else f"request-{next(self._keys)}"
+        number = next(self._numbers)
+        name = request_id if request_id is not None else f"request-{number}"
+        # The core's key is never used again, so that no token can reach a later request.
+        key = f"{name}/{number}"
         prompt = tuple(prompt_token_ids)
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
-        keys = [f"{name}/{next(self._keys)}" for _ in range(params.n)]
+        stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
+        self._streams[key] = _Running(stream, queue)
         try:
-            for index, (key, own) in enumerate(zip(keys, params.split(), strict=True)):
-                self._streams[key] = SampleStream(name, index, prompt, own, self.tokenizer, queue)
-                await self._channel.send(Add(key, prompt, own))
+            await self._channel.send(Add(key, prompt, params, priority))
             running = params.n
             while running:
                 delta = await queue.get()
@@ -165,26 +174,40 @@ class AsyncEngine:
                 running -= delta.finish_reason is not None
                 yield delta
         finally:
-            await self._forget(keys)
+            await self._forget(key)
 
     async def abort(self, request_id: str) -> None:
-        """End every sample of a request; its generator yields their last deltas and ends."""
-        for key, stream in list(self._streams.items()):
-            if stream.request_id == request_id:
-                stream.abort()
-                await self._forget([key])
+        """End every answer of a request; its generator yields their last deltas and ends."""
+        for key, running in tuple(self._streams.items()):
+            if running.stream.request_id == request_id:
+                running.stream.abort()
+                await self._forget(key)
 
-    async def _forget(self, keys: Sequence[str]) -> None:
-        """Abort those of ``keys`` that the core still serves."""
-        unfinished = tuple(key for key in keys if self._streams.pop(key, None) is not None)
-        if unfinished and self.is_alive:
-            await self._channel.send(Abort(unfinished))
+    async def control(self, order: BatchControl) -> BatchControlResult:
+        """Have an operator's order carried out at the top of the next step; returns what it did.
+
+        Raises `InvalidRequest`, naming the field, for an order that cannot be obeyed, and
+        `EngineDead`.
+        """
+        await self.check_health()
+        number = next(self._numbers)
+        self._orders[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._channel.send(Control(number, order))
+            return await self._orders[number]
+        finally:
+            del self._orders[number]
+
+    async def _forget(self, key: str) -> None:
+        """Abort a request, if the core may still serve it."""
+        if self._streams.pop(key, None) is not None and self.is_alive:
+            await self._channel.send(Abort((key,)))
 
     async def _read(self) -> None:
         """Take the core's messages to the requests that they are for."""
         try:
             while True:
-                message = await self._channel.receive(_POLL_SECONDS)
+                message = await self._channel.receive(POLL_SECONDS)
                 if message is None:
                     if not self._process.is_alive():
                         raise EngineDead(
@@ -194,6 +217,8 @@ class AsyncEngine:
                     await self._deliver(message)
                 elif isinstance(message, Rejected):
                     self._reject(message)
+                elif isinstance(message, Controlled):
+                    self._answer(message)
                 elif isinstance(message, Failed):
                     raise EngineDead(message.message)
         except EngineError as error:
@@ -202,67 +227,49 @@ class AsyncEngine:
 
     async def _deliver(self, step: StepDone) -> None:
         self.stats = step.stats
-        stopped = []
         for token in step.tokens:
-            stream = self._streams.get(token.key)
-            if stream is None:
+            running = self._streams.get(token.key)
+            if running is None:
                 continue  # aborted while the token was on its way
-            stream.push(token)
-            if stream.finished:
-                if token.finish_reason is None:
-                    stopped.append(token.key)  # a stop string: the core does not know of it
-                else:
-                    del self._streams[token.key]
-        await self._forget(stopped)
+            if running.stream.push(token):  # a stop string: the core does not know of it
+                await self._channel.send(Finish(token.key, token.index))
+            if running.stream.finished:
+                del self._streams[token.key]
 
     def _reject(self, message: Rejected) -> None:
-        stream = self._streams.pop(message.key, None)
-        if stream is not None:
-            stream.fail(
+        running = self._streams.pop(message.key, None)
+        if running is not None:
+            running.queue.put_nowait(
                 EngineOverloaded(message.message)
                 if message.overloaded
                 else InvalidRequest(message.message, message.field)
             )
 
+    def _answer(self, message: Controlled) -> None:
+        order = self._orders.get(message.number)
+        if order is None or order.done():
+            return  # whoever gave it does not wait any more
+        result = message.result
+        if result is not None:
+            names = dict.fromkeys(key.rpartition("/")[0] for key in result.evicted_request_ids)
+            order.set_result(attrs.evolve(result, evicted_request_ids=tuple(names)))
+        else:
+            order.set_exception(InvalidRequest(message.message, message.field))
+
     def _fail(self, reason: str) -> None:
         if self._failure is None:
             self._failure = reason
-        for stream in self._streams.values():
-            stream.fail(EngineDead(self._failure))
+        for running in self._streams.values():
+            running.queue.put_nowait(EngineDead(self._failure))
         self._streams.clear()
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(EngineDead(self._failure))
 
 
-def _load_tokenizer(source: str) -> Tokenizer:
-    from trencadis.engine.tokenizer import Tokenizer  # noqa: PLC0415  (imports transformers)
+@attrs.frozen
+class _Running:
+    """A request and where its generator waits. The queue holds at most a delta per token."""
 
-    return Tokenizer.load(source)
-
-
-async def _await_ready(channel: FrontChannel, process: BaseProcess) -> Ready:
-    deadline = time.monotonic() + _START_SECONDS
-    while time.monotonic() < deadline:
-        message = await channel.receive(_POLL_SECONDS)
-        if isinstance(message, Ready):
-            return message
-        if isinstance(message, Failed):
-            kinds = {"config": ConfigError, "model": ModelError}
-            raise kinds.get(message.kind, EngineDead)(message.message)
-        if message is None and not process.is_alive():
-            raise EngineDead(f"the engine core ended at start with exit code {process.exitcode}")
-    raise EngineDead(f"the engine core was not ready within {_START_SECONDS:.0f} s")
-
-
-async def _end(process: BaseProcess, patience: float = 0.0) -> None:
-    """Wait for the process to end, then make it, and with it all that it has started."""
-    await asyncio.to_thread(process.join, patience)
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        if process.is_alive() and process.pid is not None:
-            _signal_group(process.pid, number)
-            await asyncio.to_thread(process.join, 2.0)
-
-
-def _signal_group(leader: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(leader, number)
-    except ProcessLookupError:  # it has no group of its own yet
-        os.kill(leader, number)
+    stream: RequestStream
+    queue: asyncio.Queue[CompletionDelta | EngineError]

@@ -21,35 +21,12 @@ from trencadis.engine.models.attention import (
     PromptContext,
     paged_tensors,
 )
+from trencadis.engine.shapes import DecodeShape, ForwardShape, PromptShape
 from trencadis.kvcache import NO_OWNER, DecodeLayout, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
 IntArray = npt.NDArray[np.int64]
-
-
-@attrs.frozen
-class PromptShape:
-    """Padded shape of a prompt forward: sequences, tokens each, context blocks each."""
-
-    batch: int
-    query: int
-    context_blocks: int
-
-
-@attrs.frozen
-class DecodeShape:
-    """Padded shape of a decode forward: sequences, blocks of the cache prefix, shared pairs.
-
-    ``extra`` is the number of (block, sequence) pairs beyond each block's first owner.
-    """
-
-    batch: int
-    blocks: int
-    extra: int = 0
-
-
-ForwardShape = PromptShape | DecodeShape
 
 
 @attrs.frozen(eq=False)
@@ -84,21 +61,6 @@ class ModelInput:
             logit_rows=own[2],
             paged=attrs.evolve(self.paged, **changes),
         )
-
-
-def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> PromptShape:
-    """The smallest shape that holds these chunks."""
-    return PromptShape(
-        len(chunks),
-        max(len(chunk.token_ids) for chunk in chunks),
-        max(-(-chunk.start // block_size) for chunk in chunks),
-    )
-
-
-def decode_shape(decodes: Sequence[ScheduledSequence]) -> DecodeShape:
-    """The smallest shape that holds these sequences' blocks and every block below them."""
-    highest = max(int(decode.block_table.max()) for decode in decodes)
-    return DecodeShape(len(decodes), 1 + highest)
 
 
 def build_prompt(

@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
 import attrs
 
 from trencadis.bucketing import BucketingConfig, BucketingError
+from trencadis.engine.checks import at_least, fraction, not_negative, positive
 from trencadis.engine.errors import ConfigError
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
 
+DEFAULT_SWAP_SPACE = 4.0
+"""GiB, as in ``vllm serve --swap-space``."""
+
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 WarmupMode = Literal["full", "background", "none"]
-
-
-def _at_least(low: int, *, optional: bool = False) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(
-                f"{attribute.name} must be an integer of at least {low}, got {value!r}"
-            )
-
-    return check
 
 
 def _one_of(*accepted: str) -> Any:
@@ -37,11 +28,6 @@ def _one_of(*accepted: str) -> Any:
             )
 
     return check
-
-
-def _fraction(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, (int, float)) or math.isnan(value) or not 0.0 < value <= 1.0:
-        raise ConfigError(f"{attribute.name} must be above 0 and at most 1, got {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -59,6 +45,16 @@ class EngineConfig:
     for the decoder layers; ``compile_cache`` is the directory that keeps them (None: the user's
     cache directory).
     ``max_waiting`` bounds the queue of requests that have not started; one more is refused.
+    ``scheduling_policy``: ``fcfs``, or ``priority`` (requests of a lower value first).
+
+    ``swap_space`` is host memory for evicted sequences, in GiB: None takes 4 where the device has
+    memory of its own, and nothing where it lies in the host's already. ``num_host_blocks``, in
+    blocks, takes its place where given. ``swap_bandwidth`` bounds that traffic, in GB/s.
+
+    ``temperature_source`` is read in the background, ``thermal_policy`` caps running sequences by
+    what it says, both in the words of `trencadis.scheduler`; ``thermal_policy_config`` are the
+    policy's own settings.
+
     Raises `ConfigError` on a value out of range or on settings that contradict each other.
     """
 
@@ -70,17 +66,28 @@ class EngineConfig:
     device: str = attrs.field(
         default="auto", validator=_one_of("auto", "cpu", "cuda", "hpu", "simulated")
     )
-    max_model_len: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
-    max_num_seqs: int = attrs.field(default=32, validator=_at_least(1))
-    max_num_batched_tokens: int = attrs.field(default=256, validator=_at_least(1))
-    block_size: int = attrs.field(default=32, validator=_at_least(1))
-    num_blocks: int | None = attrs.field(default=None, validator=_at_least(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=_fraction)
-    kv_cache_memory: int | None = attrs.field(default=None, validator=_at_least(1, optional=True))
+    max_model_len: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
+    max_num_seqs: int = attrs.field(default=32, validator=at_least(1))
+    max_num_batched_tokens: int = attrs.field(default=256, validator=at_least(1))
+    block_size: int = attrs.field(default=32, validator=at_least(1))
+    num_blocks: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
+    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
+    kv_cache_memory: int | None = attrs.field(default=None, validator=at_least(1, optional=True))
     enable_prefix_caching: bool = True
     defrag: DefragConfig = attrs.field(factory=DefragConfig)
-    max_waiting: int = attrs.field(default=2048, validator=_at_least(1))
-    seed: int = attrs.field(default=0, validator=_at_least(0))
+    max_waiting: int = attrs.field(default=2048, validator=at_least(1))
+    scheduling_policy: Literal["fcfs", "priority"] = attrs.field(
+        default="fcfs", validator=_one_of("fcfs", "priority")
+    )
+    swap_space: float | None = attrs.field(
+        default=None, validator=attrs.validators.optional(not_negative)
+    )
+    num_host_blocks: int | None = attrs.field(default=None, validator=at_least(0, optional=True))
+    swap_bandwidth: float = attrs.field(default=20.0, validator=positive)
+    temperature_source: str | None = None
+    thermal_policy: str | None = None
+    thermal_policy_config: Mapping[str, Any] = attrs.field(factory=dict)
+    seed: int = attrs.field(default=0, validator=at_least(0))
     warmup: WarmupMode = attrs.field(
         default="full", validator=_one_of("full", "background", "none")
     )
@@ -105,11 +112,13 @@ class EngineConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
-        """These settings, and what the environment says of buckets, warm-up and defragmentation.
+        """These settings, and what the environment says of buckets, warm-up, defragmentation and
+        heat.
 
         The variables are those of the Gaudi plugin: ``VLLM_PROMPT_*``, ``VLLM_DECODE_*``,
-        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_*``, ``VLLM_DEFRAG_*``. A setting
-        given here wins. Raises `ConfigError`, which names the setting or variable.
+        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_*``, ``VLLM_DEFRAG_*``; and seed
+        003's ``VLLM_THERMAL_POLICY``. A setting given here wins. Raises `ConfigError`, which names
+        the setting or variable.
         """
         try:
             bucketing = BucketingConfig.from_env(environ)
@@ -120,6 +129,7 @@ class EngineConfig:
                 "warmup": "none" if graphs.skip else "full",
                 "graphs": attrs.evolve(graphs, skip=False),
                 "defrag": DefragConfig.from_env(environ),
+                "thermal_policy": environ.get("VLLM_THERMAL_POLICY", "").strip() or None,
             }
         except (BucketingError, WarmupError, KVCacheError) as error:
             raise ConfigError(str(error)) from error

@@ -7,62 +7,65 @@ process of its own, `trencadis.engine.llm` in the caller's.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from pathlib import Path
 
 import attrs
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device, select_device
-from trencadis.engine.errors import EngineOverloaded, InvalidRequest
+from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.executor import Executor
+from trencadis.engine.heat_watch import HeatWatch
 from trencadis.engine.messages import NewToken
 from trencadis.engine.outputs import EngineStats
-from trencadis.engine.sampler import SampledToken, SamplingRow, sample
+from trencadis.engine.request_check import check_request
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter
+from trencadis.engine.serving import Requests
+from trencadis.engine.swaps import carry_out, swap_governor
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction, MovePlan
 from trencadis.scheduler import (
-    QueueFull,
-    Request,
+    BatchControl,
+    BatchControlResult,
     Scheduler,
     SchedulerConfig,
-    Sequence,
-    UnservableRequest,
+    SchedulerOutput,
+    StepTiming,
 )
 from trencadis.warmup import WarmupReport
 
-
-@attrs.frozen
-class _Live:
-    """A sequence being served, with what sampling needs to know of it."""
-
-    sequence: Sequence
-    params: SamplingParams
-    seed: int
+STALLED_SECONDS = 0.01
+"""Pause after a step that had nothing to do but wait."""
 
 
 class EngineCore:
     """Loads a model and serves requests step by step. Not safe to share between threads.
 
-    Raises `ModelError` or `ConfigError` when the model cannot be served under ``config``.
+    ``device`` and ``heat`` take the place of those that ``config`` names. Raises `ModelError` or
+    `ConfigError` when the model cannot be served under ``config``.
     """
 
-    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+    def __init__(
+        self, config: EngineConfig, device: Device | None = None, heat: HeatWatch | None = None
+    ) -> None:
         self.config = config
         self.device = device if device is not None else _device(config)
         self.executor = Executor(config, self.device)
         self.spec = self.executor.spec
         self.max_model_len = self.executor.max_model_len
-        self._rng = random.Random(config.seed)
-        self._live: dict[int, _Live] = {}
-        self._keys: dict[str, int] = {}
-        self._stats = _Counters()
+        self.pause_s = 0.0
+        self._stats = _Counters(max_running=config.max_num_seqs)
+        self._heat = heat if heat is not None else HeatWatch.from_config(config)
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.executor.num_blocks,
                 block_size=config.block_size,
+                num_host_blocks=self.executor.cache.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
-            )
+            ),
+            governor=swap_governor(config, self.executor.block_bytes),
         )
         grids = self.executor.grids
         self.scheduler = Scheduler(
@@ -73,10 +76,15 @@ class EngineCore:
                 # A chunk past the longest bucket would meet a shape that nobody prepared.
                 max_chunk_tokens=grids.prompt.values("query")[-1] if grids else None,
                 max_waiting=config.max_waiting,
+                policy=config.scheduling_policy,
             ),
             self.blocks,
+            thermal=self._heat.guard,
             defragmenter=Defragmenter(self.blocks, config.defrag),
         )
+        rng = random.Random(config.seed)
+        self.requests = Requests(self.scheduler, self.spec.eos_token_ids, rng)
+        self._heat.start()
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
         """Make shapes ready as the settings say; None where that is done later or never."""
@@ -105,6 +113,9 @@ class EngineCore:
             num_waiting=self.scheduler.num_waiting,
             num_swapped=self.scheduler.num_swapped,
             num_preemptions=self.scheduler.num_preemptions,
+            num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
+            num_recomputes=self.scheduler.num_recomputes,
+            max_running=self._stats.max_running,
             used_blocks=self.blocks.num_used_blocks,
             total_blocks=self.blocks.num_total_blocks,
             highest_block_in_use=self.blocks.highest_in_use,
@@ -117,76 +128,78 @@ class EngineCore:
             ready_buckets=self.executor.num_ready_buckets,
             cold_forwards=runner.forwards.cold,
             compilations=runner.forwards.compilations,
+            thermal=self._heat.stats,
         )
 
-    def add(self, key: str, prompt_token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Queue one sample under ``key``.
+    def add(
+        self,
+        key: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        """Queue a request under ``key``.
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
-        room = self.max_model_len - len(prompt_token_ids)
-        eos = frozenset() if params.ignore_eos else self.spec.eos_token_ids
-        request = Request(
-            request_id=key,
-            prompt_token_ids=prompt_token_ids,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            min_tokens=params.min_tokens,
-            stop_token_ids=eos | frozenset(params.stop_token_ids),
-        )
-        try:
-            sequence = self.scheduler.add(request)
-        except QueueFull as error:
-            raise EngineOverloaded(str(error)) from error
-        except UnservableRequest as error:
-            raise InvalidRequest(str(error), "prompt") from error
-        seed = self._rng.getrandbits(63) if params.seed is None else params.seed
-        self._live[sequence.seq_id] = _Live(sequence, params, seed)
-        self._keys[key] = sequence.seq_id
+        self.requests.add(key, prompt_token_ids, params, priority)
 
     def abort(self, key: str) -> None:
         """Stop serving ``key`` and free its blocks; a key that is not known is ignored."""
-        seq_id = self._keys.pop(key, None)
-        if seq_id is not None:
-            self.scheduler.abort(key)
-            del self._live[seq_id]
+        self.requests.abort(key)
+
+    def finish(self, key: str, index: int) -> None:
+        """End sample ``index`` of ``key``, of which no more tokens are wanted."""
+        self.requests.finish(key, index)
+
+    def control(self, order: BatchControl) -> Future[BatchControlResult]:
+        """Have an order carried out at the top of the next step; see `Scheduler.control`.
+
+        Raises `InvalidRequest` for more sequences than shapes were prepared for.
+        """
+        most = self.config.max_num_seqs
+        if order.max_num_seqs is not None and order.max_num_seqs > most:
+            raise InvalidRequest(
+                f"max_num_seqs {order.max_num_seqs} is above {most}, for which this engine was "
+                "prepared: start it with more",
+                "max_num_seqs",
+            )
+        return self.scheduler.control(order)
 
     def step(self) -> list[NewToken]:
-        """Compute one step and return its new tokens."""
+        """Compute one step and return its new tokens.
+
+        Let ``pause_s`` seconds pass before the next: some after one that had nothing to do but
+        wait, for blocks on their way or for a cap to rise.
+        """
         output = self.scheduler.schedule()
-        self._stats.steps += 1
-        self._stats.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
-        computed = self.executor.runner.run(output)
-        live = [self._live[seq_id] for seq_id in computed.seq_ids]
-        tokens = sample(computed.logits, [self._row(one) for one in live]) if live else []
-        sampled = dict(zip(computed.seq_ids, tokens, strict=True))
+        stalled = output.is_empty and not output.moves
+        self.pause_s = STALLED_SECONDS if stalled else 0.0
+        swap_s = carry_out(output.moves, self.executor.cache, self.device)
+        began = time.perf_counter()
+        computed = self.executor.runner.run(attrs.evolve(output, moves=MovePlan()))
+        chosen = self.requests.choose(output, computed)
+        compute_s = time.perf_counter() - began
         updates = self.scheduler.update(
-            output, {seq_id: token.token_id for seq_id, token in sampled.items()}
+            output,
+            chosen.token_ids,
+            logprobs=chosen.logprobs,
+            candidates=chosen.candidates,
+            timing=StepTiming(
+                # With decodes in the same step, nobody knows what the prompts took of it.
+                prompts_s=None if output.decodes else compute_s,
+                swap_out_s=swap_s.get(Direction.OUT),
+                swap_in_s=swap_s.get(Direction.IN),
+            ),
         )
-        self._stats.generation_tokens += len(updates)
-        return [self._report(update.seq_id, sampled[update.seq_id]) for update in updates]
+        tokens = self.requests.report(updates, chosen)
+        self._stats.count(output, len(tokens))
+        return tokens
 
-    def _row(self, live: _Live) -> SamplingRow:
-        return SamplingRow(
-            live.params,
-            live.seed,
-            live.sequence.request.prompt_token_ids,
-            live.sequence.output_token_ids,
-            self.spec.eos_token_ids,
-        )
-
-    def _report(self, seq_id: int, token: SampledToken) -> NewToken:
-        sequence = self._live[seq_id].sequence
-        reason = sequence.finish_reason
-        if reason is not None:
-            del self._live[seq_id], self._keys[sequence.request_id]
-        return NewToken(
-            sequence.request_id,
-            token.token_id,
-            None if reason is None else reason.value,
-            sequence.num_cached_prompt_tokens,
-            token.logprobs,
-        )
+    def close(self) -> None:
+        """Stop reading the sensors."""
+        self._heat.stop()
 
 
 @attrs.define
@@ -196,37 +209,17 @@ class _Counters:
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    max_running: int = 0
+
+    def count(self, output: SchedulerOutput, num_new: int) -> None:
+        """Take in a step and how many tokens came of it."""
+        self.steps += 1
+        self.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
+        self.generation_tokens += num_new
+        self.max_running = output.max_running
 
 
 def _device(config: EngineConfig) -> Device:
     return select_device(
         config.device, Path(config.compile_cache) if config.compile_cache else None
     )
-
-
-def check_request(
-    prompt_token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, max_model_len: int
-) -> None:
-    """Refuse what could not be served, naming the field, before it reaches a queue."""
-    length = len(prompt_token_ids)
-    if length == 0:
-        raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
-    if min(prompt_token_ids) < 0 or max(prompt_token_ids) >= vocab_size:
-        raise InvalidRequest(
-            f"token ids of the prompt must be from 0 to {vocab_size - 1}", "prompt"
-        )
-    if length >= max_model_len:
-        raise InvalidRequest(
-            f"the prompt has {length} tokens and the model's context is {max_model_len}, of which "
-            "at least one is needed for the output: shorten the prompt",
-            "prompt",
-        )
-    if params.max_tokens is not None and length + params.max_tokens > max_model_len:
-        raise InvalidRequest(
-            f"max_tokens {params.max_tokens} and a prompt of {length} tokens exceed the model's "
-            f"context of {max_model_len}: lower max_tokens to {max_model_len - length}",
-            "max_tokens",
-        )
-    for name, ids in (("logit_bias", params.logit_bias), ("stop_token_ids", params.stop_token_ids)):
-        if any(not 0 <= token < vocab_size for token in ids):
-            raise InvalidRequest(f"{name} has token ids past the vocabulary of {vocab_size}", name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import attrs
@@ -12,7 +13,20 @@ import attrs
 from trencadis.engine.channel import CoreChannel
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
-from trencadis.engine.messages import Abort, Add, Failed, Ready, Rejected, StepDone, Stop, ToCore
+from trencadis.engine.messages import (
+    Abort,
+    Add,
+    Control,
+    Controlled,
+    Failed,
+    Finish,
+    Ready,
+    Rejected,
+    StepDone,
+    Stop,
+    ToCore,
+)
+from trencadis.scheduler import BatchControlResult, ControlError
 
 if TYPE_CHECKING:
     from trencadis.engine.core import EngineCore
@@ -20,7 +34,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trencadis.engine")
 
 _IDLE_SECONDS = 1.0
-"""How often an idle core looks whether its front is still alive."""
+"""How often an idle core looks whether its front is still alive, and tells it how it stands."""
+
 _WARMING_SECONDS = 0.1
 """How often one that warms up behind traffic looks whether the next bucket can begin."""
 
@@ -73,31 +88,41 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
             warmup_seconds=report.seconds if report is not None else 0.0,
         )
     )
+    try:
+        _loop(core, channel, front)
+    finally:
+        core.close()
+
+
+def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
+    orders: _Orders = {}
     while os.getppid() == front:
         for message in channel.receive(_patience(core)):
             if isinstance(message, Stop):
                 return
-            _apply(core, channel, message)
-        if core.is_warming_up:
-            core.advance_warm_up()
-            channel.send(StepDone((), core.stats))
-        if core.has_work:
-            tokens = core.step()
-            channel.send(StepDone(tuple(tokens), core.stats))
+            _apply(core, channel, message, orders)
+        core.advance_warm_up()
+        tokens = core.step() if core.has_work else []
+        _answer(orders, channel)
+        channel.send(StepDone(tuple(tokens), core.stats))
     logger.warning("The front is gone: the engine core stops")
 
 
 def _patience(core: EngineCore) -> float:
     """Seconds to wait for a message."""
     if core.has_work:
-        return 0.0
+        return core.pause_s
     return _WARMING_SECONDS if core.is_warming_up else _IDLE_SECONDS
 
 
-def _apply(core: EngineCore, channel: CoreChannel, message: ToCore) -> None:
+_Orders = dict[int, Future[BatchControlResult]]
+"""Orders that have not been answered yet, by number."""
+
+
+def _apply(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Orders) -> None:
     if isinstance(message, Add):
         try:
-            core.add(message.key, message.prompt_token_ids, message.params)
+            core.add(message.key, message.prompt_token_ids, message.params, message.priority)
         except EngineOverloaded as error:
             channel.send(Rejected(message.key, str(error), overloaded=True))
         except InvalidRequest as error:
@@ -105,4 +130,24 @@ def _apply(core: EngineCore, channel: CoreChannel, message: ToCore) -> None:
     elif isinstance(message, Abort):
         for key in message.keys:
             core.abort(key)
-        channel.send(StepDone((), core.stats))
+    elif isinstance(message, Finish):
+        core.finish(message.key, message.index)
+    elif isinstance(message, Control):
+        try:
+            orders[message.number] = core.control(message.order)
+        except InvalidRequest as error:
+            channel.send(Controlled(message.number, None, str(error), error.field))
+
+
+def _answer(orders: _Orders, channel: CoreChannel) -> None:
+    """Tell the front of the orders that have been carried out, or refused."""
+    for number, future in tuple(orders.items()):
+        if not future.done():
+            continue
+        del orders[number]
+        error = future.exception()
+        if error is None:
+            channel.send(Controlled(number, future.result()))
+        else:
+            field = "target_temp_c" if isinstance(error, ControlError) else "max_num_seqs"
+            channel.send(Controlled(number, None, str(error), field))

@@ -11,7 +11,7 @@ import platformdirs
 
 from trencadis.bucketing import BucketingError
 from trencadis.engine.background import BackgroundPreparation
-from trencadis.engine.batch import PromptShape, build_prompt
+from trencadis.engine.batch import build_prompt
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
@@ -20,6 +20,8 @@ from trencadis.engine.grids import Grids, ShapeLimits, build_grids
 from trencadis.engine.models.loader import ModelSpec, inspect_model, load_model, resolve_dtype
 from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler_warmup import SamplerWarmup
+from trencadis.engine.shapes import PromptShape
+from trencadis.engine.swaps import plan_host_blocks
 from trencadis.kvcache import BlockCopy, warm_up_defragmenter
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import (
@@ -55,7 +57,7 @@ class Executor:
         self._memory = self._plan_memory()
         self.num_blocks = self._num_blocks(self._memory)
         before = self._log_memory("Profiling run", before)
-        self.cache = self._make_cache(self.num_blocks)
+        self.cache = self._make_cache(self.num_blocks, self._num_host_blocks())
         self._log_memory("Initializing cache engine", before)
         self.grids = self._make_grids()
         forwards = Forwards(self._model, device, self.cache, compiled=self._can_compile())
@@ -71,6 +73,10 @@ class Executor:
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
         )
+
+    @property
+    def _blocks_per_sequence(self) -> int:
+        return -(-self.max_model_len // self.config.block_size)
 
     @property
     def num_buckets(self) -> int:
@@ -136,7 +142,7 @@ class Executor:
         """
         longest = min(self.max_batched_tokens, self.max_model_len)
         shape = PromptShape(-(-self.max_batched_tokens // longest), longest, 0)
-        cache = self._make_cache(1)
+        cache = self._make_cache(1, 0)
         batch = build_prompt((), shape, cache, self.device.torch_device)
         Forwards(self._model, self.device, cache).run(batch)
         self.device.synchronize()
@@ -160,7 +166,7 @@ class Executor:
     def _num_blocks(self, plan: MemoryPlan) -> int:
         """Blocks of the cache: as configured, or as many as fit and can be used."""
         size = self.config.block_size
-        per_sequence = -(-self.max_model_len // size)
+        per_sequence = self._blocks_per_sequence
         if self.config.num_blocks is not None:
             num_blocks = self.config.num_blocks
         else:
@@ -179,7 +185,7 @@ class Executor:
         logger.info("# KV blocks: %d of %d tokens", num_blocks, size)
         return num_blocks
 
-    def _make_cache(self, num_blocks: int) -> KVCache:
+    def _make_cache(self, num_blocks: int, num_host_blocks: int) -> KVCache:
         return KVCache(
             num_layers=self.spec.num_layers,
             num_blocks=num_blocks,
@@ -188,7 +194,13 @@ class Executor:
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
             device=self.device.torch_device,
+            num_host_blocks=num_host_blocks,
             separate_layers=not self.device.updates_views,
+        )
+
+    def _num_host_blocks(self) -> int:
+        return plan_host_blocks(
+            self.config, self.device, self.block_bytes, self._blocks_per_sequence
         )
 
     def _memory_use(self) -> MemoryUse:

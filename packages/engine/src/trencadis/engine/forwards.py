@@ -9,9 +9,10 @@ import attrs
 import torch
 from torch import nn
 
-from trencadis.engine.batch import ForwardShape, ModelInput
+from trencadis.engine.batch import ModelInput
 from trencadis.engine.devices import Device, Graph
 from trencadis.engine.models.decoder_layers import DecoderLayers, LayerRun, Recording
+from trencadis.engine.shapes import ForwardShape
 from trencadis.kvcache.tensors import KVCache
 
 logger = logging.getLogger("trencadis.engine")

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import attrs
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core import EngineCore, check_request
-from trencadis.engine.detokenizer import IncrementalDetokenizer
-from trencadis.engine.messages import NewToken
-from trencadis.engine.outputs import FinishReason, PositionLogprobs
+from trencadis.engine.core import EngineCore
+from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
+from trencadis.engine.request_check import check_request
+from trencadis.engine.request_stream import RequestStream
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.engine.tokenizer import Tokenizer
 
@@ -60,26 +62,24 @@ class LLM:
         spec, longest = self.core.spec, self.core.max_model_len
         for ids in token_ids:
             check_request(ids, params, spec.vocab_size, longest)
-        running: dict[str, _Sample] = {}
-        waiting = deque(
-            (f"{i}/{n}", ids, own)
-            for i, ids in enumerate(token_ids)
-            for n, own in enumerate(params.split())
-        )
-        samples: dict[str, _Sample] = {}
+        waiting = deque(enumerate(token_ids))
+        answers = [[Completion() for _ in range(params.n)] for _ in token_ids]
+        running: dict[str, RequestStream] = {}
         try:
             while waiting or running:
                 while waiting and len(running) < self.core.config.max_waiting:
-                    key, ids, own = waiting.popleft()
-                    self.core.add(key, ids, own)
-                    samples[key] = running[key] = _Sample(self.tokenizer, own, ids)
+                    number, ids = waiting.popleft()
+                    self.core.add(str(number), ids, params)
+                    running[str(number)] = RequestStream(
+                        str(number), ids, params, self.tokenizer, partial(_extend, answers[number])
+                    )
                 self._advance(running)
         finally:
             for key in running:
                 self.core.abort(key)
         return [
-            Generation(ids, tuple(samples[f"{i}/{n}"].completion for n in range(params.n)))
-            for i, ids in enumerate(token_ids)
+            Generation(ids, tuple(completions))
+            for ids, completions in zip(token_ids, answers, strict=True)
         ]
 
     def chat(
@@ -90,34 +90,20 @@ class LLM:
         """Answer every conversation, rendered with the model's chat template."""
         return self.generate([self.tokenizer.render_chat(one) for one in conversations], params)
 
-    def _advance(self, running: dict[str, _Sample]) -> None:
-        """One step of the core; samples that end leave ``running``."""
+    def _advance(self, running: dict[str, RequestStream]) -> None:
+        """One step of the core; requests that end leave ``running``."""
         for token in self.core.step():
-            sample = running[token.key]
-            sample.push(token)
-            if sample.completion.finish_reason is not None:
-                self.core.abort(token.key)
+            stream = running[token.key]
+            if stream.push(token):
+                self.core.finish(token.key, token.index)
+            if stream.finished:
                 del running[token.key]
+        time.sleep(self.core.pause_s)
 
 
-class _Sample:
-    """A completion while it grows."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
-    ) -> None:
-        self.completion = Completion()
-        self._keep_stop = params.include_stop_str_in_output
-        self._text = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
-
-    def push(self, token: NewToken) -> None:
-        completion, matched = self.completion, None
-        completion.token_ids.append(token.token_id)
-        if token.logprobs is not None:
-            completion.logprobs.append(token.logprobs)
-        if token.finish_reason != "stop" or self._keep_stop:
-            text, matched = self._text.push(token.token_id)
-            completion.text += text
-        completion.finish_reason = "stop" if matched is not None else token.finish_reason
-        if token.finish_reason is not None and matched is None:
-            completion.text += self._text.finish()
+def _extend(completions: list[Completion], delta: CompletionDelta) -> None:
+    completion = completions[delta.index]
+    completion.text += delta.text
+    completion.token_ids.extend(delta.token_ids)
+    completion.logprobs.extend(delta.logprobs)
+    completion.finish_reason = delta.finish_reason

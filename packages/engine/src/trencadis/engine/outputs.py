@@ -9,6 +9,9 @@ import attrs
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: end-of-sequence token, stop token or stop string. ``length``: the token limit."""
 
+SensorHealth = Literal["fresh", "stale", "failed"]
+"""How far temperatures can be trusted: read a moment ago, some seconds ago, or not at all."""
+
 
 @attrs.frozen
 class TokenLogprob:
@@ -48,9 +51,30 @@ class CompletionDelta:
 
 
 @attrs.frozen
+class ThermalStats:
+    """The devices' heat, and what is done about it.
+
+    ``hottest_c`` is the temperature that counts, in degrees C (None: none was read yet),
+    ``power_w`` what all devices draw together, in watts. ``sensor`` says how far to trust them;
+    ``fault`` is what is wrong with a sensor or with the policy, "" where all is well. ``policy`` is
+    the policy's name, "" for none; it is not ``policy_active`` once it failed.
+    """
+
+    hottest_c: float | None = None
+    power_w: float | None = None
+    sensor: SensorHealth = "fresh"
+    fault: str = ""
+    policy: str = ""
+    policy_active: bool = False
+
+
+@attrs.frozen
 class EngineStats:
     """A snapshot of the engine core after a step, for metrics and health checks.
 
+    ``num_running`` counts sequences, of which at most ``max_running`` may run now; ``num_waiting``
+    and ``num_swapped`` count requests. Preemptions are ``num_swaps`` and ``num_recomputes``.
+    ``thermal`` is what is known of the devices' heat, None where nobody measures it.
     ``cold_forwards`` ran in shapes that were not warmed up, ``compilations`` happened in live
     traffic; both are 0 after a full warm-up that covers what comes.
     """
@@ -59,6 +83,9 @@ class EngineStats:
     num_waiting: int = 0
     num_swapped: int = 0
     num_preemptions: int = 0
+    num_swaps: int = 0
+    num_recomputes: int = 0
+    max_running: int = 0
     used_blocks: int = 0
     total_blocks: int = 0
     highest_block_in_use: int = 0
@@ -71,6 +98,7 @@ class EngineStats:
     ready_buckets: int = 0
     cold_forwards: int = 0
     compilations: int = 0
+    thermal: ThermalStats | None = None
 
     @property
     def cache_usage(self) -> float:

@@ -12,21 +12,18 @@ import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.background import BackgroundPreparation
-from trencadis.engine.batch import (
-    DecodeShape,
-    ForwardShape,
-    ModelInput,
-    PromptShape,
-    build_decode,
-    build_prompt,
-    decode_shape,
-    lay_out_decodes,
-    prompt_shape,
-)
+from trencadis.engine.batch import ModelInput, build_decode, build_prompt, lay_out_decodes
 from trencadis.engine.devices import Device
 from trencadis.engine.forwards import Forwards
 from trencadis.engine.grids import Grids
 from trencadis.engine.prompt_batches import split_prompts
+from trencadis.engine.shapes import (
+    DecodeShape,
+    ForwardShape,
+    PromptShape,
+    decode_shape,
+    prompt_shape,
+)
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
 from trencadis.warmup import Phase

@@ -63,6 +63,23 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     ]
 
 
+def rank_tokens(
+    logits: torch.Tensor, rows: Sequence[SamplingRow], counts: Sequence[int]
+) -> list[list[tuple[int, float]]]:
+    """The most probable next tokens of each row, best first, with their log-probabilities.
+
+    ``logits`` is ``[len(rows), vocabulary]``, ``counts`` how many tokens each row wants. Bias,
+    minimum length and penalties change the log-probabilities after the softmax, not the logits
+    before it, as in the beam search of ``transformers``.
+    """
+    scores = _adjust(torch.log_softmax(logits.float(), dim=-1), rows)
+    values, ids = scores.topk(min(max(counts), scores.shape[-1]), dim=-1)
+    return [
+        list(zip(tokens[:count], logprobs[:count], strict=True))
+        for tokens, logprobs, count in zip(ids.tolist(), values.tolist(), counts, strict=True)
+    ]
+
+
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Logits with bias, minimum length and penalties applied; a copy where anything changes."""
     steps: tuple[tuple[Callable[[SamplingRow], bool], Callable[..., None]], ...] = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 
@@ -50,11 +50,27 @@ class SamplingParams:
 
     ``temperature == 0`` is greedy. ``top_k`` 0 or -1 keeps the whole vocabulary. ``max_tokens``
     None means up to the model's context. ``logprobs`` counts alternatives reported per position
-    (0 reports the chosen token alone, None nothing). Raises `InvalidRequest`, which names the
-    parameter, on a value out of range.
+    (0 reports the chosen token alone, None nothing).
+
+    ``n`` answers are wanted, of ``best_of`` samples (None: n) those with the highest mean
+    log-probability. With ``use_beam_search`` they are the best hypotheses of so many beams, by the
+    rules of ``transformers``: ``length_penalty`` is the power of the length that scores are divided
+    by, ``early_stopping`` True, False or ``"never"``. Beams are not drawn, so what shapes a draw
+    is refused with them (``temperature`` may be 0, or 1, which does nothing), and so are ``stop``
+    and ``logprobs``. Sample ``i`` draws with ``seed + i``.
+
+    Raises `InvalidRequest`, which names the parameter, on a value out of range.
     """
 
     n: int = attrs.field(default=1, validator=_integer(1, 128, "an integer from 1 to 128"))
+    best_of: int | None = attrs.field(
+        default=None, validator=_integer(1, 128, "an integer from 1 to 128", optional=True)
+    )
+    use_beam_search: bool = False
+    length_penalty: float = attrs.field(
+        default=1.0, validator=_number(-100.0, 100.0, "from -100 to 100")
+    )
+    early_stopping: bool | Literal["never"] = attrs.field(default=False)
     temperature: float = attrs.field(default=1.0, validator=_number(0.0, 2.0, "from 0 to 2"))
     top_p: float = attrs.field(default=1.0, validator=_number(0.0, 1.0, "above 0, at most 1"))
     top_k: int = attrs.field(default=0, validator=_integer(-1, math.inf, "-1, 0 or positive"))
@@ -112,18 +128,64 @@ class SamplingParams:
                     "logit_bias",
                 )
 
+    @early_stopping.validator
+    def _known_stopping(self, _: object, value: object) -> None:
+        if not isinstance(value, bool) and value != "never":
+            raise InvalidRequest(
+                f"early_stopping must be True, False or 'never', got {value!r}", "early_stopping"
+            )
+
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise InvalidRequest(
                 f"min_tokens {self.min_tokens} is above max_tokens {self.max_tokens}", "min_tokens"
             )
+        if self.best_of is not None and self.best_of < self.n:
+            raise InvalidRequest(
+                f"best_of {self.best_of} is below n {self.n}: raise it, or leave it out", "best_of"
+            )
+        if self.seed is not None and self.seed + self.width > 2**63:
+            raise InvalidRequest(
+                f"seed {self.seed} leaves no seed of their own for {self.width} samples", "seed"
+            )
+        if self.use_beam_search:
+            self._check_beams()
+        else:
+            self._check_samples()
+
+    def _check_beams(self) -> None:
+        """Nothing is drawn, and the text of a beam is not known before its search has ended."""
+        idle: dict[str, tuple[object, ...]] = {
+            "temperature": (0.0, 1.0),
+            "top_p": (1.0,),
+            "top_k": (0, -1),
+            "min_p": (0.0,),
+            "stop": ((),),
+            "logprobs": (None,),
+        }
+        for name, values in idle.items():
+            value = getattr(self, name)
+            if value not in values:
+                raise InvalidRequest(
+                    f"{name} {value!r} has no meaning with use_beam_search: leave it out", name
+                )
+
+    def _check_samples(self) -> None:
+        for name, idle in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != idle:
+                raise InvalidRequest(f"{name} needs use_beam_search", name)
 
     @property
     def greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
-    def split(self) -> list[SamplingParams]:
-        """One value per sample of the request, each with a seed of its own where one was given."""
-        seeds = [None if self.seed is None else self.seed + i for i in range(self.n)]
-        return [attrs.evolve(self, n=1, seed=seed) for seed in seeds]
+    @property
+    def width(self) -> int:
+        """Sequences that are generated, to take ``n`` of them: samples, or beams."""
+        return self.n if self.best_of is None else self.best_of
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it is known only in the end which sequences are answers."""
+        return self.use_beam_search or self.width > self.n

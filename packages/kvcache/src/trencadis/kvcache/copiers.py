@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -190,7 +191,8 @@ def _side_stream(device: torch.device) -> SideStream:
 
 def _copy_runs(source: torch.Tensor, target: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
     """Copy blocks, the first dimension of both, in runs as long as they come."""
-    ordered = sorted(copies)
+    # Memory is written in order: of scattered places that is a little faster than reading in order.
+    ordered = sorted(copies, key=attrgetter("dst"))
     start = 0
     for end in range(1, len(ordered) + 1):
         (src, dst), length = ordered[start], end - start

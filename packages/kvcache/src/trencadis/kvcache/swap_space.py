@@ -107,6 +107,8 @@ class SwapSpace:
                 transfer.device = moved.get(transfer.device, transfer.device)
 
     def _admit(self, queue: deque[Transfer], now: float) -> list[Transfer]:
+        if not queue:
+            return []
         wanted = len(queue)
         granted = wanted if self._governor is None else self._governor.grant(wanted, now)
         return [queue.popleft() for _ in range(granted)]

@@ -24,6 +24,7 @@ import torch
 
 from trencadis.kvcache.copiers import copier_for
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting
+from trencadis.kvcache.memory import zeros
 from trencadis.kvcache.moves import BlockCopy, Direction
 
 
@@ -67,21 +68,18 @@ class KVCache:
         self._shape = shape
         parts = 2 * num_layers
         if separate_layers:
-            made = (torch.zeros(shape[2:], dtype=dtype, device=self.device) for _ in range(parts))
-            self._parts = tuple(made)
+            self._parts = tuple(zeros(shape[2:], dtype, self.device) for _ in range(parts))
             words: torch.Tensor | tuple[torch.Tensor, ...] = tuple(
                 _as_words(part) for part in self._parts
             )
         else:
-            self.data = torch.zeros(shape, dtype=dtype, device=self.device)
+            self.data = zeros(shape, dtype, self.device)
             self._parts = self.data.flatten(0, 1).unbind()
             words = _as_words(self.data.view(parts, num_blocks, -1))
-        self._host = torch.zeros(
-            (num_host_blocks, parts, words[0][0].numel()),
-            dtype=words[0].dtype,
-            # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
-            pin_memory=self.device.type == "cuda",
-        )
+        host_shape = (num_host_blocks, parts, words[0][0].numel())
+        # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
+        pinned = self.device.type == "cuda"
+        self._host = zeros(host_shape, words[0].dtype, torch.device("cpu"), pinned=pinned)
         self._copier = copier_for(words, self._host)
 
     @property

@@ -63,6 +63,12 @@ class Progress:
                 updates.extend(self._gather(group, group.beams, scheduled, sampled))
         return updates
 
+    def end(self, one: Sequence, reason: FinishReason) -> None:
+        """A sample of a running group has all its tokens: its blocks and its seat are free."""
+        self._memory.free(one)
+        self._ledger.end_sample(one, reason)
+        self.ended += 1
+
     def _append(self, one: Sequence, sampled: Sampled, updates: list[SequenceUpdate]) -> None:
         token_id = sampled.tokens[one.seq_id]
         one.token_ids.append(token_id)
@@ -76,9 +82,7 @@ class Progress:
         elif generated >= request.max_tokens or len(one.token_ids) >= self._max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
-            self._memory.free(one)
-            self._ledger.end_sample(one, reason)
-            self.ended += 1
+            self.end(one, reason)
         updates.append(SequenceUpdate(one.seq_id, request.request_id, token_id, reason))
 
     # Beams.

@@ -34,7 +34,7 @@ from trencadis.scheduler.memory import GroupMemory
 from trencadis.scheduler.output import SchedulerOutput, SequenceUpdate
 from trencadis.scheduler.preemption import PreemptionCosts, Preemptor, QueueTime, StepTiming
 from trencadis.scheduler.progress import Progress, Sampled
-from trencadis.scheduler.request import Request
+from trencadis.scheduler.request import FinishReason, Request
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.urgency import Urgency
 
@@ -75,6 +75,7 @@ class Scheduler:
         self._progress = Progress(self._ledger, self._memory, blocks, config.max_model_len)
         self._orders = ControlQueue()
         self._to_evict: list[str] = []
+        self._to_finish: set[int] = set()
         self._step = 0
         self._in_flight: SchedulerOutput | None = None
 
@@ -147,6 +148,22 @@ class Scheduler:
         self._admission.forget(group)
         return True
 
+    def finish(self, seq_id: int) -> bool:
+        """End one sample whose client has enough of it; the others of its group go on.
+
+        It leaves, as FINISHED by a stop, at the top of the first step in which its group runs and
+        has branched: until then others need its blocks, and it may get tokens that nobody wants.
+        A group none of whose samples is wanted any more is aborted at once. False where there is
+        no such sequence, and for a beam, which is not an output before its search has ended.
+        """
+        one = self._ledger.sequences.get(seq_id)
+        if one is None or one.group.beams is not None:
+            return False
+        self._to_finish.add(seq_id)
+        if all(other.seq_id in self._to_finish for other in one.group.live):
+            self.abort(one.request_id)
+        return True
+
     def abort_and_swap(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Evict these requests at the top of the next step, with the tokens they have by then.
 
@@ -178,6 +195,7 @@ class Scheduler:
                 f"step {self._step} is still executing: call update() before schedule()"
             )
         step = self._begin()
+        self._end_finished()
         self._obey_orders(step)
         self._keep_cap(step)
         self._make_way(step)
@@ -215,8 +233,7 @@ class Scheduler:
             self.costs.learn(output, timing)
         before = self._progress.ended
         updates = self._progress.learn(output, Sampled(sampled, logprobs or {}, candidates or {}))
-        if self._progress.ended > before:
-            self._queue_time.released(self._progress.ended - before, self._now)
+        self._learn_ends(before)
         return tuple(updates)
 
     # The phases of schedule(), in their order.
@@ -236,6 +253,18 @@ class Scheduler:
         )
         self._admission.land(step)
         return step
+
+    def _end_finished(self) -> None:
+        """Samples that nobody wants any more leave, those of them that can."""
+        before = self._progress.ended
+        for seq_id in tuple(self._to_finish):
+            one = self._ledger.sequences.get(seq_id)
+            if one is None:
+                self._to_finish.remove(seq_id)
+            elif one.group.status is SequenceStatus.RUNNING and not one.group.unforked:
+                self._to_finish.remove(seq_id)
+                self._progress.end(one, FinishReason.STOP)
+        self._learn_ends(before)
 
     def _obey_orders(self, step: StepBuilder) -> None:
         """What operators have asked for since the last step."""
@@ -293,6 +322,11 @@ class Scheduler:
             if step.token_budget == 0:
                 return
             step.place_chunks(group)
+
+    def _learn_ends(self, before: int) -> None:
+        """How fast seats come free, from those that were given back since ``before`` of them."""
+        if self._progress.ended > before:
+            self._queue_time.released(self._progress.ended - before, self._now)
 
     def _check_servable(self, request: Request) -> None:
         length = len(request.prompt_token_ids)

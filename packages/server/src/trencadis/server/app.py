@@ -16,6 +16,7 @@ from trencadis.server.context import ServingContext
 from trencadis.server.errors import install_error_handlers
 from trencadis.server.metrics import ServingMetrics
 from trencadis.server.prompts import PromptEncoder
+from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
 from trencadis.server.routes.health import health_router
@@ -45,10 +46,10 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
         encoder=encoder,
         created=int(time.time()),
     )
-    for build in (chat_router, completions_router, models_router, health_router):
+    for build in (chat_router, completions_router, models_router, health_router, admin_router):
         app.include_router(build(context))
     install_error_handlers(app, settings.retry_after)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
-    if settings.api_keys:  # added last, so asked first: before a body is read
-        app.add_middleware(BearerAuth, api_keys=settings.api_keys)
+    # added last, so asked first: before a body is read
+    app.add_middleware(BearerAuth, api_keys=settings.api_keys, admin_keys=settings.admin_keys)
     return app

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol
 
-from trencadis.engine import CompletionDelta, EngineStats, SamplingParams
+from trencadis.engine import (
+    BatchControl,
+    BatchControlResult,
+    CompletionDelta,
+    EngineStats,
+    SamplingParams,
+)
 
 
 class ServingTokenizer(Protocol):
@@ -81,9 +87,13 @@ class ServingEngine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Deltas of all ``params.n`` samples, interleaved; closing the generator aborts them.
+        """Deltas of all ``params.n`` answers, interleaved; closing the generator aborts them.
 
-        Raises `InvalidRequest`, `EngineOverloaded` or `EngineDead` when first iterated, and
-        `EngineDead` later.
+        Requests of a lower ``priority`` are served first. Raises `InvalidRequest`,
+        `EngineOverloaded` or `EngineDead` when first iterated, and `EngineDead` later.
         """
+        ...
+
+    async def control(self, order: BatchControl) -> BatchControlResult:
+        """What an operator's order did. Raises `InvalidRequest` or `EngineDead`."""
         ...

@@ -30,6 +30,8 @@ _ENGINE_FLAGS = (
     *("max_num_batched_tokens", "max_waiting", "block_size", "num_blocks"),
     *("gpu_memory_utilization", "kv_cache_memory", "seed"),
     *("warmup", "compile", "compile_cache"),
+    *("scheduling_policy", "swap_space", "swap_bandwidth"),
+    *("temperature_source", "thermal_policy", "thermal_policy_config"),
 )
 _SERVER_FLAGS = ("host", "port", "max_body_size", "shutdown_timeout")
 
@@ -60,9 +62,12 @@ def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Ser
     """The server's settings. Raises `ConfigError`, which names the setting."""
     from trencadis.server.settings import ServerSettings  # noqa: PLC0415
 
-    from_environ = [key] if (key := environ.get("VLLM_API_KEY")) else []
+    def keys(given: list[str], variable: str) -> tuple[str, ...]:
+        return (*given, *filter(None, [environ.get(variable)]))
+
     return ServerSettings(
-        api_keys=(*args.api_key, *from_environ),
+        api_keys=keys(args.api_key, "VLLM_API_KEY"),
+        admin_keys=keys(args.admin_api_key, "VLLM_ADMIN_TOKEN"),
         access_log=not args.disable_access_log,
         **_given(args, _SERVER_FLAGS),
     )

@@ -7,6 +7,8 @@ None here, and its help tells the default in words.
 from __future__ import annotations
 
 import argparse
+import json
+from typing import Any
 
 from trencadis.server import __version__
 from trencadis.server.sizes import parse_size
@@ -17,6 +19,8 @@ DEFAULT_NAME = "SmolLM2-135M-Instruct"
 _EPILOG = """\
 environment:
   VLLM_API_KEY                  one more accepted API key
+  VLLM_ADMIN_TOKEN              one more accepted admin key
+  VLLM_THERMAL_POLICY           as --thermal-policy
   VLLM_SKIP_WARMUP=true         as --warmup none
   VLLM_GRAPH_*                  memory and order of graphs, where the device captures them
   VLLM_PROMPT_*, VLLM_DECODE_*  the buckets, under the names of Gaudi's vLLM
@@ -40,6 +44,7 @@ def flag_parser() -> argparse.ArgumentParser:
     _add_model_flags(parser.add_argument_group("model"))
     _add_memory_flags(parser.add_argument_group("batches and memory"))
     _add_warmup_flags(parser.add_argument_group("warm-up"))
+    _add_heat_flags(parser.add_argument_group("heat"))
     _add_server_flags(parser.add_argument_group("server"))
     return parser
 
@@ -96,6 +101,12 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
         help="most requests that wait to start; one more is refused with 503",
     )
     group.add_argument(
+        "--scheduling-policy",
+        choices=("fcfs", "priority"),
+        help="first come, first served, or requests of a lower priority value first "
+        "(default: fcfs)",
+    )
+    group.add_argument(
         "--block-size", type=int, metavar="TOKENS", help="tokens per KV block, a power of two"
     )
     group.add_argument(
@@ -117,6 +128,19 @@ def _add_memory_flags(group: argparse._ArgumentGroup) -> None:
         type=_size,
         metavar="SIZE",
         help="most memory for the KV cache, as in 2GiB or 512MiB",
+    )
+    group.add_argument(
+        "--swap-space",
+        type=float,
+        metavar="GIB",
+        help="host memory for evicted sequences (default: 4, and 0 where the device's memory is "
+        "the host's)",
+    )
+    group.add_argument(
+        "--swap-bandwidth",
+        type=float,
+        metavar="GB_PER_S",
+        help="most traffic between device and host for evicted sequences (default: 20)",
     )
     group.add_argument(
         "--disable-bucketing", action="store_true", help="run every shape as it comes, unpadded"
@@ -146,6 +170,27 @@ def _add_warmup_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def _add_heat_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--temperature-source",
+        metavar="SOURCE",
+        help="where temperatures are read: nvml, hlml, sensors, exporter:URL, sidecar:HOST:PORT or "
+        "recorded:FILE (default: nowhere)",
+    )
+    group.add_argument(
+        "--thermal-policy",
+        metavar="NAME",
+        help="who caps the running sequences by heat or power: proportional, power, a name that a "
+        "package offers, or module:Class (default: nobody)",
+    )
+    group.add_argument(
+        "--thermal-policy-config",
+        type=_object,
+        metavar="JSON",
+        help="the policy's settings, as in '{\"target_temp_c\": 80}'",
+    )
+
+
 def _add_server_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--host", metavar="ADDRESS", help="to listen on (default: 127.0.0.1)")
     group.add_argument(
@@ -158,6 +203,14 @@ def _add_server_flags(group: argparse._ArgumentGroup) -> None:
         metavar="KEY",
         help="accept only requests to /v1 that bear this key; may be repeated. "
         "Other users of this machine see it: prefer VLLM_API_KEY",
+    )
+    group.add_argument(
+        "--admin-api-key",
+        action="append",
+        default=[],
+        metavar="KEY",
+        help="open /v1/admin to requests that bear this key; may be repeated. "
+        "Other users of this machine see it: prefer VLLM_ADMIN_TOKEN",
     )
     group.add_argument(
         "--max-body-size",
@@ -185,3 +238,13 @@ def _size(text: str) -> int:
         return parse_size(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return value

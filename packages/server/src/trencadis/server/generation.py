@@ -28,10 +28,11 @@ FinishReason = Literal["stop", "length"]
 
 @attrs.frozen
 class Job:
-    """A prompt and how to continue it."""
+    """A prompt, how to continue it, and how urgent that is (lower: sooner)."""
 
     prompt: Prompt
     params: SamplingParams
+    priority: int = 0
 
 
 @attrs.frozen
@@ -114,7 +115,7 @@ async def _run(
     first_choice = number * job.params.n
     timeline = RequestTimeline(metrics, job.params.n, len(job.prompt.token_ids))
     outcome: str | None = "abort"
-    stream = engine.generate(job.prompt.token_ids, job.params, request_id)
+    stream = engine.generate(job.prompt.token_ids, job.params, request_id, job.priority)
     try:
         async with aclosing(stream):
             async for delta in stream:

@@ -9,7 +9,7 @@ engine's own starts with ``trencadis:``.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import attrs
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -18,7 +18,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from trencadis.engine import CompletionDelta, EngineStats
+from trencadis.engine import CompletionDelta, EngineStats, ThermalStats
 from trencadis.server.backend import ServingEngine
 
 LABELS = ("model_name", "engine")
@@ -128,7 +128,7 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
-        for name, about, value in _gauges(stats):
+        for name, about, value in (*_gauges(stats), *_heat(stats.thermal)):
             gauge = GaugeMetricFamily(name, about, labels=LABELS)
             gauge.add_metric(self._labels, value)
             yield gauge
@@ -155,7 +155,23 @@ def _gauges(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ),
         ("trencadis:buckets", "Shapes that batches are padded to.", stats.buckets),
         ("trencadis:ready_buckets", "Of those, warmed up so far.", stats.ready_buckets),
+        ("trencadis:max_running_seqs", "Most sequences that may run now.", stats.max_running),
     )
+
+
+def _heat(thermal: ThermalStats | None) -> Iterator[tuple[str, str, float]]:
+    """What is measured alone: a missing series says so, where a zero would be a temperature."""
+    if thermal is None:
+        return
+    if thermal.hottest_c is not None:
+        about = "Temperature of the hottest device, degrees C."
+        yield "trencadis:temperature_celsius", about, thermal.hottest_c
+    if thermal.power_w is not None:
+        yield "trencadis:power_watts", "What all devices draw together.", thermal.power_w
+    about = "0: sensors were read a moment ago, 1: stale, 2: failed."
+    yield "trencadis:sensor_health", about, ("fresh", "stale", "failed").index(thermal.sensor)
+    about = "1 while a thermal policy caps the running sequences; 0: none, or it failed."
+    yield "trencadis:thermal_policy_active", about, thermal.policy_active
 
 
 def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
@@ -163,6 +179,8 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ("vllm:prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens),
         ("vllm:generation_tokens", "Tokens generated.", stats.generation_tokens),
         ("vllm:num_preemptions", "Preemptions.", stats.num_preemptions),
+        ("trencadis:swaps", "Preemptions that kept the cache on the host.", stats.num_swaps),
+        ("trencadis:recomputes", "Preemptions that gave the cache up.", stats.num_recomputes),
         ("trencadis:engine_steps", "Steps of the engine core.", stats.steps),
         ("trencadis:padded_tokens", "Tokens computed as padding.", stats.padded_tokens),
         ("trencadis:bucket_misses", "Batches that no bucket covered.", stats.bucket_misses),

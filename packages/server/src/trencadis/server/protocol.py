@@ -8,7 +8,7 @@ field that nobody defines is ignored, with a line in the debug log, as vLLM does
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -61,6 +61,12 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
             )
         biases[int(token)] = float(bias)
     return biases
+
+
+def _early_stopping(value: Any) -> Any:
+    if value is not None and not isinstance(value, bool) and value != "never":
+        raise InvalidRequest(f"must be true, false or 'never', got {value!r}")
+    return value
 
 
 def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
@@ -135,6 +141,13 @@ class GenerationRequest(BaseModel):
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: Annotated[
+        bool | Literal["never"] | None,
+        PlainValidator(_early_stopping, bool | Literal["never"] | None),
+    ] = None
+    priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
 
     @model_validator(mode="after")
     def _only_what_is_offered(self) -> Self:
@@ -162,17 +175,17 @@ class GenerationRequest(BaseModel):
 
     def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
         """The engine's form of this request; raises `InvalidRequest` on a value out of range."""
-        given = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
+        names = _SAMPLING_FIELDS & type(self).model_fields.keys()
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
         return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
 
 
-_SAMPLING_FIELDS = (
+_SAMPLING_FIELDS = {
     *("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("stop", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
     *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-)
+    *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
+}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -211,27 +224,28 @@ class CompletionRequest(GenerationRequest):
     max_tokens: int | None = Field(default=16, ge=1)
     echo: bool | None = None
     logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: int | None = None
+    best_of: int | None = Field(default=None, ge=1, le=128)
     # vLLM's own
     add_special_tokens: bool | None = None
 
     @model_validator(mode="after")
     def _within_reach(self) -> Self:
-        if self.best_of not in (None, self.num_samples):
+        generated = self.best_of or self.num_samples
+        if self.stream and generated > self.num_samples and not self.use_beam_search:
             raise InvalidRequest(
-                f"best_of must equal n ({self.num_samples}), got {self.best_of}: "
-                "choosing the best of several answers is not supported",
-                "best_of",
+                f"the best of {generated} answers cannot be streamed: it is known only in the end",
+                "stream",
             )
         if self.echo and self.logprobs is not None:
             raise InvalidRequest(
                 "echo with logprobs is not supported: log-probabilities are of new tokens alone",
                 "echo",
             )
-        if len(self.prompt) * self.num_samples > MAX_CHOICES:
+        if len(self.prompt) * max(generated, self.num_samples) > MAX_CHOICES:
+            field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(
-                f"{len(self.prompt)} prompts with n {self.num_samples} ask for more than "
+                f"{len(self.prompt)} prompts with {field} {generated} ask for more than "
                 f"{MAX_CHOICES} answers",
-                "n",
+                field,
             )
         return self

@@ -41,8 +41,9 @@ class ServerSettings:
     """How the server listens, whom it lets in, and how long it waits.
 
     ``port`` 0 takes any free port. ``api_keys`` guards ``/v1`` with a bearer token; empty leaves
-    it open. ``max_body_size`` is in bytes. Timeouts are in seconds: ``body_timeout`` for a client
-    to deliver its request, ``send_timeout`` for a client to take one streamed event,
+    it open. ``admin_keys`` open ``/v1/admin``, which is closed without them. ``max_body_size`` is
+    in bytes. Timeouts are in seconds: ``body_timeout`` for a client to deliver its request,
+    ``send_timeout`` for a client to take one streamed event,
     ``health_timeout`` for the engine to answer a health check, ``shutdown_timeout`` for running
     requests to finish once the server was told to stop. ``max_pending_prompts`` bounds the
     prompts that wait for the tokenizer. ``retry_after`` (seconds) is what a refused client is
@@ -52,6 +53,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = attrs.field(default=8000, validator=_integer(0, 65535))
     api_keys: tuple[str, ...] = attrs.field(default=(), converter=_strings, repr=False)
+    admin_keys: tuple[str, ...] = attrs.field(default=(), converter=_strings, repr=False)
     max_body_size: int = attrs.field(default=4 * MIB, validator=_integer(1))
     max_pending_prompts: int = attrs.field(default=256, validator=_integer(1))
     body_timeout: float = attrs.field(default=30.0, validator=_seconds)
@@ -65,3 +67,10 @@ class ServerSettings:
     def _no_blank_key(self, _: object, value: tuple[str, ...]) -> None:
         if not all(isinstance(key, str) and key.strip() for key in value):
             raise ConfigError("an API key is blank: give --api-key or VLLM_API_KEY a value")
+
+    @admin_keys.validator
+    def _no_blank_admin_key(self, _: object, value: tuple[str, ...]) -> None:
+        if not all(isinstance(key, str) and key.strip() for key in value):
+            raise ConfigError(
+                "an admin key is blank: give --admin-api-key or VLLM_ADMIN_TOKEN a value"
+            )

@@ -6,6 +6,7 @@ from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import ConfigError, WarmupError
 from trencadis.warmup.lines import format_bytes
 from trencadis.warmup.memory import GraphBudget, MemoryPlan
+from trencadis.warmup.progress import track
 from trencadis.warmup.report import (
     BucketTime,
     CaptureReport,
@@ -55,6 +56,7 @@ __all__ = [
     "expected_replays",
     "format_bytes",
     "sampler_batch_sizes",
+    "track",
     "warm_up",
     "warm_up_sampler",
 ]

@@ -49,6 +49,19 @@ BOARDS = {
             sink_j_per_k=420.0,
             max_c=90.0,
         ),
+        # Limit: 700 W (mlcommons/inference_results_v4.1, closed/NVIDIA, H200-SXM-141GBx8). The chip
+        # is the H100's, and so is the rest.
+        Board(
+            name="h200",
+            idle_w=110.0,
+            limit_w=700.0,
+            sequence_w=3.2,
+            chip_k_per_w=0.022,
+            chip_j_per_k=46.0,
+            sink_k_per_w=0.040,
+            sink_j_per_k=420.0,
+            max_c=90.0,
+        ),
         # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The rest as above, with the larger
         # sink of
         # an air-cooled OAM board; watts per sequence in proportion to the limit.

@@ -62,7 +62,7 @@ async def _job(context: ServingContext, request: ChatCompletionRequest) -> Job:
     context.check_token_ids(request.sampling_params(requested, logprobs))
     prompt = await context.encoder.chat(request)
     budget = answer_budget(requested, field, prompt, context.engine.max_model_len)
-    return Job(prompt, request.sampling_params(budget, logprobs))
+    return Job(prompt, request.sampling_params(budget, logprobs), request.priority or 0)
 
 
 @attrs.define

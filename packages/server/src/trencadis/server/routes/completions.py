@@ -55,7 +55,8 @@ async def _jobs(context: ServingContext, request: CompletionRequest) -> list[Job
     jobs = []
     for prompt in await context.encoder.completion(request):
         budget = answer_budget(request.max_tokens, "max_tokens", prompt, max_model_len)
-        jobs.append(Job(prompt, request.sampling_params(budget, request.logprobs)))
+        params = request.sampling_params(budget, request.logprobs)
+        jobs.append(Job(prompt, params, request.priority or 0))
     return jobs
 
 

@@ -1,0 +1,6 @@
+"""Properties are not timed: a busy machine takes longer."""
+
+from hypothesis import settings
+
+settings.register_profile("untimed", deadline=None)
+settings.load_profile("untimed")

@@ -1,0 +1,83 @@
+"""What an engine core knows of its devices' heat, and the policy that acts on it."""
+
+from __future__ import annotations
+
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.outputs import SensorHealth, ThermalStats
+from trencadis.scheduler import SchedulerError, ThermalGuard
+from trencadis.scheduler.telemetry import Health, TemperatureReader, open_source
+from trencadis.scheduler.thermal import SchedulerThermalPolicy, load_thermal_policy
+
+_HEALTH: dict[Health, SensorHealth] = {
+    Health.FRESH: "fresh",
+    Health.STALE: "stale",
+    Health.FAILED: "failed",
+}
+
+
+class HeatWatch:
+    """A reader of temperatures in the background, and a thermal policy that acts on them.
+
+    ``guard`` stands between the policy and the scheduler; None where there is no policy.
+    """
+
+    def __init__(
+        self,
+        reader: TemperatureReader | None = None,
+        policy: SchedulerThermalPolicy | None = None,
+        name: str = "",
+    ) -> None:
+        self._reader = reader
+        self._name = name or type(policy).__name__ if policy is not None else ""
+        self.guard: ThermalGuard | None = None
+        if reader is not None and policy is not None:
+            self.guard = ThermalGuard(policy, reader.state)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> HeatWatch:
+        """As the settings name them.
+
+        Raises `ConfigError` for a source or a policy that cannot be had, and for a policy without
+        a source: it would never see a temperature.
+        """
+        name = config.thermal_policy
+        if name and config.temperature_source is None:
+            raise ConfigError(
+                f"thermal_policy {name!r} needs temperature_source: name one, such as nvml, hlml "
+                "or exporter:URL"
+            )
+        try:
+            policy = load_thermal_policy(name, **config.thermal_policy_config) if name else None
+            if config.temperature_source is None:
+                return cls()
+            reader = TemperatureReader(open_source(config.temperature_source))
+        except SchedulerError as error:
+            raise ConfigError(str(error)) from error
+        return cls(reader, policy, name or "")
+
+    def start(self) -> None:
+        """Begin to read."""
+        if self._reader is not None:
+            self._reader.start()
+
+    def stop(self) -> None:
+        """Read no more."""
+        if self._reader is not None:
+            self._reader.stop()
+
+    @property
+    def stats(self) -> ThermalStats | None:
+        """How things are now; None where nobody measures."""
+        if self._reader is None:
+            return None
+        state = self._reader.state()
+        failed = self.guard.fault if self.guard is not None else ""
+        return ThermalStats(
+            hottest_c=state.hottest_c,
+            power_w=state.power_w,
+            sensor=_HEALTH[state.health],
+            fault=failed or state.fault,
+            policy=self._name,
+            policy_active=self.guard is not None and self.guard.policy is not None,
+        )

@@ -1,0 +1,52 @@
+"""The exact shapes of a step's forwards, before they are padded to a bucket.
+
+Apart from `trencadis.engine.batch` because the simulated device needs them and has no PyTorch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import attrs
+import numpy as np
+
+from trencadis.scheduler import ScheduledSequence
+
+
+@attrs.frozen
+class PromptShape:
+    """Padded shape of a prompt forward: sequences, tokens each, context blocks each."""
+
+    batch: int
+    query: int
+    context_blocks: int
+
+
+@attrs.frozen
+class DecodeShape:
+    """Padded shape of a decode forward: sequences, blocks of the cache prefix, shared pairs.
+
+    ``extra`` is the number of (block, sequence) pairs beyond each block's first owner.
+    """
+
+    batch: int
+    blocks: int
+    extra: int = 0
+
+
+ForwardShape = PromptShape | DecodeShape
+
+
+def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> PromptShape:
+    """The smallest shape that holds these chunks."""
+    return PromptShape(
+        len(chunks),
+        max(len(chunk.token_ids) for chunk in chunks),
+        max(-(-chunk.start // block_size) for chunk in chunks),
+    )
+
+
+def decode_shape(decodes: Sequence[ScheduledSequence]) -> DecodeShape:
+    """The smallest shape that holds these sequences' blocks and every block below them."""
+    highest = int(np.concatenate([decode.block_table for decode in decodes]).max())
+    return DecodeShape(len(decodes), 1 + highest)

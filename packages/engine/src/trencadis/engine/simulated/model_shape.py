@@ -1,0 +1,129 @@
+"""A model as the sizes of its matrices, read from the ``config.json`` of its checkpoint.
+
+Dense decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), every
+layer of which attends to the whole context. Biases, and norms but those of the layers' two inputs,
+are left out: together they are below a thousandth.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from trencadis.engine.errors import ModelError
+
+LOGIT_BYTES = 4
+"""Of one logit: they are brought to fp32 before sampling."""
+
+_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+_NOT_MODELLED = {
+    "quantization_config": "quantised weights",
+    "num_local_experts": "a mixture of experts",
+    "num_experts": "a mixture of experts",
+    "n_routed_experts": "a mixture of experts",
+}
+
+
+@attrs.frozen(kw_only=True)
+class ModelShape:
+    """Sizes of a model: widths in elements, ``dtype_bytes`` per element of weights and cache."""
+
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    tied: bool
+    dtype_bytes: int
+    max_position_embeddings: int
+
+    @property
+    def layer_matrices(self) -> int:
+        """Elements of the matrices of one layer: each is multiplied with every token once."""
+        attention = self.num_heads * self.head_dim
+        kv = self.num_kv_heads * self.head_dim
+        return self.hidden_size * (2 * attention + 2 * kv + 3 * self.intermediate_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """All weights: embedding, layers with two norms each, the last norm, the head."""
+        table = self.vocab_size * self.hidden_size
+        layers = self.num_layers * (self.layer_matrices + 2 * self.hidden_size)
+        return table * (1 if self.tied else 2) + layers + self.hidden_size
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.num_parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Keys and values of one position in all layers."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+
+def read_model_shape(path: str | os.PathLike[str]) -> ModelShape:
+    """The shape in a ``config.json``, or in that of a checkpoint's directory.
+
+    Raises `ModelError` for a file that is none, or of a model that is not modelled.
+    """
+    file = Path(path)
+    if file.is_dir():
+        file = file / "config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{file}: {error.strerror}: give a model's config.json") from error
+    except ValueError as error:
+        raise ModelError(f"{file} is no JSON ({error}): give a model's config.json") from error
+    if not isinstance(config, dict):
+        raise ModelError(f"{file} is no JSON object: give a model's config.json")
+    for key, what in _NOT_MODELLED.items():
+        if config.get(key):
+            raise ModelError(
+                f"{file} has {key}, and {what} is not modelled: take a dense bf16 model"
+            )
+    return _shape(file, config)
+
+
+def _shape(file: Path, config: Mapping[str, Any]) -> ModelShape:
+    hidden, heads = _size(file, config, "hidden_size"), _size(file, config, "num_attention_heads")
+    model_type = str(config.get("model_type", ""))
+    return ModelShape(
+        hidden_size=hidden,
+        num_layers=_size(file, config, "num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=_size(file, config, "num_key_value_heads", heads),
+        head_dim=_size(file, config, "head_dim", hidden // heads),
+        intermediate_size=_size(file, config, "intermediate_size"),
+        vocab_size=_size(file, config, "vocab_size"),
+        # What a config leaves out is its class's default: of these only Gemma's is tied.
+        tied=bool(config.get("tie_word_embeddings", model_type.startswith("gemma"))),
+        dtype_bytes=_dtype_bytes(file, config),
+        max_position_embeddings=_size(file, config, "max_position_embeddings"),
+    )
+
+
+def _size(file: Path, config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        found = "no" if value is None else f"{value!r} as"
+        raise ModelError(f"{file} has {found} {key}: give the config.json of a decoder-only model")
+    return value
+
+
+def _dtype_bytes(file: Path, config: Mapping[str, Any]) -> int:
+    """bf16 where nothing is said; transformers 5 writes ``dtype``, older ones ``torch_dtype``."""
+    name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if name not in _BYTES:
+        raise ModelError(f"{file} has dtype {name!r}: use one of {', '.join(_BYTES)}")
+    return _BYTES[name]

@@ -1,0 +1,213 @@
+"""What a simulation has shown: values that can be printed, kept as JSON and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+
+from trencadis.engine.simulated.records import Moment
+from trencadis.engine.simulated.simulation import Simulation
+from trencadis.kvcache import Direction
+from trencadis.warmup import Phase, WarmupReport, format_bytes
+
+
+@attrs.frozen
+class Percentiles:
+    """Of a latency, seconds; all 0 where there was none."""
+
+    mean: float = 0.0
+    p50: float = 0.0
+    p90: float = 0.0
+    p99: float = 0.0
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Percentiles:
+        if not len(values):
+            return cls()
+        array = np.asarray(values, dtype=np.float64)
+        return cls(float(array.mean()), *np.percentile(array, (50, 90, 99)).tolist())
+
+
+@attrs.frozen(kw_only=True)
+class SimulationReport:
+    """Result of a simulation, without anything that depends on the machine that ran it.
+
+    Times in seconds, energies in joules, temperatures in degrees C. ``seconds`` is from the first
+    arrival to the last token; warm-up comes before. Padding is a share of what was needed: of
+    prompt tokens, of decode rows, of blocks of the decode prefix. A graph miss is a forward in
+    live traffic whose bucket had no graph, a bucket miss one past every bucket.
+    """
+
+    device: str
+    requests: int
+    refused: int
+    seconds: float
+    steps: int
+    prompt_tokens: int
+    asked_tokens: int
+    generated_tokens: int
+    first_token_s: Percentiles
+    between_tokens_s: Percentiles
+    latency_s: Percentiles
+    prompt_padding: float
+    row_padding: float
+    block_padding: float
+    buckets: int
+    graphs: int
+    warmup_s: float
+    warmup_compilations: int
+    live_compilations: int
+    graph_replays: int
+    graph_misses: int
+    bucket_misses: int
+    num_blocks: int
+    block_bytes: int
+    used_blocks_at_end: int
+    longest_prefix: int
+    preemptions: int
+    recomputations: int
+    blocks_out: int
+    blocks_in: int
+    blocks_moved: int
+    swap_s: float
+    hottest_c: float
+    limit_c: float
+    joules: float
+    moments: tuple[Moment, ...] = ()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Generated tokens per second."""
+        return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    def table(self) -> str:
+        """The report as text, one figure and its unit per line, in two columns."""
+        rows = [
+            ("requests", f"{self.requests:,} done, {self.refused:,} refused"),
+            ("time", f"{self.seconds:,.1f} s, {self.steps:,} steps"),
+            ("throughput", self._throughput()),
+            ("TTFT", _milliseconds(self.first_token_s)),
+            ("ITL", _milliseconds(self.between_tokens_s)),
+            ("latency", _milliseconds(self.latency_s)),
+            ("padding", self._padding()),
+            ("graphs", self._graphs()),
+            ("warm-up", f"{self.warmup_s:,.0f} s, {self.warmup_compilations:,} compilations"),
+            ("live compilations", f"{self.live_compilations:,}"),
+            ("KV cache", self._cache()),
+            ("preemptions", self._preemptions()),
+            ("swap traffic", self._swap()),
+            ("temperature", self._temperature()),
+        ]
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {figures}" for name, figures in rows)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write everything to a JSON file."""
+        content = attrs.asdict(attrs.evolve(self, moments=()))
+        content["tokens_per_s"] = self.tokens_per_s
+        content["moments"] = _columns(self.moments)
+        Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _throughput(self) -> str:
+        if not self.seconds:
+            return "none"
+        return (
+            f"{self.tokens_per_s:,.1f} tokens/s generated, "
+            f"{self.prompt_tokens / self.seconds:,.1f} tokens/s of prompts, "
+            f"{self.requests / self.seconds:,.2f} requests/s"
+        )
+
+    def _padding(self) -> str:
+        return (
+            f"{self.prompt_padding:.1%} of prompt tokens, {self.row_padding:.1%} of decode rows, "
+            f"{self.block_padding:.1%} of prefix blocks"
+        )
+
+    def _graphs(self) -> str:
+        return (
+            f"{self.graphs} of {self.buckets} buckets; {self.graph_replays:,} replays, "
+            f"{self.graph_misses:,} misses, {self.bucket_misses:,} past every bucket"
+        )
+
+    def _cache(self) -> str:
+        size = format_bytes(self.num_blocks * self.block_bytes)
+        return (
+            f"{self.num_blocks:,} blocks, {size}; longest prefix read {self.longest_prefix:,}, "
+            f"{self.used_blocks_at_end:,} used at the end, {self.blocks_moved:,} moved"
+        )
+
+    def _preemptions(self) -> str:
+        return f"{self.preemptions:,}, {self.recomputations:,} of them by recomputation"
+
+    def _swap(self) -> str:
+        out, back = (
+            format_bytes(count * self.block_bytes) for count in (self.blocks_out, self.blocks_in)
+        )
+        return f"{out} out, {back} in, {self.swap_s:.2f} s"
+
+    def _temperature(self) -> str:
+        watts = self.joules / self.seconds if self.seconds else 0.0
+        return (
+            f"{self.hottest_c:.1f} °C at most (limit {self.limit_c:.0f}), {watts:.0f} W on average"
+        )
+
+
+def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
+    """The report of a simulation that has been run to its end after ``warmup``."""
+    records, runner, runtime = simulation.records, simulation.runner, simulation.runtime
+    executed = len(warmup.executed)
+    graphs = sum(len(warmup.capture.captured(phase)) for phase in Phase) if warmup.capture else 0
+    return SimulationReport(
+        device=simulation.hardware.name,
+        requests=records.num_finished,
+        refused=records.refused,
+        seconds=max(0.0, records.last_token_s - simulation.started_s),
+        steps=simulation.steps,
+        prompt_tokens=records.prompt_tokens,
+        asked_tokens=records.asked_tokens,
+        generated_tokens=records.generated_tokens,
+        first_token_s=Percentiles.of(records.first_token_s),
+        between_tokens_s=Percentiles.of(records.between_tokens_s),
+        latency_s=Percentiles.of(records.latency_s),
+        prompt_padding=runner.prompt_tokens.share,
+        row_padding=runner.decode_rows.share,
+        block_padding=runner.decode_blocks.share,
+        buckets=len(simulation.grids.prompt) + len(simulation.grids.decode),
+        graphs=graphs,
+        warmup_s=warmup.seconds,
+        warmup_compilations=executed,
+        live_compilations=runtime.compilations - executed,
+        graph_replays=runtime.replays,
+        graph_misses=runtime.launches - executed,
+        bucket_misses=runner.bucket_misses,
+        num_blocks=simulation.num_blocks,
+        block_bytes=runtime.costs.block_bytes,
+        used_blocks_at_end=simulation.blocks.num_used_blocks,
+        longest_prefix=runner.longest_prefix,
+        preemptions=simulation.scheduler.num_preemptions,
+        recomputations=simulation.scheduler.num_recomputes,
+        blocks_out=runner.copied_blocks[Direction.OUT],
+        blocks_in=runner.copied_blocks[Direction.IN],
+        blocks_moved=runner.copied_blocks[Direction.WITHIN],
+        swap_s=runner.copy_s[Direction.OUT] + runner.copy_s[Direction.IN],
+        hottest_c=simulation.heat.hottest_c,
+        limit_c=simulation.hardware.board.max_c,
+        joules=simulation.heat.joules,
+        moments=tuple(records.moments),
+    )
+
+
+def _milliseconds(values: Percentiles) -> str:
+    parts = attrs.asdict(values)
+    return ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in parts.items()) + " ms"
+
+
+def _columns(moments: Sequence[Moment]) -> Mapping[str, list[Any]]:
+    """One list per field, which is a third of the file that one object per moment makes."""
+    return {name: [moment[i] for moment in moments] for i, name in enumerate(Moment._fields)}

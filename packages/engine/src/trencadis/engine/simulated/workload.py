@@ -1,0 +1,80 @@
+"""The requests of a trace as they arrive, with prompts made up for their lengths."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+
+from trencadis.bucketing import BucketingError, read_trace
+from trencadis.engine.errors import ConfigError
+from trencadis.scheduler import Request
+
+
+@attrs.frozen(eq=False)
+class Workload:
+    """Requests in order of arrival: ``float64`` seconds since the first, ``int64`` tokens.
+
+    A trace tells lengths and no content, so that prompts are random and share no prefix.
+    """
+
+    arrivals_s: npt.NDArray[np.float64]
+    prompt_tokens: npt.NDArray[np.int64]
+    output_tokens: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.arrivals_s)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return int((self.prompt_tokens + self.output_tokens).max())
+
+    def requests(self, vocab_size: int, seed: int) -> Iterator[tuple[float, Request]]:
+        """Each request with its arrival, made when it is asked for."""
+        rng = np.random.default_rng(seed)
+        lengths = zip(
+            self.arrivals_s.tolist(),
+            self.prompt_tokens.tolist(),
+            self.output_tokens.tolist(),
+            strict=True,
+        )
+        for number, (arrival_s, prompt, output) in enumerate(lengths):
+            token_ids = rng.integers(vocab_size, size=prompt).tolist()
+            yield (
+                arrival_s,
+                Request(request_id=str(number), prompt_token_ids=token_ids, max_tokens=output),
+            )
+
+
+def read_workload(
+    path: str | os.PathLike[str], *, rate_scale: float = 1.0, num_requests: int | None = None
+) -> Workload:
+    """The requests of a trace file, or the first ``num_requests``, ``rate_scale`` times as fast.
+
+    Requests that generated nothing are left out. Raises `ConfigError` for a trace that has no
+    arrivals or outputs, `BucketingError` for one that cannot be read, `OSError` for no file.
+    """
+    if not 0 < rate_scale < float("inf"):
+        raise ConfigError(f"rate_scale must be above 0, got {rate_scale!r}: 2 doubles the load")
+    if num_requests is not None and num_requests < 1:
+        raise ConfigError(f"num_requests must be at least 1, got {num_requests!r}")
+    trace = read_trace(path)
+    if trace.arrivals is None or trace.outputs is None:
+        raise ConfigError(
+            f"{path} lacks arrivals or outputs: give a trace with columns such as TIMESTAMP, "
+            "ContextTokens, GeneratedTokens"
+        )
+    served = np.flatnonzero(trace.outputs)
+    if not len(served):
+        raise BucketingError(f"{path} has no request that generated a token: give another trace")
+    order = served[np.argsort(trace.arrivals[served], kind="stable")][:num_requests]
+    arrivals = trace.arrivals[order]
+    return Workload(
+        arrivals_s=(arrivals - arrivals[0]) / rate_scale,
+        prompt_tokens=trace.lengths[order],
+        output_tokens=trace.outputs[order],
+    )

@@ -1,0 +1,157 @@
+"""Orders through the front while requests run, and a core that has nothing to do but wait."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import attrs
+import pytest
+
+from trencadis.engine import (
+    AsyncEngine,
+    BatchControl,
+    EngineConfig,
+    EngineDead,
+    InvalidRequest,
+    LogSettings,
+    SamplingParams,
+)
+from trencadis.engine.core import STALLED_SECONDS
+
+LIMIT_SECONDS = 60.0
+PARAMS = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=100, ignore_eos=True)
+
+POLICY = """
+from trencadis.scheduler.thermal import NoThermalPolicy
+
+class Broken(NoThermalPolicy):
+    def get_max_running_seqs(self, scheduler):
+        raise RuntimeError("broken on purpose")
+"""
+
+
+@asynccontextmanager
+async def running(model: Path, **changes: object) -> AsyncIterator[AsyncEngine]:
+    settings = {
+        "dtype": "float32",
+        "max_model_len": 128,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+        "num_blocks": 120,
+        "num_host_blocks": 120,
+        "warmup": "none",
+        **changes,
+    }
+    config = EngineConfig(model=str(model), **settings)
+    engine = await AsyncEngine.start(config, LogSettings(level=logging.CRITICAL))
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+def limited(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), LIMIT_SECONDS))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(int(LIMIT_SECONDS / 0.005)):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it did not happen")
+
+
+async def generate(engine: AsyncEngine, name: str) -> list[list[int]]:
+    tokens: list[list[int]] = [[], [], []]
+    async for delta in engine.generate([1, 2, 3], PARAMS, request_id=name):
+        tokens[delta.index].extend(delta.token_ids)
+    return tokens
+
+
+def test_a_core_under_orders_and_in_heat(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "broken_policy.py").write_text(POLICY)
+    monkeypatch.syspath_prepend(tmp_path)
+    recording = tmp_path / "day.csv"
+    recording.write_text("time_s,device,temperature_c,power_w\n0,0,71,300\n900,0,71,300\n")
+
+    async def body() -> None:
+        heat = {
+            "temperature_source": f"recorded:{recording}",
+            "thermal_policy": "broken_policy:Broken",
+        }
+        async with running(tiny_model, **heat) as engine:
+            await heat_is_known_before_anything_is_served(engine)
+            await a_broken_policy_is_known_and_requests_are_served(engine)
+            await orders_are_carried_out_while_requests_run(engine)
+            await orders_that_cannot_be_obeyed_are_refused(engine)
+            await a_core_that_only_waits_does_not_spin(engine)
+        with pytest.raises(EngineDead):
+            await engine.control(BatchControl())
+
+    limited(body)
+
+
+async def heat_is_known_before_anything_is_served(engine: AsyncEngine) -> None:
+    await until(lambda: engine.stats.thermal is not None)
+    assert engine.stats.thermal is not None
+    assert engine.stats.thermal.hottest_c == 71.0
+    assert engine.stats.thermal.policy_active
+    assert engine.stats.steps == 0
+
+
+async def a_broken_policy_is_known_and_requests_are_served(engine: AsyncEngine) -> None:
+    assert len((await generate(engine, "first"))[0]) == 100
+    thermal = engine.stats.thermal
+    assert thermal is not None
+    assert (thermal.policy, thermal.policy_active) == ("broken_policy:Broken", False)
+    assert "broken on purpose" in thermal.fault
+
+
+async def orders_are_carried_out_while_requests_run(engine: AsyncEngine) -> None:
+    nothing = await engine.control(BatchControl())
+    assert (nothing.previous_running, nothing.evicted_request_ids) == (0, ())
+    calm = await generate(engine, "calm")
+    task = asyncio.create_task(generate(engine, "mine"))
+    await until(lambda: engine.stats.num_running == 3)
+    dry = await engine.control(BatchControl(force_evict=1, dry_run=True))
+    assert (dry.previous_running, dry.new_running) == (3, 0)
+    assert dry.evicted_request_ids == ("mine",)
+    assert dry.estimated_watts_saved > 0
+    assert engine.stats.num_preemptions == 0
+    done = await engine.control(BatchControl(force_evict=1, max_num_seqs=4))
+    assert done == attrs.evolve(dry, new_max_num_seqs=4)
+    assert await task == calm
+    assert engine.stats.num_preemptions >= 1
+    assert engine.stats.max_running == 4
+
+
+async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:
+    with pytest.raises(InvalidRequest, match="max_num_seqs 9 is above 8") as caught:
+        await engine.control(BatchControl(max_num_seqs=9))
+    assert caught.value.field == "max_num_seqs"
+    with pytest.raises(InvalidRequest, match="thermal policy") as caught:
+        await engine.control(BatchControl(target_temp_c=80))
+    assert caught.value.field == "target_temp_c"
+
+
+async def a_core_that_only_waits_does_not_spin(engine: AsyncEngine) -> None:
+    task = asyncio.create_task(generate(engine, "mine"))
+    await until(lambda: engine.stats.num_running == 3)
+    began = time.monotonic()
+    await engine.control(BatchControl(force_evict=3))  # which holds for seconds
+    before = engine.stats.steps
+    await asyncio.sleep(0.5)
+    assert engine.stats.num_swapped == 1
+    steps = engine.stats.steps - before
+    assert steps <= (time.monotonic() - began) / STALLED_SECONDS + 2
+    assert (await engine.control(BatchControl(dry_run=True))).new_running == 0, "orders wake it"
+    task.cancel()

@@ -1,0 +1,216 @@
+"""Sensors and policies in a running engine: what fails there costs a cap, never a request."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from trencadis.engine import (
+    LLM,
+    BatchControl,
+    EngineConfig,
+    EngineCore,
+    EngineStats,
+    SamplingParams,
+)
+from trencadis.engine.heat_watch import HeatWatch
+from trencadis.scheduler import ControlError
+from trencadis.scheduler.telemetry import (
+    ReaderConfig,
+    Reading,
+    SensorError,
+    TemperatureReader,
+    TemperatureSource,
+)
+from trencadis.scheduler.thermal import NoThermalPolicy, ProportionalThermalPolicy
+
+QUICK = ReaderConfig(
+    period_s=0.002,
+    stale_after_s=0.05,
+    failed_after_s=0.1,
+    frozen_after_s=0.1,
+    frozen_coarse_after_s=0.2,
+)
+PARAMS = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=30, ignore_eos=True)
+PROMPTS = {"a": (1, 2, 3), "b": tuple(range(60)), "c": (9,)}
+LIMIT_SECONDS = 30.0
+
+
+class Sensor(TemperatureSource):
+    """One device, as warm as a test says, or broken in the way that it says."""
+
+    name = "test"
+
+    def __init__(self, degrees: float = 60.0) -> None:
+        self.degrees = degrees
+        self.fault = ""
+        self.mended = threading.Event()
+        self._noise = itertools.cycle((0.1, 0.2, 0.3))
+
+    def read(self) -> list[Reading]:
+        if self.fault == "raises":
+            raise SensorError("the driver does not answer")
+        if self.fault == "breaks":
+            raise RuntimeError("a bug in a driver's binding")
+        if self.fault == "hangs":
+            self.mended.wait()
+        if self.fault == "is gone":
+            return []
+        nan, repeats = self.fault == "says NaN", self.fault == "repeats itself"
+        return [Reading(0, math.nan if nan else self.degrees + (not repeats) * next(self._noise))]
+
+    def mend(self) -> None:
+        self.fault = ""
+        self.mended.set()
+
+
+def start(model: Path, sensor: Sensor, policy: object) -> EngineCore:
+    config = EngineConfig(
+        model=str(model),
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=8,
+        max_num_batched_tokens=32,
+        block_size=8,
+        num_blocks=80,
+        num_host_blocks=64,
+        warmup="none",
+    )
+    return EngineCore(config, heat=HeatWatch(TemperatureReader(sensor, QUICK), policy))
+
+
+def serve_until(core: EngineCore, condition: Callable[[EngineStats], bool]) -> dict[str, list[int]]:
+    """Serve one request after the other until the engine's state is this; tokens by request."""
+    tokens: dict[str, list[int]] = {}
+    names = (f"{name}{number}" for number in itertools.count() for name in PROMPTS)
+    ends = time.monotonic() + LIMIT_SECONDS
+    while not condition(core.stats):
+        assert time.monotonic() < ends, core.stats
+        if not core.has_work:
+            for name in itertools.islice(names, 3):
+                core.add(name, PROMPTS[name[0]], PARAMS)
+        take(core, tokens)
+    while core.has_work:
+        take(core, tokens)
+    return tokens
+
+
+def take(core: EngineCore, tokens: dict[str, list[int]]) -> None:
+    for token in core.step():
+        tokens.setdefault(f"{token.key}/{token.index}", []).append(token.token_id)
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path) -> dict[str, list[int]]:
+    llm = LLM(str(tiny_model), dtype="float32", max_model_len=128, num_blocks=80, warmup="none")
+    results = llm.generate(list(PROMPTS.values()), PARAMS)
+    return {
+        f"{name}/{index}": one.token_ids
+        for name, result in zip(PROMPTS, results, strict=True)
+        for index, one in enumerate(result.completions)
+    }
+
+
+def assert_as_expected(tokens: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
+    assert tokens
+    for name, found in tokens.items():
+        key, _, index = name.partition("/")
+        assert found == expected[f"{key[0]}/{index}"]
+
+
+@pytest.fixture
+def sensor() -> Iterator[Sensor]:
+    sensor = Sensor()
+    yield sensor
+    sensor.mend()
+
+
+def proportional() -> ProportionalThermalPolicy:
+    return ProportionalThermalPolicy(target_temp_c=80.0, dwell_s=0.02, min_seqs=3)
+
+
+def test_heat_lowers_the_cap_and_changes_no_token(
+    tiny_model: Path, sensor: Sensor, expected: dict[str, list[int]]
+) -> None:
+    core = start(tiny_model, sensor, proportional())
+    tokens = serve_until(core, lambda stats: stats.steps > 10)
+    assert core.stats.max_running == 8
+    sensor.degrees = 84.0
+    tokens |= serve_until(core, lambda stats: stats.max_running == 3)
+    assert core.stats.thermal is not None
+    assert core.stats.thermal.hottest_c == pytest.approx(84.2, abs=0.2)
+    sensor.degrees = 60.0
+    tokens |= serve_until(core, lambda stats: stats.max_running == 8)
+    assert_as_expected(tokens, expected)
+    assert core.stats.num_preemptions > 0
+    core.close()
+
+
+@pytest.mark.parametrize(
+    "fault", ["raises", "breaks", "hangs", "is gone", "says NaN", "repeats itself"]
+)
+def test_a_sensor_that_fails_counts_as_hot_until_it_is_mended(
+    tiny_model: Path, sensor: Sensor, expected: dict[str, list[int]], fault: str
+) -> None:
+    core = start(tiny_model, sensor, proportional())
+    tokens = serve_until(core, lambda s: s.thermal is not None and s.thermal.sensor == "fresh")
+    sensor.fault = fault
+    tokens |= serve_until(core, lambda stats: stats.max_running == 3)
+    thermal = core.stats.thermal
+    assert thermal is not None
+    assert (thermal.sensor, thermal.hottest_c) == ("failed", QUICK.assumed_hot_c)
+    assert thermal.policy_active
+    sensor.mend()
+    tokens |= serve_until(core, lambda stats: stats.max_running == 8)
+    assert_as_expected(tokens, expected)
+    core.close()
+
+
+class Raising(NoThermalPolicy):
+    """Fails after some steps: in its decision, or where it then has to name victims."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._steps = 0
+
+    def get_max_running_seqs(self, scheduler: object) -> int:
+        self._steps += 1
+        if self._steps <= 5:
+            return 8
+        if self._where == "cap":
+            raise ZeroDivisionError("a bug in a policy")
+        return 3
+
+    def select_victims(self, running: object, num_to_evict: int) -> list[object]:
+        raise ZeroDivisionError("a bug in a policy")
+
+
+@pytest.mark.parametrize("where", ["cap", "victims"])
+def test_a_policy_that_raises_is_out_of_service_and_serving_goes_on(
+    tiny_model: Path,
+    sensor: Sensor,
+    expected: dict[str, list[int]],
+    where: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core = start(tiny_model, sensor, Raising(where))
+    with caplog.at_level(logging.ERROR):
+        tokens = serve_until(core, lambda stats: stats.steps > 20)
+    assert_as_expected(tokens, expected)
+    thermal = core.stats.thermal
+    assert thermal is not None
+    assert (thermal.policy, thermal.policy_active) == ("Raising", False)
+    assert "a bug in a policy" in thermal.fault
+    assert "Raising is disabled" in caplog.text
+    assert core.stats.max_running == 8
+    order = core.control(BatchControl(target_temp_c=70.0))
+    core.step()
+    assert isinstance(order.exception(), ControlError)
+    core.close()

@@ -1,0 +1,118 @@
+"""The command ``trencadis-simulate``: what it prints and writes, and how it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trencadis.engine.simulated.cli import main
+
+DATA = Path(__file__).parent / "data"
+MODEL, TRACE = str(DATA / "llama-3.1-8b.json"), str(DATA / "azure_conv_excerpt.csv")
+
+
+def arguments(*more: str, **changes: str) -> list[str]:
+    given = {"device": "gaudi3", "model": MODEL, "trace": TRACE, **changes}
+    flags = [part for name, value in given.items() for part in (f"--{name}", value)]
+    return [*flags, "--num-requests", "20", *more]
+
+
+def test_the_table_has_what_one_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments()) == 0
+    printed = capsys.readouterr().out
+    for name in ("throughput", "TTFT", "ITL", "padding", "graphs", "live compilations"):
+        assert re.search(rf"^{name} .*\d", printed, re.MULTILINE), name
+    assert "20 done, 0 refused" in printed
+    assert re.search(r"^swap traffic +0 B out, 0 B in", printed, re.MULTILINE)
+    assert re.search(r"^temperature .*°C", printed, re.MULTILINE)
+    assert re.search(r"^simulated in .* steps/s$", printed, re.MULTILINE)
+
+
+def test_two_runs_write_the_same_json(tmp_path: Path) -> None:
+    files = [tmp_path / "one.json", tmp_path / "two.json"]
+    for file in files:
+        assert main(arguments("--json", str(file), "--seed", "7")) == 0
+    assert files[0].read_bytes() == files[1].read_bytes()
+    content = json.loads(files[0].read_text())
+    assert content["generated_tokens"] == content["asked_tokens"] > 0
+    assert content["between_tokens_s"]["p50"] < content["first_token_s"]["p50"]
+    assert len(content["moments"]["at_s"]) == len(content["moments"]["temperature_c"]) > 0
+
+
+def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    flags = ("--num-gpu-blocks-override", "150", "--max-num-seqs", "4", "--swap-space", "0.5")
+    assert main(arguments(*flags, "--block-size", "64", "--json", str(file))) == 0
+    report = json.loads(file.read_text())
+    assert report["num_blocks"] == 150
+    assert report["block_bytes"] == 64 * 131_072
+    assert max(report["moments"]["running"]) <= 4
+    heat = ("--thermal-policy", "proportional", "--thermal-option", "target_temp_c=500")
+    assert main(arguments(*heat)) == 2
+    assert "target_temp_c" in capsys.readouterr().err
+
+
+def test_a_picture_is_a_png(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "run.png"
+    assert main(arguments("--plot", str(file))) == 0
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"trace": "nowhere.csv"}, "nowhere.csv"),
+        ({"model": "nowhere.json"}, "nowhere.json"),
+        ({"model": TRACE}, "is no JSON"),
+        ({"trace": MODEL}, "name the one with the prompt length"),
+        ({"device": "abacus"}, "device must be one of gaudi2, gaudi3"),
+        ({"thermal-policy": "arctic"}, "thermal policy 'arctic'"),
+        ({"rate-scale": "0"}, "rate_scale"),
+        ({"swap-space": "-1"}, "swap_space"),
+        ({"json": "/nowhere/report.json"}, "/nowhere/report.json"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    changes: dict[str, str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments(**changes)) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.startswith("trencadis-simulate: ")
+    assert said.count("\n") == 1
+
+
+def test_an_empty_trace_and_a_model_too_large_are_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    empty = tmp_path / "empty.csv"
+    empty.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n")
+    assert main(arguments(trace=str(empty))) == 2
+    assert "has no requests" in capsys.readouterr().err
+    large = tmp_path / "config.json"
+    large.write_text(json.dumps({**json.loads(Path(MODEL).read_text()), "num_hidden_layers": 800}))
+    assert main(arguments(model=str(large))) == 2
+    assert "gaudi3 has 126.2 GiB: choose a smaller model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["target_temp_c", "=60"])
+def test_a_malformed_option_is_a_usage_error(value: str) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(arguments("--thermal-option", value))
+    assert stop.value.code == 2
+
+
+def test_the_simulator_starts_without_torch() -> None:
+    code = (
+        "import sys, trencadis.engine.simulated.cli; "
+        "print([name for name in ('torch', 'transformers', 'matplotlib') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

@@ -1,0 +1,200 @@
+"""What a simulated device takes of time and memory, against figures worked out by hand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.bucketing import Bucket
+from trencadis.engine.errors import ConfigError, ModelError
+from trencadis.engine.simulated import (
+    HARDWARE,
+    CostModel,
+    MemoryModel,
+    find_hardware,
+    read_model_shape,
+)
+from trencadis.warmup import Phase
+
+LLAMA = Path(__file__).parent / "data" / "llama-3.1-8b.json"
+LLAMA_PARAMETERS = 8_030_261_248
+"""Half of the ``total_size`` in the index of the published bf16 checkpoint."""
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+def decode(batch: int, blocks: int) -> Bucket:
+    return Bucket(("batch", "blocks"), (batch, blocks))
+
+
+def prompt(batch: int, query: int, context: int = 0) -> Bucket:
+    return Bucket(("batch", "query", "context_blocks"), (batch, query, context))
+
+
+def costs(device: str = "gaudi3", block_size: int = 128) -> CostModel:
+    return CostModel(read_model_shape(LLAMA), find_hardware(device), block_size)
+
+
+def memory(device: str = "gaudi2") -> MemoryModel:
+    return MemoryModel(read_model_shape(LLAMA), find_hardware(device))
+
+
+def test_the_shape_of_llama_is_that_of_its_checkpoint() -> None:
+    model = read_model_shape(LLAMA)
+    assert model.num_parameters == LLAMA_PARAMETERS
+    assert model.weight_bytes == 2 * LLAMA_PARAMETERS
+    assert model.kv_bytes_per_token == 131_072  # seed 000: 1,519 blocks of 128 tokens in 23.73 GiB
+
+
+def test_a_directory_stands_for_the_config_in_it(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(LLAMA.read_text())
+    assert read_model_shape(tmp_path) == read_model_shape(LLAMA)
+
+
+def test_a_tied_model_has_one_table_less(tmp_path: Path) -> None:
+    config = {**json.loads(LLAMA.read_text()), "tie_word_embeddings": True}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    assert read_model_shape(path).num_parameters == LLAMA_PARAMETERS - 128_256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_hidden_layers": "32"}, "'32' as num_hidden_layers"),
+        ({"vocab_size": 0}, "0 as vocab_size"),
+        ({"torch_dtype": "int4"}, "dtype 'int4'"),
+        ({"num_local_experts": 8}, "a mixture of experts is not modelled"),
+        ({"quantization_config": {"bits": 4}}, "quantised weights is not modelled"),
+    ],
+)
+def test_what_is_not_modelled_is_named(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(LLAMA.read_text()), **changes}))
+    with pytest.raises(ModelError, match=message):
+        read_model_shape(path)
+
+
+@pytest.mark.parametrize("text", ["", "[1]", "{'a': 1}"])
+def test_what_is_no_config_is_said_so(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ModelError, match=r"give a model's config\.json"):
+        read_model_shape(path)
+
+
+PEAK_BYTES_PER_S = {"gaudi2": 2.46e12, "gaudi3": 3.67e12, "h100": 3.35e12, "h200": 4.8e12}
+
+
+@pytest.mark.parametrize("device", PEAK_BYTES_PER_S)
+@pytest.mark.parametrize(("batch", "blocks"), [(1, 128), (8, 256), (64, 1024), (128, 2048)])
+def test_a_decode_step_is_within_15_percent_of_the_roofline(
+    device: str, batch: int, blocks: int
+) -> None:
+    """By hand: all weights but the embedding table, the prefix of the cache, the logits, at the
+    peak bandwidth; a decode of Llama 3.1 8B is bound by memory on each of these.
+    """
+    weights = 2 * (LLAMA_PARAMETERS - 128_256 * 4096)
+    prefix = blocks * 128 * 131_072
+    logits = 2 * batch * 128_256 * 4  # written by the forward, read by the sampler
+    roofline_s = (weights + prefix + logits) / PEAK_BYTES_PER_S[device]
+    model = costs(device)
+    step_s = (
+        model.device_s(Phase.DECODE, decode(batch, blocks))
+        + model.launch_s(captured=True)
+        + model.sample_s(batch)
+    )
+    assert step_s == pytest.approx(roofline_s, rel=0.15)
+    assert step_s > roofline_s
+
+
+def test_a_long_prompt_is_bound_by_compute() -> None:
+    """By hand: two operations per token and weight of the layers, half a triangle of attention."""
+    tokens = 2048
+    layers = LLAMA_PARAMETERS - 2 * 128_256 * 4096 - 65 * 4096  # without tables and norms
+    flops = 2 * tokens * layers + 32 * 32 * 4 * 128 * tokens * tokens / 2 + 2 * 128_256 * 4096
+    work = costs().work(Phase.PROMPT, prompt(1, tokens))
+    assert work.flops == pytest.approx(flops, rel=1e-3)
+    seconds = costs().device_s(Phase.PROMPT, prompt(1, tokens))
+    assert seconds == pytest.approx(flops / (1835e12 * 0.6), rel=1e-3)
+
+
+sizes = st.integers(1, 4096)
+
+
+@given(batch=sizes, blocks=sizes, more=sizes)
+def test_a_larger_decode_never_costs_less(batch: int, blocks: int, more: int) -> None:
+    model = costs()
+    seconds = model.device_s(Phase.DECODE, decode(batch, blocks))
+    assert model.device_s(Phase.DECODE, decode(batch + more, blocks)) >= seconds
+    assert model.device_s(Phase.DECODE, decode(batch, blocks + more)) > seconds
+
+
+@given(batch=sizes, query=sizes, context=sizes, more=sizes)
+def test_a_larger_prompt_never_costs_less(batch: int, query: int, context: int, more: int) -> None:
+    model = costs()
+    seconds = model.device_s(Phase.PROMPT, prompt(batch, query, context))
+    for larger in ((batch + more, query, context), (batch, query + more, context)):
+        assert model.device_s(Phase.PROMPT, prompt(*larger)) > seconds
+    assert model.device_s(Phase.PROMPT, prompt(batch, query, context + more)) > seconds
+
+
+@pytest.mark.parametrize("device", HARDWARE)
+def test_a_graph_spares_launches(device: str) -> None:
+    assert costs(device).launch_s(captured=True) < costs(device).launch_s(captured=False)
+
+
+def test_swapping_goes_at_the_speed_of_the_link() -> None:
+    assert costs("gaudi3").swap_s(100) == pytest.approx(100 * 128 * 131_072 / 40e9)
+    assert costs("gaudi2").swap_s(1) == pytest.approx(2 * costs("gaudi3").swap_s(1))
+
+
+def test_memory_follows_the_log_of_seed_000() -> None:
+    """Llama 3 8B on Gaudi 2: weights, profiling run, and the graphs that were captured."""
+    model = memory()
+    assert model.hardware.hbm_bytes == pytest.approx(94.62 * GIB, rel=1e-6)
+    assert model.model.weight_bytes == pytest.approx(14.97 * GIB, rel=0.002)
+    assert model.workspace(4 * 1024, 4) == pytest.approx(504 * MIB, rel=0.1)
+    assert model.free_after_profile(4 * 1024, 4) == pytest.approx(79.16 * GIB, rel=0.002)
+    captured = [(1, 128 * i) for i in range(1, 9)] + [(2, 128 * i) for i in range(1, 6)]
+    prompts = [prompt(*shape) for shape in (*captured, (4, 128), (4, 256))]
+    used = sum(model.graph_bytes(Phase.PROMPT, bucket) for bucket in prompts)
+    assert used == pytest.approx(14.03 * GIB, rel=0.1)
+    decodes = [decode(batch, 128 * i) for batch in (1, 2, 4) for i in range(1, 17)]
+    used = sum(model.graph_bytes(Phase.DECODE, bucket) for bucket in decodes)
+    assert used == pytest.approx(161.9 * MIB, rel=0.1)
+
+
+def test_graphs_share_a_pool_on_cuda() -> None:
+    model = memory("h100")
+    sizes = {model.graph_bytes(Phase.PROMPT, prompt(1, length)) for length in (128, 2048)}
+    assert sizes == {26 * MIB}
+
+
+def test_a_model_that_does_not_fit_is_named_with_its_size() -> None:
+    large = attrs.evolve(read_model_shape(LLAMA), num_layers=800)
+    with pytest.raises(ConfigError, match=r"the model needs .* gaudi2 has 94.62 GiB"):
+        MemoryModel(large, find_hardware("gaudi2")).free_after_profile(2048, 128)
+
+
+def test_an_unknown_device_is_told_which_there_are() -> None:
+    with pytest.raises(ConfigError, match="gaudi2, gaudi3, h100, h200, got 'tpu'"):
+        find_hardware("tpu")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"hbm_bytes_per_s": 0.0}, {"compile_s": -1.0}, {"hbm_efficiency": 1.5}],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_impossible_hardware_is_refused(changes: dict[str, float]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        attrs.evolve(HARDWARE["gaudi3"], **changes)

@@ -1,0 +1,202 @@
+"""The simulated device in the hands of the real warm-up, and of a scheduler's steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trencadis.bucketing import Bucket, BucketGrid
+from trencadis.engine.grids import Grids
+from trencadis.engine.simulated import (
+    CostModel,
+    MemoryModel,
+    SimulatedClock,
+    SimulatedHeat,
+    SimulatedRunner,
+    SimulatedRuntime,
+    find_hardware,
+    read_model_shape,
+)
+from trencadis.kvcache import BlockCopy, Direction, MovePlan
+from trencadis.scheduler import ScheduledSequence, SchedulerOutput
+from trencadis.warmup import GraphRuntime, MemoryPlan, Phase, warm_up
+
+LLAMA = Path(__file__).parent / "data" / "llama-3.1-8b.json"
+GIB = 1 << 30
+
+GRIDS = Grids(
+    BucketGrid({"batch": (1, 2), "query": (128, 256), "context_blocks": (0, 4)}),
+    BucketGrid({"batch": (1, 4), "blocks": (8, 64)}),
+)
+DECODE = Bucket(("batch", "blocks"), (4, 64))
+
+
+class Device:
+    """A Gaudi 3 with Llama 3.1 8B, and its clock."""
+
+    def __init__(self, free_bytes: int = 40 * GIB, seed: int = 0) -> None:
+        model, hardware = read_model_shape(LLAMA), find_hardware("gaudi3")
+        self.clock = SimulatedClock()
+        self.costs = CostModel(model, hardware, block_size=128)
+        memory = MemoryModel(model, hardware)
+        self.runtime = SimulatedRuntime(self.costs, memory, self.clock, free_bytes)
+        self.runner = SimulatedRunner(self.runtime, GRIDS, seed)
+
+
+def scheduled(
+    seq_id: int, start: int, count: int, blocks: list[int], *, samples: bool = True
+) -> ScheduledSequence:
+    return ScheduledSequence(seq_id, start, (7,) * count, np.array(blocks, np.int32), samples)
+
+
+def test_a_bucket_is_compiled_once() -> None:
+    device = Device()
+    device.runtime.execute(Phase.DECODE, DECODE)
+    cold_s = device.clock()
+    device.runtime.execute(Phase.DECODE, DECODE)
+    warm_s = device.clock() - cold_s
+    assert cold_s - warm_s == pytest.approx(device.costs.hardware.compile_s)
+    assert device.runtime.compilations == 1
+
+
+def test_a_captured_bucket_is_replayed_until_it_is_released() -> None:
+    device = Device()
+    runtime = device.runtime
+    before = runtime.free_memory()
+    launched_s = [runtime.forward(Phase.DECODE, DECODE) for _ in range(2)][1]
+    runtime.capture(Phase.DECODE, DECODE)
+    assert runtime.free_memory() < before
+    replayed_s = runtime.forward(Phase.DECODE, DECODE)
+    assert replayed_s < launched_s
+    runtime.release(Phase.DECODE, DECODE)
+    assert runtime.free_memory() == before
+    assert runtime.forward(Phase.DECODE, DECODE) == pytest.approx(launched_s)
+    assert (runtime.replays, runtime.launches) == (1, 3)
+
+
+def test_the_phases_of_equal_buckets_are_two() -> None:
+    """A host's two grids may have the same axes."""
+    device, bucket = Device(), Bucket(("batch", "blocks"), (1, 8))
+    device.runtime.capture(Phase.DECODE, bucket)
+    device.runtime.forward(Phase.DECODE, bucket)
+    assert device.runtime.replays == 1
+    with pytest.raises(TypeError):  # a prompt has a third axis
+        device.runtime.forward(Phase.PROMPT, bucket)
+
+
+def test_warm_up_compiles_everything_and_keeps_the_budget() -> None:
+    device = Device(free_bytes=20 * GIB)
+    plan = MemoryPlan.from_profile(
+        20 * GIB, graph_reserved_mem=0.05, block_bytes=device.costs.block_bytes
+    )
+    device.runtime.allocate(plan.num_blocks * device.costs.block_bytes)
+    budget = plan.graph_budget(device.runtime.free_memory()).total
+    assert isinstance(device.runtime, GraphRuntime)
+    report = warm_up(
+        device.runtime,
+        GRIDS.prompt.buckets,
+        GRIDS.decode.buckets,
+        memory=plan,
+        clock=device.clock,
+    )
+    assert report.seconds == device.clock()
+    assert device.runtime.compilations == len(GRIDS.prompt) + len(GRIDS.decode)
+    assert report.capture is not None
+    captured = sum(len(report.capture.captured(phase)) for phase in Phase)
+    assert 0 < captured < device.runtime.compilations
+    assert report.allocated <= budget
+
+
+def test_a_step_pads_to_the_grids_and_passes_the_time_of_its_buckets() -> None:
+    device = Device()
+    output = SchedulerOutput(
+        1,
+        prompts=(scheduled(9, 0, 100, [5]),),
+        decodes=(scheduled(1, 300, 1, [1, 2, 30]), scheduled(2, 5, 1, [4])),
+    )
+    device.runner.run(output)  # compiles
+    before_s = device.clock()
+    tokens = device.runner.run(output)
+    prompt, decode = GRIDS.prompt.find((1, 100, 0)), GRIDS.decode.find((2, 31))
+    assert prompt is not None
+    assert decode is not None
+    expected_s = (
+        device.costs.device_s(Phase.PROMPT, prompt)
+        + device.costs.device_s(Phase.DECODE, decode)
+        + 2 * device.costs.launch_s(captured=False)
+        + device.costs.sample_s(3)
+    )
+    assert device.clock() - before_s == pytest.approx(expected_s)
+    assert sorted(tokens) == [1, 2, 9]
+    assert device.runner.prompt_tokens.share == pytest.approx(128 / 100 - 1)
+    assert device.runner.decode_rows.share == pytest.approx(4 / 2 - 1)
+    assert device.runner.decode_blocks.share == pytest.approx(64 / 31 - 1)
+    assert device.runner.bucket_misses == 0
+    assert device.runner.timing is not None
+    assert device.runner.timing.prompts_s is not None
+
+
+def test_a_chunk_that_is_not_the_last_gives_no_token() -> None:
+    output = SchedulerOutput(1, prompts=(scheduled(9, 0, 100, [5], samples=False),))
+    assert Device().runner.run(output) == {}
+
+
+def test_forks_of_a_prompt_sample_each_their_own() -> None:
+    one = scheduled(9, 0, 100, [5])._replace(forks=(10, 11))
+    tokens = Device().runner.run(SchedulerOutput(1, prompts=(one,)))
+    assert sorted(tokens) == [9, 10, 11]
+    assert len(set(tokens.values())) == 3
+
+
+def test_a_shape_past_the_grid_is_served_and_counted() -> None:
+    device = Device()
+    device.runner.run(SchedulerOutput(1, decodes=(scheduled(1, 12_800, 1, [*range(1, 101)]),)))
+    assert device.runner.bucket_misses == 1
+    assert device.clock() > 0
+
+
+def test_copies_take_the_time_of_their_way() -> None:
+    device, moves = Device(), MovePlan()
+    for direction, count in ((Direction.OUT, 10), (Direction.IN, 20), (Direction.WITHIN, 30)):
+        moves.add(direction, [BlockCopy(i, 100 + i) for i in range(count)])
+    device.runner.run(SchedulerOutput(1, moves=moves))
+    expected_s = device.costs.swap_s(30) + device.costs.move_s(30)
+    assert device.clock() == pytest.approx(expected_s)
+    assert device.runner.timing is not None
+    assert device.runner.timing.swap_out_s == pytest.approx(device.costs.swap_s(10))
+    assert device.runner.timing.swap_in_s == pytest.approx(device.costs.swap_s(20))
+    assert device.runner.copied_blocks[Direction.WITHIN] == 30
+
+
+def test_tokens_depend_on_seed_sequence_and_position_alone() -> None:
+    def tokens(seed: int, start: int, *company: ScheduledSequence) -> dict[int, int]:
+        decodes = (scheduled(1, start, 1, [1]), *company)
+        return Device(seed=seed).runner.run(SchedulerOutput(1, decodes=decodes))
+
+    alone = tokens(0, 50)
+    assert tokens(0, 50, scheduled(2, 9, 1, [2]))[1] == alone[1]
+    assert tokens(1, 50) != alone
+    assert tokens(0, 51) != alone
+    many = {token for position in range(200) for token in tokens(0, position).values()}
+    assert len(many) > 190  # of 128,256: hardly any twice
+    assert all(0 <= token < 128_256 for token in many)
+
+
+def test_a_working_board_grows_hot_and_its_sensor_is_never_still() -> None:
+    clock = SimulatedClock()
+    heat = SimulatedHeat(find_hardware("gaudi3").board, clock, ambient_c=30.0, seed=3)
+    idle_c = heat.hottest_c
+    assert len({heat.read()[0].temperature_c for _ in range(20)}) == 20
+    for _ in range(600):
+        clock.advance(0.1)
+        heat.follow(100)
+    assert heat.hottest_c > idle_c + 10
+    busy_w = heat.model.power_w
+    assert heat.joules == pytest.approx(60 * busy_w)
+    heat.reset()
+    clock.advance(10.0)
+    heat.follow(0)
+    assert heat.joules == pytest.approx(10 * heat.model.power_w)
+    assert heat.model.power_w < busy_w
