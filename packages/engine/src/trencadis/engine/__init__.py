@@ -12,6 +12,7 @@ from trencadis.engine.config import EngineConfig
 from trencadis.engine.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
+    DeviceError,
     EngineDead,
     EngineError,
     EngineOverloaded,
@@ -51,6 +52,7 @@ __all__ = [
     "Completion",
     "CompletionDelta",
     "ConfigError",
+    "DeviceError",
     "EngineConfig",
     "EngineCore",
     "EngineDead",

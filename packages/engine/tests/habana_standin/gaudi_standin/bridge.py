@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
+from gaudi_standin.arguments import (
+    buffers_of,
+    changed_by,
+    returns_tensors,
+    values_of,
+    with_own_host_values,
+)
 from gaudi_standin.memory import Allocation, Buffer, DeviceMemory
-from gaudi_standin.program import Call, FrozenProgram, Program, compute
+from gaudi_standin.program import Call, Capture, FrozenProgram, Program, compute
 from gaudi_standin.rules import (
     INFERENCE_DOC,
     GraphViolation,
@@ -130,7 +137,7 @@ class Bridge:
         for leaf in leaves:
             if isinstance(leaf, HPUTensor):
                 leaf.check_current()
-        if reads_values(func) or not _returns_tensors(func):
+        if reads_values(func) or not returns_tensors(func):
             return self._inspect(func, leaves, spec)
         if has_dynamic_shape(func, leaves):
             return self._compute_dynamic(func, leaves, spec)
@@ -155,36 +162,36 @@ class Bridge:
 
     def _view(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
         base = next(leaf for leaf in leaves if isinstance(leaf, HPUTensor)).buffer
-        result = compute(func, _values(leaves), spec)
+        result = compute(func, values_of(leaves), spec)
         values, shape = tree_flatten(result)
         buffers = [Buffer(value, base.allocation) for value in values]
-        self._record(Call(func, _buffers(leaves), spec, tuple(buffers), "view"))
+        self._record(Call(func, buffers_of(leaves), spec, tuple(buffers), "view"))
         return list(buffers), shape
 
     def _compute(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
         if not self.lazy:
-            values, shape = tree_flatten(compute(func, _values(leaves), spec))
+            values, shape = tree_flatten(compute(func, values_of(leaves), spec))
             made = [self._owned(x) if isinstance(x, torch.Tensor) else x for x in values]
             self.computed += 1
         else:
-            found = outline(func, list(_buffers(leaves)), spec)
+            found = outline(func, list(buffers_of(leaves)), spec)
             made = [self._reserve(x) if isinstance(x, TensorOutline) else x for x in found.leaves]
             shape = found.spec
         outputs = tuple(x for x in made if isinstance(x, Buffer))
-        self._record(Call(func, _buffers(leaves), spec, outputs, "compute"))
+        self._record(Call(func, buffers_of(leaves), spec, outputs, "compute"))
         return made, shape
 
     def _change(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: TreeSpec) -> Any:
-        written = _written(func, args, kwargs)
+        written = changed_by(func, args, kwargs)
         for tensor in written:
             if self._capture is not None and tensor.is_view:
                 self._refuse_inside(f"an update in place of a view ({func})")
             if tensor.numel() == 0 and torch.Tag.out in func.tags:
                 raise NotImplementedError(f"{func} would resize its output on the stand-in")
         if not self.lazy:
-            compute(func, _values(leaves), spec)
+            compute(func, values_of(leaves), spec)
             self.computed += 1
-        self._record(Call(func, _buffers(leaves), spec, (), "inplace"))
+        self._record(Call(func, buffers_of(leaves), spec, (), "inplace"))
         if len(func._schema.returns) > len(written):
             raise NotImplementedError(f"{func} returns more than it changes")
         return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
@@ -193,7 +200,7 @@ class Bridge:
         """An operation that tells the host something; about values only where it must wait."""
         if reads_values(func):
             leaves = [self.read(x, str(func)) if isinstance(x, HPUTensor) else x for x in leaves]
-        return compute(func, _values(leaves), spec)
+        return compute(func, values_of(leaves), spec)
 
     def _compute_dynamic(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
         """The host has to wait for the shape: «non-inferable output shapes»."""
@@ -201,7 +208,7 @@ class Bridge:
         self.host_reads += 1
         self.flush()
         with torch.inference_mode(mode=False), torch.no_grad():
-            result = compute(func, _values(leaves), spec)
+            result = compute(func, values_of(leaves), spec)
         if func._schema.is_mutable:
             return next(leaf for leaf in leaves if isinstance(leaf, HPUTensor))
         return tree_map_only(torch.Tensor, self.place, result)
@@ -241,7 +248,7 @@ class Bridge:
         elif self._region is not None:
             self._region.append(call)
         elif self.lazy:
-            self._pending.append(_with_own_host_values(call))
+            self._pending.append(with_own_host_values(call))
         elif call.kind != "view":
             single = Program()
             single.append(call)
@@ -273,55 +280,6 @@ class Bridge:
 
     def _stamp(self, buffer: Buffer) -> int | None:
         return None if self._capture is not None else buffer.allocation.generation
-
-
-class Capture:
-    """What is recorded between ``capture_begin`` and ``capture_end``."""
-
-    def __init__(self, *, dry_run: bool) -> None:
-        self.dry_run = dry_run
-        self.broken = False
-        self.programs: list[Program] = []
-        self.made_inside: set[int] = set()
-        self._current = Program()
-
-    def append(self, call: Call) -> None:
-        self._current.append(call)
-
-    def cut(self) -> None:
-        if not self._current.is_empty:
-            self.programs.append(self._current)
-        self._current = Program()
-
-
-def _values(leaves: list[Any]) -> list[Any]:
-    return [leaf.buffer.value if isinstance(leaf, HPUTensor) else leaf for leaf in leaves]
-
-
-def _buffers(leaves: list[Any]) -> tuple[Any, ...]:
-    return tuple(leaf.buffer if isinstance(leaf, HPUTensor) else leaf for leaf in leaves)
-
-
-def _with_own_host_values(call: Call) -> Call:
-    """The host may change its tensor after the call: the device has its own copy."""
-    leaves = tuple(x.clone() if isinstance(x, torch.Tensor) else x for x in call.leaves)
-    return Call(call.func, leaves, call.spec, call.outputs, call.kind)
-
-
-def _returns_tensors(func: Any) -> bool:
-    returns = func._schema.returns
-    return not returns or any("Tensor" in str(one.type) for one in returns)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[HPUTensor]:
-    """The arguments that the operation changes, in the order of its schema."""
-    changed: list[HPUTensor] = []
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        value = args[position] if position < len(args) else kwargs.get(argument.name)
-        changed.extend(value if isinstance(value, (list, tuple)) else [value])
-    return [tensor for tensor in changed if isinstance(tensor, HPUTensor)]
 
 
 BRIDGE = Bridge()

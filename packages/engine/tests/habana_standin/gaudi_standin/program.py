@@ -77,6 +77,25 @@ class Program:
         return (slot, *leaf.key)
 
 
+class Capture:
+    """What is recorded between ``capture_begin`` and ``capture_end``."""
+
+    def __init__(self, *, dry_run: bool) -> None:
+        self.dry_run = dry_run
+        self.broken = False
+        self.programs: list[Program] = []
+        self.made_inside: set[int] = set()
+        self._current = Program()
+
+    def append(self, call: Call) -> None:
+        self._current.append(call)
+
+    def cut(self) -> None:
+        if not self._current.is_empty:
+            self.programs.append(self._current)
+        self._current = Program()
+
+
 def constant_key(leaf: Any) -> Any:
     """A value that is part of a recipe: with its type, since 1 and 1.0 give different kernels."""
     if isinstance(leaf, torch.Tensor):

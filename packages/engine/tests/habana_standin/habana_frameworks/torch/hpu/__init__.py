@@ -6,7 +6,6 @@ this keeps.
 
 import os
 
-from gaudi_standin.bridge import BRIDGE
 from habana_frameworks.torch.hpu.memory import *  # noqa: F403
 from habana_frameworks.torch.hpu.streams import *  # noqa: F403
 from habana_frameworks.torch.utils.internal import is_lazy
@@ -49,8 +48,3 @@ def synchronize() -> None:
 
 def is_bf16_supported() -> bool:
     return True
-
-
-def bridge() -> object:
-    """The machinery, for tests."""
-    return BRIDGE
