@@ -67,9 +67,7 @@ def _add_model_flags(group: argparse._ArgumentGroup) -> None:
         choices=("auto", "bfloat16", "float16", "float32"),
         help="type of weights and KV cache (default: auto, what the checkpoint has)",
     )
-    group.add_argument(
-        "--device", metavar="NAME", help="auto, cpu, cuda or hpu (default: auto)"
-    )
+    group.add_argument("--device", metavar="NAME", help="auto, cpu, cuda or hpu (default: auto)")
     group.add_argument(
         "--max-model-len",
         type=int,

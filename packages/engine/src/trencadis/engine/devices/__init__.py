@@ -30,7 +30,9 @@ def select_device(name: str, compile_cache: Path | None = None) -> Device:
     if name == "auto":
         return _best_device(compile_cache)
     if name == "simulated":
-        raise ConfigError("device simulated serves traces alone: use the command trencadis-simulate")
+        raise ConfigError(
+            "device simulated serves traces alone: use the command trencadis-simulate"
+        )
     if name not in _DEVICES:
         raise ConfigError(f"device must be auto, {', '.join(_DEVICES)}, got {name!r}")
     return HPUDevice(compile_cache) if name == "hpu" else _DEVICES[name]()
