@@ -53,6 +53,7 @@ def main() -> None:
         max_model_len=256,
         max_num_seqs=32,
         max_num_batched_tokens=options.max_num_batched_tokens,
+        compile=options.compile,
     )
     table = Table("load", "this engine", "transformers", "ratio (median)", "ratios")
     for load in LOADS:
@@ -123,6 +124,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument(
+        "--compile", action="store_true", help="compile this engine's layers; the peer stays eager"
+    )
     return parser.parse_args()
 
 
