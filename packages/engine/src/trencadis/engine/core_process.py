@@ -71,19 +71,19 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
     from trencadis.engine.core import EngineCore  # noqa: PLC0415
 
     core = EngineCore(config)
-    report = core.warm_up()
-    channel.send(
-        Ready(
-            max_model_len=core.max_model_len,
-            num_blocks=core.num_blocks,
-            block_size=config.block_size,
-            dtype=str(core.dtype).removeprefix("torch."),
-            device=core.device.name,
-            num_buckets=len(core.grids.prompt) + len(core.grids.decode) if core.grids else 0,
-            warmup_seconds=report.seconds if report is not None else 0.0,
-        )
-    )
     try:
+        report = core.warm_up()
+        channel.send(
+            Ready(
+                max_model_len=core.max_model_len,
+                num_blocks=core.num_blocks,
+                block_size=config.block_size,
+                dtype=str(core.dtype).removeprefix("torch."),
+                device=core.device.name,
+                num_buckets=len(core.grids.prompt) + len(core.grids.decode) if core.grids else 0,
+                warmup_seconds=report.seconds if report is not None else 0.0,
+            )
+        )
         _loop(core, channel, front)
     finally:
         core.close()
