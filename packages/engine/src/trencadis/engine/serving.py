@@ -63,6 +63,7 @@ class Chosen:
 
     @property
     def token_ids(self) -> dict[int, int]:
+        """The sampled tokens alone."""
         return {seq_id: token.token_id for seq_id, token in self.sampled.items()}
 
     @property
@@ -162,9 +163,10 @@ class Requests:
         tokens: list[NewToken] = []
         for update in updates:
             one = self._samples.get(update.seq_id)
-            if one is None:
-                tokens.extend(self._hypothesis(update))
-            elif one.index in one.request.open:
+            search = self._served.get(update.request_id)
+            if one is None and search is not None:
+                tokens.extend(self._hypothesis(search, update.seq_id))
+            elif one is not None and one.index in one.request.open:
                 reason = _reason(update.finish_reason)
                 cached = one.sequence.num_cached_prompt_tokens
                 logprobs = chosen.sampled[update.seq_id].logprobs
@@ -232,11 +234,10 @@ class Requests:
             for beam, tokens in zip(beams, ranked, strict=True)
         }
 
-    def _hypothesis(self, update: SequenceUpdate) -> Iterator[NewToken]:
+    def _hypothesis(self, served: _Served, seq_id: int) -> Iterator[NewToken]:
         """All tokens of an answer of a beam search that has just ended."""
-        served = self._served[update.request_id]
         results = served.groups[0].results
-        index, one = next((i, s) for i, s in enumerate(results) if s.seq_id == update.seq_id)
+        index, one = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
         *tokens, last = one.output_token_ids
         for token_id in tokens:
             yield NewToken(served.key, index, token_id, None, one.num_cached_prompt_tokens)
