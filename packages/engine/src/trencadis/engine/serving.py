@@ -99,16 +99,20 @@ class Requests:
         key: str,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
-        priority: int = 0,
+        priority: int,
+        cap: int,
     ) -> None:
-        """Queue a request. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`."""
+        """Queue a request, samples in groups that fit ``cap``, the sequences that may run now.
+
+        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
+        """
         self._check(key, params, priority)
         if params.chooses and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # what samples are ranked by
         served = _Served(key, params)
         self._served[key] = served
         try:
-            for request in self._parts(key, prompt_token_ids, params, priority):
+            for request in self._parts(key, prompt_token_ids, params, priority, cap):
                 served.groups.append(self._scheduler.add(request).group)
         except QueueFull as error:
             self.abort(key)
@@ -193,14 +197,18 @@ class Requests:
             )
 
     def _parts(
-        self, key: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, priority: int
+        self,
+        key: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        cap: int,
     ) -> list[Request]:
         room = self._max_model_len - len(prompt_token_ids)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         whole = as_request(key, prompt_token_ids, params, priority, room, eos)
-        # An order may have lowered it since the start, and a group that is larger would wait.
-        most = self._scheduler.scheduler_config.max_num_seqs
-        return [whole] if params.chooses else in_parts(whole, most)
+        # A group that is larger would wait until heat or an order allow it.
+        return [whole] if params.chooses else in_parts(whole, max(1, cap))
 
     def _row(self, seq_id: int) -> SamplingRow:
         one = self._samples[seq_id]
