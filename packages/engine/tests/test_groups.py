@@ -20,6 +20,7 @@ from trencadis.engine import (
     InvalidRequest,
     SamplingParams,
 )
+from trencadis.engine.messages import NewToken
 
 PROMPT = tuple(range(40, 75))
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
@@ -147,6 +148,34 @@ def test_samples_that_all_meet_a_stop_string_leave_nothing_behind(tiny_model: Pa
         assert all(one.finish_reason == "stop" for one in stopped.completions)
         assert not llm.core.has_work
         assert llm.core.stats.used_blocks == 0
+
+
+@pytest.mark.parametrize("leader", [True, False])
+def test_a_sample_may_be_finished_while_its_group_is_computed_again(
+    tiny_model: Path, leader: bool
+) -> None:
+    """Equal samples, so that all of them go on from one row of logits."""
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(enable_prefix_caching=False)))
+    params = SamplingParams(temperature=0.0, n=2, max_tokens=4, ignore_eos=True)
+    core.add("calm", PROMPT, params)
+    calm = [token.token_id for token in steps(core) if token.index == 0]
+    core.add("a", PROMPT, params)
+    tokens = [token for _ in range(4) for token in core.step()]
+    assert len(tokens) == 2 * 3
+    core.control(BatchControl(force_evict=9, max_num_seqs=8))
+    assert core.step() == [], "the prompt is computed again, in chunks"
+    core.finish("a", 0 if leader else 1)
+    tokens += steps(core)
+    wanted = 1 if leader else 0
+    assert [token.token_id for token in tokens if token.index == wanted] == calm
+    assert core.stats.used_blocks == 0
+
+
+def steps(core: EngineCore) -> list[NewToken]:
+    tokens = []
+    while core.has_work:
+        tokens.extend(core.step())
+    return tokens
 
 
 @pytest.mark.parametrize(

@@ -173,6 +173,23 @@ def test_a_sensor_that_fails_counts_as_hot_until_it_is_mended(
     core.close()
 
 
+def test_samples_that_arrive_in_lasting_heat_run_one_by_one(
+    tiny_model: Path, sensor: Sensor, expected: dict[str, list[int]]
+) -> None:
+    sensor.degrees = 99.0
+    core = start(tiny_model, sensor, ProportionalThermalPolicy(target_temp_c=80.0))
+    while core.stats.max_running > 1:
+        core.add("warm", (1,), SamplingParams(max_tokens=1))
+        core.step()
+    tokens: dict[str, list[int]] = {}
+    core.add("b", PROMPTS["b"], PARAMS)
+    while core.has_work:
+        take(core, tokens)
+    assert_as_expected(tokens, expected)
+    assert len(tokens) == PARAMS.n
+    core.close()
+
+
 class Raising(NoThermalPolicy):
     """Fails after some steps: in its decision, or where it then has to name victims."""
 

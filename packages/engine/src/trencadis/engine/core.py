@@ -143,7 +143,9 @@ class EngineCore:
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
-        self.requests.add(key, prompt_token_ids, params, priority)
+        most = self.scheduler.scheduler_config.max_num_seqs
+        cap = min(most, self._stats.max_running)
+        self.requests.add(key, prompt_token_ids, params, priority, cap)
 
     def abort(self, key: str) -> None:
         """Stop serving ``key`` and free its blocks; a key that is not known is ignored."""

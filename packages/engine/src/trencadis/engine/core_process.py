@@ -76,19 +76,19 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
     from trencadis.engine.core import EngineCore  # noqa: PLC0415
 
     core = EngineCore(config)
-    report = core.warm_up(stop=lambda: os.getppid() != front)
-    channel.send(
-        Ready(
-            max_model_len=core.max_model_len,
-            num_blocks=core.executor.num_blocks,
-            block_size=config.block_size,
-            dtype=str(core.executor.dtype).removeprefix("torch."),
-            device=core.device.name,
-            num_buckets=core.executor.num_buckets,
-            warmup_seconds=report.seconds if report is not None else 0.0,
-        )
-    )
     try:
+        report = core.warm_up(stop=lambda: os.getppid() != front)
+        channel.send(
+            Ready(
+                max_model_len=core.max_model_len,
+                num_blocks=core.executor.num_blocks,
+                block_size=config.block_size,
+                dtype=str(core.executor.dtype).removeprefix("torch."),
+                device=core.device.name,
+                num_buckets=core.executor.num_buckets,
+                warmup_seconds=report.seconds if report is not None else 0.0,
+            )
+        )
         _loop(core, channel, front)
     finally:
         core.close()

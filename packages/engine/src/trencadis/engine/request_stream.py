@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import attrs
+
 from trencadis.engine.messages import NewToken
 from trencadis.engine.outputs import CompletionDelta
 from trencadis.engine.sample_stream import SampleStream
@@ -61,10 +63,13 @@ class RequestStream:
         return delta.finish_reason is not None and token.finish_reason is None
 
     def abort(self) -> None:
-        """End every answer with the text that it has; those not chosen yet have none."""
-        unfinished = [sample for sample in self._samples if not sample.finished]
-        for sample in unfinished[: self._params.n]:
-            self._emit(sample.abort())
+        """End every answer with the text that it has; those that were to be chosen have none."""
+        if self._params.chooses:
+            ended = [attrs.evolve(one.abort(), text="") for one in self._samples[: self._params.n]]
+        else:
+            ended = [one.abort() for one in self._samples if not one.finished]
+        for delta in ended:
+            self._emit(delta)
 
     def _choose(self) -> None:
         ranked = self._held

@@ -63,6 +63,7 @@ class Chosen:
 
     @property
     def token_ids(self) -> dict[int, int]:
+        """The sampled tokens alone."""
         return {seq_id: token.token_id for seq_id, token in self.sampled.items()}
 
     @property
@@ -98,16 +99,20 @@ class Requests:
         key: str,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
-        priority: int = 0,
+        priority: int,
+        cap: int,
     ) -> None:
-        """Queue a request. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`."""
+        """Queue a request, samples in groups that fit ``cap``, the sequences that may run now.
+
+        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
+        """
         self._check(key, params, priority)
         if params.chooses and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # what samples are ranked by
         served = _Served(key, params)
         self._served[key] = served
         try:
-            for request in self._parts(key, prompt_token_ids, params, priority):
+            for request in self._parts(key, prompt_token_ids, params, priority, cap):
                 served.groups.append(self._scheduler.add(request).group)
         except QueueFull as error:
             self.abort(key)
@@ -162,9 +167,10 @@ class Requests:
         tokens: list[NewToken] = []
         for update in updates:
             one = self._samples.get(update.seq_id)
-            if one is None:
-                tokens.extend(self._hypothesis(update))
-            elif one.index in one.request.open:
+            search = self._served.get(update.request_id)
+            if one is None and search is not None:
+                tokens.extend(self._hypothesis(search, update.seq_id))
+            elif one is not None and one.index in one.request.open:
                 reason = _reason(update.finish_reason)
                 cached = one.sequence.num_cached_prompt_tokens
                 logprobs = chosen.sampled[update.seq_id].logprobs
@@ -191,14 +197,18 @@ class Requests:
             )
 
     def _parts(
-        self, key: str, prompt_token_ids: tuple[int, ...], params: SamplingParams, priority: int
+        self,
+        key: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        cap: int,
     ) -> list[Request]:
         room = self._max_model_len - len(prompt_token_ids)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         whole = as_request(key, prompt_token_ids, params, priority, room, eos)
-        # An order may have lowered it since the start, and a group that is larger would wait.
-        most = self._scheduler.scheduler_config.max_num_seqs
-        return [whole] if params.chooses else in_parts(whole, most)
+        # A group that is larger would wait until heat or an order allow it.
+        return [whole] if params.chooses else in_parts(whole, max(1, cap))
 
     def _row(self, seq_id: int) -> SamplingRow:
         one = self._samples[seq_id]
@@ -232,11 +242,10 @@ class Requests:
             for beam, tokens in zip(beams, ranked, strict=True)
         }
 
-    def _hypothesis(self, update: SequenceUpdate) -> Iterator[NewToken]:
+    def _hypothesis(self, served: _Served, seq_id: int) -> Iterator[NewToken]:
         """All tokens of an answer of a beam search that has just ended."""
-        served = self._served[update.request_id]
         results = served.groups[0].results
-        index, one = next((i, s) for i, s in enumerate(results) if s.seq_id == update.seq_id)
+        index, one = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
         *tokens, last = one.output_token_ids
         for token_id in tokens:
             yield NewToken(served.key, index, token_id, None, one.num_cached_prompt_tokens)

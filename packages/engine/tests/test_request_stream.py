@@ -1,0 +1,97 @@
+"""From tokens to answers: what is emitted when, and which of several are chosen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trencadis.engine import (
+    CompletionDelta,
+    PositionLogprobs,
+    SamplingParams,
+    Tokenizer,
+    TokenLogprob,
+)
+from trencadis.engine.messages import NewToken
+from trencadis.engine.request_stream import RequestStream
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_model: Path) -> Tokenizer:
+    return Tokenizer.load(str(tiny_model))
+
+
+class Answers:
+    """A stream and what came out of it."""
+
+    def __init__(self, tokenizer: Tokenizer, **params: object) -> None:
+        self.deltas: list[CompletionDelta] = []
+        settings = SamplingParams(**params)
+        self.stream = RequestStream("a", (1, 2), settings, tokenizer, self.deltas.append)
+        self._encode = tokenizer.encode
+
+    def push(self, index: int, letter: str, logprob: float = -1.0, ends: bool = False) -> bool:
+        (token_id,) = self._encode(letter)
+        position = PositionLogprobs(TokenLogprob(token_id, logprob))
+        reason = "length" if ends else None
+        return self.stream.push(NewToken("key", index, token_id, reason, 0, position))
+
+    @property
+    def texts(self) -> list[tuple[int, str, str | None]]:
+        return [(delta.index, delta.text, delta.finish_reason) for delta in self.deltas]
+
+
+def test_samples_are_told_of_as_they_grow(tokenizer: Tokenizer) -> None:
+    answers = Answers(tokenizer, n=2)
+    answers.push(1, "x")
+    answers.push(0, "y", ends=True)
+    assert not answers.stream.finished
+    answers.push(1, "z", ends=True)
+    assert answers.texts == [(1, "x", None), (0, "y", "length"), (1, "z", "length")]
+    assert answers.stream.finished
+
+
+def test_the_best_are_told_of_in_the_end_and_in_their_order(tokenizer: Tokenizer) -> None:
+    answers = Answers(tokenizer, n=2, best_of=3)
+    for index, logprob in ((0, -3.0), (1, -1.0), (2, -2.0)):
+        answers.push(index, "abc"[index], logprob)
+        assert not answers.deltas
+    for index, logprob in ((0, -3.0), (1, -1.2), (2, -0.1)):
+        answers.push(index, "!", logprob, ends=True)
+    assert answers.texts == [(0, "c!", "length"), (1, "b!", "length")]
+    assert [len(delta.token_ids) for delta in answers.deltas] == [2, 2]
+    assert not any(delta.logprobs for delta in answers.deltas)
+
+
+def test_what_follows_a_stop_string_counts_for_nothing(tokenizer: Tokenizer) -> None:
+    answers = Answers(tokenizer, n=1, best_of=2, stop=("#",))
+    assert not answers.push(0, "a", -1.0)
+    assert answers.push(0, "#", -1.0), "the core has to be told"
+    assert not answers.push(0, "z", -50.0), "it was on its way"
+    answers.push(1, "b", -2.0, ends=True)
+    assert answers.texts == [(0, "a", "stop")]
+    assert answers.deltas[0].stop_reason == "#"
+
+
+def test_hypotheses_keep_the_order_in_which_they_come(tokenizer: Tokenizer) -> None:
+    answers = Answers(tokenizer, n=2, best_of=4, use_beam_search=True)
+    for index, text in enumerate(("no", "yes")):
+        for letter in text[:-1]:
+            answers.push(index, letter, -9.0 + index)
+        answers.push(index, text[-1], ends=True)
+    assert answers.texts == [(0, "no", "length"), (1, "yes", "length")]
+
+
+@pytest.mark.parametrize(
+    "params", [{"n": 2}, {"n": 2, "best_of": 4}, {"n": 2, "use_beam_search": True}]
+)
+def test_an_aborted_request_ends_each_of_its_answers_once(
+    tokenizer: Tokenizer, params: dict[str, object]
+) -> None:
+    answers = Answers(tokenizer, **params)
+    answers.push(0, "a", ends=True)
+    answers.stream.abort()
+    ended = {delta.index: delta.finish_reason for delta in answers.deltas if delta.finish_reason}
+    assert ended == {0: "length" if params == {"n": 2} else "abort", 1: "abort"}
+    assert sum(delta.finish_reason is not None for delta in answers.deltas) == 2
