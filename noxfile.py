@@ -78,7 +78,8 @@ def tests_hpu_contract(session: nox.Session, mode: str) -> None:
     env = {**PATIENT_THREADS, "TRENCADIS_TEST_DEVICE": f"hpu-{mode}"}
     # Without the long runs of the real model, whose every operation would go through Python here;
     # test_hpu_device.py has a short one.
-    paths = ("packages/engine", "--ignore=packages/engine/tests/test_real_model.py")
+    long = ("test_real_model.py", "test_real_groups.py")
+    paths = ("packages/engine", *(f"--ignore=packages/engine/tests/{name}" for name in long))
     session.run("python", "-m", "pytest", *paths, *session.posargs, env=env)
 
 

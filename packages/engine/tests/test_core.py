@@ -79,7 +79,9 @@ ONE_BUCKET = BucketingConfig(
         pytest.param({"use_buckets": False}, id="no buckets"),
         pytest.param({"bucketing": BucketingConfig.from_env({})}, id="plugin's default grid"),
         pytest.param({"max_num_batched_tokens": 7}, id="chunks of 7 tokens"),
-        pytest.param({"num_blocks": 18}, id="so few blocks that sequences are preempted"),
+        pytest.param(
+            {"num_blocks": 18, "swap_space": 0}, id="so few blocks that sequences are preempted"
+        ),
         pytest.param({"num_blocks": 18, "num_host_blocks": 64}, id="the same, and swapped out"),
         pytest.param({"max_num_seqs": 1}, id="one at a time"),
         pytest.param({"warmup": "full"}, id="after warm-up"),
@@ -285,7 +287,7 @@ def test_wrong_model_is_refused() -> None:
 @pytest.mark.parametrize(
     ("changes", "num_host_blocks"),
     [
-        ({}, 0),
+        ({"device": "cpu"}, 0),
         ({"swap_space": 100_000 / 2**30}, 24),
         ({"swap_space": 100_000 / 2**30, "num_host_blocks": 3}, 3),
         ({"swap_space": 4}, 4 * 128 // 8),
