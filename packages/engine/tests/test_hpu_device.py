@@ -18,6 +18,7 @@ from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.forwards import Forwards
 from trencadis.engine.models.attention import PROMPT_KERNEL
+from trencadis.kvcache import DefragConfig
 
 alone = pytest.mark.skipif(
     "TRENCADIS_TEST_DEVICE" in os.environ, reason="the session has its device loaded"
@@ -233,6 +234,35 @@ def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_mode
     assert (stats.compilations, stats.cold_forwards, stats.bucket_misses) == (0, 0, 0)
     assert "was not warmed up" not in caplog.text
     assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
+def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
+    """Samples that part copy on write, evictions swap, and what is left is defragmented."""
+
+    def serve(device):
+        config = EngineConfig(
+            model=str(tiny_model),
+            **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16},
+            **{"dtype": "float32", "max_num_seqs": 4, "device": device},
+            **{"num_blocks": 14, "num_host_blocks": 20, "defrag": DefragConfig(threshold=1)},
+        )
+        core = EngineCore(config)
+        core.scheduler.costs.prefill_s_per_token = 1.0  # swapping is cheaper, then
+        core.warm_up()
+        before = core.device.num_compilations()
+        params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=20, ignore_eos=True)
+        for key in range(3):
+            core.add(str(key), tuple(range(key, key + 11)), params)
+        found = {}
+        while core.has_work:
+            for token in core.step():
+                found.setdefault((token.key, token.index), []).append(token.token_id)
+        return found, core.stats, core.device.num_compilations() - before
+
+    found, stats, compiled = serve("hpu")
+    assert stats.num_swaps > 0
+    assert (compiled, stats.compilations) == (0, 0)
+    assert found == serve("cpu")[0]
 
 
 def test_the_host_waits_once_for_each_forward(lazy_gaudi, tiny_model, monkeypatch):

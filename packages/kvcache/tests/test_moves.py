@@ -3,7 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.kvcache import BlockCopy, Direction, MovePlan
+from trencadis.kvcache import PLAN_SIZES, BlockCopy, Direction, MovePlan, in_plan_sizes
 
 BLOCKS = 5
 COPIES = st.lists(
@@ -50,3 +50,12 @@ def test_independent_copies_of_one_direction_are_one_batch() -> None:
     plan.add(Direction.WITHIN, [BlockCopy(1, 3), BlockCopy(4, 1)])
     plan.add(Direction.OUT, [BlockCopy(2, 0)])
     assert list(plan) == [(Direction.WITHIN, ((1, 2), (1, 3), (4, 1))), (Direction.OUT, ((2, 0),))]
+
+
+@given(st.integers(0, 1300))
+def test_pieces_have_plan_sizes_and_all_the_copies(count: int) -> None:
+    copies = [BlockCopy(i, 5_000 + i) for i in range(count)]
+    pieces = list(in_plan_sizes(copies))
+    assert all(len(piece) in PLAN_SIZES for piece in pieces)
+    assert list(dict.fromkeys(copy for piece in pieces for copy in piece)) == copies
+    assert sum(map(len, pieces)) < 2 * count + PLAN_SIZES[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import platformdirs
@@ -21,8 +21,7 @@ from trencadis.engine.models.loader import ModelSpec, inspect_model, load_model,
 from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler_warmup import SamplerWarmup
 from trencadis.engine.shapes import PromptShape
-from trencadis.engine.swaps import plan_host_blocks
-from trencadis.kvcache import BlockCopy, warm_up_defragmenter
+from trencadis.engine.swaps import plan_host_blocks, warm_up_moves
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import (
     MemoryPlan,
@@ -115,15 +114,9 @@ class Executor:
             config=self.config.graphs,
             memory=self._memory if captures else None,
             sampler=SamplerWarmup(self.device, self.spec.vocab_size, self.dtype),
-            defragmenter=functools.partial(
-                warm_up_defragmenter, self._copy_blocks, self.num_blocks
-            ),
+            defragmenter=functools.partial(warm_up_moves, self.cache, self.device),
             stop=stop,
         )
-
-    def _copy_blocks(self, copies: Sequence[BlockCopy]) -> None:
-        self.cache.copy(copies)
-        self.device.mark_step()
 
     def _warm_up_first(self, grids: Grids) -> None:
         """The first bucket of each phase now, the rest behind traffic."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+from collections.abc import Generator
 
 import attrs
 import torch
@@ -51,31 +53,36 @@ class Forwards:
         """From now on forwards are of live traffic."""
         self._serving = True
 
-    def is_ready(self, shape: ForwardShape) -> bool:
-        """Whether this shape has run before, and so has all that it needs."""
-        return shape in self._ready
-
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> torch.Tensor:
         """Logits ``[num_rows, vocabulary]`` of a batch, on the host where that has to sample."""
         if not self._serving or not self.fixed_shapes:
             return self._run(batch)
         cold = batch.shape not in self._ready
-        known, started = self._device.num_compilations(), time.monotonic()
-        if cold and self.compile_cold:
-            self.prepare(batch)
-        rows = self._run(batch)
-        compiled = self._device.num_compilations() - known
         self.cold += cold
-        self.compilations += compiled
-        if cold or compiled:
+        if cold and not self.compile_cold and self._device.dynamic_shapes:
+            logger.warning("%s was not warmed up and runs as it is", batch.shape)
+            return self._run(batch)
+        with self.watched(batch.shape):
+            if cold and self.compile_cold:
+                self.prepare(batch)
+            return self._run(batch)
+
+    @contextlib.contextmanager
+    def watched(self, what: object) -> Generator[None, None, None]:
+        """Count and log what is compiled in live traffic meanwhile, for the sake of ``what``."""
+        known, started = self._device.num_compilations(), time.monotonic()
+        yield
+        compiled = self._device.num_compilations() - known
+        # A thread that warms up in the background compiles too; it does so where nothing else does.
+        if compiled and self._serving and (self.compile_cold or not self._device.dynamic_shapes):
+            self.compilations += compiled
             logger.warning(
                 "%s was not warmed up: %d compilations in live traffic, %.2f s",
-                batch.shape,
+                what,
                 compiled,
                 time.monotonic() - started,
             )
-        return rows
 
     @torch.inference_mode()
     def prepare(self, batch: ModelInput) -> None:

@@ -80,7 +80,10 @@ class ModelRunner:
         """Compute a step; what it writes to the cache is there when this returns."""
         seq_ids: list[int] = []
         logits: list[torch.Tensor] = []
-        swap_s = carry_out(output.moves, self._cache, self._device)
+        swap_s: Mapping[Direction, float] = {}
+        if output.moves:
+            with self.forwards.watched("moving blocks"):
+                swap_s = carry_out(output.moves, self._cache, self._device)
         if output.decodes:
             for decodes, batch in self._decode_batches(output.decodes):
                 self._collect(decodes, self.forwards.run(batch), seq_ids, logits)

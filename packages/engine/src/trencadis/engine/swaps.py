@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from trencadis.engine.config import DEFAULT_SWAP_SPACE, EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
-from trencadis.kvcache import BandwidthGovernor, Direction, KVCacheError, MovePlan
+from trencadis.kvcache import (
+    PADDING_BLOCK,
+    PLAN_SIZES,
+    BandwidthGovernor,
+    BlockCopy,
+    Direction,
+    KVCacheError,
+    MovePlan,
+    in_plan_sizes,
+    warm_up_defragmenter,
+)
 from trencadis.kvcache.tensors import KVCache
 
 
@@ -41,12 +52,34 @@ def carry_out(moves: MovePlan, cache: KVCache, device: Device) -> dict[Direction
     seconds: dict[Direction, float] = {}
     for direction, copies in moves:
         began = time.perf_counter()
-        cache.carry_out([(direction, copies)])
-        # Each by itself, as warm-up did it: a lazy device compiles what it collects together.
-        device.mark_step()
+        carry_out_batch(direction, copies, cache, device)
         if direction is not Direction.WITHIN:
             device.synchronize()
             taken = time.perf_counter() - began
             seconds[direction] = seconds.get(direction, 0.0) + taken
     cache.wait()
     return seconds
+
+
+def carry_out_batch(
+    direction: Direction, copies: Sequence[BlockCopy], cache: KVCache, device: Device
+) -> None:
+    """Carry out one batch of copies, in the sizes that warm-up has prepared where that counts."""
+    pieces = [copies] if device.dynamic_shapes else in_plan_sizes(copies)
+    for piece in pieces:
+        cache.carry_out([(direction, piece)])
+        # Each by itself, as warm-up did it: a lazy device compiles what it collects together.
+        device.mark_step()
+
+
+def warm_up_moves(cache: KVCache, device: Device) -> None:
+    """Copy, swap out and swap in once in each plan size, as `carry_out` does."""
+    warm_up_defragmenter(
+        lambda copies: carry_out_batch(Direction.WITHIN, copies, cache, device), cache.num_blocks
+    )
+    if cache.num_host_blocks:
+        padding = BlockCopy(PADDING_BLOCK, 0)
+        for direction in (Direction.OUT, Direction.IN):
+            for size in PLAN_SIZES:
+                carry_out_batch(direction, [padding] * size, cache, device)
+        cache.wait()

@@ -5,7 +5,6 @@ from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig
 from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out
 from trencadis.kvcache.defrag import (
-    PLAN_SIZES,
     DefragConfig,
     Defragmenter,
     DefragPlan,
@@ -26,7 +25,14 @@ from trencadis.kvcache.errors import (
 )
 from trencadis.kvcache.layers import require_paged_attention
 from trencadis.kvcache.manager import Allocation, BlockManager
-from trencadis.kvcache.moves import BlockCopy, Direction, MovePlan, SwapCopies
+from trencadis.kvcache.moves import (
+    PLAN_SIZES,
+    BlockCopy,
+    Direction,
+    MovePlan,
+    SwapCopies,
+    in_plan_sizes,
+)
 from trencadis.kvcache.prefix import PrefixKeys, RequestHasher
 
 __all__ = [
@@ -59,6 +65,7 @@ __all__ = [
     "SwapCopies",
     "UnknownSequence",
     "UnsupportedLayer",
+    "in_plan_sizes",
     "lay_out",
     "require_paged_attention",
     "warm_up_defragmenter",

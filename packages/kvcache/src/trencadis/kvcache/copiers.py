@@ -136,6 +136,23 @@ class LayerwiseCopier(StagedCopier):
         for layer in self._layers:
             layer.index_copy_(0, dst, layer.index_select(0, src))
 
+    def swap_out(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy to the host, which puts the blocks in their places: the device copies one piece,
+        because where a plan's runs begin and end would be one more shape to compile."""
+        with self._side.after_current():
+            staged = self._gather(self._ids(copy.src for copy in copies))
+            self._side.mark()
+            places = torch.tensor([copy.dst for copy in copies])
+            self._host.index_copy_(0, places, staged.cpu())
+
+    def swap_in(self, copies: Sequence[BlockCopy]) -> None:
+        """Copy to the device, as one piece."""
+        with self._side.after_current():
+            places = torch.tensor([copy.src for copy in copies])
+            staged = self._host.index_select(0, places).to(self._device)
+            self._scatter(self._ids(copy.dst for copy in copies), staged)
+            self._side.mark()
+
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
         chosen = [layer.index_select(0, ids).flatten(1) for layer in self._layers]
         return torch.stack(chosen, dim=1)

@@ -13,18 +13,14 @@ import logging
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from itertools import repeat
 
 import attrs
 
 from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.manager import BlockManager
-from trencadis.kvcache.moves import BlockCopy
+from trencadis.kvcache.moves import PLAN_SIZES, BlockCopy, pad_copies
 
 logger = logging.getLogger(__name__)
-
-PLAN_SIZES = (8, 16, 32, 64, 128, 256, 512)
-"""Copies per plan for which a device has compiled graphs (seed 000); plans are padded to one."""
 
 
 @attrs.frozen(kw_only=True)
@@ -95,7 +91,7 @@ class DefragPlan:
     @property
     def padded_copies(self) -> tuple[BlockCopy, ...]:
         """The copies, filled up to ``padded_size`` for a graph of that size."""
-        return _pad(self.copies, self.padded_size)
+        return pad_copies(self.copies, self.padded_size)
 
 
 class Defragmenter:
@@ -182,14 +178,9 @@ def warm_up_defragmenter(
         return False
     exchange = (BlockCopy(1, 0), BlockCopy(0, 1))
     for size in (*sizes, *sizes[: len(sizes) % 2]):
-        copy(_pad(exchange, size))
+        copy(pad_copies(exchange, size))
     logger.info("Defragmenter warmup completed successfully")
     return True
-
-
-def _pad(copies: Sequence[BlockCopy], size: int) -> tuple[BlockCopy, ...]:
-    # A repeat writes what was written already, so padding touches no block that the plan does not.
-    return (*copies, *repeat(copies[-1], size - len(copies))) if copies else ()
 
 
 def _flag(environ: Mapping[str, str], name: str) -> bool | None:

@@ -7,9 +7,14 @@ carried out in the order in which they were made; `MovePlan` keeps that order fo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from enum import Enum
+from itertools import repeat
 from typing import NamedTuple
+
+PLAN_SIZES = (8, 16, 32, 64, 128, 256, 512)
+"""Copies per plan for which a device has compiled graphs (seed 000); plans are padded to one."""
 
 
 class BlockCopy(NamedTuple):
@@ -41,6 +46,23 @@ class Direction(Enum):
     """Device to host: swap out."""
     IN = "in"
     """Host to device: swap in."""
+
+
+def pad_copies(copies: Sequence[BlockCopy], size: int) -> Copies:
+    """The copies filled up to ``size`` by repeating the last, which writes nothing else."""
+    return (*copies, *repeat(copies[-1], size - len(copies))) if copies else ()
+
+
+def in_plan_sizes(copies: Sequence[BlockCopy]) -> Iterator[Copies]:
+    """The copies of a batch in pieces of `PLAN_SIZES`, the last one padded.
+
+    For devices that compile each new size. The pieces are for one after the other, which gives what
+    the batch would: those of a `MovePlan` do not write what others of them read.
+    """
+    most = PLAN_SIZES[-1]
+    for first in range(0, len(copies), most):
+        piece = copies[first : first + most]
+        yield pad_copies(piece, PLAN_SIZES[bisect_left(PLAN_SIZES, len(piece))])
 
 
 class MovePlan:
