@@ -159,6 +159,28 @@ def test_shapes_become_ready_behind_traffic(
     assert serve(core) == expected
 
 
+def test_requests_are_served_while_a_shape_is_being_compiled(
+    tiny_model: Path, compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
+) -> None:
+    _, cache = compiled
+    buckets = attrs.evolve(FEW_BUCKETS, prompt_query=AxisConfig(min=16, step=16, max=32))
+    settings = {"compile": True, "compile_cache": str(cache), "bucketing": buckets}
+    core = EngineCore(config(tiny_model, warmup="background", **settings))
+    core.warm_up()
+    assert core.is_warming_up
+    core.advance_warm_up()
+    before = core.stats.ready_buckets
+    assert serve(core) == expected
+    assert before < core.stats.buckets
+    deadline = time.monotonic() + 120
+    while core.is_warming_up and time.monotonic() < deadline:
+        core.advance_warm_up()
+        time.sleep(0.05)
+    assert core.stats.ready_buckets == core.stats.buckets
+    assert serve(core) == expected
+    assert core.stats.compilations == 0
+
+
 def test_traffic_holds_background_warm_up_up(tiny_model: Path) -> None:
     core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
     core.warm_up()
