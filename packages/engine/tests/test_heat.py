@@ -231,3 +231,20 @@ def test_a_policy_that_raises_is_out_of_service_and_serving_goes_on(
     core.step()
     assert isinstance(order.exception(), ControlError)
     core.close()
+
+
+def test_a_policy_reads_the_sensors_of_its_device_where_no_others_are_named(tmp_path: Path) -> None:
+    recording = tmp_path / "readings.csv"
+    recording.write_text("time_s,device,temperature_c,power_w\n0,0,41,\n900,0,41,\n")
+    settings = EngineConfig(model="m", thermal_policy="proportional")
+    watch = HeatWatch.from_config(settings, f"recorded:{recording}")
+    watch.start()
+    try:
+        deadline = time.monotonic() + LIMIT_SECONDS
+        while watch.stats.hottest_c is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert watch.stats.hottest_c == 41
+        assert watch.guard is not None
+    finally:
+        watch.stop()
+    assert HeatWatch.from_config(EngineConfig(model="m"), "nvml").stats is None

@@ -52,8 +52,8 @@ class EngineConfig:
     blocks, takes its place where given. ``swap_bandwidth`` bounds that traffic, in GB/s.
 
     ``temperature_source`` is read in the background, ``thermal_policy`` caps running sequences by
-    what it says, both in the words of `trencadis.scheduler`; ``thermal_policy_config`` are the
-    policy's own settings.
+    what it says, both in the words of `trencadis.scheduler`; a policy without a source reads the
+    device's own. ``thermal_policy_config`` are the policy's settings.
 
     Raises `ConfigError` on a value out of range or on settings that contradict each other.
     """

@@ -57,7 +57,7 @@ class EngineCore:
         self.max_model_len = self.executor.max_model_len
         self.pause_s = 0.0
         self._stats = _Counters(max_running=config.max_num_seqs)
-        self._heat = heat if heat is not None else HeatWatch.from_config(config)
+        self._heat = heat or HeatWatch.from_config(config, self.device.temperature_source)
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.executor.num_blocks,

@@ -35,23 +35,24 @@ class HeatWatch:
             self.guard = ThermalGuard(policy, reader.state)
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> HeatWatch:
-        """As the settings name them.
+    def from_config(cls, config: EngineConfig, own_source: str | None = None) -> HeatWatch:
+        """As the settings name them; ``own_source`` is the device's, for a policy without one.
 
         Raises `ConfigError` for a source or a policy that cannot be had, and for a policy without
         a source: it would never see a temperature.
         """
         name = config.thermal_policy
-        if name and config.temperature_source is None:
+        source = config.temperature_source or (own_source if name else None)
+        if name and source is None:
             raise ConfigError(
                 f"thermal_policy {name!r} needs temperature_source: name one, such as nvml, hlml "
                 "or exporter:URL"
             )
         try:
             policy = load_thermal_policy(name, **config.thermal_policy_config) if name else None
-            if config.temperature_source is None:
+            if source is None:
                 return cls()
-            reader = TemperatureReader(open_source(config.temperature_source))
+            reader = TemperatureReader(open_source(source))
         except SchedulerError as error:
             raise ConfigError(str(error)) from error
         return cls(reader, policy, name or "")

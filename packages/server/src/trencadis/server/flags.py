@@ -173,7 +173,7 @@ def _add_heat_flags(group: argparse._ArgumentGroup) -> None:
         "--temperature-source",
         metavar="SOURCE",
         help="where temperatures are read: nvml, hlml, sensors, exporter:URL, sidecar:HOST:PORT or "
-        "recorded:FILE (default: nowhere)",
+        "recorded:FILE (default: nowhere; with a policy nvml or hlml, as the device has it)",
     )
     group.add_argument(
         "--thermal-policy",
