@@ -116,8 +116,9 @@ def test_in_one_huge_bucket_every_token_is_the_same(
     llm = serve(model_path, token_ids, num_blocks=800, bucketing=one_bucket)
     assert llm.core.executor.grids is not None
     assert len(llm.core.executor.grids.prompt) == len(llm.core.executor.grids.decode) == 1
-    results = llm.generate(token_ids, GREEDY)
-    assert [one.completions[0].token_ids for one in results] == expected
+    # Every third, of 3 to 616 tokens: each chunk pays for the whole bucket.
+    results = llm.generate(token_ids[::3], GREEDY)
+    assert [one.completions[0].token_ids for one in results] == expected[::3]
     assert llm.core.stats.bucket_misses == 0
 
 
