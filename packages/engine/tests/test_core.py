@@ -263,7 +263,7 @@ def test_bad_request_names_its_field(
         ({"swap_bandwidth": 0}, "swap_bandwidth.*0"),
         ({"swap_bandwidth": 1e-9}, "swap_bandwidth.*less than one block"),
         ({"scheduling_policy": "random"}, "scheduling_policy.*random"),
-        ({"thermal_policy": "proportional"}, "needs temperature_source"),
+        ({"thermal_policy": "proportional", "device": "cpu"}, "needs temperature_source"),
         ({"temperature_source": "crystal ball"}, "crystal ball"),
         ({"temperature_source": "recorded:/no/such/file"}, "/no/such/file"),
         ({"temperature_source": "sensors", "thermal_policy": "hope"}, "hope.*proportional"),

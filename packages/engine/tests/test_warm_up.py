@@ -164,8 +164,7 @@ def test_requests_are_served_while_a_shape_is_being_compiled(
 ) -> None:
     _, cache = compiled
     buckets = attrs.evolve(FEW_BUCKETS, prompt_query=AxisConfig(min=16, step=16, max=32))
-    settings = {"compile": True, "compile_cache": str(cache), "bucketing": buckets}
-    core = EngineCore(config(tiny_model, warmup="background", **settings))
+    core = EngineCore(on_cpu(tiny_model, cache, warmup="background", bucketing=buckets))
     core.warm_up()
     assert core.is_warming_up
     core.advance_warm_up()
