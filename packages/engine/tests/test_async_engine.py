@@ -25,6 +25,7 @@ from trencadis.engine import (
     ModelError,
     SamplingParams,
 )
+from trencadis.engine.detokenizer import IncrementalDetokenizer
 
 QUIET = LogSettings(level=logging.CRITICAL)
 LIMIT_SECONDS = 60.0
@@ -214,5 +215,22 @@ def test_missing_model_fails_before_a_process_is_started() -> None:
     async def body() -> None:
         with pytest.raises(ModelError, match="no directory"):
             await AsyncEngine.start(config("/no/such/model"), QUIET)
+
+    limited(body)
+
+
+def test_an_error_in_detokenization_ends_every_stream(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no such byte")
+
+    monkeypatch.setattr(IncrementalDetokenizer, "push", fail)
+
+    async def body() -> None:
+        async with running(tiny_model) as engine:
+            with pytest.raises(EngineDead, match="no such byte"):
+                await collect(engine, [1, 2, 3], max_tokens=4)
+            assert not engine.is_alive
 
     limited(body)

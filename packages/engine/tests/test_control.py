@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import attrs
+import psutil
 import pytest
 
 from trencadis.engine import (
@@ -17,9 +18,11 @@ from trencadis.engine import (
     BatchControl,
     EngineConfig,
     EngineDead,
+    EngineOverloaded,
     InvalidRequest,
     LogSettings,
     SamplingParams,
+    async_engine,
 )
 from trencadis.engine.core import STALLED_SECONDS
 
@@ -93,6 +96,7 @@ def test_a_core_under_orders_and_in_heat(
             await a_broken_policy_is_known_and_requests_are_served(engine)
             await orders_are_carried_out_while_requests_run(engine)
             await orders_that_cannot_be_obeyed_are_refused(engine)
+            await an_order_is_not_waited_for_without_end(engine, monkeypatch)
             await a_core_that_only_waits_does_not_spin(engine)
         with pytest.raises(EngineDead):
             await engine.control(BatchControl())
@@ -141,6 +145,21 @@ async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:
     with pytest.raises(InvalidRequest, match="thermal policy") as caught:
         await engine.control(BatchControl(target_temp_c=80))
     assert caught.value.field == "target_temp_c"
+
+
+async def an_order_is_not_waited_for_without_end(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (core,) = (one for one in psutil.Process().children() if "spawn_main" in str(one.cmdline()))
+    core.suspend()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(async_engine, "_ORDER_SECONDS", 0.2)
+            with pytest.raises(EngineOverloaded, match="will be when the step under way ends"):
+                await engine.control(BatchControl(max_num_seqs=5))
+    finally:
+        core.resume()
+    assert (await engine.control(BatchControl())).new_max_num_seqs == 5
 
 
 async def a_core_that_only_waits_does_not_spin(engine: AsyncEngine) -> None:

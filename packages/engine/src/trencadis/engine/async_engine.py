@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trencadis.engine")
 
 _STOP_SECONDS = 10.0
+_ORDER_SECONDS = 60.0
+"""Longest wait for an order: a step takes seconds only where it compiles."""
 
 
 class AsyncEngine:
@@ -186,15 +188,20 @@ class AsyncEngine:
     async def control(self, order: BatchControl) -> BatchControlResult:
         """Have an operator's order carried out at the top of the next step; returns what it did.
 
-        Raises `InvalidRequest`, naming the field, for an order that cannot be obeyed, and
-        `EngineDead`.
+        Raises `InvalidRequest`, naming the field, for an order that cannot be obeyed,
+        `EngineOverloaded` where no step ends within a minute, and `EngineDead`.
         """
         await self.check_health()
         number = next(self._numbers)
         self._orders[number] = asyncio.get_running_loop().create_future()
         try:
             await self._channel.send(Control(number, order))
-            return await self._orders[number]
+            return await asyncio.wait_for(self._orders[number], _ORDER_SECONDS)
+        except asyncio.TimeoutError:
+            raise EngineOverloaded(
+                f"the order was not carried out within {_ORDER_SECONDS:.0f} s, and will be when "
+                "the step under way ends: see /metrics before it is given again"
+            ) from None
         finally:
             del self._orders[number]
 
@@ -224,6 +231,10 @@ class AsyncEngine:
         except EngineError as error:
             logger.error("The engine stops serving: %s", error)
             self._fail(f"{error}: restart the server")
+        except Exception as error:
+            # Whatever it was, those who wait must hear of it: nobody reads for them any more.
+            logger.exception("The engine stops serving")
+            self._fail(f"{type(error).__name__}: {error}: restart the server")
 
     async def _deliver(self, step: StepDone) -> None:
         self.stats = step.stats

@@ -1,4 +1,4 @@
-"""Validators of settings: each refuses a value in words that name setting, value and bounds."""
+"""Checks of settings: each refuses a value in words that name setting, value and bounds."""
 
 from __future__ import annotations
 
@@ -40,6 +40,18 @@ def not_negative(_: object, attribute: attrs.Attribute[Any], value: float) -> No
     """A number of 0 or more."""
     if not _is_number(value) or value < 0:
         raise ConfigError(f"{attribute.name} must be 0 or more, got {value!r}")
+
+
+def longest_sequence(asked: int | None, made_for: int) -> int:
+    """Tokens of the longest sequence: as ``asked``, and no more than the model was made for.
+
+    Raises `ConfigError`.
+    """
+    if asked is not None and asked > made_for:
+        raise ConfigError(
+            f"max_model_len {asked} is above what the model was made for, {made_for}: lower it"
+        )
+    return made_for if asked is None else asked
 
 
 def _is_number(value: object) -> bool:

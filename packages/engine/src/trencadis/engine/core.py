@@ -52,12 +52,13 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.device = device if device is not None else _device(config)
+        # First of all, since a policy that is not there should not show after the weights are.
+        self._heat = heat or HeatWatch.from_config(config, self.device.temperature_source)
         self.executor = Executor(config, self.device)
         self.spec = self.executor.spec
         self.max_model_len = self.executor.max_model_len
         self.pause_s = 0.0
         self._stats = _Counters(max_running=config.max_num_seqs)
-        self._heat = heat or HeatWatch.from_config(config, self.device.temperature_source)
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.executor.num_blocks,

@@ -12,12 +12,13 @@ import platformdirs
 from trencadis.bucketing import BucketingError
 from trencadis.engine.background import BackgroundPreparation
 from trencadis.engine.batch import build_prompt
+from trencadis.engine.checks import longest_sequence
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.forwards import Forwards
 from trencadis.engine.grids import Grids, ShapeLimits, build_grids
-from trencadis.engine.models.loader import ModelSpec, inspect_model, load_model, resolve_dtype
+from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
 from trencadis.engine.runner import ModelRunner
 from trencadis.engine.sampler_warmup import SamplerWarmup
 from trencadis.engine.shapes import PromptShape
@@ -46,7 +47,9 @@ class Executor:
         self.device = device
         self.background: BackgroundPreparation | None = None
         self.spec = inspect_model(config.model)
-        self.max_model_len = _max_model_len(config, self.spec)
+        self.max_model_len = longest_sequence(
+            config.max_model_len, self.spec.max_position_embeddings
+        )
         self.dtype = resolve_dtype(config.dtype, self.spec, device)
         self.max_batched_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
         before = self._memory_use()
@@ -246,15 +249,3 @@ def _compile_cache(config: EngineConfig) -> Path:
     if config.compile_cache is not None:
         return Path(config.compile_cache)
     return Path(platformdirs.user_cache_dir("trencadis")) / "compiled"
-
-
-def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
-    longest = spec.max_position_embeddings
-    if config.max_model_len is None:
-        return longest
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is above what the model was made for, "
-            f"{longest}: lower it"
-        )
-    return config.max_model_len

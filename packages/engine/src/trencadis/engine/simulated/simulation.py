@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.bucketing import BucketingError
+from trencadis.engine.checks import longest_sequence
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.grids import Grids, ShapeLimits, configured_grids
 from trencadis.engine.simulated.clock import SimulatedClock
@@ -262,12 +263,6 @@ class _Arrivals:
 
 
 def _max_model_len(config: SimulationConfig, model: ModelShape, workload: Workload) -> int:
-    longest = model.max_position_embeddings
-    if config.max_model_len is None:
-        return min(longest, max(2, workload.longest))
-    if config.max_model_len > longest:
-        raise ConfigError(
-            f"max_model_len {config.max_model_len} is above what the model was made for, "
-            f"{longest}: lower it"
-        )
-    return config.max_model_len
+    """As configured, or as long as the workload needs."""
+    longest = longest_sequence(config.max_model_len, model.max_position_embeddings)
+    return longest if config.max_model_len else min(longest, max(2, workload.longest))
