@@ -103,8 +103,8 @@ def test_greedy_tokens_are_those_of_plain_generation(
 
 def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[int]]) -> None:
     llm = LLM(str(tiny_model), **settings(bucketing=ONE_BUCKET, max_num_batched_tokens=128))
-    assert llm.core.executor.grids is not None
-    assert len(llm.core.executor.grids.prompt) == len(llm.core.executor.grids.decode) == 1
+    assert llm.core.worker.grids is not None
+    assert len(llm.core.worker.grids.prompt) == len(llm.core.worker.grids.decode) == 1
     results = llm.generate(prompts(), GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
@@ -116,12 +116,10 @@ def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path)
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(warmup="full")))
     report = core.warm_up()
     assert report is not None
-    assert core.executor.grids is not None
-    assert len(report.executed) == len(core.executor.grids.prompt) + len(core.executor.grids.decode)
+    assert core.worker.grids is not None
+    assert len(report.executed) == len(core.worker.grids.prompt) + len(core.worker.grids.decode)
     assert core.stats.used_blocks == 0
-    assert not core.executor.cache.key(0)[1:].any(), (
-        "dummy batches write to the padding block alone"
-    )
+    assert not core.worker.cache.key(0)[1:].any(), "dummy batches write to the padding block alone"
 
 
 def test_sampled_tokens_do_not_depend_on_company_or_preemption(tiny_model: Path) -> None:
@@ -297,7 +295,7 @@ def test_wrong_model_is_refused() -> None:
 def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_blocks: int) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(**changes)))
     assert (
-        core.blocks.config.num_host_blocks == core.executor.cache.num_host_blocks == num_host_blocks
+        core.blocks.config.num_host_blocks == core.worker.cache.num_host_blocks == num_host_blocks
     )
 
 
@@ -319,4 +317,4 @@ def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
     config = settings(num_blocks=None, kv_cache_memory=100_000)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
-    assert core.executor.num_blocks == 100_000 // block_bytes
+    assert core.worker.num_blocks == 100_000 // block_bytes

@@ -20,7 +20,7 @@ from trencadis.engine import (
     InvalidRequest,
     SamplingParams,
 )
-from trencadis.engine.messages import NewToken
+from trencadis.engine.ipc.messages import NewToken
 
 PROMPT = tuple(range(40, 75))
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)

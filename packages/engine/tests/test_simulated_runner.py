@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.engine.grids import Grids
+from trencadis.engine.runner.grids import Grids
 from trencadis.engine.simulated import (
     CostModel,
     MemoryModel,

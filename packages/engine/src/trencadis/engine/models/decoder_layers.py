@@ -18,19 +18,15 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trencadis.engine.errors import ModelError
-from trencadis.engine.models.attention import (
+from trencadis.engine.models.paged_context import (
     DecodeContext,
     LayerCaches,
+    LayerRun,
     PagedContext,
     paged_tensors,
 )
 
 Program = Callable[..., Any]
-
-
-LayerRun = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
-"""Computes one decoder layer of a forward: from its number, the model's own code for it, and the
-arguments that the model gave it."""
 
 
 class DecoderLayers:

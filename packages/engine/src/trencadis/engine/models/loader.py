@@ -17,7 +17,6 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from trencadis.engine.devices import Device
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import ATTENTION_NAME
 from trencadis.engine.models.checkpoint import locate
@@ -67,18 +66,21 @@ def inspect_model(name: str) -> ModelSpec:
     )
 
 
-def resolve_dtype(name: str, spec: ModelSpec, device: Device) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is the checkpoint's, or the device's for fp32 ones."""
+def resolve_dtype(name: str, spec: ModelSpec, preferred: torch.dtype) -> torch.dtype:
+    """The dtype called ``name``.
+
+    ``auto`` is the checkpoint's dtype if that is bf16 or fp16, else ``preferred``, the device's.
+    """
     if name != "auto":
         return _DTYPES[name]
     stored = getattr(spec.config, "dtype", None)
-    return stored if stored in (torch.bfloat16, torch.float16) else device.preferred_dtype
+    return stored if stored in (torch.bfloat16, torch.float16) else preferred
 
 
 def load_model(
-    spec: ModelSpec, device: Device, dtype: torch.dtype, max_model_len: int
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int
 ) -> nn.Module:
-    """Load the weights onto ``device`` in the arrangement that it reads fastest.
+    """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
     Raises `ModelError` when weights are missing or the architecture does not let its attention
     be replaced.
@@ -102,9 +104,7 @@ def load_model(
             f"{type(model).__name__} computes its own attention, so the paged one cannot be put "
             "in: serve a model of an architecture that supports transformers' AttentionInterface"
         )
-    model = model.to(device.torch_device).eval().requires_grad_(requires_grad=False)
-    device.optimize(model)
-    return model  # type: ignore[no-any-return]
+    return model.to(device).eval().requires_grad_(requires_grad=False)  # type: ignore[no-any-return]
 
 
 def _read_config(source: str, name: str) -> PreTrainedConfig:

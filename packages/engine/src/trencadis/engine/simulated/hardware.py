@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import attrs
 
-from trencadis.engine.checks import fraction, not_negative, positive
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.validators import fraction, not_negative, positive
 from trencadis.scheduler.thermal import BOARDS, Board
 
 _GIB = 1 << 30

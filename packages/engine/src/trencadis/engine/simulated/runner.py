@@ -8,9 +8,9 @@ from itertools import chain
 import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.engine.grids import Grids
-from trencadis.engine.prompt_batches import split_prompts
-from trencadis.engine.shapes import decode_shape, prompt_shape
+from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.prompt_batches import split_prompts
+from trencadis.engine.runner.shapes import decode_shape, prompt_shape
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.kvcache import Direction, MovePlan
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming

@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.bucketing import BucketingError
-from trencadis.engine.checks import longest_sequence
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.grids import Grids, ShapeLimits, configured_grids
+from trencadis.engine.runner.grids import Grids, ShapeLimits, configured_grids
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.cost_model import CostModel
@@ -24,6 +23,7 @@ from trencadis.engine.simulated.records import Moment, Records
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
+from trencadis.engine.validators import longest_sequence
 from trencadis.kvcache import (
     BandwidthGovernor,
     BlockManager,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trencadis.engine.models.attention import MASKED, PROMPT_KERNEL
+from trencadis.engine.models.paged_context import MASKED, PROMPT_KERNEL
 
 logger = logging.getLogger("trencadis.engine")
 

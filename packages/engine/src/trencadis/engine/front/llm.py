@@ -11,12 +11,12 @@ from typing import Any
 import attrs
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core import EngineCore
+from trencadis.engine.core.engine_core import EngineCore
+from trencadis.engine.core.request_check import check_request
+from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
-from trencadis.engine.request_check import check_request
-from trencadis.engine.request_stream import RequestStream
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.tokenizer import Tokenizer
 
 
 @attrs.define

@@ -1,7 +1,7 @@
 """The engine core: one loop around scheduler, model runner and sampler.
 
-`EngineCore` is synchronous and knows no network; `trencadis.engine.core_process` runs it in a
-process of its own, `trencadis.engine.llm` in the caller's.
+`EngineCore` is synchronous and knows no network; `trencadis.engine.core.core_process` runs it in a
+process of its own, `trencadis.engine.front.llm` in the caller's.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from pathlib import Path
 import attrs
 
 from trencadis.engine.config import EngineConfig
+from trencadis.engine.core.request_check import check_request
+from trencadis.engine.core.request_table import RequestTable
+from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.executor import Executor
-from trencadis.engine.heat_watch import HeatWatch
-from trencadis.engine.messages import NewToken
+from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import EngineStats
-from trencadis.engine.request_check import check_request
+from trencadis.engine.runner.block_moves import swap_governor
+from trencadis.engine.runner.worker import Worker
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.serving import Requests
-from trencadis.engine.swaps import swap_governor
 from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
 from trencadis.scheduler import (
     BatchControl,
@@ -48,31 +48,31 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, device: Device | None = None, heat: HeatWatch | None = None
+        self, config: EngineConfig, device: Device | None = None, heat: ThermalMonitor | None = None
     ) -> None:
         self.config = config
         self.device = device if device is not None else _device(config)
         # First of all, since a policy that is not there should not show after the weights are.
-        self._heat = heat or HeatWatch.from_config(config, self.device.temperature_source)
-        self.executor = Executor(config, self.device)
-        self.spec = self.executor.spec
-        self.max_model_len = self.executor.max_model_len
+        self._heat = heat or ThermalMonitor.from_config(config, self.device.temperature_source)
+        self.worker = Worker(config, self.device)
+        self.spec = self.worker.spec
+        self.max_model_len = self.worker.max_model_len
         self.pause_s = 0.0
         self._stats = _Counters(max_running=config.max_num_seqs)
         self.blocks = BlockManager(
             CacheConfig(
-                num_blocks=self.executor.num_blocks,
+                num_blocks=self.worker.num_blocks,
                 block_size=config.block_size,
-                num_host_blocks=self.executor.cache.num_host_blocks,
+                num_host_blocks=self.worker.cache.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
-            governor=swap_governor(config, self.executor.block_bytes),
+            governor=swap_governor(config, self.worker.block_bytes),
         )
-        grids = self.executor.grids
+        grids = self.worker.grids
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=self.executor.max_batched_tokens,
+                max_num_batched_tokens=self.worker.max_batched_tokens,
                 max_model_len=self.max_model_len,
                 # A chunk past the longest bucket would meet a shape that nobody prepared.
                 max_chunk_tokens=grids.prompt.values("query")[-1] if grids else None,
@@ -84,23 +84,23 @@ class EngineCore:
             defragmenter=Defragmenter(self.blocks, config.defrag),
         )
         rng = random.Random(config.seed)
-        self.requests = Requests(self.scheduler, self.spec.eos_token_ids, rng)
+        self.requests = RequestTable(self.scheduler, self.spec.eos_token_ids, rng)
         self._heat.start()
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
         """Make shapes ready as the settings say; None where that is done later or never."""
-        return self.executor.warm_up(stop)
+        return self.worker.warm_up(stop)
 
     @property
     def is_warming_up(self) -> bool:
         """Whether there are shapes to be made ready behind traffic."""
-        background = self.executor.background
+        background = self.worker.background
         return background is not None and background.unfinished
 
     def advance_warm_up(self) -> None:
         """Go on making shapes ready behind traffic, if there are any left."""
-        if self.executor.background is not None:
-            self.executor.background.advance(idle=not self.has_work)
+        if self.worker.background is not None:
+            self.worker.background.advance(idle=not self.has_work)
 
     @property
     def has_work(self) -> bool:
@@ -108,7 +108,7 @@ class EngineCore:
 
     @property
     def stats(self) -> EngineStats:
-        runner = self.executor.runner
+        runner = self.worker.runner
         return EngineStats(
             num_running=self.scheduler.num_running,
             num_waiting=self.scheduler.num_waiting,
@@ -125,10 +125,10 @@ class EngineCore:
             generation_tokens=self._stats.generation_tokens,
             padded_tokens=runner.padded_tokens,
             bucket_misses=runner.bucket_misses,
-            buckets=self.executor.num_buckets,
-            ready_buckets=self.executor.num_ready_buckets,
-            cold_forwards=runner.forwards.cold,
-            compilations=runner.forwards.compilations,
+            buckets=self.worker.num_buckets,
+            ready_buckets=self.worker.num_ready_buckets,
+            cold_forwards=runner.forward_runner.cold,
+            compilations=runner.forward_runner.compilations,
             thermal=self._heat.stats,
         )
 
@@ -180,7 +180,7 @@ class EngineCore:
         stalled = output.is_empty and not output.moves
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
-        computed = self.executor.runner.run(output)
+        computed = self.worker.runner.run(output)
         chosen = self.requests.choose(output, computed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
         updates = self.scheduler.update(

@@ -16,7 +16,7 @@ _HEALTH: dict[Health, SensorHealth] = {
 }
 
 
-class HeatWatch:
+class ThermalMonitor:
     """A reader of temperatures in the background, and a thermal policy that acts on them.
 
     ``guard`` stands between the policy and the scheduler; None where there is no policy.
@@ -35,7 +35,7 @@ class HeatWatch:
             self.guard = ThermalGuard(policy, reader.state)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, own_source: str | None = None) -> HeatWatch:
+    def from_config(cls, config: EngineConfig, own_source: str | None = None) -> ThermalMonitor:
         """As the settings name them; ``own_source`` is the device's, for a policy without one.
 
         Raises `ConfigError` for a source or a policy that cannot be had, and for a policy without

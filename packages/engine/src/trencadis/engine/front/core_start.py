@@ -9,12 +9,12 @@ import time
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING
 
-from trencadis.engine.channel import FrontChannel
 from trencadis.engine.errors import ConfigError, EngineDead, ModelError
-from trencadis.engine.messages import Failed, Ready
+from trencadis.engine.ipc.channel import FrontChannel
+from trencadis.engine.ipc.messages import Failed, Ready
 
 if TYPE_CHECKING:
-    from trencadis.engine.tokenizer import Tokenizer
+    from trencadis.engine.front.tokenizer import Tokenizer
 
 _START_SECONDS = 3600.0
 """Longest start: a large model with every graph to compile takes tens of minutes on Gaudi."""
@@ -25,7 +25,7 @@ POLL_SECONDS = 0.5
 
 def load_tokenizer(source: str) -> Tokenizer:
     """The model's tokenizer."""
-    from trencadis.engine.tokenizer import Tokenizer  # noqa: PLC0415  (imports transformers)
+    from trencadis.engine.front.tokenizer import Tokenizer  # noqa: PLC0415  (imports transformers)
 
     return Tokenizer.load(source)
 

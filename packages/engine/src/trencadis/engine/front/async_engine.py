@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trencadis.engine.channel import FrontChannel
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core_process import LogSettings, run_core
-from trencadis.engine.core_start import POLL_SECONDS, await_ready, end, load_tokenizer
+from trencadis.engine.core.core_process import LogSettings, run_core
 from trencadis.engine.errors import (
     EngineDead,
     EngineError,
     EngineOverloaded,
     InvalidRequest,
 )
-from trencadis.engine.messages import (
+from trencadis.engine.front.core_start import POLL_SECONDS, await_ready, end, load_tokenizer
+from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.ipc.channel import FrontChannel
+from trencadis.engine.ipc.messages import (
     Abort,
     Add,
     Control,
@@ -37,12 +38,11 @@ from trencadis.engine.messages import (
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
-from trencadis.engine.request_stream import RequestStream
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
-    from trencadis.engine.tokenizer import Tokenizer
+    from trencadis.engine.front.tokenizer import Tokenizer
 
 logger = logging.getLogger("trencadis.engine")
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from trencadis.engine.detokenizer import IncrementalDetokenizer
-from trencadis.engine.messages import NewToken
+from trencadis.engine.front.detokenizer import IncrementalDetokenizer
+from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import CompletionDelta, FinishReason
 from trencadis.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from trencadis.engine.tokenizer import Tokenizer
+    from trencadis.engine.front.tokenizer import Tokenizer
 
 
 class SampleStream:

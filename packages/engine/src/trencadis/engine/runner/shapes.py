@@ -1,6 +1,6 @@
-"""The exact shapes of a step's forwards, before they are padded to a bucket.
+"""The exact shapes of a step's forward passes, before they are padded to a bucket.
 
-Apart from `trencadis.engine.batch` because the simulated device needs them and has no PyTorch.
+Kept apart from `model_input` because the simulated device uses shapes and does not import PyTorch.
 """
 
 from __future__ import annotations

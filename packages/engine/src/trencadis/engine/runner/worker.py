@@ -10,19 +10,19 @@ from pathlib import Path
 import platformdirs
 
 from trencadis.bucketing import BucketingError
-from trencadis.engine.background import BackgroundPreparation
-from trencadis.engine.batch import build_prompt
-from trencadis.engine.checks import longest_sequence
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.forwards import Forwards
-from trencadis.engine.grids import Grids, ShapeLimits, build_grids
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
-from trencadis.engine.runner import ModelRunner
-from trencadis.engine.sampler_warmup import SamplerWarmup
-from trencadis.engine.shapes import PromptShape
-from trencadis.engine.swaps import plan_host_blocks, warm_up_moves
+from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
+from trencadis.engine.runner.block_moves import plan_host_blocks, warm_up_moves
+from trencadis.engine.runner.forward_runner import ForwardRunner
+from trencadis.engine.runner.grids import Grids, ShapeLimits, build_grids
+from trencadis.engine.runner.model_input import build_prompt
+from trencadis.engine.runner.model_runner import ModelRunner
+from trencadis.engine.runner.sampler_warmup import SamplerWarmup
+from trencadis.engine.runner.shapes import PromptShape
+from trencadis.engine.validators import longest_sequence
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import (
     MemoryPlan,
@@ -36,7 +36,7 @@ from trencadis.warmup import (
 logger = logging.getLogger("trencadis.engine")
 
 
-class Executor:
+class Worker:
     """Loads a model, plans the memory of its device, and prepares the shapes of its forwards.
 
     Raises `ModelError` or `ConfigError` when the model cannot be served under ``config``.
@@ -45,15 +45,16 @@ class Executor:
     def __init__(self, config: EngineConfig, device: Device) -> None:
         self.config = config
         self.device = device
-        self.background: BackgroundPreparation | None = None
+        self.background: BackgroundWarmupLoop | None = None
         self.spec = inspect_model(config.model)
         self.max_model_len = longest_sequence(
             config.max_model_len, self.spec.max_position_embeddings
         )
-        self.dtype = resolve_dtype(config.dtype, self.spec, device)
+        self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype)
         self.max_batched_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
         before = self._memory_use()
-        self._model = load_model(self.spec, device, self.dtype, self.max_model_len)
+        self._model = load_model(self.spec, device.torch_device, self.dtype, self.max_model_len)
+        device.optimize(self._model)
         before = self._log_memory("Loading model weights", before)
         self._profile()
         self._memory = self._plan_memory()
@@ -62,7 +63,7 @@ class Executor:
         self.cache = self._make_cache(self.num_blocks, self._num_host_blocks())
         self._log_memory("Initializing cache engine", before)
         self.grids = self._make_grids()
-        forwards = Forwards(self._model, device, self.cache, compiled=self._can_compile())
+        forwards = ForwardRunner(self._model, device, self.cache, compiled=self._can_compile())
         self.runner = ModelRunner(forwards, device, self.cache, self.grids)
 
     @property
@@ -104,8 +105,8 @@ class Executor:
             self._warm_up_first(self.grids)
         else:
             logger.info("Skipping warmup: the first request of each shape will be slower")
-            self.runner.forwards.compile_cold = True
-        self.runner.forwards.start_serving()
+            self.runner.forward_runner.compile_cold = True
+        self.runner.forward_runner.start_serving()
         return report
 
     def _warm_up_all(self, grids: Grids, stop: Callable[[], bool]) -> WarmupReport:
@@ -123,7 +124,7 @@ class Executor:
 
     def _warm_up_first(self, grids: Grids) -> None:
         """The first bucket of each phase now, the rest behind traffic."""
-        self.background = BackgroundPreparation(
+        self.background = BackgroundWarmupLoop(
             self.runner, grids, in_thread=self.device.dynamic_shapes
         )
         self.background.prepare_first()
@@ -140,7 +141,7 @@ class Executor:
         shape = PromptShape(-(-self.max_batched_tokens // longest), longest, 0)
         cache = self._make_cache(1, 0)
         batch = build_prompt((), shape, cache, self.device.torch_device)
-        Forwards(self._model, self.device, cache).run(batch)
+        ForwardRunner(self._model, self.device, cache).run(batch)
         self.device.synchronize()
 
     def _plan_memory(self) -> MemoryPlan:

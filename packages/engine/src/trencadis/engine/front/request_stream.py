@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trencadis.engine.messages import NewToken
+from trencadis.engine.front.sample_stream import SampleStream
+from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import CompletionDelta
-from trencadis.engine.sample_stream import SampleStream
 from trencadis.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from trencadis.engine.tokenizer import Tokenizer
+    from trencadis.engine.front.tokenizer import Tokenizer
 
 
 class RequestStream:

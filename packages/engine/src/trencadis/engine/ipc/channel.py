@@ -11,7 +11,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from trencadis.engine.messages import FromCore, ToCore
+from trencadis.engine.ipc.messages import FromCore, ToCore
 
 LINGER_MS = 200
 """How long a closing socket tries to deliver what is queued."""

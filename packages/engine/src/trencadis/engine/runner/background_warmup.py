@@ -7,7 +7,7 @@ import threading
 import time
 
 from trencadis.bucketing import Bucket
-from trencadis.engine.grids import Grids
+from trencadis.engine.runner.grids import Grids
 from trencadis.warmup import BackgroundWarmup, Phase, Progress, Runtime
 
 logger = logging.getLogger("trencadis.engine")
@@ -16,7 +16,7 @@ _PATIENCE_SECONDS = 30.0
 """Traffic without a pause may hold a bucket up for so long; then the next one is made ready."""
 
 
-class BackgroundPreparation:
+class BackgroundWarmupLoop:
     """Makes one bucket after another ready, when nothing else is to be done.
 
     ``in_thread``: beside the loop that serves, so that a request which arrives meanwhile is served

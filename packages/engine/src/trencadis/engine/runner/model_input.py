@@ -14,14 +14,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trencadis.engine.models.attention import (
+from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
     PagedContext,
     PromptContext,
     paged_tensors,
 )
-from trencadis.engine.shapes import DecodeShape, ForwardShape, PromptShape
+from trencadis.engine.runner.shapes import DecodeShape, ForwardShape, PromptShape
 from trencadis.kvcache import NO_OWNER, DecodeLayout, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence

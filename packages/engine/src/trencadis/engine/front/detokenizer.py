@@ -10,7 +10,7 @@ from tokenizers.decoders import DecodeStream
 from trencadis.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from trencadis.engine.tokenizer import Tokenizer
+    from trencadis.engine.front.tokenizer import Tokenizer
 
 _CONTEXT = 8
 """Prompt tokens that the decoder sees, so that a first token keeps the space before it."""

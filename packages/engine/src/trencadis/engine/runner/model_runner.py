@@ -11,20 +11,25 @@ import attrs
 import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.engine.background import BackgroundPreparation
-from trencadis.engine.batch import ModelInput, build_decode, build_prompt, lay_out_decodes
 from trencadis.engine.devices import Device
-from trencadis.engine.forwards import Forwards
-from trencadis.engine.grids import Grids
-from trencadis.engine.prompt_batches import split_prompts
-from trencadis.engine.shapes import (
+from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
+from trencadis.engine.runner.block_moves import carry_out
+from trencadis.engine.runner.forward_runner import ForwardRunner
+from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.model_input import (
+    ModelInput,
+    build_decode,
+    build_prompt,
+    lay_out_decodes,
+)
+from trencadis.engine.runner.prompt_batches import split_prompts
+from trencadis.engine.runner.shapes import (
     DecodeShape,
     ForwardShape,
     PromptShape,
     decode_shape,
     prompt_shape,
 )
-from trencadis.engine.swaps import carry_out
 from trencadis.kvcache import Direction
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
@@ -61,17 +66,17 @@ class ModelRunner:
     """
 
     def __init__(
-        self, forwards: Forwards, device: Device, cache: KVCache, grids: Grids | None
+        self, forwards: ForwardRunner, device: Device, cache: KVCache, grids: Grids | None
     ) -> None:
-        self.forwards = forwards
+        self.forward_runner = forwards
         self.padded_tokens = 0
         self.bucket_misses = 0
         self._device = device
         self._cache = cache
         self._grids = grids
-        self._readiness: BackgroundPreparation | None = None
+        self._readiness: BackgroundWarmupLoop | None = None
 
-    def prefer_ready(self, readiness: BackgroundPreparation) -> None:
+    def prefer_ready(self, readiness: BackgroundWarmupLoop) -> None:
         """Let a batch whose bucket is not ready yet use a larger one that is."""
         self._readiness = readiness
 
@@ -82,14 +87,14 @@ class ModelRunner:
         logits: list[torch.Tensor] = []
         swap_s: Mapping[Direction, float] = {}
         if output.moves:
-            with self.forwards.watched("moving blocks"):
+            with self.forward_runner.watched("moving blocks"):
                 swap_s = carry_out(output.moves, self._cache, self._device)
         if output.decodes:
             for decodes, batch in self._decode_batches(output.decodes):
-                self._collect(decodes, self.forwards.run(batch), seq_ids, logits)
+                self._collect(decodes, self.forward_runner.run(batch), seq_ids, logits)
         for chunks in split_prompts(output.prompts, self._prompt_cost):
             batch = self._prompt_batch(chunks)
-            self._collect(chunks, self.forwards.run(batch), seq_ids, logits)
+            self._collect(chunks, self.forward_runner.run(batch), seq_ids, logits)
         rows = torch.cat(logits) if logits else torch.empty(0)
         return StepLogits(tuple(seq_ids), rows, swap_s)
 
@@ -98,7 +103,7 @@ class ModelRunner:
     def execute(self, phase: Phase, bucket: Bucket) -> None:
         """Make the bucket's shapes ready, and run them once."""
         for shape in self._shapes(phase, bucket):
-            self.forwards.prepare(self._dummy(shape))
+            self.forward_runner.prepare(self._dummy(shape))
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
         """Record the bucket's shapes as graphs, and replay each once.
@@ -106,13 +111,13 @@ class ModelRunner:
         A lazy device also compiles what copies a batch into the graph's own inputs.
         """
         for shape in self._shapes(phase, bucket):
-            self.forwards.capture(self._dummy(shape))
-            self.forwards.prepare(self._dummy(shape))
+            self.forward_runner.capture(self._dummy(shape))
+            self.forward_runner.prepare(self._dummy(shape))
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
         """Forget the bucket's graphs."""
         for shape in self._shapes(phase, bucket):
-            self.forwards.release(shape)
+            self.forward_runner.release(shape)
 
     def synchronize(self) -> None:
         self._device.synchronize()
@@ -125,7 +130,7 @@ class ModelRunner:
         if phase is Phase.PROMPT:
             return [PromptShape(*bucket.shape)]
         shape = self._decode_shape(*bucket.shape)
-        if shape.batch == 1 or not self.forwards.fixed_shapes:
+        if shape.batch == 1 or not self.forward_runner.fixed_shapes:
             return [shape]
         return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
@@ -150,7 +155,7 @@ class ModelRunner:
         exact = decode_shape(decodes)
         shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
-        if self.forwards.fixed_shapes and layout.num_extra > shape.blocks:
+        if self.forward_runner.fixed_shapes and layout.num_extra > shape.blocks:
             half = len(decodes) // 2
             yield from self._decode_batches(decodes[:half])
             yield from self._decode_batches(decodes[half:])
@@ -171,7 +176,7 @@ class ModelRunner:
         to be made ready; the next power of two from 8 on elsewhere."""
         if not pairs:
             return 0
-        return blocks if self.forwards.fixed_shapes else max(8, 1 << (pairs - 1).bit_length())
+        return blocks if self.forward_runner.fixed_shapes else max(8, 1 << (pairs - 1).bit_length())
 
     def _prompt_cost(self, chunks: Scheduled) -> float | None:
         """Padded tokens of these chunks as one forward, and the price of a forward."""

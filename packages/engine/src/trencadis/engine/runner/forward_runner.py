@@ -11,16 +11,17 @@ import attrs
 import torch
 from torch import nn
 
-from trencadis.engine.batch import ModelInput
 from trencadis.engine.devices import Device, Graph
-from trencadis.engine.models.decoder_layers import DecoderLayers, LayerRun, Recording
-from trencadis.engine.shapes import ForwardShape
+from trencadis.engine.models.decoder_layers import DecoderLayers, Recording
+from trencadis.engine.models.paged_context import LayerRun
+from trencadis.engine.runner.model_input import ModelInput
+from trencadis.engine.runner.shapes import ForwardShape
 from trencadis.kvcache.tensors import KVCache
 
 logger = logging.getLogger("trencadis.engine")
 
 
-class Forwards:
+class ForwardRunner:
     """Runs a model in shapes that were made ready, and tells when one was not.
 
     ``compiled`` gives each shape a program for the decoder layers. Where shapes have to be made

@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import torch
 
+from trencadis.engine.core.group_requests import as_request, in_parts
 from trencadis.engine.errors import EngineOverloaded, InvalidRequest
-from trencadis.engine.group_requests import as_request, in_parts
-from trencadis.engine.messages import NewToken
+from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import FinishReason
-from trencadis.engine.runner import StepLogits
-from trencadis.engine.sampler import SampledToken, SamplingRow, rank_tokens, sample
+from trencadis.engine.runner.model_runner import StepLogits
+from trencadis.engine.runner.sampler import SampledToken, SamplingRow, rank_tokens, sample
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import (
     Candidate,
@@ -76,7 +76,7 @@ class Chosen:
         }
 
 
-class Requests:
+class RequestTable:
     """Queues, samples, reports and ends the requests of one core.
 
     ``rng`` gives seeds to samples whose request brings none.

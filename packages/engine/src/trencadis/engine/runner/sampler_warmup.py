@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trencadis.engine.devices import Device
-from trencadis.engine.sampler import SamplingRow, sample
+from trencadis.engine.runner.sampler import SamplingRow, sample
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.warmup import DummyRequest, SamplerConfig
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import attrs
 
-from trencadis.engine.channel import CoreChannel
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
-from trencadis.engine.messages import (
+from trencadis.engine.ipc.channel import CoreChannel
+from trencadis.engine.ipc.messages import (
     Abort,
     Add,
     Control,
@@ -29,7 +29,7 @@ from trencadis.engine.messages import (
 from trencadis.scheduler import BatchControlResult, ControlError
 
 if TYPE_CHECKING:
-    from trencadis.engine.core import EngineCore
+    from trencadis.engine.core.engine_core import EngineCore
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -73,7 +73,7 @@ def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSetting
 
 def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
     # Imported here, so that the front, which imports this module, does not wait for PyTorch.
-    from trencadis.engine.core import EngineCore  # noqa: PLC0415
+    from trencadis.engine.core.engine_core import EngineCore  # noqa: PLC0415
 
     core = EngineCore(config)
     try:
@@ -81,11 +81,11 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
         channel.send(
             Ready(
                 max_model_len=core.max_model_len,
-                num_blocks=core.executor.num_blocks,
+                num_blocks=core.worker.num_blocks,
                 block_size=config.block_size,
-                dtype=str(core.executor.dtype).removeprefix("torch."),
+                dtype=str(core.worker.dtype).removeprefix("torch."),
                 device=core.device.name,
-                num_buckets=core.executor.num_buckets,
+                num_buckets=core.worker.num_buckets,
                 warmup_seconds=report.seconds if report is not None else 0.0,
             )
         )
