@@ -92,7 +92,7 @@ def _watch(recording: Path) -> ThermalMonitor:
 
 def _core(watch: ThermalMonitor) -> EngineCore:
     settings = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    core = EngineCore(EngineConfig(model=default_model(), **settings), heat=watch)
+    core = EngineCore(EngineConfig(model=default_model(), **settings), thermal=watch)
     core.warm_up()
     return core
 

@@ -109,7 +109,7 @@ def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
     assert stats.bucket_misses == 0
-    assert stats.padded_tokens > stats.prompt_tokens
+    assert stats.padded_tokens > stats.computed_prefill_tokens
 
 
 def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
@@ -138,9 +138,9 @@ def test_shared_prefix_is_computed_once_and_changes_no_token(tiny_model: Path) -
     for sharing in (True, False):
         llm = LLM(str(tiny_model), **settings(enable_prefix_caching=sharing, max_num_seqs=8))
         first = llm.generate([common], GREEDY)
-        before = llm.core.stats.prompt_tokens
+        before = llm.core.stats.computed_prefill_tokens
         results[sharing] = first + llm.generate(asked, GREEDY)
-        computed = llm.core.stats.prompt_tokens - before
+        computed = llm.core.stats.computed_prefill_tokens - before
         assert (computed < sum(map(len, asked)) / 3) == sharing
         assert llm.core.stats.used_blocks == 0
     assert results[True] == results[False]
@@ -317,4 +317,19 @@ def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
     config = settings(num_blocks=None, kv_cache_memory=100_000)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
-    assert core.worker.num_blocks == 100_000 // block_bytes
+    assert core.worker.limits.num_blocks == 100_000 // block_bytes
+
+
+@pytest.mark.parametrize("length", [1, 10])
+def test_prompt_tokens_are_counted_once_whatever_is_recomputed_or_sampled(
+    tiny_model: Path, length: int
+) -> None:
+    """As vLLM's ``prompt_tokens_total``: cached, recomputed and shared tokens do not change it."""
+    llm = LLM(str(tiny_model), **settings(num_blocks=20, max_num_seqs=4))
+    prompts = [tuple(range(50 + i, 50 + i + length)) for i in range(2)]
+    params = SamplingParams(n=2, max_tokens=50, seed=0, ignore_eos=True)
+    llm.generate(prompts, params)
+    stats = llm.core.stats
+    assert stats.num_preemptions > 0
+    assert stats.prompt_tokens == 2 * length
+    assert stats.generation_tokens == 2 * 2 * 50

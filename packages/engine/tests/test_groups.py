@@ -84,7 +84,7 @@ def test_a_sample_is_what_a_request_with_its_seed_would_be(
 def test_the_prompt_of_samples_is_computed_once(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **settings(enable_prefix_caching=False))
     llm.generate([PROMPT], attrs.evolve(SAMPLED, n=4))
-    assert llm.core.stats.prompt_tokens <= len(PROMPT)
+    assert llm.core.stats.computed_prefill_tokens <= len(PROMPT)
 
 
 @pytest.mark.parametrize("host", [0, 64], ids=["recomputed", "swapped"])

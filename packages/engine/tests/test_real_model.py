@@ -147,7 +147,7 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
         results = llm.generate([longest, *asked], GREEDY)[1:]
         assert [one.completions[0].token_ids for one in results] == reference
         assert spy.called == together, "defragmentation took place when it was on"
-        computed[together] = llm.core.stats.prompt_tokens
+        computed[together] = llm.core.stats.computed_prefill_tokens
         assert llm.core.stats.used_blocks == 0
     assert computed[True] < 0.7 * computed[False]
 

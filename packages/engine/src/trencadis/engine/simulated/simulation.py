@@ -11,7 +11,8 @@ from collections.abc import Iterator
 
 from trencadis.bucketing import BucketingError
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.runner.grids import Grids, ShapeLimits, configured_grids
+from trencadis.engine.runner.grids import Grids, configured_grids
+from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.cost_model import CostModel
@@ -35,7 +36,6 @@ from trencadis.scheduler import (
     QueueFull,
     Request,
     Scheduler,
-    SchedulerConfig,
     SchedulerError,
     SchedulerOutput,
     ThermalGuard,
@@ -78,8 +78,7 @@ class Simulation:
         config = self.config
         costs = CostModel(self.model, self.hardware, config.block_size)
         memory = MemoryModel(self.model, self.hardware)
-        budget = max(config.max_num_batched_tokens, config.max_num_seqs)
-        free = memory.free_after_profile(budget, config.max_num_seqs)
+        free = memory.free_after_profile(token_budget(config), config.max_num_seqs)
         self.plan = MemoryPlan.from_profile(
             free,
             config.gpu_memory_utilization,
@@ -90,16 +89,8 @@ class Simulation:
         self.num_blocks = self._num_blocks(costs.block_bytes)
         self.runtime = SimulatedRuntime(costs, memory, self.clock, free)
         self.runtime.allocate(self.num_blocks * costs.block_bytes)
-        self.grids = configured_grids(
-            config.bucketing,
-            ShapeLimits(
-                max_model_len=self.max_model_len,
-                max_num_batched_tokens=budget,
-                max_num_seqs=config.max_num_seqs,
-                block_size=config.block_size,
-                num_blocks=self.num_blocks,
-            ),
-        )
+        limits = ServingLimits.of(config, self.max_model_len, self.num_blocks)
+        self.grids = configured_grids(config.bucketing, limits)
         self.runner = SimulatedRunner(self.runtime, self.grids, config.seed)
         self.heat = SimulatedHeat(self.hardware.board, self.clock, config.ambient_c, config.seed)
         self.reader = TemperatureReader(self.heat, ReaderConfig(), clock=self.clock)
@@ -111,21 +102,17 @@ class Simulation:
             ),
             governor=BandwidthGovernor(costs.block_bytes),
         )
-        self.scheduler = self._scheduler(budget, self.grids)
+        self.scheduler = self._scheduler(limits, self.grids)
 
-    def _scheduler(self, budget: int, grids: Grids) -> Scheduler:
+    def _scheduler(self, limits: ServingLimits, grids: Grids) -> Scheduler:
         config = self.config
         guard = None
         if config.thermal_policy != "none":
             policy = load_thermal_policy(config.thermal_policy, **config.thermal_options)
             guard = ThermalGuard(policy, self.reader.state)
         return Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=budget,
-                max_model_len=self.max_model_len,
-                max_chunk_tokens=grids.prompt.values("query")[-1],
-                max_waiting=config.max_waiting,
+            limits.scheduler_config(
+                max_waiting=config.max_waiting, max_chunk_tokens=grids.max_chunk_tokens
             ),
             self.blocks,
             thermal=guard,
@@ -134,23 +121,20 @@ class Simulation:
         )
 
     def _num_blocks(self, block_bytes: int) -> int:
-        """As configured, or as many as fit and can be used."""
-        per_sequence = -(-self.max_model_len // self.config.block_size)
-        num_blocks = self.config.num_blocks
-        if num_blocks is None:
-            num_blocks = min(self.plan.num_blocks, per_sequence * self.config.max_num_seqs + 1)
-        elif num_blocks > self.plan.num_blocks:
+        """As configured, or as many as fit the memory of the simulated device."""
+        fitting, configured = self.plan.num_blocks, self.config.num_blocks
+        if configured is not None and configured > fitting:
             raise ConfigError(
-                f"num_blocks {num_blocks} is above the {self.plan.num_blocks} blocks of "
+                f"num_blocks {configured} is above the {fitting} blocks of "
                 f"{format_bytes(block_bytes)} that {self.hardware.name} has room for: lower it"
             )
-        if num_blocks - 1 < per_sequence:
-            raise ConfigError(
-                f"a KV cache of {num_blocks} blocks of {self.config.block_size} tokens cannot hold "
-                f"one sequence of max_model_len {self.max_model_len}: lower max_model_len, or take "
-                f"a device with more memory (a block takes {format_bytes(block_bytes)})"
-            )
-        return num_blocks
+        return num_cache_blocks(
+            self.config,
+            self.max_model_len,
+            fitting=fitting,
+            block_bytes=block_bytes,
+            remedy="take a device with more memory",
+        )
 
     def warm_up(self) -> WarmupReport:
         """Run every bucket and capture graphs, as a server does before it listens."""
