@@ -242,8 +242,11 @@ def _collect(
     scheduled: Scheduled, rows: torch.Tensor, seq_ids: list[int], logits: list[torch.Tensor]
 ) -> None:
     """Append the logits of the sequences that sample a token in this step."""
-    sampling = [row for row, sequence in enumerate(scheduled) if sequence.samples]
-    seq_ids.extend([scheduled[row].seq_id for row in sampling])
+    sampling: list[int] = []
+    for row, sequence in enumerate(scheduled):
+        if sequence.samples:
+            sampling.append(row)
+            seq_ids.append(sequence.seq_id)
     if len(sampling) == len(scheduled):
         logits.append(rows)
     elif sampling:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -49,14 +49,20 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 
     Log-probabilities are computed from the unmodified logits, as in the OpenAI API.
     """
+    random: list[int] = []
+    wants_logprobs = False
+    for i, row in enumerate(rows):
+        if not row.params.greedy:
+            random.append(i)
+        if row.params.logprobs is not None:
+            wants_logprobs = True
     logits = logits.float()
-    raw = torch.log_softmax(logits, dim=-1) if _any(rows, _wants_logprobs) else None
+    raw = torch.log_softmax(logits, dim=-1) if wants_logprobs else None
     logits = _adjust(logits, rows)
-    chosen = logits.argmax(dim=-1)
-    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    sampled = logits.argmax(dim=-1)
     if random:
-        chosen[random] = _draw(logits[random], [rows[i] for i in random])
-    tokens = chosen.tolist()
+        sampled[random] = _draw(logits[random], [rows[i] for i in random])
+    tokens = sampled.tolist()
     if raw is None:
         return [SampledToken(token) for token in tokens]
     return [
@@ -83,21 +89,26 @@ def rank_tokens(
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits with bias, minimum length and penalties applied; a copy where anything changes."""
-    steps: tuple[tuple[Callable[[SamplingRow], bool], Callable[..., None]], ...] = (
-        (lambda row: bool(row.params.logit_bias), _add_bias),
-        (lambda row: len(row.output_token_ids) < row.params.min_tokens, _forbid_stop),
-        (lambda row: row.params.repetition_penalty != 1.0, _penalise_repetition),
-        (_has_count_penalty, _penalise_counts),
-    )
-    if not any(_any(rows, applies) for applies, _ in steps):
-        return logits
-    logits = logits.clone()
-    for applies, apply in steps:
-        for i, row in enumerate(rows):
-            if applies(row):
-                apply(logits[i], row)
-    return logits
+    """Logits with bias, minimum length and penalties applied; a copy where a row has any."""
+    adjusted: torch.Tensor | None = None
+    for i, row in enumerate(rows):
+        params = row.params
+        too_short = len(row.output_token_ids) < params.min_tokens
+        repetition = params.repetition_penalty != 1.0
+        counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        if not (params.logit_bias or too_short or repetition or counts):
+            continue
+        if adjusted is None:
+            adjusted = logits.clone()
+        if params.logit_bias:
+            _add_bias(adjusted[i], row)
+        if too_short:
+            _forbid_stop(adjusted[i], row)
+        if repetition:
+            _penalise_repetition(adjusted[i], row)
+        if counts:
+            _penalise_counts(adjusted[i], row)
+    return logits if adjusted is None else adjusted
 
 
 def _add_bias(logits: torch.Tensor, row: SamplingRow) -> None:
@@ -222,15 +233,3 @@ def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 
 def _ids(ids: object, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(ids), dtype=torch.long, device=like.device)  # type: ignore[call-overload]
-
-
-def _any(rows: Sequence[SamplingRow], predicate: Callable[[SamplingRow], bool]) -> bool:
-    return any(predicate(row) for row in rows)
-
-
-def _wants_logprobs(row: SamplingRow) -> bool:
-    return row.params.logprobs is not None
-
-
-def _has_count_penalty(row: SamplingRow) -> bool:
-    return row.params.presence_penalty != 0.0 or row.params.frequency_penalty != 0.0
