@@ -1,8 +1,7 @@
-"""A server on a simulated device: real scheduler, cache, grids, warm-up and thermal policy.
+"""Serves a trace on a simulated device, with the real scheduler, cache, grids and warm-up.
 
-Only the device and the clock are made up. A step is decided by the scheduler, carried out by
-`SimulatedRunner`, which passes the time that it would take, and reported back; requests arrive
-when the clock says so.
+Only the device and the clock are simulated. The scheduler decides a step; `SimulatedRunner`
+advances the clock by the time that the step would take; requests arrive by that clock.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from trencadis.engine.simulated.hardware import find_hardware
 from trencadis.engine.simulated.heat import SimulatedHeat
 from trencadis.engine.simulated.memory_model import MemoryModel
 from trencadis.engine.simulated.model_shape import ModelShape
-from trencadis.engine.simulated.records import Moment, Records
+from trencadis.engine.simulated.records import Records, Sample
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
@@ -45,17 +44,17 @@ from trencadis.scheduler.telemetry import ReaderConfig, TemperatureReader
 from trencadis.scheduler.thermal import load_thermal_policy
 from trencadis.warmup import MemoryPlan, WarmupError, WarmupReport, format_bytes, warm_up
 
-_MOMENTS = 500
-"""At most so many over the time in which requests arrive."""
+_NUM_SAMPLES = 500
+"""State samples over the period in which requests arrive, at most."""
 
-_NAP_S = 1e-3
-"""How long a server waits that has requests and may not compute, before it asks again."""
+_STALLED_S = 1e-3
+"""Pause after a step in which no sequence could run."""
 
 
 class Simulation:
-    """One run: `warm_up`, then iterate over `serve`, then look at ``records`` and the parts.
+    """One run: call `warm_up`, iterate over `serve`, then read ``records``.
 
-    Raises `ConfigError` for settings, a model and a device that do not go together.
+    Raises `ConfigError` for settings that do not fit the model or the device.
     """
 
     def __init__(self, config: SimulationConfig, model: ModelShape, workload: Workload) -> None:
@@ -74,7 +73,7 @@ class Simulation:
             raise ConfigError(str(error)) from error
 
     def _build(self) -> None:
-        """Divide the memory, and put the libraries together."""
+        """Plan the memory and build the device, the grids, the cache and the scheduler."""
         config = self.config
         costs = CostModel(self.model, self.hardware, config.block_size)
         memory = MemoryModel(self.model, self.hardware)
@@ -137,7 +136,7 @@ class Simulation:
         )
 
     def warm_up(self) -> WarmupReport:
-        """Run every bucket and capture graphs, as a server does before it listens."""
+        """Warm up every bucket and capture graphs, as a server does before it accepts requests."""
         report = warm_up(
             self.runtime,
             self.grids.prompt.buckets,
@@ -151,10 +150,10 @@ class Simulation:
         return report
 
     def serve(self) -> Iterator[None]:
-        """Serve the whole workload; yields each time that a request is done, or refused."""
+        """Serve the whole workload; yields once for each request that finishes or is refused."""
         arrivals = _Arrivals(self.workload, self.model.vocab_size, self.config.seed, self.clock())
-        interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _MOMENTS)
-        self.started_s = next_moment_s = next_poll_s = self.clock()
+        interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _NUM_SAMPLES)
+        self.started_s = next_sample_s = next_poll_s = self.clock()
         while arrivals.next_s is not None or self.scheduler.has_work:
             now_s = self.clock()
             if now_s >= next_poll_s:
@@ -168,15 +167,15 @@ class Simulation:
                 continue
             output, ended = self._step()
             if output.is_empty and not output.moves:
-                self._idle_until(self.clock() + _NAP_S)
-            if now_s >= next_moment_s:
-                self.records.moments.append(self._moment(output))
-                next_moment_s = now_s + interval_s
+                self._idle_until(self.clock() + _STALLED_S)
+            if now_s >= next_sample_s:
+                self.records.samples.append(self._sample(output))
+                next_sample_s = now_s + interval_s
             for _ in range(ended):
                 yield
 
     def _accept(self, arrived_s: float, request: Request) -> bool:
-        """Queue a request; False where a server would refuse it."""
+        """Add a request to the queue; False if a server would refuse it."""
         prompt = len(request.prompt_token_ids)
         try:
             if prompt + request.max_tokens > self.max_model_len:
@@ -189,7 +188,7 @@ class Simulation:
         return True
 
     def _step(self) -> tuple[SchedulerOutput, int]:
-        """One step of the engine: its decision, and how many requests it has ended."""
+        """Run one step; returns the scheduler's decision and the number of finished requests."""
         output = self.scheduler.schedule()
         tokens = self.runner.run(output)
         running = self.scheduler.num_running
@@ -209,24 +208,24 @@ class Simulation:
             self.clock.advance(max(0.0, then_s - self.clock()))
             self.heat.follow(0)
 
-    def _moment(self, output: SchedulerOutput) -> Moment:
+    def _sample(self, output: SchedulerOutput) -> Sample:
         scheduler, board = self.scheduler, self.heat.model
-        return Moment(
+        return Sample(
             at_s=self.clock() - self.started_s,
             running=scheduler.num_running,
             waiting=scheduler.num_waiting,
             swapped=scheduler.num_swapped,
             used_blocks=self.blocks.num_used_blocks,
             highest_block=self.blocks.highest_in_use,
-            tokens=self.records.tokens_since_last_moment(),
+            tokens=self.records.tokens_since_last_sample(),
             temperature_c=board.chip_c,
             power_w=board.power_w,
-            cap=output.max_running,
+            running_limit=output.max_running,
         )
 
 
 class _Arrivals:
-    """The workload's requests in turn, on the simulation's clock."""
+    """The workload's requests in order of arrival, on the simulation's clock."""
 
     def __init__(self, workload: Workload, vocab_size: int, seed: int, started_s: float) -> None:
         self._started_s = started_s
@@ -235,11 +234,11 @@ class _Arrivals:
 
     @property
     def next_s(self) -> float | None:
-        """When the next request arrives; None after the last."""
+        """Arrival time of the next request, seconds; None after the last."""
         return None if self._pending is None else self._started_s + self._pending[0]
 
     def due(self, now_s: float) -> Iterator[tuple[float, Request]]:
-        """The requests that have arrived by now and were not given out before."""
+        """The requests that have arrived since the previous call."""
         while self._pending is not None and self._started_s + self._pending[0] <= now_s:
             arrived_s, request = self._pending
             self._pending = next(self._requests, None)
@@ -247,6 +246,6 @@ class _Arrivals:
 
 
 def _max_model_len(config: SimulationConfig, model: ModelShape, workload: Workload) -> int:
-    """As configured, or as long as the workload needs."""
+    """As configured, or the longest request of the workload."""
     longest = longest_sequence(config.max_model_len, model.max_position_embeddings)
     return longest if config.max_model_len else min(longest, max(2, workload.longest))
