@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from trencadis.bucketing import Bucket
-from trencadis.warmup.lines import bucket_line
+from trencadis.warmup.execution import execute_bucket
+from trencadis.warmup.log_lines import bucket_line
 from trencadis.warmup.report import BucketTime, WarmupReport
 from trencadis.warmup.runtime import Phase, Runtime
-from trencadis.warmup.timing import run_bucket
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -118,7 +118,7 @@ class BackgroundWarmup:
         position, total = self._warm[phase] + 1, self._totals[phase]
         free = self._runtime.free_memory()
         logger.info(bucket_line(phase.value, position, total, bucket, free))
-        spent = run_bucket(self._runtime, phase, bucket, self._clock)
+        spent = execute_bucket(self._runtime, phase, bucket, self._clock)
         self._executed.append(spent)
         self.mark_ready(phase, bucket)
         return spent

@@ -19,9 +19,9 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 import attrs
 
 from trencadis.bucketing import Bucket
-from trencadis.warmup.lines import bucket_line, format_bytes, shape_words
-from trencadis.warmup.memory import GraphBudget
-from trencadis.warmup.prediction import CostModel
+from trencadis.warmup.graph_cost import GraphCostModel
+from trencadis.warmup.log_lines import bucket_line, format_bytes, shape_words
+from trencadis.warmup.memory_plan import GraphBudget
 from trencadis.warmup.report import CaptureReport, GraphOutcome, GraphStatus
 from trencadis.warmup.runtime import GraphRuntime, Phase
 from trencadis.warmup.strategies import Order
@@ -200,7 +200,7 @@ class _Queue:
     def __init__(self, buckets: Iterable[Bucket], order: Order) -> None:
         candidates = list(dict.fromkeys(buckets))
         self.total = len(candidates)
-        self.costs = CostModel(candidates)
+        self.costs = GraphCostModel(candidates)
         self.decided: set[Bucket] = set()
         self._order = order
         self._queue = order(candidates, self.costs.expected)

@@ -7,9 +7,9 @@ from typing import Any
 
 import attrs
 
-from trencadis.warmup.checks import fraction
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.strategies import STRATEGIES
+from trencadis.warmup.validators import fraction
 
 _TRUE, _FALSE = {"1", "true", "yes", "on", "y", "t"}, {"0", "false", "no", "off", "n", "f"}
 

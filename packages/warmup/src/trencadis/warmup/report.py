@@ -12,7 +12,7 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.warmup.errors import WarmupError
-from trencadis.warmup.lines import format_bytes
+from trencadis.warmup.log_lines import format_bytes
 from trencadis.warmup.runtime import Phase
 
 

@@ -13,14 +13,14 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import WarmupError
-from trencadis.warmup.lines import bucket_line
-from trencadis.warmup.memory import MemoryPlan
-from trencadis.warmup.progress import track
+from trencadis.warmup.execution import execute_bucket
+from trencadis.warmup.log_lines import bucket_line
+from trencadis.warmup.memory_plan import MemoryPlan
+from trencadis.warmup.progress_bar import track
 from trencadis.warmup.report import BucketTime, CaptureReport, StageTime, WarmupReport
 from trencadis.warmup.runtime import GraphRuntime, Phase, Runtime
 from trencadis.warmup.sampler import SamplerRuntime, sampler_batch_sizes, warm_up_sampler
 from trencadis.warmup.strategies import capture_order
-from trencadis.warmup.timing import run_bucket
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -119,7 +119,7 @@ class _Session:
                 return
             free = self.runtime.free_memory()
             logger.info(bucket_line(phase.value, position, len(buckets), bucket, free))
-            self.executed.append(run_bucket(self.runtime, phase, bucket, self.clock))
+            self.executed.append(execute_bucket(self.runtime, phase, bucket, self.clock))
             yield
 
     def capture(

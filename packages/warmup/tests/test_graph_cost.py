@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.warmup.prediction import CostModel
+from trencadis.warmup.graph_cost import GraphCostModel
 
 MIB = 1 << 20
 GRID = BucketGrid({"batch": (1, 2, 4, 8), "seq": range(128, 1025, 128)})
@@ -30,7 +30,7 @@ SPANNING = [bucket(1, 128), bucket(2, 128), bucket(1, 256), bucket(2, 256)]
 def test_linear_costs_are_expected_right_once_every_unknown_has_been_seen(
     parts: tuple[float, ...],
 ) -> None:
-    model = CostModel(GRID)
+    model = GraphCostModel(GRID)
     for seen in SPANNING:
         model.observe(seen, linear(parts, seen))
     for one in GRID:
@@ -41,7 +41,7 @@ def test_linear_costs_are_expected_right_once_every_unknown_has_been_seen(
 def test_what_is_reckoned_with_never_exceeds_a_linear_cost_and_soon_comes_close(
     parts: tuple[float, ...],
 ) -> None:
-    model = CostModel(GRID)
+    model = GraphCostModel(GRID)
     for seen in list(GRID)[:20]:
         for one in GRID:
             assert model.at_least(one) <= linear(parts, one) * (1 + 1e-9)
@@ -51,7 +51,7 @@ def test_what_is_reckoned_with_never_exceeds_a_linear_cost_and_soon_comes_close(
 
 
 def test_each_graph_that_was_got_right_lowers_the_doubt() -> None:
-    model, asked, claims = CostModel(GRID), bucket(8, 1024), []
+    model, asked, claims = GraphCostModel(GRID), bucket(8, 1024), []
     for seen in (*SPANNING, bucket(4, 128), bucket(4, 256), bucket(1, 384)):
         model.observe(seen, seen["batch"] * seen["seq"])
         claims.append(model.at_least(asked) if model.knows(asked) else 0.0)
@@ -60,7 +60,7 @@ def test_each_graph_that_was_got_right_lowers_the_doubt() -> None:
 
 
 def test_nothing_is_claimed_of_a_batch_size_that_was_never_measured() -> None:
-    model = CostModel(GRID)
+    model = GraphCostModel(GRID)
     for seq in (128, 256, 384, 512):
         model.observe(bucket(8, seq), 8 * seq)
     assert model.knows(bucket(8, 1024))
@@ -69,7 +69,7 @@ def test_nothing_is_claimed_of_a_batch_size_that_was_never_measured() -> None:
 
 
 def test_before_the_fit_speaks_a_larger_shape_costs_no_less_than_a_smaller_one() -> None:
-    model = CostModel(GRID)
+    model = GraphCostModel(GRID)
     assert model.at_least(bucket(1, 128)) == 0
     model.observe(bucket(2, 256), 100)
     assert model.at_least(bucket(4, 256)) == 100
@@ -77,7 +77,7 @@ def test_before_the_fit_speaks_a_larger_shape_costs_no_less_than_a_smaller_one()
 
 
 def test_doubt_grows_with_the_errors_made() -> None:
-    exact, noisy = CostModel(GRID), CostModel(GRID)
+    exact, noisy = GraphCostModel(GRID), GraphCostModel(GRID)
     for i, one in enumerate(list(GRID)[:12]):
         tokens = one["batch"] * one["seq"]
         exact.observe(one, 1000 * tokens)
@@ -88,7 +88,7 @@ def test_doubt_grows_with_the_errors_made() -> None:
 
 
 def test_costs_of_nothing_are_predicted_as_nothing() -> None:
-    model = CostModel(GRID)
+    model = GraphCostModel(GRID)
     for one in list(GRID)[:8]:
         model.observe(one, 0)
     assert model.at_least(bucket(8, 1024)) == 0

@@ -9,7 +9,7 @@ from trencadis.warmup.report import BucketTime
 from trencadis.warmup.runtime import Phase, Runtime
 
 
-def run_bucket(
+def execute_bucket(
     runtime: Runtime, phase: Phase, bucket: Bucket, clock: Callable[[], float]
 ) -> BucketTime:
     """Execute and wait; the time is that of a compilation where the bucket was cold."""

@@ -31,7 +31,7 @@ _ROUNDING = 1e-6
 """Relative error of a fit that is exact; a graph that fits to the byte must not be skipped."""
 
 
-class CostModel:
+class GraphCostModel:
     """Costs of one phase's buckets, in bytes. ``buckets`` are all that may be asked for."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:

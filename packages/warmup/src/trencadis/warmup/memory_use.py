@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from trencadis.warmup.lines import format_bytes
+from trencadis.warmup.log_lines import format_bytes
 
 _MEMINFO = Path("/proc/meminfo")
 

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trencadis.warmup.progress import track
+from trencadis.warmup.progress_bar import track
 
 pytest.importorskip("rich")
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import attrs
 
-from trencadis.warmup.checks import fraction, not_negative, positive
 from trencadis.warmup.errors import ConfigError
-from trencadis.warmup.lines import format_bytes
+from trencadis.warmup.log_lines import format_bytes
+from trencadis.warmup.validators import fraction, not_negative, positive
 
 
 @attrs.frozen(kw_only=True)
