@@ -1,6 +1,6 @@
-"""How device memory is divided after profiling: KV cache, graphs of each phase, margin (seed 000).
+"""How device memory is divided after the profiling run: KV cache, graphs, margin (seed 000).
 
-All sizes are bytes. Reading how much memory there is belongs to the host; see also `MemoryUse`.
+All sizes are bytes. The host measures free memory and passes it in.
 """
 
 from __future__ import annotations
@@ -9,30 +9,42 @@ import attrs
 
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.log_lines import format_bytes
-from trencadis.warmup.validators import fraction, not_negative, positive
+from trencadis.warmup.validators import integer, number
+
+GPU_MEMORY_UTILIZATION = 0.9
+"""Default share of the free memory that may be used (seed 000)."""
+
+GRAPH_RESERVED_MEM = 0.1
+"""Default share of the usable memory that is reserved for graphs (seed 000)."""
+
+GRAPH_PROMPT_RATIO = 0.3
+"""Default share of the graph memory that prompt graphs may take first (seed 000)."""
 
 
 @attrs.frozen(kw_only=True)
 class GraphBudget:
-    """What graphs may take: ``total`` of the ``free`` bytes, ``prompt_ratio`` of it for prompts.
+    """Device memory that graphs may take: ``total`` of the ``free`` bytes.
 
-    The shares are where each phase starts; what one leaves over the other may use.
+    Prompt graphs start with ``prompt_ratio`` of it, decode graphs with the rest. A phase may also
+    use what the other phase leaves unused.
     """
 
-    total: int = attrs.field(validator=not_negative)
-    free: int = attrs.field(validator=not_negative)
-    prompt_ratio: float = attrs.field(default=0.3, validator=fraction)
+    total: int = attrs.field(validator=integer(0))
+    free: int = attrs.field(validator=integer(0))
+    prompt_ratio: float = attrs.field(default=GRAPH_PROMPT_RATIO, validator=number(0, 1))
 
     @property
     def prompt(self) -> int:
+        """Share of the prompt graphs, bytes."""
         return int(self.total * self.prompt_ratio)
 
     @property
     def decode(self) -> int:
+        """Share of the decode graphs, bytes."""
         return self.total - self.prompt
 
     def describe(self) -> str:
-        """The log line of the seeds. Shares have a digit more, so that they add up as printed."""
+        """The log line of seed 000. Shares have five digits, so that they add up."""
         return (
             f"Using {format_bytes(self.total)}/{format_bytes(self.free)} of free device memory "
             f"for HPUGraphs, {format_bytes(self.prompt, 5)} for prompt and "
@@ -43,32 +55,34 @@ class GraphBudget:
 
 @attrs.frozen(kw_only=True)
 class MemoryPlan:
-    """What the memory left after the profiling run is used for. All sizes in bytes.
+    """Divides the memory that is free after the profiling run. Rule and defaults: seed 000.
 
-    ``gpu_memory_utilization`` of the free memory is usable; of that, ``graph_reserved_mem`` is
-    kept for graphs, ``graph_prompt_ratio`` of it for prompts at first, and the rest holds the KV
-    cache. Defaults and rule: seed 000.
+    ``gpu_memory_utilization`` of ``free_after_profile`` is usable. Of that, ``graph_reserved_mem``
+    is reserved for graphs; the rest holds the KV cache in blocks of ``block_bytes``.
+    ``graph_prompt_ratio`` of the graph memory is for prompt graphs first.
     """
 
-    free_after_profile: int = attrs.field(validator=positive)
-    block_bytes: int = attrs.field(validator=positive)
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
-    graph_reserved_mem: float = attrs.field(default=0.1, validator=fraction)
-    graph_prompt_ratio: float = attrs.field(default=0.3, validator=fraction)
+    free_after_profile: int = attrs.field(validator=integer(1))
+    block_bytes: int = attrs.field(validator=integer(1))
+    gpu_memory_utilization: float = attrs.field(
+        default=GPU_MEMORY_UTILIZATION, validator=number(0, 1)
+    )
+    graph_reserved_mem: float = attrs.field(default=GRAPH_RESERVED_MEM, validator=number(0, 1))
+    graph_prompt_ratio: float = attrs.field(default=GRAPH_PROMPT_RATIO, validator=number(0, 1))
 
     @classmethod
     def from_profile(
         cls,
         free_after_profile: int,
-        gpu_memory_utilization: float = 0.9,
-        graph_reserved_mem: float = 0.1,
-        graph_prompt_ratio: float = 0.3,
+        gpu_memory_utilization: float = GPU_MEMORY_UTILIZATION,
+        graph_reserved_mem: float = GRAPH_RESERVED_MEM,
+        graph_prompt_ratio: float = GRAPH_PROMPT_RATIO,
         *,
         block_bytes: int,
     ) -> MemoryPlan:
-        """The plan for a device on which weights and the largest forward have had their share.
+        """The plan for a device that holds the weights and has run the largest forward pass.
 
-        Raises `ConfigError` where the cache would have no block beside the padding block.
+        Raises `ConfigError` if the cache has no block besides the padding block.
         """
         plan = cls(
             free_after_profile=free_after_profile,
@@ -88,27 +102,30 @@ class MemoryPlan:
 
     @property
     def usable(self) -> float:
+        """Bytes for KV cache and graphs."""
         return self.free_after_profile * self.gpu_memory_utilization
 
     @property
     def graphs(self) -> float:
+        """Bytes reserved for graphs."""
         return self.usable * self.graph_reserved_mem
 
     @property
     def kv_cache(self) -> float:
+        """Bytes for the KV cache."""
         return self.usable - self.graphs
 
     @property
     def num_blocks(self) -> int:
-        """KV blocks that fit, the padding block among them."""
+        """KV blocks that fit, including the padding block."""
         return int(self.kv_cache // self.block_bytes)
 
     def graph_budget(self, free_memory: int) -> GraphBudget:
-        """What graphs may take now, the KV cache being allocated and ``free_memory`` bytes free.
+        """The graph budget once the KV cache is allocated and ``free_memory`` bytes are free.
 
-        All but the margin, as in the seed's log, where 79.16 GiB less the 39.58 usable ones stay
-        free: the reserve, plus what rounding the cache down to whole blocks has left, less what
-        warm-up has allocated since.
+        Everything but the margin that ``gpu_memory_utilization`` leaves. So the budget is the
+        reserve, plus the bytes lost by rounding the cache down to blocks, minus what warm-up has
+        allocated. In the log of seed 000, 39.58 of the 79.16 GiB stay free.
         """
         margin = int(self.free_after_profile - self.usable)
         return GraphBudget(
@@ -118,7 +135,7 @@ class MemoryPlan:
         )
 
     def describe(self) -> str:
-        """The log line of the seeds."""
+        """The log line of seed 000."""
         return (
             f"Free device memory: {format_bytes(self.free_after_profile)}, "
             f"{format_bytes(self.usable)} usable "
