@@ -1,4 +1,4 @@
-"""Costs are predicted exactly where they are linear, and with honest doubt where they are not."""
+"""Linear costs are predicted exactly; other costs with a lower bound that reflects the error."""
 
 from __future__ import annotations
 
@@ -13,82 +13,82 @@ MIB = 1 << 20
 GRID = BucketGrid({"batch": (1, 2, 4, 8), "seq": range(128, 1025, 128)})
 
 
-def bucket(batch: int, seq: int) -> Bucket:
+def make_bucket(batch: int, seq: int) -> Bucket:
     return Bucket(("batch", "seq"), (batch, seq))
 
 
-def linear(parts: tuple[float, ...], one: Bucket) -> float:
-    batch, seq = one.shape
+def linear(parts: tuple[float, ...], bucket: Bucket) -> float:
+    batch, seq = bucket.shape
     return MIB * (parts[0] + parts[1] * batch + parts[2] * seq + parts[3] * batch * seq)
 
 
 PARTS = st.tuples(*[st.floats(0.01, 100)] * 4)
-SPANNING = [bucket(1, 128), bucket(2, 128), bucket(1, 256), bucket(2, 256)]
+SPANNING = [make_bucket(1, 128), make_bucket(2, 128), make_bucket(1, 256), make_bucket(2, 256)]
 
 
 @given(parts=PARTS)
-def test_linear_costs_are_expected_right_once_every_unknown_has_been_seen(
+def test_linear_costs_are_predicted_exactly_after_one_measurement_per_coefficient(
     parts: tuple[float, ...],
 ) -> None:
     model = GraphCostModel(GRID)
     for seen in SPANNING:
         model.observe(seen, linear(parts, seen))
-    for one in GRID:
-        assert model.expected(one) == pytest.approx(linear(parts, one), rel=1e-4)
+    for bucket in GRID:
+        assert model.expected(bucket) == pytest.approx(linear(parts, bucket), rel=1e-4)
 
 
 @given(parts=PARTS)
-def test_what_is_reckoned_with_never_exceeds_a_linear_cost_and_soon_comes_close(
+def test_the_lower_bound_never_exceeds_a_linear_cost_and_converges_to_it(
     parts: tuple[float, ...],
 ) -> None:
     model = GraphCostModel(GRID)
     for seen in list(GRID)[:20]:
-        for one in GRID:
-            assert model.at_least(one) <= linear(parts, one) * (1 + 1e-9)
+        for bucket in GRID:
+            assert model.lower_bound(bucket) <= linear(parts, bucket) * (1 + 1e-9)
         model.observe(seen, linear(parts, seen))
-    for one in GRID:
-        assert model.at_least(one) >= 0.999 * linear(parts, one)
+    for bucket in GRID:
+        assert model.lower_bound(bucket) >= 0.999 * linear(parts, bucket)
 
 
-def test_each_graph_that_was_got_right_lowers_the_doubt() -> None:
-    model, asked, claims = GraphCostModel(GRID), bucket(8, 1024), []
-    for seen in (*SPANNING, bucket(4, 128), bucket(4, 256), bucket(1, 384)):
+def test_each_correct_prediction_raises_the_lower_bound() -> None:
+    model, asked, claims = GraphCostModel(GRID), make_bucket(8, 1024), []
+    for seen in (*SPANNING, make_bucket(4, 128), make_bucket(4, 256), make_bucket(1, 384)):
         model.observe(seen, seen["batch"] * seen["seq"])
-        claims.append(model.at_least(asked) if model.knows(asked) else 0.0)
+        claims.append(model.lower_bound(asked) if model.has_fit_for(asked) else 0.0)
     assert claims[:4] == [0.0] * 4
     assert claims[4] < claims[5] < claims[6] < 8 * 1024
 
 
-def test_nothing_is_claimed_of_a_batch_size_that_was_never_measured() -> None:
+def test_the_fit_does_not_cover_an_unmeasured_batch_size() -> None:
     model = GraphCostModel(GRID)
     for seq in (128, 256, 384, 512):
-        model.observe(bucket(8, seq), 8 * seq)
-    assert model.knows(bucket(8, 1024))
-    assert not model.knows(bucket(4, 128))
-    assert model.at_least(bucket(4, 128)) == 0
+        model.observe(make_bucket(8, seq), 8 * seq)
+    assert model.has_fit_for(make_bucket(8, 1024))
+    assert not model.has_fit_for(make_bucket(4, 128))
+    assert model.lower_bound(make_bucket(4, 128)) == 0
 
 
-def test_before_the_fit_speaks_a_larger_shape_costs_no_less_than_a_smaller_one() -> None:
+def test_without_a_fit_a_larger_shape_costs_no_less_than_a_smaller_one() -> None:
     model = GraphCostModel(GRID)
-    assert model.at_least(bucket(1, 128)) == 0
-    model.observe(bucket(2, 256), 100)
-    assert model.at_least(bucket(4, 256)) == 100
-    assert model.at_least(bucket(4, 128)) == 0
+    assert model.lower_bound(make_bucket(1, 128)) == 0
+    model.observe(make_bucket(2, 256), 100)
+    assert model.lower_bound(make_bucket(4, 256)) == 100
+    assert model.lower_bound(make_bucket(4, 128)) == 0
 
 
-def test_doubt_grows_with_the_errors_made() -> None:
+def test_the_lower_bound_falls_with_the_prediction_error() -> None:
     exact, noisy = GraphCostModel(GRID), GraphCostModel(GRID)
-    for i, one in enumerate(list(GRID)[:12]):
-        tokens = one["batch"] * one["seq"]
-        exact.observe(one, 1000 * tokens)
-        noisy.observe(one, 1000 * tokens * (1.2 if i % 2 else 0.8))
-    asked = bucket(2, 1024)
-    assert exact.at_least(asked) > 0.99 * 2_048_000
-    assert noisy.at_least(asked) < 0.9 * 2_048_000
+    for i, bucket in enumerate(list(GRID)[:12]):
+        tokens = bucket["batch"] * bucket["seq"]
+        exact.observe(bucket, 1000 * tokens)
+        noisy.observe(bucket, 1000 * tokens * (1.2 if i % 2 else 0.8))
+    asked = make_bucket(2, 1024)
+    assert exact.lower_bound(asked) > 0.99 * 2_048_000
+    assert noisy.lower_bound(asked) < 0.9 * 2_048_000
 
 
-def test_costs_of_nothing_are_predicted_as_nothing() -> None:
+def test_costs_of_zero_are_predicted_as_zero() -> None:
     model = GraphCostModel(GRID)
-    for one in list(GRID)[:8]:
-        model.observe(one, 0)
-    assert model.at_least(bucket(8, 1024)) == 0
+    for bucket in list(GRID)[:8]:
+        model.observe(bucket, 0)
+    assert model.lower_bound(make_bucket(8, 1024)) == 0

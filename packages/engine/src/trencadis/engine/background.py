@@ -70,7 +70,7 @@ class BackgroundPreparation:
 
     def want(self, phase: Phase, bucket: Bucket) -> None:
         """Live traffic would have used this bucket: value it more."""
-        self._warmup.want(phase, bucket)
+        self._warmup.record_miss(phase, bucket)
 
     def _is_overdue(self) -> bool:
         return time.monotonic() - self._last_s > _PATIENCE_SECONDS

@@ -1,9 +1,9 @@
-"""What the next graph will take, learnt from those measured so far.
+"""Predicts the size of a graph from the graphs that were measured so far.
 
-A weighted least-squares fit of a bucket's cost over its sizes and their pairwise products, which
-minimises relative errors: graphs differ in size by orders of magnitude, and allocators round in
-proportion. With few graphs measured, or none like the one asked for, the fit says nothing; then
-larger shapes are held to cost no less than smaller ones that were measured.
+A weighted least-squares fit of the size over the axes of a bucket and their pairwise products. The
+fit minimizes relative errors, because graphs differ in size by orders of magnitude and allocators
+round in proportion. Before the fit covers a bucket, the prediction assumes only that a larger
+shape costs no less than a smaller one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from trencadis.bucketing import Bucket
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 
-_IN_SPAN = 1e-6
-"""Share of a bucket's features that may lie outside those measured before the fit is silent."""
+_MAX_OUTSIDE = 1e-6
+"""The fit covers a bucket if at most this share of its features lies outside the measured span."""
 
-_SURE = 0.01
-"""Relative error below which a fit is taken at its word."""
+_ACCURATE = 0.01
+"""A fit with a smaller relative error is accurate."""
 
 _ROUNDING = 1e-6
-"""Relative error of a fit that is exact; a graph that fits to the byte must not be skipped."""
+"""Relative rounding error of an exact fit. Without it a graph that just fits might be skipped."""
 
 
 class GraphCostModel:
-    """Costs of one phase's buckets, in bytes. ``buckets`` are all that may be asked for."""
+    """Sizes of one phase's graphs, bytes. ``buckets`` are all buckets that may be asked for."""
 
     def __init__(self, buckets: Iterable[Bucket]) -> None:
         rows = {bucket: _features(bucket) for bucket in buckets}
@@ -46,46 +46,47 @@ class GraphCostModel:
         self.num_measured = 0
 
     def observe(self, bucket: Bucket, cost: float) -> None:
-        """Learn that this bucket's graph took ``cost``; once for each bucket."""
-        at = self.num_measured
-        self._shapes[at], self._rows[at] = bucket.shape, self._features[bucket]
-        self._costs[at] = cost
+        """Add a measured graph of ``cost`` bytes. Call it once for each bucket."""
+        row = self.num_measured
+        self._shapes[row], self._rows[row] = bucket.shape, self._features[bucket]
+        self._costs[row] = cost
         self.num_measured += 1
         self._fit = None
 
     def expected(self, bucket: Bucket) -> float:
-        """The likeliest cost; where nothing is measured yet, in proportion to the shape."""
+        """The most likely size. Before the first measurement: the number of elements."""
         if not self.num_measured:
             return float(math.prod(size or 1 for size in bucket.shape))
-        return max(0.0, self._fitted().expected(self._features[bucket]))
+        return max(0.0, self._current_fit().expected(self._features[bucket]))
 
-    def at_least(self, bucket: Bucket) -> float:
-        """The least cost to reckon with: a capture is hopeless where even this does not fit.
+    def lower_bound(self, bucket: Bucket) -> float:
+        """The smallest plausible size. A graph whose lower bound does not fit is not captured.
 
-        The lower end of the fit's 95 % prediction interval, within what monotone costs allow.
+        The lower end of the fit's 95 % prediction interval, limited to what `_monotone_bounds`
+        allow.
         """
         if not self.num_measured:
             return 0.0
-        low, high = self._dominance(bucket)
-        fitted = self._fitted().at_least(self._features[bucket])
+        low, high = self._monotone_bounds(bucket)
+        fitted = self._current_fit().lower_bound(self._features[bucket])
         return low if fitted is None else min(max(fitted, low), high)
 
-    def at_least_in_doubt(self, bucket: Bucket) -> float:
-        """As `at_least`, but from smaller shapes alone where the fit is not `sure`."""
-        if self.num_measured and not self._fitted().is_sure:
-            return self._dominance(bucket)[0]
-        return self.at_least(bucket)
+    def cautious_lower_bound(self, bucket: Bucket) -> float:
+        """As `lower_bound`, but an inaccurate fit is ignored: only smaller shapes count."""
+        if self.num_measured and not self._current_fit().is_accurate:
+            return self._monotone_bounds(bucket)[0]
+        return self.lower_bound(bucket)
 
-    def knows(self, bucket: Bucket) -> bool:
-        """Whether `at_least` rests on the fit, not on smaller shapes alone."""
-        return bool(self.num_measured) and self._fitted().speaks_of(self._features[bucket])
+    def has_fit_for(self, bucket: Bucket) -> bool:
+        """Whether `lower_bound` uses the fit, not only smaller shapes."""
+        return bool(self.num_measured) and self._current_fit().covers(self._features[bucket])
 
-    def is_sure_of(self, bucket: Bucket) -> bool:
-        """Whether it `knows`, to within a percent."""
-        return self.knows(bucket) and self._fitted().is_sure
+    def is_accurate_for(self, bucket: Bucket) -> bool:
+        """Whether the fit covers the bucket with an error below one percent."""
+        return self.has_fit_for(bucket) and self._current_fit().is_accurate
 
-    def _dominance(self, bucket: Bucket) -> tuple[float, float]:
-        """The greatest cost of a smaller shape, and the least of a larger one."""
+    def _monotone_bounds(self, bucket: Bucket) -> tuple[float, float]:
+        """The largest measured size of a smaller shape, and the smallest of a larger shape."""
         shapes, costs = self._shapes[: self.num_measured], self._costs[: self.num_measured]
         smaller = (shapes <= bucket.shape).all(axis=1)
         larger = (shapes >= bucket.shape).all(axis=1)
@@ -94,68 +95,74 @@ class GraphCostModel:
             float(np.min(costs, where=larger, initial=np.inf)),
         )
 
-    def _fitted(self) -> _Fit:
+    def _current_fit(self) -> _Fit:
         if self._fit is None:
             measured = slice(self.num_measured)
-            self._fit = _Fit.of(self._rows[measured], self._costs[measured])
+            self._fit = _Fit.from_measurements(self._rows[measured], self._costs[measured])
         return self._fit
 
 
 @attrs.frozen(eq=False)
 class _Fit:
-    """Coefficients, the directions they were learnt in (rows), and the relative error."""
+    """A weighted least-squares fit.
+
+    ``directions`` (one per row) span the measured features, ``singular`` are their singular
+    values. ``relative_error`` is None if there are no more measurements than directions: then the
+    residuals say nothing.
+    """
 
     coefficients: Vector
     directions: Vector
     singular: Vector
-    error: float | None
-    """None where there are no more measurements than directions: nothing tells the error."""
+    relative_error: float | None
 
     @classmethod
-    def of(cls, features: Vector, costs: Vector) -> _Fit:
-        # Costs below a thousandth of the greatest are noise: they must not outweigh the rest.
+    def from_measurements(cls, features: Vector, costs: Vector) -> _Fit:
+        # Sizes below a thousandth of the largest are noise and must not dominate the fit.
         weights = 1.0 / np.maximum(costs, max(1.0, float(costs.max()) * 1e-3))
         rows, targets = features * weights[:, None], costs * weights
         left, singular, right = np.linalg.svd(rows, full_matrices=False)
         rank = int((singular > singular[0] * 1e-9).sum())
         directions, kept = right[:rank], singular[:rank]
         coefficients = directions.T @ ((left[:, :rank].T @ targets) / kept)
-        spare = len(costs) - rank
+        degrees_of_freedom = len(costs) - rank
         residuals = rows @ coefficients - targets
         error = None
-        if spare:
-            # Costs in steps may lie on a plane for a while by chance: each graph that the fit has
-            # got right halves that doubt.
-            error = float(np.sqrt(residuals @ residuals / spare)) * _quantile(spare) + 0.5**spare
+        if degrees_of_freedom:
+            # Sizes in steps may lie on a plane by chance. Each further graph that the fit
+            # predicts correctly halves the extra uncertainty for that case.
+            deviation = float(np.sqrt(residuals @ residuals / degrees_of_freedom))
+            error = deviation * _t_quantile(degrees_of_freedom) + 0.5**degrees_of_freedom
         return cls(coefficients, directions, kept, error)
 
     @property
-    def is_sure(self) -> bool:
-        return self.error is not None and self.error < _SURE
+    def is_accurate(self) -> bool:
+        return self.relative_error is not None and self.relative_error < _ACCURATE
 
     def expected(self, features: Vector) -> float:
         return float(features @ self.coefficients)
 
-    def speaks_of(self, features: Vector) -> bool:
-        """Whether its error is known, and the features lie in the directions measured."""
+    def covers(self, features: Vector) -> bool:
+        """Whether the error is known and the features lie in the measured span."""
         outside = features - (self.directions @ features) @ self.directions
-        near = np.linalg.norm(outside) <= _IN_SPAN * np.linalg.norm(features)
-        return self.error is not None and bool(near)
+        within = np.linalg.norm(outside) <= _MAX_OUTSIDE * np.linalg.norm(features)
+        return self.relative_error is not None and bool(within)
 
-    def at_least(self, features: Vector) -> float | None:
-        """The lower end of the prediction interval; None where the fit has nothing to say."""
-        if self.error is None or not self.speaks_of(features):
+    def lower_bound(self, features: Vector) -> float | None:
+        """The lower end of the prediction interval; None if the fit does not cover the features."""
+        if self.relative_error is None or not self.covers(features):
             return None
         along, expected = self.directions @ features, self.expected(features)
         leverage = float(((along / self.singular) ** 2).sum())
-        return expected - (self.error + _ROUNDING) * float(np.sqrt(expected**2 + leverage))
+        error = self.relative_error + _ROUNDING
+        return expected - error * float(np.sqrt(expected**2 + leverage))
 
 
 def _features(bucket: Bucket) -> Vector:
-    pairs = (a * b for a, b in itertools.combinations(bucket.shape, 2))
-    return np.array([1.0, *bucket.shape, *pairs])
+    products = (a * b for a, b in itertools.combinations(bucket.shape, 2))
+    return np.array([1.0, *bucket.shape, *products])
 
 
-def _quantile(degrees: int) -> float:
-    """Student's two-sided 95 % quantile, to within 8 %."""
-    return 2.0 + 10.0 / degrees**2
+def _t_quantile(degrees_of_freedom: int) -> float:
+    """Student's two-sided 95 % quantile, approximated to within 8 %."""
+    return 2.0 + 10.0 / degrees_of_freedom**2
