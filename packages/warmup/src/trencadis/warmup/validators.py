@@ -1,4 +1,8 @@
-"""Validators of attrs fields. An error names the field, what it accepts, and the value it got."""
+"""Validators of settings. An error names the field, the accepted values and the value given.
+
+A validator is a frozen value with public bounds, so that other layers derive their bounds from it:
+``attrs.fields(WarmupConfig).graph_prompt_ratio.validator.high``.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from trencadis.warmup.errors import ConfigError
 
 
 @attrs.frozen
-class integer:  # noqa: N801  reads as a function at its uses
-    """Accepts integers of at least ``low``; no bool. Raises `ConfigError`."""
+class IntegerValidator:
+    """Accepts integers of at least ``low``. A bool is no integer."""
 
     low: int
 
-    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if not isinstance(value, int) or isinstance(value, bool) or value < self.low:
             raise ConfigError(
                 f"{attribute.name} must be an integer of at least {self.low}, got {value!r}"
@@ -23,33 +27,44 @@ class integer:  # noqa: N801  reads as a function at its uses
 
 
 @attrs.frozen
-class number:  # noqa: N801
-    """Accepts finite numbers from ``low`` to ``high``; no bool. Raises `ConfigError`."""
+class NumberValidator:
+    """Accepts numbers from ``low`` to ``high``. NaN and a bool are no numbers."""
 
     low: float
     high: float
 
-    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if (
-            not isinstance(value, (int, float))
-            or isinstance(value, bool)
-            or not self.low <= value <= self.high
-        ):
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not self.low <= value <= self.high:
             raise ConfigError(
-                f"{attribute.name} must be a number from {self.low} to {self.high}, got {value!r}"
+                f"{attribute.name} must be a number from {self.low:g} to {self.high:g}, "
+                f"got {value!r}"
             )
 
 
-@attrs.frozen(init=False)
-class one_of:  # noqa: N801
-    """Accepts the values in ``accepted``. Raises `ConfigError`."""
+@attrs.frozen
+class ChoiceValidator:
+    """Accepts the values in ``accepted``."""
 
-    accepted: tuple[object, ...]
+    accepted: tuple[str, ...]
 
-    def __init__(self, *accepted: object) -> None:
-        self.__attrs_init__(accepted)
-
-    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value not in self.accepted:
-            listed = ", ".join(map(str, self.accepted))
-            raise ConfigError(f"{attribute.name} must be one of {listed}, got {value!r}")
+            raise ConfigError(
+                f"{attribute.name} must be one of {', '.join(self.accepted)}, got {value!r}"
+            )
+
+
+def integer(low: int) -> IntegerValidator:
+    """Accepts integers of at least ``low``."""
+    return IntegerValidator(low)
+
+
+def number(low: float, high: float) -> NumberValidator:
+    """Accepts numbers from ``low`` to ``high``."""
+    return NumberValidator(low, high)
+
+
+def one_of(*accepted: str) -> ChoiceValidator:
+    """Accepts these values only."""
+    return ChoiceValidator(accepted)
