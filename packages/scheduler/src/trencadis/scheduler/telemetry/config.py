@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -88,7 +87,3 @@ def _ascending(config: ReaderConfig, low: str, high: str, why: str) -> None:
         raise ConfigError(
             f"{low} {small} must be below {high} {large}, since {why}: raise {high} or lower {low}"
         )
-
-
-Clock = Callable[[], float]
-"""Seconds that only their differences mean anything of, as `time.monotonic` gives."""

@@ -9,12 +9,12 @@ from types import TracebackType
 
 import attrs
 
-from trencadis.scheduler.telemetry.config import Clock, ReaderConfig
+from trencadis.scheduler.clock import Clock, SteadyClock
+from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.errors import SensorError, TelemetryError
 from trencadis.scheduler.telemetry.judgement import NO_DEVICE, KnownDevice, judge, missing
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
 from trencadis.scheduler.telemetry.state import Health, TemperatureState, assess
-from trencadis.scheduler.telemetry.steady_clock import SteadyClock
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class TemperatureReader:
         self._source = source
         self._config = config or ReaderConfig()
         self._clock = SteadyClock(clock)
-        now_s, steps = self._clock.now()
+        now_s, steps = self._clock.read()
         expected = self._config.devices or (NO_DEVICE,)
         waiting = tuple(KnownDevice(device, believed_at_s=now_s) for device in expected)
         self._knowledge = _Knowledge(waiting, steps)
@@ -57,7 +57,7 @@ class TemperatureReader:
     def state(self) -> TemperatureState:
         """What is known now. Cheap: arithmetic over the devices."""
         knowledge = self._knowledge
-        now_s, steps = self._clock.now()
+        now_s, steps = self._clock.read()
         doubt = "the clock stepped back" if steps != knowledge.clock_steps else ""
         return assess(knowledge.devices, now_s, self._config, doubt)
 
@@ -104,7 +104,7 @@ class TemperatureReader:
     def poll(self) -> None:
         """Read the source once and take in what it says. Never raises."""
         readings, fault = self._read()
-        now_s, steps = self._clock.now()
+        now_s, steps = self._clock.read()
         known = {device.device: device for device in self._knowledge.devices}
         for reading in readings:
             if self._config.devices is None:

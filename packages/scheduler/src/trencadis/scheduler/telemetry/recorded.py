@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry.config import Clock
 from trencadis.scheduler.telemetry.errors import BadRecording, SensorError
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
 

@@ -8,8 +8,8 @@ import threading
 import time
 from typing import Any
 
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry.config import Clock
 from trencadis.scheduler.telemetry.errors import MissingExtra, SensorError
 from trencadis.scheduler.telemetry.sidecar import wire
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff

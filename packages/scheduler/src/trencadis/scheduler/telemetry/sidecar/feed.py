@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from trencadis.scheduler.telemetry.config import Clock
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.telemetry.errors import SensorError
 from trencadis.scheduler.telemetry.sidecar.wire import Round
 from trencadis.scheduler.telemetry.source import TemperatureSource

@@ -10,8 +10,8 @@ from typing import Any
 
 import attrs
 
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry.config import Clock
 from trencadis.scheduler.telemetry.errors import MissingExtra, TelemetryError
 from trencadis.scheduler.telemetry.sidecar import wire
 from trencadis.scheduler.telemetry.sidecar.feed import Feed
