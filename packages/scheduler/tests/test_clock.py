@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,6 +30,6 @@ def test_a_backward_step_counts_as_no_time_and_is_counted() -> None:
 def test_it_advances_by_the_forward_differences_only(readings: list[int]) -> None:
     clock = clock_of([float(reading) for reading in readings])
     elapsed = 0.0
-    for before, reading in zip(readings, readings[1:], strict=False):
+    for before, reading in pairwise(readings):
         elapsed += max(0, reading - before)
         assert clock.now() == pytest.approx(elapsed)
