@@ -79,10 +79,10 @@ def test_a_bucket_that_traffic_has_compiled_is_not_executed_again(graph_device: 
 
 def test_unknown_buckets_are_neither_ready_nor_counted(graph_device: Any) -> None:
     warmup = background(graph_device(lambda *_: 0))
-    stranger = Bucket(("batch", "seq"), (64, 4096))
-    warmup.mark_ready(Phase.PROMPT, stranger)
-    warmup.record_miss(Phase.PROMPT, stranger)
-    assert not warmup.is_ready(Phase.PROMPT, stranger)
+    unknown = Bucket(("batch", "seq"), (64, 4096))
+    warmup.mark_ready(Phase.PROMPT, unknown)
+    warmup.record_miss(Phase.PROMPT, unknown)
+    assert not warmup.is_ready(Phase.PROMPT, unknown)
     assert warmup.progress.done == 0
 
 
