@@ -59,9 +59,9 @@ class BackgroundWarmupLoop:
         else:
             self._advance()
 
-    def want(self, phase: Phase, bucket: Bucket) -> None:
-        """Raise the rank of a bucket: live traffic needed it before it was warmed up."""
-        self._warmup.want(phase, bucket)
+    def record_miss(self, phase: Phase, bucket: Bucket) -> None:
+        """Count a bucket that live traffic needed before it was warmed up, to raise its rank."""
+        self._warmup.record_miss(phase, bucket)
 
     def _is_overdue(self) -> bool:
         return time.monotonic() - self._last_started_s > _MAX_DELAY_SECONDS

@@ -42,7 +42,7 @@ _FORWARD_COST = 32.0
 _MAX_OVERSIZE = 4
 """A warmed-up bucket may replace a cold one if it is at most this many times as large."""
 
-ReportWanted = Callable[[Phase, Bucket], None]
+RecordMiss = Callable[[Phase, Bucket], None]
 
 Scheduled = Sequence[ScheduledSequence]
 
@@ -76,19 +76,19 @@ class ModelRunner:
         self._cache = cache
         self._grids = grids
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
-        self._report_wanted: ReportWanted | None = None
+        self._record_miss: RecordMiss | None = None
 
     @property
     def num_ready_buckets(self) -> int:
         """Buckets that are warmed up."""
         return len(self._ready_buckets)
 
-    def prefer_ready_buckets(self, report_wanted: ReportWanted) -> None:
+    def prefer_ready_buckets(self, record_miss: RecordMiss) -> None:
         """Let a batch whose bucket is not warmed up use a larger one that is.
 
-        Calls ``report_wanted`` with each bucket that was needed too early.
+        Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
         """
-        self._report_wanted = report_wanted
+        self._record_miss = record_miss
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> StepLogits:
@@ -220,8 +220,8 @@ class ModelRunner:
                 shape,
                 bucket.shape,
             )
-        if self._report_wanted is not None and (phase, bucket) not in self._ready_buckets:
-            self._report_wanted(phase, bucket)
+        if self._record_miss is not None and (phase, bucket) not in self._ready_buckets:
+            self._record_miss(phase, bucket)
             bucket = self._ready_substitute(phase, bucket, grid)
         return bucket.shape
 

@@ -123,7 +123,7 @@ class Worker:
             self.runner, grids, in_thread=self.device.dynamic_shapes
         )
         self.background.warm_up_first()
-        self.runner.prefer_ready_buckets(self.background.want)
+        self.runner.prefer_ready_buckets(self.background.record_miss)
 
     # Memory.
 

@@ -1,4 +1,4 @@
-"""What a step of the start took: device and host memory before and after it, as one log line."""
+"""Device and host memory before and after a step of the start-up, for one log line."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from pathlib import Path
 
 import attrs
 
-from trencadis.warmup.lines import format_bytes
+from trencadis.warmup.log_lines import format_bytes
 
 _MEMINFO = Path("/proc/meminfo")
 
 
 @attrs.frozen(kw_only=True)
 class MemoryUse:
-    """Memory in use at one moment, bytes. ``host_total`` of 0 means that the host's is unknown."""
+    """Memory in use at one moment, bytes. ``host_total`` is 0 if the host's memory is unknown."""
 
     device_used: int
     device_total: int
@@ -22,8 +22,8 @@ class MemoryUse:
 
     @classmethod
     def read(cls, *, device_free: int, device_total: int, meminfo: Path = _MEMINFO) -> MemoryUse:
-        """The device's figures as given, the host's from Linux (``MemTotal``, ``MemAvailable``)."""
-        total, available = _host(meminfo)
+        """Device memory as given; host memory from Linux (``MemTotal`` and ``MemAvailable``)."""
+        total, available = _host_memory(meminfo)
         return cls(
             device_used=device_total - device_free,
             device_total=device_total,
@@ -32,7 +32,7 @@ class MemoryUse:
         )
 
     def since(self, before: MemoryUse, what: str) -> str:
-        """The seeds' line: ``what`` took so much, negative where it was released."""
+        """The log line of seed 000: how much ``what`` took; negative if memory was released."""
         device = (
             f"{what} took {format_bytes(self.device_used - before.device_used)} of device memory "
             f"({format_bytes(self.device_used)}/{format_bytes(self.device_total)} used)"
@@ -45,10 +45,13 @@ class MemoryUse:
         )
 
 
-def _host(meminfo: Path) -> tuple[int, int]:
+def _host_memory(meminfo: Path) -> tuple[int, int]:
+    """Total and available bytes; both are 0 if they cannot be read."""
     try:
         lines = meminfo.read_text(encoding="ascii").splitlines()
-        sizes = {name: int(rest.split()[0]) for name, _, rest in (x.partition(":") for x in lines)}
+        sizes = {
+            name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)
+        }
         return sizes["MemTotal"] * 1024, sizes["MemAvailable"] * 1024
     except (OSError, ValueError, KeyError, IndexError):
         return 0, 0

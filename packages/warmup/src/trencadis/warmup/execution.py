@@ -1,4 +1,4 @@
-"""Running one bucket to its end and taking its time."""
+"""Executes one bucket and measures the time."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trencadis.warmup.report import BucketTime
 from trencadis.warmup.runtime import Phase, Runtime
 
 
-def run_bucket(
+def execute_bucket(
     runtime: Runtime, phase: Phase, bucket: Bucket, clock: Callable[[], float]
 ) -> BucketTime:
-    """Execute and wait; the time is that of a compilation where the bucket was cold."""
+    """Execute the bucket and wait for the device. The time of a cold bucket includes compiling."""
     before = clock()
     runtime.execute(phase, bucket)
     runtime.synchronize()

@@ -1,4 +1,4 @@
-"""The policy that does nothing."""
+"""The policy that limits nothing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from trencadis.scheduler.thermal.victims import first_victims, lru
 
 
 class NoThermalPolicy(SchedulerThermalPolicy):
-    """Caps nothing: what a policy costs while it is idle is measured against this one."""
+    """Always returns ``max_num_seqs``. The reference for the cost of an idle policy."""
 
     def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
         return scheduler.scheduler_config.max_num_seqs

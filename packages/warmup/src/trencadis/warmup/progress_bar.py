@@ -1,4 +1,4 @@
-"""A progress bar with the time left on a terminal, silence elsewhere."""
+"""A progress bar with the remaining time on a terminal; no output elsewhere."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
-    """Yield ``items``, drawing a bar on standard error where that is a terminal.
+    """Yield ``items`` and draw a progress bar if standard error is a terminal.
 
-    The bar needs ``rich`` (extra ``progress``); without it the items just pass. Log lines that go
-    to the terminal meanwhile appear above it.
+    The bar needs ``rich`` (extra ``progress``); without it there is no bar. Log lines that go to
+    the terminal meanwhile appear above the bar.
     """
     if not sys.stderr.isatty():
         yield from items
@@ -33,17 +33,17 @@ def track(items: Iterable[T], total: int, description: str) -> Iterator[T]:
 
 @contextmanager
 def _logs_above(terminal: object) -> Iterator[None]:
-    """While a bar is drawn ``sys.stderr`` prints above it; let handlers of the terminal use it."""
+    """Redirect log handlers of the terminal to ``sys.stderr``, which prints above the bar."""
     candidates = (*logging.getLogger().handlers, *logging.getLogger("trencadis").handlers)
-    moved = [
+    redirected = [
         (handler, handler.stream)
         for handler in candidates
         if isinstance(handler, logging.StreamHandler) and handler.stream is terminal
     ]
-    for handler, _ in moved:
+    for handler, _ in redirected:
         handler.setStream(sys.stderr)
     try:
         yield
     finally:
-        for handler, stream in moved:
+        for handler, stream in redirected:
             handler.setStream(stream)

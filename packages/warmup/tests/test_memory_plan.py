@@ -1,4 +1,4 @@
-"""The division of memory, against the figures of a logged start on Gaudi."""
+"""The division of memory, compared with the figures of a logged start on Gaudi."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ LOGGED = MemoryPlan.from_profile(
 )
 
 
-def test_logged_start_is_divided_as_logged() -> None:
+def test_memory_is_divided_as_in_the_log() -> None:
     assert LOGGED.usable / GIB == pytest.approx(39.58, abs=0.005)
     assert LOGGED.graphs / GIB == pytest.approx(15.83, abs=0.005)
     assert LOGGED.kv_cache / GIB == pytest.approx(23.75, abs=0.005)
     assert LOGGED.num_blocks == 1519
 
 
-def test_line_is_the_logged_one() -> None:
+def test_the_log_line_is_that_of_the_seed() -> None:
     assert LOGGED.describe() == (
         "Free device memory: 79.16 GiB, 39.58 GiB usable (gpu_memory_utilization=0.5), "
         "15.83 GiB reserved for HPUGraphs (VLLM_GRAPH_RESERVED_MEM=0.4), "
@@ -38,7 +38,7 @@ def test_line_is_the_logged_one() -> None:
     )
 
 
-def test_graphs_get_all_that_the_margin_leaves_as_logged() -> None:
+def test_graphs_get_the_free_memory_above_the_margin_as_in_the_log() -> None:
     budget = LOGGED.graph_budget(int(55.43 * GIB))
     assert budget.total / GIB == pytest.approx(15.85, abs=1e-6)
     assert budget.prompt / GIB == pytest.approx(4.755, abs=1e-6)
@@ -49,7 +49,7 @@ def test_graphs_get_all_that_the_margin_leaves_as_logged() -> None:
     )
 
 
-def test_no_graph_budget_where_the_margin_is_already_touched() -> None:
+def test_no_graph_budget_if_free_memory_is_below_the_margin() -> None:
     assert LOGGED.graph_budget(int(30 * GIB)).total == 0
 
 
@@ -60,14 +60,14 @@ def test_shares_add_up_to_the_budget(total: int, ratio: float) -> None:
     assert min(budget.prompt, budget.decode) >= 0
 
 
-def test_a_cache_without_two_blocks_is_refused_with_the_remedy() -> None:
+def test_a_cache_of_fewer_than_two_blocks_is_an_error_with_a_remedy() -> None:
     with pytest.raises(
         ConfigError, match=r"810 MiB .* 1 GiB: raise gpu_memory_utilization \(0.9\)"
     ):
         MemoryPlan.from_profile(1000 << 20, block_bytes=GIB)
 
 
-def test_what_a_step_took_is_the_logged_line() -> None:
+def test_memory_use_of_a_step_is_the_log_line_of_the_seed() -> None:
     total, host = int(94.62 * GIB), 1007 * GIB
     before = MemoryUse(
         device_used=0, device_total=total, host_used=int(472.25 * GIB), host_total=host
@@ -87,7 +87,7 @@ def test_what_a_step_took_is_the_logged_line() -> None:
     )
 
 
-def test_host_memory_is_read_from_linux_and_left_out_elsewhere(tmp_path: Path) -> None:
+def test_host_memory_is_read_from_linux_and_omitted_elsewhere(tmp_path: Path) -> None:
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 1024 kB\nMemFree: 1 kB\nMemAvailable: 256 kB\nHugePages: 0\n")
     use = MemoryUse.read(device_free=3, device_total=10, meminfo=meminfo)
@@ -96,7 +96,7 @@ def test_host_memory_is_read_from_linux_and_left_out_elsewhere(tmp_path: Path) -
     assert missing.since(missing, "Nothing") == "Nothing took 0 B of device memory (7 B/10 B used)"
 
 
-def test_defaults_are_nine_tenths_usable_and_a_tenth_of_that_for_graphs() -> None:
+def test_by_default_nine_tenths_are_usable_and_a_tenth_of_that_is_for_graphs() -> None:
     plan = MemoryPlan(free_after_profile=100 * GIB, block_bytes=GIB)
     assert plan.usable == pytest.approx(90 * GIB)
     assert plan.graphs == pytest.approx(9 * GIB)
@@ -109,7 +109,7 @@ def test_defaults_are_nine_tenths_usable_and_a_tenth_of_that_for_graphs() -> Non
     utilization=st.floats(0, 1),
     reserved=st.floats(0, 1),
 )
-def test_parts_never_exceed_what_is_usable(
+def test_the_parts_never_exceed_the_usable_memory(
     free: int, block: int, utilization: float, reserved: float
 ) -> None:
     plan = MemoryPlan(
@@ -134,7 +134,7 @@ def test_parts_never_exceed_what_is_usable(
         ("block_bytes", -1),
     ],
 )
-def test_bad_setting_is_named_with_its_value(setting: str, value: float) -> None:
+def test_an_invalid_setting_is_named_with_its_value(setting: str, value: float) -> None:
     with pytest.raises(ConfigError, match=f"{setting}.*{value}"):
         MemoryPlan(**{"free_after_profile": GIB, "block_bytes": 1024, setting: value})
 
@@ -153,5 +153,5 @@ def test_bad_setting_is_named_with_its_value(setting: str, value: float) -> None
         (1 << 40, "1 TiB"),
     ],
 )
-def test_bytes_are_written_as_in_the_log(size: int, text: str) -> None:
+def test_bytes_are_formatted_as_in_the_log(size: int, text: str) -> None:
     assert format_bytes(size) == text

@@ -1,4 +1,4 @@
-"""A bar on a terminal, which log lines do not tear; nothing elsewhere."""
+"""A progress bar on a terminal, with log lines above it; no output elsewhere."""
 
 from __future__ import annotations
 
@@ -8,24 +8,24 @@ import sys
 
 import pytest
 
-from trencadis.warmup.progress import track
+from trencadis.warmup.progress_bar import track
 
 pytest.importorskip("rich")
 
 
 class Terminal(io.StringIO):
-    """Standard error as a terminal has it."""
+    """Standard error that claims to be a terminal."""
 
     def isatty(self) -> bool:
         return True
 
 
-def test_items_pass_in_silence_where_nobody_watches(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_there_is_no_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert list(track(range(3), 3, "Warm-up")) == [0, 1, 2]
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_gets_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_shows_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
@@ -34,7 +34,7 @@ def test_a_terminal_gets_a_bar_with_the_time_left(monkeypatch: pytest.MonkeyPatc
     assert ":" in terminal.getvalue(), "the time left"
 
 
-def test_log_lines_go_above_the_bar_and_handlers_are_put_back(
+def test_log_lines_go_above_the_bar_and_handlers_are_restored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     terminal = Terminal()
@@ -52,7 +52,7 @@ def test_log_lines_go_above_the_bar_and_handlers_are_put_back(
     assert "a line of the log\n" in terminal.getvalue()
 
 
-def test_leaving_early_puts_handlers_back_and_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closing_early_restores_handlers_and_ends_the_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     items = track(range(5), 5, "Warm-up")
