@@ -46,14 +46,14 @@ def churned(num_moves: int) -> list[BlockCopy]:
         CacheConfig(num_blocks=NUM_BLOCKS, block_size=1, enable_prefix_caching=False)
     )
     alive: list[int] = []
-    free = manager.num_free_blocks
-    while manager.num_free_blocks > 20:
+    free = manager.pool.num_free_blocks
+    while manager.pool.num_free_blocks > 20:
         seq_id, length = len(alive) + 1, rng.randint(2, 16)
         manager.allocate(seq_id, [1] * length)
         manager.mark_computed(seq_id, length)
         alive.append(seq_id)
     rng.shuffle(alive)
-    while free - manager.num_free_blocks > 2.4 * num_moves:
+    while free - manager.pool.num_free_blocks > 2.4 * num_moves:
         manager.free(alive.pop())
     plan = Defragmenter(manager, DefragConfig(threshold=0)).defragment()
     return list(plan.copies) if plan else []

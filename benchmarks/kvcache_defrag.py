@@ -110,7 +110,7 @@ class Ours:
             if seq_id in self.manager:
                 self.manager.mark_computed(seq_id, self.manager.num_tokens(seq_id))
         self.touched.clear()
-        self.outcome.highest += self.manager.highest_in_use
+        self.outcome.highest += self.manager.pool.highest_used_block
 
 
 class SecondMapping:

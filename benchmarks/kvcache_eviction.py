@@ -27,7 +27,7 @@ from collections import deque
 
 import attrs
 
-from trencadis.kvcache import Allocation, BlockManager, CacheConfig, DefragConfig, Defragmenter
+from trencadis.kvcache import AllocStatus, BlockManager, CacheConfig, DefragConfig, Defragmenter
 
 BLOCK = 128
 NUM_BLOCKS = 1519
@@ -123,7 +123,7 @@ class Replay:
             self.waiting.append(user)
         while self.waiting and len(self.running) < users:
             user = self.waiting[0]
-            if self.manager.can_allocate(user.history) is not Allocation.OK:
+            if self.manager.can_allocate(user.history) is not AllocStatus.OK:
                 break
             self.running.append(self.waiting.popleft())
             cached = self.manager.allocate(user.seq_id, user.history)
@@ -132,7 +132,7 @@ class Replay:
 
     def grow(self) -> None:
         for user in list(self.running):
-            if not self.manager.can_append(user.seq_id):
+            if self.manager.blocks_to_append(user.seq_id) > self.manager.pool.num_free_blocks:
                 self.leave(user)
                 self.waiting.appendleft(user)
                 continue
@@ -145,7 +145,7 @@ class Replay:
 
     def compute(self, step: int) -> None:
         if self.running:
-            bucket = bisect_left(self.real, self.manager.highest_in_use + 1)
+            bucket = bisect_left(self.real, self.manager.pool.highest_used_block + 1)
             self.outcome.decode_steps += 1
             self.outcome.blocks_read += self.real[bucket]
         for user in list(self.running):

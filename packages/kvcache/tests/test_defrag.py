@@ -37,7 +37,7 @@ def fragmented(num_blocks: int, used: set[int], **settings: Any) -> BlockManager
 
 
 def used_blocks(manager: BlockManager) -> set[int]:
-    return set(manager.pool.used_from_top())
+    return set(manager.pool.iter_used_descending())
 
 
 @pytest.mark.parametrize(("highest", "due"), [(32, False), (33, False), (34, True)])
@@ -61,7 +61,7 @@ def test_the_used_blocks_become_contiguous_by_the_fewest_copies(
         assert used_blocks(manager) == used
         return
     assert plan is not None
-    assert manager.highest_in_use == plan.highest_after == plan.num_used == len(used)
+    assert manager.pool.highest_used_block == plan.highest_after == plan.num_used == len(used)
     # Lower bound: n blocks at 1..n leave none above n, and one copy brings one block down.
     assert len(plan.copies) == plan.num_moved == sum(block > len(used) for block in used)
     assert all(src > len(used) >= dst for src, dst in plan.copies)
@@ -223,10 +223,19 @@ def test_a_plan_is_logged_when_that_is_asked_for(
 
 def test_the_environment_of_seed_000_is_understood() -> None:
     assert DefragConfig.from_env({}) == DefragConfig()
-    environ = {"VLLM_DEFRAG_THRESHOLD": "8", "VLLM_DEFRAG_WITH_GRAPHS": "false"}
-    config = DefragConfig.from_env(environ)
-    assert (config.threshold, config.with_graphs, config.debug) == (8, False, False)
-    assert DefragConfig.from_env({"VLLM_DEFRAG_WITH_GRAPHS": "1"}).with_graphs is True
+    config = DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " 8 ", "VLLM_DEBUG": "defrag"})
+    assert config == DefragConfig(threshold=8, debug=True)
+    assert DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " "}) == DefragConfig()
+
+
+@pytest.mark.parametrize("value", ["1", "false", "maybe"])
+def test_with_graphs_is_accepted_and_logged_as_without_effect(
+    value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.kvcache"):
+        assert DefragConfig.from_env({"VLLM_DEFRAG_WITH_GRAPHS": value}) == DefragConfig()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("VLLM_DEFRAG_WITH_GRAPHS has no effect")
 
 
 @pytest.mark.parametrize(
@@ -234,7 +243,6 @@ def test_the_environment_of_seed_000_is_understood() -> None:
     [
         ("VLLM_DEFRAG_THRESHOLD", "many"),
         ("VLLM_DEFRAG_THRESHOLD", "-3"),
-        ("VLLM_DEFRAG_WITH_GRAPHS", "maybe"),
     ],
 )
 def test_a_bad_variable_is_named_with_its_value(name: str, value: str) -> None:
@@ -261,7 +269,7 @@ def soak(steps: int) -> int:
     last: set[tuple[int, int, int, int]] = set()
     plans = 0
     for seq_id in range(steps):
-        if alive and (rng.random() < 0.5 or manager.num_free_blocks < 10):
+        if alive and (rng.random() < 0.5 or manager.pool.num_free_blocks < 10):
             manager.free(alive.pop(rng.randrange(len(alive))))
         else:
             length = rng.randint(1, 40)

@@ -36,24 +36,26 @@ def compute(manager: BlockManager, seq_id: int, tokens: list[int]) -> None:
     manager.mark_computed(seq_id, len(tokens))
 
 
+def num_computed_tokens(manager: BlockManager, seq_id: int) -> int:
+    return manager._sequences[seq_id].num_computed_tokens
+
+
 def use_up_the_device(manager: BlockManager) -> None:
-    manager.allocate(99, [77] * 4 * manager.num_free_blocks)
+    manager.allocate(99, [77] * 4 * manager.pool.num_free_blocks)
 
 
 def test_a_sequence_moves_to_the_host_and_back() -> None:
     manager = make(enable_prefix_caching=False)
     compute(manager, 1, PROMPT)
     assert manager.swap_out([1], now=3.5) == ((1, 0), (2, 1), (3, 2))
-    assert manager.num_used_blocks == 0
-    assert manager.num_free_host_blocks == 5
+    assert manager.pool.num_used_blocks == 0
+    assert manager.host_pool.num_free_blocks == 5
     assert not manager.is_resident(1)
-    assert manager.last_access(1) == 3.5
     manager.allocate(2, [9])
     assert manager.swap_in([1], now=4.0) == ((0, 2), (1, 3), (2, 4))
     assert manager.block_table(1).tolist() == [2, 3, 4]
-    assert (manager.num_tokens(1), manager.num_computed_tokens(1)) == (10, 10)
-    assert manager.num_free_host_blocks == 8
-    assert manager.last_access(1) == 4.0
+    assert (manager.num_tokens(1), num_computed_tokens(manager, 1)) == (10, 10)
+    assert manager.host_pool.num_free_blocks == 8
 
 
 def test_only_computed_blocks_move() -> None:
@@ -64,7 +66,7 @@ def test_only_computed_blocks_move() -> None:
     manager.reset_prefix_cache()
     assert len(manager.swap_in([1])) == 2
     assert len(manager.block_table(1)) == 3
-    assert manager.num_computed_tokens(1) == 5
+    assert num_computed_tokens(manager, 1) == 5
 
 
 def test_what_a_group_shares_moves_once_and_stays_shared() -> None:
@@ -78,7 +80,7 @@ def test_what_a_group_shares_moves_once_and_stays_shared() -> None:
     first, second = manager.block_table(1).tolist(), manager.block_table(2).tolist()
     assert first[:2] == second[:2]
     assert first[2] != second[2]
-    assert manager.num_used_blocks == 4
+    assert manager.pool.num_used_blocks == 4
 
 
 def test_what_is_on_the_host_already_is_not_moved_again() -> None:
@@ -87,7 +89,7 @@ def test_what_is_on_the_host_already_is_not_moved_again() -> None:
     compute(manager, 2, [*PROMPT, 50])
     assert len(manager.swap_out([1])) == 3
     assert manager.swap_out([2]) == ((4, 3),)
-    assert manager.num_free_host_blocks == 4
+    assert manager.host_pool.num_free_blocks == 4
 
 
 def test_what_is_still_cached_on_the_device_is_not_moved_back() -> None:
@@ -96,7 +98,7 @@ def test_what_is_still_cached_on_the_device_is_not_moved_back() -> None:
     manager.swap_out([1])
     # The two full blocks are cached; the unfinished one is not known to anybody.
     assert len(manager.swap_in([1])) == 1
-    assert manager.num_free_host_blocks == 8
+    assert manager.host_pool.num_free_blocks == 8
 
 
 def test_what_another_sequence_still_uses_stays_on_the_device() -> None:
@@ -104,7 +106,7 @@ def test_what_another_sequence_still_uses_stays_on_the_device() -> None:
     compute(manager, 1, PROMPT)
     compute(manager, 2, PROMPT)
     manager.swap_out([1])
-    assert manager.num_used_blocks == 3
+    assert manager.pool.num_used_blocks == 3
     assert manager.swap_in([1]) == ((2, 3),)
     assert manager.block_table(1).tolist()[:2] == manager.block_table(2).tolist()[:2]
 
@@ -119,7 +121,7 @@ def test_room_for_a_swap_out_is_room_on_the_host() -> None:
     with pytest.raises(OutOfHostBlocks, match="3 host blocks are needed and 2 are free"):
         manager.swap_out([2])
     assert manager.is_resident(2)
-    assert manager.num_free_host_blocks == 2
+    assert manager.host_pool.num_free_blocks == 2
 
 
 def test_room_for_a_swap_in_is_room_on_the_device_with_the_watermark() -> None:
@@ -149,8 +151,7 @@ def test_a_swapped_sequence_cannot_run_and_a_resident_one_cannot_be_swapped_in()
         lambda: manager.mark_computed(1, 10),
         lambda: manager.swap_out([1]),
         lambda: manager.can_swap_out([1]),
-        lambda: manager.decode_layout([1]),
-        lambda: manager.can_append(1),
+        lambda: manager.blocks_to_append(1),
     ):
         with pytest.raises(NotResident):
             operation()
@@ -161,7 +162,7 @@ def test_freeing_a_swapped_sequence_frees_the_host() -> None:
     compute(manager, 1, PROMPT)
     manager.swap_out([1])
     manager.free(1)
-    assert manager.num_free_host_blocks == 8
+    assert manager.host_pool.num_free_blocks == 8
 
 
 def test_deferred_moves_follow_in_order_and_hold_their_blocks_until_then() -> None:
@@ -170,15 +171,15 @@ def test_deferred_moves_follow_in_order_and_hold_their_blocks_until_then() -> No
     compute(manager, 2, PROMPT[:4])
     assert manager.swap_out([1], now=0.0) == ((1, 0), (2, 1))
     assert manager.swap_out([2], now=0.0) == ()
-    assert manager.num_used_blocks == 2
+    assert manager.pool.num_used_blocks == 2
     assert not manager.can_swap_in([1])
-    with pytest.raises(NotSwapped, match="on its way to the host"):
+    with pytest.raises(NotSwapped, match="swap out of sequence 1 is not complete"):
         manager.swap_in([1], now=0.0)
     assert manager.resume_swaps(now=1.0) == (((3, 2),), ())
     assert manager.can_swap_in([1])
     assert not manager.can_swap_in([2])
     assert manager.resume_swaps(now=2.0) == (((4, 3),), ())
-    assert manager.num_used_blocks == 0
+    assert manager.pool.num_used_blocks == 0
 
 
 def test_a_sequence_on_its_way_in_runs_only_when_all_of_it_is_there() -> None:
@@ -188,10 +189,10 @@ def test_a_sequence_on_its_way_in_runs_only_when_all_of_it_is_there() -> None:
     manager.resume_swaps(now=1.0)
     assert manager.swap_in([1], now=3.0) == ((0, 1), (1, 2))
     assert not manager.is_resident(1)
-    assert manager.num_free_host_blocks == 7
+    assert manager.host_pool.num_free_blocks == 7
     assert manager.resume_swaps(now=4.0) == ((), ((2, 3),))
     assert manager.is_resident(1)
-    assert manager.num_free_host_blocks == 8
+    assert manager.host_pool.num_free_blocks == 8
 
 
 def test_what_is_not_there_yet_is_not_shared() -> None:
@@ -248,8 +249,8 @@ def test_an_abort_on_the_way_cancels_what_is_left_of_it(direction: str) -> None:
         manager.resume_swaps(now=5.0)
         manager.swap_in([1], now=5.0)
     manager.free(1)
-    assert manager.num_free_blocks == manager.num_total_blocks
-    assert manager.num_free_host_blocks == 8
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
+    assert manager.host_pool.num_free_blocks == 8
     assert manager.resume_swaps(now=99.0) == ((), ())
 
 

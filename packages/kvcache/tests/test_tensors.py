@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from trencadis.kvcache import BlockCopy, Direction, InvalidBlock, InvalidSetting, MovePlan, copiers
-from trencadis.kvcache.copiers import SideStream, StagedCopier
+from trencadis.kvcache import BlockCopy, CopyPlan, Direction, InvalidBlock, InvalidSetting, copiers
+from trencadis.kvcache.copiers import StagedCopier, SwapStream
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 
 BLOCKS = 6
@@ -35,7 +35,7 @@ def make(device: str = "cpu", **changes: Any) -> KVCache:
     cache = KVCache(**(settings | changes))
     if device == "staged":
         words = cache._copier._blocks.transpose(0, 1)
-        cache._copier = StagedCopier(words, cache._host, SideStream(torch.cpu))
+        cache._copier = StagedCopier(words, cache._host, SwapStream(torch.cpu))
     return cache
 
 
@@ -212,7 +212,7 @@ def test_swaps_wait_for_the_computation_and_the_next_use_waits_for_them(
     direction: Direction,
 ) -> None:
     cache, streams = make("staged"), RecordedStreams()
-    cache._copier._side = SideStream(streams)  # type: ignore[union-attr]
+    cache._copier._swap_stream = SwapStream(streams)  # type: ignore[union-attr]
     cache.carry_out([(direction, [BlockCopy(1, 2)])])
     assert streams.log == ["side waits for main", "side begins", "side marks", "side ends"]
     cache.copy([BlockCopy(1, 2)])
@@ -224,7 +224,7 @@ def test_swaps_wait_for_the_computation_and_the_next_use_waits_for_them(
 def test_the_moves_of_a_step_are_carried_out_in_order(device: str) -> None:
     cache = make(device)
     before = fill(cache)
-    plan = MovePlan()
+    plan = CopyPlan()
     plan.add(Direction.OUT, [BlockCopy(1, 0)])
     plan.add(Direction.WITHIN, [BlockCopy(2, 1)])
     plan.add(Direction.WITHIN, [BlockCopy(1, 3)])

@@ -13,10 +13,10 @@ from trencadis.kvcache import (
     PLAN_SIZES,
     BandwidthGovernor,
     BlockCopy,
+    CopyPlan,
     Direction,
     KVCacheError,
-    MovePlan,
-    in_plan_sizes,
+    split_to_plan_sizes,
     warm_up_defragmenter,
 )
 from trencadis.kvcache.tensors import KVCache
@@ -43,7 +43,7 @@ def swap_governor(config: EngineConfig, block_bytes: int) -> BandwidthGovernor:
         raise ConfigError(f"swap_bandwidth {config.swap_bandwidth} GB/s: {error}") from None
 
 
-def carry_out(moves: MovePlan, cache: KVCache, device: Device) -> dict[Direction, float]:
+def carry_out(moves: CopyPlan, cache: KVCache, device: Device) -> dict[Direction, float]:
     """Carry out the moves of a step in their order; returns seconds by direction of swap.
 
     A swap is waited for, since otherwise its launch would be measured: the forward pass that
@@ -65,7 +65,7 @@ def carry_out_batch(
     direction: Direction, copies: Sequence[BlockCopy], cache: KVCache, device: Device
 ) -> None:
     """Carry out one batch of copies, in the sizes that warm-up has prepared where that counts."""
-    pieces = [copies] if device.dynamic_shapes else in_plan_sizes(copies)
+    pieces = [copies] if device.dynamic_shapes else split_to_plan_sizes(copies)
     for piece in pieces:
         cache.carry_out([(direction, piece)])
         # Each by itself, as warm-up did it: a lazy device compiles what it collects together.

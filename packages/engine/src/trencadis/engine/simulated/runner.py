@@ -12,7 +12,7 @@ from trencadis.engine.grids import Grids
 from trencadis.engine.prompt_batches import split_prompts
 from trencadis.engine.shapes import decode_shape, prompt_shape
 from trencadis.engine.simulated.runtime import SimulatedRuntime
-from trencadis.kvcache import Direction, MovePlan
+from trencadis.kvcache import CopyPlan, Direction
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming
 from trencadis.warmup import Phase
 
@@ -78,7 +78,7 @@ class SimulatedRunner:
             )
         return self._sample(output)
 
-    def _carry_out(self, moves: MovePlan) -> dict[Direction, float]:
+    def _carry_out(self, moves: CopyPlan) -> dict[Direction, float]:
         """Copies of a step, one batch after the other; seconds by direction."""
         seconds: dict[Direction, float] = {}
         for direction, copies in moves:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.kvcache import InvalidSetting, RequestHasher
-from trencadis.kvcache.prefix import PrefixIndex
+from trencadis.kvcache.prefix_index import PrefixIndex
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
 
