@@ -52,6 +52,19 @@ def test_independent_copies_of_one_direction_are_one_batch() -> None:
     assert list(plan) == [(Direction.WITHIN, ((1, 2), (1, 3), (4, 1))), (Direction.OUT, ((2, 0),))]
 
 
+def test_splitting_never_separates_the_two_copies_of_an_exchange() -> None:
+    plan = CopyPlan()
+    plan.add(Direction.WITHIN, [BlockCopy(2000, 2001)])
+    exchange = [copy for i in range(256) for copy in ((i, 1000 + i), (1000 + i, i))]
+    plan.add(Direction.WITHIN, [BlockCopy(*copy) for copy in sorted(exchange)])
+    at_once = {"device": list(range(3000))}
+    in_parts = {"device": list(range(3000))}
+    carry_out(plan, at_once)
+    for direction, copies in plan:
+        carry_out([(direction, part) for part in split_to_plan_sizes(copies)], in_parts)
+    assert at_once == in_parts
+
+
 @given(st.integers(0, 1300))
 def test_pieces_have_plan_sizes_and_all_the_copies(count: int) -> None:
     copies = [BlockCopy(i, 5_000 + i) for i in range(count)]

@@ -61,9 +61,9 @@ def pad_copies(copies: Sequence[BlockCopy], size: int) -> Copies:
 def split_to_plan_sizes(copies: Sequence[BlockCopy]) -> Iterator[Copies]:
     """Split a batch of a `CopyPlan` into batches of `PLAN_SIZES`, the last one padded.
 
-    For devices that compile a graph for each size. Carrying out the parts one after the other
-    has the same effect as the batch, because no copy of a batch of a `CopyPlan` writes a block
-    that another copy of the batch reads.
+    For devices that compile a graph for each size. Carrying out the parts one after the other has
+    the same effect as the batch: only swaps have batches of more than 512 copies, and a swap never
+    writes a block that it reads.
     """
     largest = PLAN_SIZES[-1]
     for first in range(0, len(copies), largest):
@@ -103,6 +103,11 @@ class CopyPlan:
     def _can_join(self, direction: Direction, copies: Sequence[BlockCopy]) -> bool:
         if not self._batches or self._batches[-1][0] is not direction:
             return False
-        # Only within the device are source and destination ids of the same memory.
-        read = {copy.src for copy in copies} if direction is Direction.WITHIN else set()
-        return self._written.isdisjoint(read | {copy.dst for copy in copies})
+        written = {copy.dst for copy in copies}
+        if direction is not Direction.WITHIN:
+            return self._written.isdisjoint(written)
+        # Within the device, source and destination ids are of the same memory. A larger batch
+        # would be split, possibly between the two copies of an exchange.
+        if len(self._batches[-1][1]) + len(copies) > PLAN_SIZES[-1]:
+            return False
+        return self._written.isdisjoint(written | {copy.src for copy in copies})
