@@ -20,7 +20,7 @@ def cache(pool: BlockPool, block: int) -> None:
     pool.release(block)
 
 
-def test_the_lowest_free_block_comes_first_and_never_the_padding_block() -> None:
+def test_the_lowest_free_block_is_allocated_and_never_the_padding_block() -> None:
     pool = BlockPool(8)
     assert take(pool, 4) == [1, 2, 3, 4]
     pool.release(3)
@@ -28,7 +28,7 @@ def test_the_lowest_free_block_comes_first_and_never_the_padding_block() -> None
     assert take(pool, 3) == [2, 3, 5]
 
 
-def test_a_pool_that_is_used_up_says_so_and_stays_as_it_was() -> None:
+def test_an_exhausted_pool_raises_and_does_not_change() -> None:
     pool = BlockPool(3)
     take(pool, 2)
     with pytest.raises(OutOfBlocks, match="all 2 blocks are in use"):
@@ -48,7 +48,7 @@ def test_a_shared_block_is_free_after_its_last_reference() -> None:
 
 
 @pytest.mark.parametrize("block", [0, -1, 8, 99])
-def test_foreign_ids_are_refused(block: int) -> None:
+def test_ids_outside_the_pool_are_refused(block: int) -> None:
     pool = BlockPool(8)
     for operation in (pool.share, pool.release, pool.ref_count):
         with pytest.raises(InvalidBlock, match=f"block {block} is not one of 1 to 7"):
@@ -69,7 +69,7 @@ def test_an_empty_block_cannot_be_shared() -> None:
         BlockPool(4).share(2)
 
 
-def test_cached_blocks_are_free_but_evicted_last_and_oldest_first() -> None:
+def test_cached_blocks_are_free_and_evicted_after_the_empty_ones_oldest_first() -> None:
     pool = BlockPool(5)
     take(pool, 4)
     for block in (3, 1, 2):
@@ -90,7 +90,7 @@ def test_a_cached_block_that_is_shared_again_keeps_its_content() -> None:
     assert 1 in pool.prefix_index
 
 
-def test_highest_in_use_follows_every_change() -> None:
+def test_highest_used_block_follows_every_release() -> None:
     pool = BlockPool(2000)
     blocks = take(pool, 1500)
     for block in reversed(blocks[1:]):
@@ -100,7 +100,7 @@ def test_highest_in_use_follows_every_change() -> None:
     assert pool.highest_used_block == 0
 
 
-def test_with_decode_buckets_a_cached_block_inside_goes_before_an_empty_one_beyond() -> None:
+def test_with_decode_buckets_a_cached_block_inside_is_evicted_first() -> None:
     pool = BlockPool(16, decode_buckets=(4, 8))
     take(pool, 3)
     cache(pool, 2)
@@ -126,7 +126,7 @@ def test_with_decode_buckets_the_oldest_of_all_buckets_inside_is_evicted() -> No
     assert take(pool, 4) == [6, 2, 1, 8]
 
 
-def test_relocation_takes_references_and_content_along() -> None:
+def test_relocation_moves_references_and_content() -> None:
     pool = BlockPool(8)
     take(pool, 5)
     pool.share(5)
@@ -148,7 +148,7 @@ def test_relocation_onto_cached_content_exchanges_or_evicts_it(keep: bool) -> No
     assert pool.num_cached_blocks == keep
 
 
-def test_relocation_goes_from_a_used_block_to_a_free_one_only() -> None:
+def test_relocation_moves_only_a_used_block_to_a_free_block() -> None:
     pool = BlockPool(8)
     take(pool, 2)
     for src, dst in ((1, 2), (3, 4), (5, 1)):

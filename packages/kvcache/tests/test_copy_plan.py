@@ -27,7 +27,7 @@ def carry_out(steps: object, memory: dict[str, list[int]]) -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from(Direction), COPIES), max_size=8))
-def test_joined_copies_do_what_one_call_after_the_other_does(
+def test_joined_batches_have_the_same_effect_as_the_single_calls(
     calls: list[tuple[Direction, list[BlockCopy]]],
 ) -> None:
     plan = CopyPlan()
@@ -66,7 +66,7 @@ def test_splitting_never_separates_the_two_copies_of_an_exchange() -> None:
 
 
 @given(st.integers(0, 1300))
-def test_pieces_have_plan_sizes_and_all_the_copies(count: int) -> None:
+def test_parts_have_plan_sizes_and_contain_all_copies(count: int) -> None:
     copies = [BlockCopy(i, 5_000 + i) for i in range(count)]
     pieces = list(split_to_plan_sizes(copies))
     assert all(len(piece) in PLAN_SIZES for piece in pieces)

@@ -1,7 +1,7 @@
-"""Everything at once, against a plain dictionary of what each sequence's tokens are.
+"""All operations in random order, checked against a dictionary of each sequence's tokens.
 
-The tensors are really written and read: the vector at a position is a hash of all tokens up to
-it, so a block that is shared, moved or swapped wrongly shows at once.
+The tensors are written and read. The vector at a position is a hash of all tokens up to it, so a
+block that is shared, moved or swapped wrongly has wrong values.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ LAYERS = 2
 
 
 def colliding_digest(parent: bytes, content: bytes) -> bytes:
-    """Two digests in all: nearly every look-up finds a candidate that is wrong."""
+    """Only two digests: nearly every lookup returns a wrong candidate."""
     return bytes([(sum(parent) + sum(content)) % 2])
 
 
 def fingerprints(tokens: list[int], tenant: str) -> torch.Tensor:
     """One number per position that depends on every token up to it."""
-    state, found = hash(tenant) % 997, []
+    state, values = hash(tenant) % 997, []
     for token in tokens:
         state = (state * 31 + token + 1) % (1 << 40)
-        found.append(float(state))
-    return torch.tensor(found, dtype=torch.float64)
+        values.append(float(state))
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @attrs.define
 class Model:
-    """What a sequence should be."""
+    """The expected state of a sequence."""
 
     tokens: list[int]
     tenant: str
@@ -82,7 +82,7 @@ PROMPTS = st.builds(
     st.integers(0, 18),
     st.lists(st.integers(0, 1), max_size=4),
 )
-"""Prompts of up to 18 tokens that have a good chance of a common prefix."""
+"""Prompts of up to 18 tokens that often have a common prefix."""
 
 
 class CacheMachine(RuleBasedStateMachine):

@@ -1,4 +1,4 @@
-"""A bandwidth limit for swaps, so that they leave the link to the forward passes."""
+"""A bandwidth limit for swaps, so that they do not slow down the forward passes."""
 
 from __future__ import annotations
 
