@@ -1,8 +1,8 @@
-"""What the bookkeeping of a step costs, and that it depends on what changes alone.
+"""The time of the bookkeeping of a step, which depends only on what the step changes.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_bookkeeping.py
 
-Times are medians; the last table repeats a step of the same size in ever larger caches.
+Times are medians. The last table repeats a step of the same size in larger and larger caches.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def allocate_and_free(block_size: int, *, caching: bool) -> None:
 
 
 def decode(block_size: int, steps: int = 1000) -> None:
-    """``steps`` decode steps of all sequences, in rounds, with the layout of each step's batch."""
+    """``steps`` decode steps of all sequences, with the layout of the batch in each step."""
     per_sequence = ceil_div(PROMPT + steps, block_size)
     manager = BlockManager(
         CacheConfig(num_blocks=SEQUENCES * per_sequence + 1, block_size=block_size)
