@@ -51,8 +51,8 @@ def check_sums(simulation: Simulation, report: SimulationReport) -> None:
     assert report.generated_tokens == report.asked_tokens
     assert report.requests + report.refused == len(simulation.workload)
     assert simulation.records.num_live == 0
-    assert simulation.blocks.num_used_blocks == report.used_blocks_at_end == 0
-    assert simulation.blocks.num_free_host_blocks == simulation.blocks.config.num_host_blocks
+    assert simulation.blocks.pool.num_used_blocks == report.used_blocks_at_end == 0
+    assert simulation.blocks.host_pool.num_free_blocks == simulation.blocks.config.num_host_blocks
     first, between = simulation.records.first_token_s, simulation.records.between_tokens_s
     assert len(first) == report.requests
     assert len(first) + len(between) == report.generated_tokens

@@ -350,7 +350,8 @@ class Scheduler:
                 f"the request runs {request.width} sequences at once, max_num_seqs is "
                 f"{config.max_num_seqs}: lower n, best_of or the beam width"
             )
-        needed, there = self._memory.most_blocks(request, config), self._blocks.num_total_blocks
+        needed = self._memory.most_blocks(request, config)
+        there = self._blocks.pool.num_usable_blocks
         if needed > there:
             raise UnservableRequest(
                 f"{length} prompt tokens and {request.width} × {request.max_tokens} more could "

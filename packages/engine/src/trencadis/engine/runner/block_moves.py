@@ -1,6 +1,6 @@
 """Copies KV blocks: swap out, swap in, copy-on-write and defragmentation.
 
-The scheduler decides which blocks are copied (`MovePlan`); this module copies them, in sizes that
+The scheduler decides which blocks are copied (`CopyPlan`); this module copies them, in sizes that
 were warmed up where the device compiles each size.
 """
 
@@ -14,15 +14,15 @@ from trencadis.kvcache import (
     PADDING_BLOCK,
     PLAN_SIZES,
     BlockCopy,
+    CopyPlan,
     Direction,
-    MovePlan,
-    in_plan_sizes,
+    split_to_plan_sizes,
     warm_up_defragmenter,
 )
 from trencadis.kvcache.tensors import KVCache
 
 
-def copy_blocks(moves: MovePlan, cache: KVCache, device: Device) -> dict[Direction, float]:
+def copy_blocks(moves: CopyPlan, cache: KVCache, device: Device) -> dict[Direction, float]:
     """Carry out the moves of a step in order; returns the seconds spent on each swap direction.
 
     Waits for a swap to end, because launching it takes no time that could be measured. The forward
@@ -57,7 +57,7 @@ def _copy_batch(
     direction: Direction, copies: Sequence[BlockCopy], cache: KVCache, device: Device
 ) -> None:
     """Carry out one batch of copies; on a device that compiles shapes, in warmed-up sizes."""
-    pieces = [copies] if device.dynamic_shapes else in_plan_sizes(copies)
+    pieces = [copies] if device.dynamic_shapes else split_to_plan_sizes(copies)
     for piece in pieces:
         cache.carry_out([(direction, piece)])
         # One mark per piece, as in warm-up: a lazy device compiles what lies between two marks.

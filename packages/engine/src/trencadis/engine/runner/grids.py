@@ -13,8 +13,8 @@ from trencadis.bucketing import (
     linear_range,
     prompt_grid,
 )
-from trencadis.engine.rounding import ceil_div
 from trencadis.engine.runner.limits import ServingLimits
+from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
 

@@ -11,7 +11,7 @@ from typing import Literal, Protocol
 import attrs
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.rounding import ceil_div
+from trencadis.kvcache import ceil_div
 from trencadis.scheduler import SchedulerConfig
 from trencadis.warmup import format_bytes
 

@@ -21,9 +21,8 @@ from trencadis.engine.models.paged_context import (
     PromptContext,
     paged_tensors,
 )
-from trencadis.engine.rounding import ceil_div
 from trencadis.engine.runner.shapes import DecodeShape, ForwardShape, PromptShape
-from trencadis.kvcache import NO_OWNER, DecodeLayout, lay_out
+from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from trencadis.engine.rounding import ceil_div
+from trencadis.kvcache import ceil_div
 from trencadis.scheduler import ScheduledSequence
 
 

@@ -17,7 +17,6 @@ from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
-from trencadis.engine.rounding import ceil_div
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.forward_runner import ForwardRunner
@@ -29,6 +28,7 @@ from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.shapes import PromptShape
 from trencadis.engine.validators import longest_sequence
+from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import MemoryPlan, MemoryUse, WarmupError, WarmupReport, warm_up
 

@@ -188,7 +188,7 @@ def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
         bucket_misses=runner.bucket_misses,
         num_blocks=simulation.num_blocks,
         block_bytes=runtime.costs.block_bytes,
-        used_blocks_at_end=simulation.blocks.num_used_blocks,
+        used_blocks_at_end=simulation.blocks.pool.num_used_blocks,
         longest_prefix=runner.longest_prefix,
         preemptions=simulation.scheduler.num_preemptions,
         recomputations=simulation.scheduler.num_recomputes,

@@ -12,7 +12,7 @@ from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.prompt_batches import split_prompts
 from trencadis.engine.runner.shapes import decode_shape, prompt_shape
 from trencadis.engine.simulated.runtime import SimulatedRuntime
-from trencadis.kvcache import Direction, MovePlan
+from trencadis.kvcache import CopyPlan, Direction
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming
 from trencadis.warmup import Phase
 
@@ -77,7 +77,7 @@ class SimulatedRunner:
             )
         return self._sample(output)
 
-    def _copy_blocks(self, moves: MovePlan) -> dict[Direction, float]:
+    def _copy_blocks(self, moves: CopyPlan) -> dict[Direction, float]:
         """Copy blocks as planned; returns the seconds spent, by direction."""
         seconds: dict[Direction, float] = {}
         for direction, copies in moves:

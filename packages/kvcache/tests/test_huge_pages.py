@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trencadis.kvcache.memory import zeros
+from trencadis.kvcache.huge_pages import zeros
 
 CPU = torch.device("cpu")
 SMAPS = Path("/proc/self/smaps")
@@ -16,7 +16,7 @@ HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 @pytest.mark.parametrize("rows", [0, 1, 2000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-def test_memory_of_any_size_is_zero_and_can_be_written(rows: int, dtype: torch.dtype) -> None:
+def test_tensors_of_any_size_are_zero_and_writable(rows: int, dtype: torch.dtype) -> None:
     memory = zeros((2, rows, 1024), dtype, CPU)
     assert (memory.shape, memory.dtype, memory.is_contiguous()) == ((2, rows, 1024), dtype, True)
     assert not memory.view(torch.uint8).any()
@@ -24,7 +24,7 @@ def test_memory_of_any_size_is_zero_and_can_be_written(rows: int, dtype: torch.d
     assert memory.view(torch.uint8).all()
 
 
-def test_a_system_that_has_no_huge_pages_gives_small_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_huge_pages_the_tensor_is_in_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # the kernel refuses it
     assert not zeros((1 << 22,), torch.uint8, CPU).any()
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
@@ -34,7 +34,7 @@ def test_a_system_that_has_no_huge_pages_gives_small_ones(monkeypatch: pytest.Mo
 @pytest.mark.skipif(
     not (SMAPS.exists() and HUGE_PAGES.exists()), reason="the kernel does not tell of huge pages"
 )
-def test_a_large_cache_asks_for_huge_pages() -> None:
+def test_a_large_tensor_is_advised_to_use_huge_pages() -> None:
     memory = zeros((1 << 26,), torch.uint8, CPU)
     assert "hg" in _flags_of(memory.data_ptr())
 
