@@ -123,13 +123,13 @@ def soak(
         trace.tokens += len(scheduler.update(output, sampled))
         for index, model in enumerate(models):
             model.ambient_c, model.fan = air(now, index)
-            model.step(STEP_S, scheduler.num_running)
+            model.step(STEP_S, scheduler.num_running_seqs)
         hottest = max(model.chip_c for model in models)
         reading = Reading(float(round(hottest)))
         trace.at_s.append(now)
         trace.chip_c.append(hottest)
-        trace.cap.append(output.max_running)
-        trace.running.append(scheduler.num_running)
+        trace.cap.append(output.max_running_seqs)
+        trace.running.append(scheduler.num_running_seqs)
     trace.evictions = scheduler.num_preemptions
     return trace
 

@@ -26,6 +26,11 @@ VOCABULARY = 17
 STOP = 3
 
 
+def num_scheduled_tokens(output: SchedulerOutput) -> int:
+    """Tokens that a step computes, without padding."""
+    return sum(len(scheduled.token_ids) for scheduled in (*output.prompts, *output.decodes))
+
+
 def next_token(tokens: Sequence[int], sample: int) -> int:
     """A token that depends on every token before it, and on which sample it is for."""
     return hash((*tokens, 1000 + sample)) % VOCABULARY
@@ -76,7 +81,7 @@ class Runner:
 
     def add(self, request: Request) -> SequenceGroup:
         group = self.scheduler.add(request).group
-        self.sample_of.update({one.seq_id: i for i, one in enumerate(group.live)})
+        self.sample_of.update({one.seq_id: i for i, one in enumerate(group.unfinished_seqs)})
         return group
 
     def step(self) -> tuple[SchedulerOutput, tuple[SequenceUpdate, ...]]:

@@ -16,7 +16,7 @@ from trencadis.scheduler import (
     StepOrderError,
     UnservableRequest,
 )
-from trencadis.scheduler.beams import BeamTracker
+from trencadis.scheduler.beams import BeamSearchState
 
 
 def request(**fields: object) -> Request:
@@ -37,7 +37,7 @@ def make(num_blocks: int = 65, **settings: int) -> tuple[Runner, BlockManager]:
 
 def test_one_token_that_ends_leaves_the_other_beams_running() -> None:
     wanted = request(beam_search=BeamSearch(width=2), stop_token_ids=frozenset({9}))
-    beams = BeamTracker(wanted, BeamSearch(width=2), max_output=8)
+    beams = BeamSearchState(wanted, BeamSearch(width=2), max_output=8)
     offered = [Candidate(9, -0.1), Candidate(5, -0.5), Candidate(6, -1.0), Candidate(7, -2.0)]
     going_on = beams.advance([()], [0.0], [offered])
     assert [one.token_id for one in going_on] == [5, 6]
@@ -47,7 +47,7 @@ def test_one_token_that_ends_leaves_the_other_beams_running() -> None:
 
 def test_an_end_outside_the_best_width_is_not_a_hypothesis() -> None:
     search = BeamSearch(width=1)
-    beams = BeamTracker(request(stop_token_ids=frozenset({9})), search, max_output=8)
+    beams = BeamSearchState(request(stop_token_ids=frozenset({9})), search, max_output=8)
     beams.advance([()], [0.0], [[Candidate(5, -0.1), Candidate(9, -0.2)]])
     assert beams.hypotheses == []
 
@@ -80,7 +80,7 @@ def test_beams_take_their_width_in_seats_from_the_start() -> None:
     runner.add(request(beam_search=BeamSearch(width=3)))
     runner.add(short_request("b", beam_search=BeamSearch(width=2)))
     runner.step()
-    assert (runner.scheduler.num_running, runner.scheduler.num_waiting) == (3, 1)
+    assert (runner.scheduler.num_running_seqs, runner.scheduler.num_waiting) == (3, 1)
 
 
 def test_a_beam_without_candidates_is_an_error() -> None:
@@ -166,7 +166,7 @@ def search_with(model: object, torch: object, wanted: Request) -> list[tuple[int
         output = scheduler.schedule()
         candidates = {}
         for one in (*output.prompts, *output.decodes):
-            tokens = next(s.token_ids for s in group.live if s.seq_id == one.seq_id)
+            tokens = next(s.token_ids for s in group.unfinished_seqs if s.seq_id == one.seq_id)
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0, -1].float()
             top = torch.log_softmax(logits, -1).topk(min(one.num_candidates, 24))

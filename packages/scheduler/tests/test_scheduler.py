@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from harness import num_scheduled_tokens
 
 from trencadis.kvcache import BlockManager, CacheConfig
 from trencadis.scheduler import (
@@ -84,7 +85,7 @@ def test_decodes_come_before_prompts_in_the_token_budget() -> None:
     output, _ = run(scheduler)
     assert len(output.decodes) == 1
     assert len(output.prompts[0].token_ids) == 5
-    assert output.num_tokens == 6
+    assert num_scheduled_tokens(output) == 6
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
@@ -92,7 +93,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
     for name in "abc":
         scheduler.add(request(name, 2))
     run(scheduler)
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    assert (scheduler.num_running_seqs, scheduler.num_waiting) == (2, 1)
 
 
 def test_first_come_is_first_served() -> None:
@@ -109,8 +110,8 @@ def test_youngest_is_preempted_when_blocks_run_out_and_resumes_with_its_tokens()
     young = scheduler.add(request("young", 3, max_tokens=4))
     run(scheduler)
     output, _ = run(scheduler)
-    assert output.preempted == (young.seq_id,)
-    assert (scheduler.num_running, scheduler.num_swapped) == (1, 1)
+    assert output.preempted_seq_ids == (young.seq_id,)
+    assert (scheduler.num_running_seqs, scheduler.num_swapped) == (1, 1)
     assert scheduler.num_preemptions == scheduler.num_recomputes == 1
     assert young.token_ids == [0, 1, 2, 7]
     while scheduler.num_swapped:

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import attrs
 import pytest
-from harness import STOP, Memory, Runner, alone, outcome
+from harness import STOP, Memory, Runner, alone, num_scheduled_tokens, outcome
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -176,8 +176,8 @@ class Machine(RuleBasedStateMachine):
         samples = [
             one.seq_id
             for group in self.live.values()
-            if group.beams is None
-            for one in group.live
+            if group.beam_state is None
+            for one in group.unfinished_seqs
             if one.num_output_tokens
         ]
         if samples:
@@ -185,11 +185,11 @@ class Machine(RuleBasedStateMachine):
             self.cut[one.seq_id] = one.num_output_tokens
             assert self.scheduler.finish(one.seq_id)
             if one.group.finish_reason is FinishReason.ABORT:
-                assert all(other.seq_id in self.cut for other in one.group.live)
+                assert all(other.seq_id in self.cut for other in one.group.unfinished_seqs)
                 del self.live[one.request_id]
 
     def sequence(self, seq_id: int) -> Sequence:
-        every = (one for group in self.live.values() for one in group.live)
+        every = (one for group in self.live.values() for one in group.unfinished_seqs)
         return next(one for one in every if one.seq_id == seq_id)
 
     @rule(degrees=st.sampled_from([20.0, 79.0, 82.0, 86.0, 100.0]), trusted=st.booleans())
@@ -238,10 +238,10 @@ class Machine(RuleBasedStateMachine):
         self.now += 0.02
         self.steady += 0.02
         output = self.scheduler.schedule()
-        assert output.num_tokens <= self.config.max_num_batched_tokens
+        assert num_scheduled_tokens(output) <= self.config.max_num_batched_tokens
         # A reading is answered within two steps: the batch keeps this step's cap or the last's.
-        assert self.scheduler.num_running <= max(output.max_running, self.last_cap)
-        self.last_cap = output.max_running
+        assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_cap)
+        self.last_cap = output.max_running_seqs
         self.check_traffic(output)
         self.runner.finish(output)
         for name, group in tuple(self.live.items()):
@@ -251,12 +251,12 @@ class Machine(RuleBasedStateMachine):
 
     def check_finished(self, group: SequenceGroup) -> None:
         assert group.status is SequenceStatus.FINISHED
-        if not any(one.seq_id in self.cut for one in group.finished):
+        if not any(one.seq_id in self.cut for one in group.finished_seqs):
             assert outcome(group) == alone(group.request, MAX_LEN)
             return
         every = attrs.evolve(group.request, n=group.request.num_seqs, best_of=None)
         expected = alone(every, MAX_LEN)
-        for one in group.finished:
+        for one in group.finished_seqs:
             tokens, reason = expected[self.runner.sample_of[one.seq_id]]
             got = tuple(one.output_token_ids)
             if one.seq_id in self.cut:
@@ -283,7 +283,7 @@ class Machine(RuleBasedStateMachine):
             assert self.scheduler.num_waiting == states.count(SequenceStatus.WAITING)
             assert self.scheduler.num_swapped == states.count(SequenceStatus.SWAPPED)
             running = [g for g in self.live.values() if g.status is SequenceStatus.RUNNING]
-            assert self.scheduler.num_running == sum(group.seats for group in running)
+            assert self.scheduler.num_running_seqs == sum(group.num_seqs for group in running)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

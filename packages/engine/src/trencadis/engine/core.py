@@ -110,7 +110,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         runner = self.executor.runner
         return EngineStats(
-            num_running=self.scheduler.num_running,
+            num_running=self.scheduler.num_running_seqs,
             num_waiting=self.scheduler.num_waiting,
             num_swapped=self.scheduler.num_swapped,
             num_preemptions=self.scheduler.num_preemptions,
@@ -218,7 +218,7 @@ class _Counters:
         self.steps += 1
         self.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
         self.generation_tokens += num_new
-        self.max_running = output.max_running
+        self.max_running = output.max_running_seqs
 
 
 def _device(config: EngineConfig) -> Device:

@@ -123,7 +123,9 @@ class Requests:
         served.open.update(range(params.n if params.use_beam_search else params.width))
         if params.use_beam_search:
             return
-        for index, one in enumerate(one for group in served.groups for one in group.live):
+        for index, one in enumerate(
+            one for group in served.groups for one in group.unfinished_seqs
+        ):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
             self._samples[one.seq_id] = _Sample(served, index, seed, one)
             served.sample_ids.append(one.seq_id)
@@ -172,7 +174,7 @@ class Requests:
                 tokens.extend(self._hypothesis(search, update.seq_id))
             elif one is not None and one.index in one.request.open:
                 reason = _reason(update.finish_reason)
-                cached = one.sequence.num_cached_prompt_tokens
+                cached = one.sequence.num_cached_tokens
                 logprobs = chosen.sampled[update.seq_id].logprobs
                 key = one.request.key
                 tokens.append(NewToken(key, one.index, update.token_id, reason, cached, logprobs))
@@ -231,7 +233,9 @@ class Requests:
         if not beams:
             return {}
         searches = [one for one in self._served.values() if one.params.use_beam_search]
-        live = {one.seq_id: (one, s.params) for s in searches for one in s.groups[0].live}
+        live = {
+            one.seq_id: (one, s.params) for s in searches for one in s.groups[0].unfinished_seqs
+        }
         ranked = rank_tokens(
             _take(logits, rows),
             [self._sampling_row(*live[beam.seq_id], seed=0) for beam in beams],
@@ -248,9 +252,9 @@ class Requests:
         index, one = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
         *tokens, last = one.output_token_ids
         for token_id in tokens:
-            yield NewToken(served.key, index, token_id, None, one.num_cached_prompt_tokens)
+            yield NewToken(served.key, index, token_id, None, one.num_cached_tokens)
         reason = _reason(one.finish_reason)
-        yield NewToken(served.key, index, last, reason, one.num_cached_prompt_tokens)
+        yield NewToken(served.key, index, last, reason, one.num_cached_tokens)
         self._end(served, index)
 
     def _end(self, served: _Served, index: int) -> None:

@@ -208,7 +208,7 @@ class Simulation:
         """One step of the engine: its decision, and how many requests it has ended."""
         output = self.scheduler.schedule()
         tokens = self.runner.run(output)
-        running = self.scheduler.num_running
+        running = self.scheduler.num_running_seqs
         updates = self.scheduler.update(output, tokens, timing=self.runner.timing)
         self.steps += 1
         self.heat.follow(running)
@@ -229,7 +229,7 @@ class Simulation:
         scheduler, board = self.scheduler, self.heat.model
         return Moment(
             at_s=self.clock() - self.started_s,
-            running=scheduler.num_running,
+            running=scheduler.num_running_seqs,
             waiting=scheduler.num_waiting,
             swapped=scheduler.num_swapped,
             used_blocks=self.blocks.num_used_blocks,
@@ -237,7 +237,7 @@ class Simulation:
             tokens=self.records.tokens_since_last_moment(),
             temperature_c=board.chip_c,
             power_w=board.power_w,
-            cap=output.max_running,
+            cap=output.max_running_seqs,
         )
 
 

@@ -46,7 +46,7 @@ class ThermalGuard:
         try:
             state = self._read()
             if state.power_w is not None:
-                self.watts.learn(state.power_w, scheduler.num_running)
+                self.watts.learn(state.power_w, scheduler.num_running_seqs)
                 self.policy.on_power_reading(state.power_w)
             if state.hottest_c is not None:
                 self.policy.on_temp_reading(0, state.hottest_c)
@@ -74,7 +74,7 @@ class ThermalGuard:
             except Exception as error:  # as above
                 self._disable(error)
                 chosen = []
-        left = count - sum(group.seats for group in chosen)
+        left = count - sum(group.num_seqs for group in chosen)
         rest = [group for group in running if group not in chosen]
         return chosen + first_victims(lru, rest, left)
 

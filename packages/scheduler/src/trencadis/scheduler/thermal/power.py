@@ -49,7 +49,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
         self._newest_w = watts
 
     def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
-        self._take_in(scheduler.num_running)
+        self._take_in(scheduler.num_running_seqs)
         most = scheduler.scheduler_config.max_num_seqs
         wanted = max(min(self._min_seqs, most), min(most, self._affordable()))
         cap = most if self._cap is None else min(self._cap, most)

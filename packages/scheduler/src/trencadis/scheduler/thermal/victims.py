@@ -30,7 +30,7 @@ def lowest_priority(group: SequenceGroup) -> tuple[float, ...]:
 
 def cheapest(group: SequenceGroup) -> tuple[float, ...]:
     """Least swap traffic per watt saved; each sequence saves the same, whatever its length."""
-    return (group.get_num_kv_blocks() / group.seats, -group.arrival)
+    return (group.get_num_kv_blocks() / group.num_seqs, -group.arrival)
 
 
 VICTIM_ORDERS: Mapping[str, VictimKey] = {
@@ -57,5 +57,5 @@ def first_victims(
         if num_to_evict <= 0:
             break
         victims.append(group)
-        num_to_evict -= group.seats
+        num_to_evict -= group.num_seqs
     return victims
