@@ -36,10 +36,11 @@ from trencadis.scheduler import (
 )
 from trencadis.scheduler.thermal import NoThermalPolicy, ProportionalThermalPolicy
 
-W, R, S, F = (
+W, R, S, P, F = (
     SequenceStatus.WAITING,
     SequenceStatus.RUNNING,
     SequenceStatus.SWAPPED,
+    SequenceStatus.PREEMPTED,
     SequenceStatus.FINISHED,
 )
 
@@ -115,7 +116,7 @@ def moved(output: SchedulerOutput, way: Direction) -> int:
 def test_only_the_arrows_of_the_diagram_exist(old: SequenceStatus, new: SequenceStatus) -> None:
     group = make().add("a")
     group.status = old
-    if (old, new) in {(W, R), (R, F), (R, S), (S, R), (S, W)}:
+    if (old, new) in {(W, R), (R, F), (R, S), (S, R), (S, W), (R, P), (P, R), (P, W)}:
         group.transition_to(new)
         assert group.status is new
     else:
@@ -138,16 +139,22 @@ def test_evicted_in_mid_prompt_continues_there() -> None:
     assert outcome(group) == alone(group.request, 64)
 
 
-def test_aborted_while_swapped_gives_back_the_host() -> None:
-    bench = make()
+@pytest.mark.parametrize(("num_host_blocks", "status"), [(64, S), (0, P)])
+def test_abort_of_a_preempted_group_frees_its_blocks(
+    num_host_blocks: int, status: SequenceStatus
+) -> None:
+    bench = make(num_host_blocks=num_host_blocks)
     group = bench.add("a")
     bench.step()
     bench.scheduler.abort_and_swap(["a"])
     bench.step()
+    assert group.status is status
     assert bench.scheduler.abort("a")
     assert group.status is W
     assert not bench.scheduler.has_work
-    assert bench.blocks.num_free_host_blocks == 64
+    assert bench.scheduler.num_swapped == bench.scheduler.num_preempted == 0
+    assert bench.blocks.num_free_host_blocks == num_host_blocks
+    assert bench.blocks.num_free_blocks == bench.blocks.num_total_blocks
 
 
 @pytest.mark.parametrize(("token_s", "recomputes"), [(1e-9, 1), (1.0, 0)])
@@ -158,7 +165,11 @@ def test_the_cheaper_way_out_is_taken(token_s: float, recomputes: int) -> None:
     bench.scheduler.abort_and_swap(["a"])
     bench.step()
     assert (bench.scheduler.num_preemptions, bench.scheduler.num_recomputes) == (1, recomputes)
-    assert group.on_host == (not recomputes)
+    assert group.status is (P if recomputes else S)
+    assert (bench.scheduler.num_preempted, bench.scheduler.num_swapped) == (
+        recomputes,
+        1 - recomputes,
+    )
 
 
 def test_costs_are_learned_from_what_steps_took() -> None:

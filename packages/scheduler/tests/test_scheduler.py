@@ -111,10 +111,10 @@ def test_youngest_is_preempted_when_blocks_run_out_and_resumes_with_its_tokens()
     run(scheduler)
     output, _ = run(scheduler)
     assert output.preempted_seq_ids == (young.seq_id,)
-    assert (scheduler.num_running_seqs, scheduler.num_swapped) == (1, 1)
+    assert (scheduler.num_running_seqs, scheduler.num_preempted) == (1, 1)
     assert scheduler.num_preemptions == scheduler.num_recomputes == 1
     assert young.token_ids == [0, 1, 2, 7]
-    while scheduler.num_swapped:
+    while scheduler.num_preempted:
         resumed, _ = run(scheduler)
     assert list(resumed.prompts[0].token_ids) == [0, 1, 2, 7]
     while scheduler.has_work:

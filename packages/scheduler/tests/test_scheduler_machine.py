@@ -282,6 +282,7 @@ class Machine(RuleBasedStateMachine):
             states = [group.status for group in self.live.values()]
             assert self.scheduler.num_waiting == states.count(SequenceStatus.WAITING)
             assert self.scheduler.num_swapped == states.count(SequenceStatus.SWAPPED)
+            assert self.scheduler.num_preempted == states.count(SequenceStatus.PREEMPTED)
             running = [g for g in self.live.values() if g.status is SequenceStatus.RUNNING]
             assert self.scheduler.num_running_seqs == sum(group.num_seqs for group in running)
 

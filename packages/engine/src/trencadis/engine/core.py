@@ -112,7 +112,7 @@ class EngineCore:
         return EngineStats(
             num_running=self.scheduler.num_running_seqs,
             num_waiting=self.scheduler.num_waiting,
-            num_swapped=self.scheduler.num_swapped,
+            num_swapped=self.scheduler.num_swapped + self.scheduler.num_preempted,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,

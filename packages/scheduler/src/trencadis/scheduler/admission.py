@@ -1,4 +1,4 @@
-"""Admission control: resumes preempted groups and admits waiting ones, without starvation."""
+"""Admission control: resumes groups and admits waiting ones, without starvation."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from trencadis.scheduler.group_queue import GroupQueue
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.pending_prefixes import PendingPrefixes
 from trencadis.scheduler.scheduling_step import SchedulingStep
+from trencadis.scheduler.sequence_status import SequenceStatus
 
 
 class AdmissionControl:
@@ -39,11 +40,11 @@ class AdmissionControl:
                 self._states.start(group, step.now)
 
     def resume(self, step: SchedulingStep) -> None:
-        """Resume preempted groups, before waiting groups of the same priority."""
+        """Resume swapped and preempted groups, before waiting groups of the same priority."""
         self._start_groups(self._states.resume_queue, step, self._can_resume, self._resume)
 
     def admit(self, step: SchedulingStep) -> None:
-        """Admit waiting groups, except after preempted ones of the same or a higher priority."""
+        """Admit waiting groups, unless one of their or a higher priority waits to resume."""
         self._pending_prefixes.discard_computed()
         self._start_groups(self._states.waiting, step, self._can_admit, self._admit)
 
@@ -108,12 +109,12 @@ class AdmissionControl:
             and not self.is_overdue(group)
         ):
             return False
-        if group.on_host:
+        if group.status is SequenceStatus.SWAPPED:
             return self._group_blocks.can_swap_in(group)
         return self._can_allocate(group)
 
     def _resume(self, group: SequenceGroup, step: SchedulingStep) -> None:
-        if not group.on_host:
+        if group.status is SequenceStatus.PREEMPTED:
             self._start(group, step)
             return
         self._group_blocks.swap_in(group, step.now)
@@ -123,9 +124,9 @@ class AdmissionControl:
             step.schedule_group(group)
 
     def _can_admit(self, group: SequenceGroup, step: SchedulingStep) -> bool:
-        preempted = self.next_group(self._states.resume_queue, step)
-        if preempted is not None and (
-            preempted.queue_key.priority <= group.queue_key.priority or self.is_overdue(preempted)
+        resumed = self.next_group(self._states.resume_queue, step)
+        if resumed is not None and (
+            resumed.queue_key.priority <= group.queue_key.priority or self.is_overdue(resumed)
         ):
             return False
         if self._pending_prefixes.has_next_block(group) and not self.is_overdue(group):

@@ -90,7 +90,6 @@ class SequenceGroup:
     finished_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
     beam_state: BeamSearchState | None = attrs.field(default=None, repr=False)
     prefix_keys: PrefixKeys | None = attrs.field(default=None, repr=False)
-    on_host: bool = False
     num_bypasses: int = 0
     started_at_s: float = 0.0
     last_scheduled_step: int = 0

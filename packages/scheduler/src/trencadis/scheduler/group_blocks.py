@@ -142,7 +142,6 @@ class GroupBlocks:
         num_host_blocks = num_free_before - self._blocks.num_free_host_blocks
         self.num_swapping_out += num_host_blocks - len(copies)
         self.moves.add(Direction.OUT, copies)
-        group.on_host = True
 
     def can_swap_in(self, group: SequenceGroup) -> bool:
         return self._blocks.can_swap_in(_seq_ids(group))
@@ -150,7 +149,6 @@ class GroupBlocks:
     def swap_in(self, group: SequenceGroup, now: float) -> None:
         """Allocate device blocks and copy the content back. It may arrive later: `is_resident`."""
         self.moves.add(Direction.IN, self._blocks.swap_in(_seq_ids(group), now))
-        group.on_host = False
 
     def is_resident(self, group: SequenceGroup) -> bool:
         """Whether all computed blocks of a group are on the device."""
@@ -168,7 +166,7 @@ class GroupBlocks:
         # This may subtract too much, so the scheduler never waits for blocks that do not come.
         num_freed = self._blocks.num_free_host_blocks - num_free_before
         self.num_swapping_out = max(0, self.num_swapping_out - num_freed)
-        group.allocated_seqs, group.unforked_seqs, group.on_host = [], [], False
+        group.allocated_seqs, group.unforked_seqs = [], []
 
     def free_sequence(self, sequence: Sequence) -> None:
         """Free the blocks of one sequence of a group that keeps running."""

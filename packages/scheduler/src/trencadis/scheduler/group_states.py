@@ -15,11 +15,12 @@ from trencadis.scheduler.sequence_status import SequenceStatus
 class GroupStates:
     """Owns the queues and moves groups between them. Every group is in exactly one of them.
 
-    - ``resume_queue``: preempted groups that have not been resumed.
-    - ``swapping_in``: swapped groups that have device blocks again and wait for their content.
+    - ``resume_queue``: groups that wait to run again, SWAPPED and PREEMPTED ones.
+    - ``swapping_in``: SWAPPED groups that have device blocks again and wait for their content.
     - ``groups``, ``sequences``: all that have not finished, by request id and sequence id.
     - ``num_running_seqs``, ``num_swapping_in_seqs``: sequences of the running groups and of those
       in ``swapping_in``; both count against the running limit.
+    - ``num_preempted``: PREEMPTED groups.
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
 
@@ -32,6 +33,7 @@ class GroupStates:
         self.sequences: dict[int, Sequence] = {}
         self.num_running_seqs = 0
         self.num_swapping_in_seqs = 0
+        self.num_preempted = 0
         self.num_finished_seqs = 0
         self._config = config
         self._block_size = block_size
@@ -66,7 +68,10 @@ class GroupStates:
         return Sequence(next(self._seq_ids), group.request, token_ids, group)
 
     def start(self, group: SequenceGroup, now: float) -> None:
-        """Change the status from WAITING or SWAPPED to RUNNING. Raises `IllegalTransition`."""
+        """Change the status to RUNNING: the group is admitted or resumed.
+
+        Raises `IllegalTransition`.
+        """
         status = group.status
         group.transition_to(SequenceStatus.RUNNING)
         self._leave_queue(group, status)
@@ -74,12 +79,16 @@ class GroupStates:
         self.num_running_seqs += group.num_seqs
         group.started_at_s = now
 
-    def preempt(self, group: SequenceGroup) -> None:
-        """Change the status from RUNNING to SWAPPED. Raises `IllegalTransition`."""
-        group.transition_to(SequenceStatus.SWAPPED)
+    def preempt(self, group: SequenceGroup, *, swapped: bool) -> None:
+        """Change the status from RUNNING to SWAPPED, or to PREEMPTED for recomputation.
+
+        Raises `IllegalTransition`.
+        """
+        group.transition_to(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
         self.running.remove(group)
         self.num_running_seqs -= group.num_seqs
         self.resume_queue.add(group)
+        self.num_preempted += not swapped
 
     def begin_swap_in(self, group: SequenceGroup) -> None:
         """A swapped group has device blocks again; `start` it once their content has arrived."""
@@ -93,7 +102,7 @@ class GroupStates:
             self._finish(group)
         else:
             self._leave_queue(group, group.status)
-            if group.status is SequenceStatus.SWAPPED:
+            if group.status is not SequenceStatus.WAITING:
                 group.transition_to(SequenceStatus.WAITING)
             self._remove(group)
         group.finish_reason = FinishReason.ABORT
@@ -144,6 +153,7 @@ class GroupStates:
             self.num_swapping_in_seqs -= group.num_seqs
         else:
             self.resume_queue.remove(group)
+            self.num_preempted -= status is SequenceStatus.PREEMPTED
 
     def _remove(self, group: SequenceGroup) -> None:
         del self.groups[group.request_id]

@@ -30,8 +30,9 @@ class Preemptor:
     def preempt(self, group: SequenceGroup, step: SchedulingStep) -> None:
         """Take a running group off the device."""
         step.preempted_seq_ids.extend(sequence.seq_id for sequence in group.allocated_seqs)
-        self._states.preempt(group)
-        if self._should_swap(group):
+        swapped = self._should_swap(group)
+        self._states.preempt(group, swapped=swapped)
+        if swapped:
             self._group_blocks.swap_out(group, step.now)
             self.num_swaps += 1
         else:

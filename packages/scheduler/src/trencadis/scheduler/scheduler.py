@@ -114,8 +114,14 @@ class Scheduler:
 
     @property
     def num_swapped(self) -> int:
-        """Requests that were preempted and have not been resumed."""
-        return len(self._states.resume_queue) + len(self._states.swapping_in)
+        """Requests whose computed blocks are on the host, or on their way back to the device."""
+        states = self._states
+        return len(states.resume_queue) - states.num_preempted + len(states.swapping_in)
+
+    @property
+    def num_preempted(self) -> int:
+        """Requests that were preempted without a swap and wait to be recomputed."""
+        return self._states.num_preempted
 
     @property
     def num_preemptions(self) -> int:

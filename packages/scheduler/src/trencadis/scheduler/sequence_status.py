@@ -6,26 +6,33 @@ import enum
 
 
 class SequenceStatus(enum.Enum):
-    """The state of a sequence group, shared by its unfinished sequences.
+    """The state of a sequence group and of its unfinished sequences.
 
-    The state diagram is that of seed 003, section 5:
-
-    - WAITING to RUNNING: the group was admitted.
-    - RUNNING to SWAPPED: the group was preempted, and its blocks are copied to the host.
-    - SWAPPED to RUNNING: the group was resumed.
-    - RUNNING to FINISHED: all its sequences have finished, or its client aborted it.
-    - SWAPPED to WAITING: its client aborted the group, which then leaves the scheduler.
+    - WAITING: not admitted yet.
+    - RUNNING: on the device.
+    - SWAPPED: preempted; its computed blocks are on the host.
+    - PREEMPTED: preempted; its blocks were freed, its tokens are kept, and it is recomputed.
+    - FINISHED: all its sequences have finished, or its client aborted it while it was running.
     """
 
     WAITING = "waiting"
     RUNNING = "running"
     SWAPPED = "swapped"
+    PREEMPTED = "preempted"
     FINISHED = "finished"
 
 
 TRANSITIONS: dict[SequenceStatus, frozenset[SequenceStatus]] = {
     SequenceStatus.WAITING: frozenset({SequenceStatus.RUNNING}),
-    SequenceStatus.RUNNING: frozenset({SequenceStatus.SWAPPED, SequenceStatus.FINISHED}),
+    SequenceStatus.RUNNING: frozenset(
+        {SequenceStatus.SWAPPED, SequenceStatus.PREEMPTED, SequenceStatus.FINISHED}
+    ),
     SequenceStatus.SWAPPED: frozenset({SequenceStatus.RUNNING, SequenceStatus.WAITING}),
+    SequenceStatus.PREEMPTED: frozenset({SequenceStatus.RUNNING, SequenceStatus.WAITING}),
     SequenceStatus.FINISHED: frozenset(),
 }
+"""The state diagram: that of seed 003, section 5, and vLLM's PREEMPTED, for recomputation.
+
+A group that its client aborts while SWAPPED or PREEMPTED becomes WAITING and leaves the scheduler,
+as a group does that is aborted while WAITING.
+"""

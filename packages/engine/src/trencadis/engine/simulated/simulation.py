@@ -231,7 +231,7 @@ class Simulation:
             at_s=self.clock() - self.started_s,
             running=scheduler.num_running_seqs,
             waiting=scheduler.num_waiting,
-            swapped=scheduler.num_swapped,
+            swapped=scheduler.num_swapped + scheduler.num_preempted,
             used_blocks=self.blocks.num_used_blocks,
             highest_block=self.blocks.highest_in_use,
             tokens=self.records.tokens_since_last_moment(),
