@@ -1,4 +1,4 @@
-"""What a step decides: budgets, order, chunks, preemption, ends and refusals."""
+"""What a step decides: budgets, order, chunks, preemption, finished and refused requests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,11 @@ def request(name: str, length: int = 4, **fields: object) -> Request:
 
 def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, tuple[SequenceUpdate, ...]]:
     output = scheduler.schedule()
-    sampled = {one.seq_id: token for one in (*output.prompts, *output.decodes) if one.samples}
+    sampled = {
+        scheduled.seq_id: token
+        for scheduled in (*output.prompts, *output.decodes)
+        if scheduled.samples
+    }
     return output, scheduler.update(output, sampled)
 
 
@@ -48,7 +52,7 @@ def test_prompt_is_computed_then_decoded_until_max_tokens() -> None:
     scheduler, blocks = make()
     scheduler.add(request("a", 5, max_tokens=3))
     first, updates = run(scheduler)
-    assert [list(one.token_ids) for one in first.prompts] == [[0, 1, 2, 3, 4]]
+    assert [list(scheduled.token_ids) for scheduled in first.prompts] == [[0, 1, 2, 3, 4]]
     assert updates[0].token_id == 7
     second, _ = run(scheduler)
     assert (second.decodes[0].start, list(second.decodes[0].token_ids)) == (5, [7])
@@ -104,7 +108,7 @@ def test_first_come_is_first_served() -> None:
     assert order == ["a", "b", "c"]
 
 
-def test_youngest_is_preempted_when_blocks_run_out_and_resumes_with_its_tokens() -> None:
+def test_the_latest_group_is_preempted_when_blocks_run_out_and_recomputed_with_its_tokens() -> None:
     scheduler, blocks = make(num_blocks=5, block_size=2, max_model_len=8)
     scheduler.add(request("old", 4, max_tokens=4))
     young = scheduler.add(request("young", 3, max_tokens=4))
