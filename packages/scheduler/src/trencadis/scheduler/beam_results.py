@@ -83,7 +83,7 @@ class BeamResultProcessor:
         results: list[Sequence] = []
         for hypothesis in state.hypotheses:
             tokens = [*group.request.prompt_token_ids, *hypothesis.output_token_ids]
-            result = self._states.create_result(group, tokens)
+            result = self._states.create_sequence(group, tokens)
             result.cumulative_logprob = hypothesis.cumulative_logprob
             result.num_cached_tokens = num_cached_tokens
             result.finish_reason = hypothesis.finish_reason

@@ -58,13 +58,13 @@ class GroupStates:
         return group
 
     def add_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
-        """Create a sequence of a group, with an id of its own."""
-        sequence = self.create_result(group, token_ids)
+        """Create a sequence that can be scheduled."""
+        sequence = self.create_sequence(group, token_ids)
         self.sequences[sequence.seq_id] = sequence
         return sequence
 
-    def create_result(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
-        """A finished sequence of a group, which is never scheduled."""
+    def create_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
+        """Create a sequence with a new id that is not in ``sequences``."""
         return Sequence(next(self._seq_ids), group.request, token_ids, group)
 
     def start(self, group: SequenceGroup, now: float) -> None:

@@ -54,7 +54,7 @@ class RunningLimit:
         self._hold_limit = self._states.num_running_seqs
         self._hold_until_s = now + self.config.force_evict_hold_s
 
-    def ask_thermal_policy(self, view: SchedulerView) -> None:
+    def update_thermal_limit(self, view: SchedulerView) -> None:
         self._thermal_limit = None if self._thermal is None else self._thermal.cap(view)
 
     def enforce(self, step: SchedulingStep) -> None:

@@ -47,8 +47,9 @@ class Scheduler:
     first group always advances, and every admitted request finishes.
 
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
-    of ``blocks``. ``clock`` returns seconds and need not be monotonic: a step back counts as no
-    time. Not thread-safe, except for `control`.
+    of ``blocks``. ``costs`` are updated with the measured durations of steps. ``clock`` returns
+    seconds and need not be monotonic: a step back counts as no time. Not thread-safe, except for
+    `control`.
     """
 
     def __init__(
@@ -282,14 +283,14 @@ class Scheduler:
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
 
     def _enforce_running_limit(self, step: SchedulingStep) -> None:
-        self._running_limit.ask_thermal_policy(self)
+        self._running_limit.update_thermal_limit(self)
         step.max_running_seqs = self._running_limit.value(self._now)
         self._running_limit.enforce(step)
 
     def _append_slots(self, step: SchedulingStep) -> None:
         """Reserve slots for the newest tokens of running groups; preempt if blocks run out."""
         states, blocks = self._states, self._group_blocks
-        # A sequence takes at most two blocks: a new one and a copy-on-write.
+        # With two free blocks per running sequence, a single sequence needs no check of its own.
         is_ample = blocks.num_free >= 2 * states.num_running_seqs
         for group in tuple(states.running):
             if group.status is not SequenceStatus.RUNNING:
