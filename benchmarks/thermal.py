@@ -65,7 +65,7 @@ class Trace:
     chip_c: list[float] = attrs.field(factory=list)
     cap: list[int] = attrs.field(factory=list)
     running: list[int] = attrs.field(factory=list)
-    evictions: int = 0
+    preemptions: int = 0
     tokens: int = 0
 
     @property
@@ -123,14 +123,14 @@ def soak(
         trace.tokens += len(scheduler.update(output, sampled))
         for index, model in enumerate(models):
             model.ambient_c, model.fan = air(now, index)
-            model.step(STEP_S, scheduler.num_running)
+            model.step(STEP_S, scheduler.num_running_seqs)
         hottest = max(model.chip_c for model in models)
         reading = Reading(float(round(hottest)))
         trace.at_s.append(now)
         trace.chip_c.append(hottest)
-        trace.cap.append(output.max_running)
-        trace.running.append(scheduler.num_running)
-    trace.evictions = scheduler.num_preemptions
+        trace.cap.append(output.max_running_seqs)
+        trace.running.append(scheduler.num_running_seqs)
+    trace.preemptions = scheduler.num_preemptions
     return trace
 
 
@@ -180,7 +180,7 @@ def main() -> None:
     parser.add_argument("--no-plots", action="store_true")
     parser.add_argument("--boards", nargs="*", default=list(BOARDS))
     arguments = parser.parse_args()
-    print("| board, event | off | on | TjMax | reversals in 5 s | evictions | tokens |")
+    print("| board, event | off | on | TjMax | reversals in 5 s | preemptions | tokens |")
     print("|---|---|---|---|---|---|---|")
     for name in arguments.boards:
         for event in (*EVENTS, "hot neighbour"):
@@ -188,7 +188,7 @@ def main() -> None:
             off, on = run(board, event, False), run(board, event, True)
             print(
                 f"| {name}, {event} | {off.hottest_c:.1f} °C | {on.hottest_c:.1f} °C "
-                f"| {board.max_c:.0f} °C | {on.worst_reversals()} | {on.evictions} "
+                f"| {board.max_c:.0f} °C | {on.worst_reversals()} | {on.preemptions} "
                 f"| {on.tokens / off.tokens:.0%} |"
             )
             if not arguments.no_plots:

@@ -113,9 +113,9 @@ class EngineCore:
     def stats(self) -> EngineStats:
         runner = self.worker.runner
         return EngineStats(
-            num_running=self.scheduler.num_running,
+            num_running=self.scheduler.num_running_seqs,
             num_waiting=self.scheduler.num_waiting,
-            num_swapped=self.scheduler.num_swapped,
+            num_swapped=self.scheduler.num_swapped + self.scheduler.num_preempted,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,
@@ -202,7 +202,7 @@ class EngineCore:
         self._num_steps += 1
         for chunk in output.prompts:
             self._num_prefill_tokens += len(chunk.token_ids)
-        self._running_limit = output.max_running
+        self._running_limit = output.max_running_seqs
         return self.requests.report(updates, sampled)
 
     def close(self) -> None:

@@ -130,7 +130,7 @@ class RequestTable:
             self._beam_searches[key] = entry
             return
         entry.unfinished.update(range(params.width))
-        sequences = (sequence for group in entry.groups for sequence in group.live)
+        sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
         for index, sequence in enumerate(sequences):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
             self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence)
@@ -201,7 +201,7 @@ class RequestTable:
                     sample.index,
                     update.token_id,
                     None if ended is None else ended.value,
-                    sample.sequence.num_cached_prompt_tokens,
+                    sample.sequence.num_cached_tokens,
                     step.tokens[update.seq_id].logprobs,
                 )
             )
@@ -257,7 +257,7 @@ class RequestTable:
         live = {
             sequence.seq_id: (sequence, entry.params)
             for entry in self._beam_searches.values()
-            for sequence in entry.groups[0].live
+            for sequence in entry.groups[0].unfinished_seqs
         }
         ranked = rank_tokens(
             _select(logits, list(beams)),
@@ -284,7 +284,7 @@ class RequestTable:
         """All tokens of one result of a beam search that has just ended."""
         results = entry.groups[0].results
         index, result = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
-        cached = result.num_cached_prompt_tokens
+        cached = result.num_cached_tokens
         *tokens, last = result.output_token_ids
         for token_id in tokens:
             yield NewToken(entry.key, index, token_id, None, cached)

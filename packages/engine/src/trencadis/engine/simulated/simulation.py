@@ -191,7 +191,7 @@ class Simulation:
         """Run one step; returns the scheduler's decision and the number of finished requests."""
         output = self.scheduler.schedule()
         tokens = self.runner.run(output)
-        running = self.scheduler.num_running
+        running = self.scheduler.num_running_seqs
         updates = self.scheduler.update(output, tokens, timing=self.runner.timing)
         self.steps += 1
         self.heat.follow(running)
@@ -212,15 +212,15 @@ class Simulation:
         scheduler, board = self.scheduler, self.heat.model
         return Sample(
             at_s=self.clock() - self.started_s,
-            running=scheduler.num_running,
+            running=scheduler.num_running_seqs,
             waiting=scheduler.num_waiting,
-            swapped=scheduler.num_swapped,
+            swapped=scheduler.num_swapped + scheduler.num_preempted,
             used_blocks=self.blocks.pool.num_used_blocks,
             highest_block=self.blocks.pool.highest_used_block,
             tokens=self.records.tokens_since_last_sample(),
             temperature_c=board.chip_c,
             power_w=board.power_w,
-            running_limit=output.max_running,
+            running_limit=output.max_running_seqs,
         )
 
 
