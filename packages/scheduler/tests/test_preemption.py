@@ -291,10 +291,12 @@ def test_a_control_request_that_cannot_be_applied_fails_with_the_reason() -> Non
     wrong_policy = bench.scheduler.control(BatchControl(target_temp_c=80.0, max_num_seqs=1))
     too_many = bench.scheduler.control(BatchControl(max_num_seqs=33))
     bench.step()
-    with pytest.raises(ControlError, match="NoThermalPolicy has no target"):
+    with pytest.raises(ControlError, match="NoThermalPolicy has no target") as temperature:
         wrong_policy.result(timeout=0)
-    with pytest.raises(ConfigError, match="max_num_seqs 33 is above max_num_batched_tokens 32"):
+    above = "max_num_seqs 33 is above max_num_batched_tokens 32"
+    with pytest.raises(ControlError, match=above) as limit:
         too_many.result(timeout=0)
+    assert (temperature.value.field, limit.value.field) == ("target_temp_c", "max_num_seqs")
     assert bench.scheduler.scheduler_config.max_num_seqs == 8, (
         "a request that fails changes nothing"
     )

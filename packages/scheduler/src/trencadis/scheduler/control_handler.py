@@ -7,7 +7,7 @@ from concurrent.futures import Future
 from typing import TypeGuard
 
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlQueue
-from trencadis.scheduler.errors import ConfigError, ControlError, SchedulerError
+from trencadis.scheduler.errors import ControlError, SchedulerError
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.preemption import Preemptor
@@ -67,7 +67,7 @@ class ControlHandler:
                 future.set_result(result)
 
     def _apply(self, control: BatchControl, step: SchedulingStep) -> BatchControlResult:
-        """Raises `ConfigError` or `ControlError` before anything has changed."""
+        """Raises `ControlError` before anything has changed."""
         max_num_seqs = self._max_num_seqs(control)
         previous_running = self._states.num_running_seqs
         victims = self._victims(control, max_num_seqs, step)
@@ -91,17 +91,19 @@ class ControlHandler:
         config = self._limit.config
         max_num_seqs = config.max_num_seqs if control.max_num_seqs is None else control.max_num_seqs
         if max_num_seqs > config.max_num_batched_tokens:
-            raise ConfigError(
+            raise ControlError(
                 f"max_num_seqs {max_num_seqs} is above max_num_batched_tokens "
                 f"{config.max_num_batched_tokens}, so a full decode batch does not fit in a step: "
-                "lower the first"
+                "lower the first",
+                "max_num_seqs",
             )
         if control.target_temp_c is not None and (
             self._thermal is None or self._thermal.policy is None
         ):
             raise ControlError(
                 f"target_temp_c {control.target_temp_c} needs a thermal policy and none is active: "
-                "start with a policy, or set max_num_seqs"
+                "start with a policy, or set max_num_seqs",
+                "target_temp_c",
             )
         return max_num_seqs
 
@@ -111,7 +113,8 @@ class ControlHandler:
         if not self._thermal.policy.retarget(control.target_temp_c):
             raise ControlError(
                 f"{type(self._thermal.policy).__name__} has no target temperature to set to "
-                f"{control.target_temp_c}: use the proportional policy, or set max_num_seqs"
+                f"{control.target_temp_c}: use the proportional policy, or set max_num_seqs",
+                "target_temp_c",
             )
 
     def _victims(

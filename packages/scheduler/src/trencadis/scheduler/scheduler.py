@@ -194,7 +194,7 @@ class Scheduler:
     def control(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request, from any thread. It takes effect at the top of the next step.
 
-        The future raises `ControlError` or `ConfigError` for a request that cannot be applied.
+        The future raises `ControlError`, naming the field, for one that cannot be applied.
         """
         return self._control.put(control)
 

@@ -149,5 +149,5 @@ def _send_results(orders: _Orders, channel: CoreChannel) -> None:
         if error is None:
             channel.send(Controlled(number, future.result()))
         else:
-            field = "target_temp_c" if isinstance(error, ControlError) else "max_num_seqs"
+            field = error.field if isinstance(error, ControlError) else None
             channel.send(Controlled(number, None, str(error), field))
