@@ -38,6 +38,12 @@ OPTIONAL = {
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
 
+VAGUE_NAMES = {"checks", "data", "memory", "process", "utils"}
+"""Names that say too little for a module or a subpackage."""
+
+CEILING_DIVISION = "rounding"
+"""The module of a package in which ceiling division is written; its other modules call it."""
+
 UNDRAWN_ROOMS = 6
 """A subpackage with more rooms needs a drawing of its own below."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from drawing import import_circles, imports_of_itself, missing_from_drawing, upward_imports
-from house import ALLOWED, APART, FLOORS, LIGHT, OPTIONAL
+from house import ALLOWED, APART, CEILING_DIVISION, FLOORS, LIGHT, OPTIONAL, VAGUE_NAMES
 from structure import packages
 
 ROOT = Path(__file__).parent.parent
@@ -110,6 +110,36 @@ def test_a_room_imports_only_from_lower_floors(package: str) -> None:
 @pytest.mark.parametrize("package", ALLOWED)
 def test_nothing_imports_in_a_circle(package: str) -> None:
     _assert_none(import_circles(PACKAGES[package]))
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_no_module_has_a_vague_name(package: str) -> None:
+    names = PACKAGES[package].modules
+    _assert_none([name for name in names if name.rpartition(".")[2] in VAGUE_NAMES])
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_ceiling_division_is_written_in_one_module(package: str) -> None:
+    offences = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGES[package].modules.values()
+        if path.stem != CEILING_DIVISION
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _is_ceiling_division(node)
+    ]
+    _assert_none(offences)
+
+
+def _is_ceiling_division(node: ast.AST) -> bool:
+    """Whether a node is ``-(-a // b)``."""
+    return (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(node.operand, ast.BinOp)
+        and isinstance(node.operand.op, ast.FloorDiv)
+        and isinstance(node.operand.left, ast.UnaryOp)
+        and isinstance(node.operand.left.op, ast.USub)
+    )
 
 
 def _assert_none(offences: Sequence[str]) -> None:
