@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -168,3 +169,7 @@ def test_the_tool_prints_the_figures_of_another_checkout(tmp_path: Path) -> None
         [*command, "--package", "hall"], capture_output=True, text=True, check=True
     ).stdout
     assert "  attic -> stairs\n" in details
+    data = subprocess.run(
+        [*command, "--package", "hall", "--drawing"], capture_output=True, text=True, check=True
+    ).stdout
+    assert ast.literal_eval(f"{{{data}}}")["hall"] == DRAWING["hall"]

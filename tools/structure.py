@@ -3,6 +3,7 @@
     python tools/structure.py                        # one row for each package
     python tools/structure.py --package engine       # its rooms by floor, its arrows, its circles
     python tools/structure.py --package engine.models
+    python tools/structure.py --drawing              # the floors as tests/house.py has them
     python tools/structure.py --root ../other-clone  # the same of another checkout
 
 Needs the standard library alone. ``tests/test_house.py`` holds the same figures to a drawing.
@@ -249,24 +250,37 @@ def details(folder: Folder) -> str:
     return "\n".join(lines)
 
 
+def drawing(folder: Folder) -> str:
+    """The floors of a folder and of its subpackages, lowest first, as entries of a Python dict."""
+    lines = []
+    for below in folder.walk():
+        lines.append(f'"{below.name.removeprefix(f"{NAMESPACE}.")}": [')
+        for rooms in below.floors:
+            names = ", ".join(f'"{room}"' for room in sorted(rooms))
+            lines.append(f"    {{{names}}},")
+        lines.append("],")
+    return "\n".join(lines)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--package", metavar="NAME", help="the rooms and arrows of a package")
+    parser.add_argument("--drawing", action="store_true", help="the floors as Python data")
     args = parser.parse_args()
     found = packages(args.root)
     if not found:
         parser.error(f"no packages in {args.root}/packages: --root takes the top of a checkout")
     if args.package is None:
-        print(summary(found))
+        print("\n".join(map(drawing, found.values())) if args.drawing else summary(found))
         return 0
     folders = {folder.name: folder for top in found.values() for folder in top.walk()}
     folder = folders.get(f"{NAMESPACE}.{args.package.removeprefix(f'{NAMESPACE}.')}")
     if folder is None:
         parser.error(f"no package {args.package!r}: there are {', '.join(sorted(folders))}")
-    print(details(folder))
+    print(drawing(folder) if args.drawing else details(folder))
     return 0
 
 
