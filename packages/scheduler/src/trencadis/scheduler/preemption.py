@@ -58,7 +58,7 @@ class Preemptor:
         return True
 
     def beats_waiting(self, victim: SequenceGroup, now: float) -> bool:
-        """Whether a new request would wait longer for a free place than the victim to resume.
+        """Whether a new request would wait longer to start than the victim needs to resume.
 
         Otherwise preemption raises the highest latencies to lower the median (seed 003, 4.1.2).
         """
