@@ -39,14 +39,17 @@ class AdmissionControl:
             if self._group_blocks.is_resident(group):
                 self._states.start(group, step.now)
 
-    def resume(self, step: SchedulingStep) -> None:
-        """Resume swapped and preempted groups, before waiting groups of the same priority."""
-        self._start_groups(self._states.resume_queue, step, self._can_resume, self._resume)
+    def start_groups(self, step: SchedulingStep) -> None:
+        """Resume swapped and preempted groups, then admit waiting ones.
 
-    def admit(self, step: SchedulingStep) -> None:
-        """Admit waiting groups, unless one of their or a higher priority waits to resume."""
+        A waiting group is not admitted while a group of its or a higher priority waits to resume.
+        """
         self._pending_prefixes.discard_computed()
-        self._start_groups(self._states.waiting, step, self._can_admit, self._admit)
+        states = self._states
+        if states.resume_queue:
+            self._start_groups(states.resume_queue, step, self._can_resume, self._resume)
+        if states.waiting:
+            self._start_groups(states.waiting, step, self._can_admit, self._admit)
 
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
         """The group of a queue that starts next: the oldest if it is overdue, else the first."""

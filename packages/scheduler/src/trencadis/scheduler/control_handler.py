@@ -53,10 +53,11 @@ class ControlHandler:
 
     def apply(self, step: SchedulingStep) -> None:
         """Preempt the requested groups, then apply each control request and answer it."""
-        requested = [self._states.groups.get(request_id) for request_id in self._to_preempt]
-        self._to_preempt.clear()
-        victims = [group for group in requested if _is_running(group)]
-        self._force_evict(list(dict.fromkeys(victims)), step)
+        if self._to_preempt:
+            requested = [self._states.groups.get(request_id) for request_id in self._to_preempt]
+            self._to_preempt.clear()
+            victims = [group for group in requested if _is_running(group)]
+            self._force_evict(list(dict.fromkeys(victims)), step)
         while (pending := self._queue.pop()) is not None:
             control, future = pending
             try:

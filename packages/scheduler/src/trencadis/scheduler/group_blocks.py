@@ -29,10 +29,12 @@ class GroupBlocks:
         self.moves = CopyPlan()
         due = self._blocks.resume_swaps(now)
         self.num_swapping_out = max(0, self.num_swapping_out - len(due.out))
-        self.moves.add(Direction.OUT, due.out)
-        self.moves.add(Direction.IN, due.in_)
+        if due.out:
+            self.moves.add(Direction.OUT, due.out)
+        if due.in_:
+            self.moves.add(Direction.IN, due.in_)
 
-    # AllocStatus: a group starts with blocks for the common prefix of its sequences.
+    # Allocation: a group starts with blocks for the common prefix of its sequences.
 
     def hash_prompt(self, group: SequenceGroup) -> None:
         """Compute the prefix keys of the prompt once, instead of on every attempt to admit it."""

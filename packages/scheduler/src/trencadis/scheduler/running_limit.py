@@ -43,8 +43,12 @@ class RunningLimit:
         """The maximum number of running sequences at ``now`` (seconds)."""
         if self._hold_limit is not None and now >= self._hold_until_s:
             self._hold_limit = None
-        limits = (self.config.max_num_seqs, self._thermal_limit, self._hold_limit)
-        return min(limit for limit in limits if limit is not None)
+        limit = self.config.max_num_seqs
+        if self._thermal_limit is not None:
+            limit = min(limit, self._thermal_limit)
+        if self._hold_limit is not None:
+            limit = min(limit, self._hold_limit)
+        return limit
 
     def set_max_num_seqs(self, max_num_seqs: int) -> None:
         self.config = attrs.evolve(self.config, max_num_seqs=max_num_seqs)
@@ -54,15 +58,16 @@ class RunningLimit:
         self._hold_limit = self._states.num_running_seqs
         self._hold_until_s = now + self.config.force_evict_hold_s
 
-    def update_thermal_limit(self, view: SchedulerView) -> None:
-        self._thermal_limit = None if self._thermal is None else self._thermal.cap(view)
+    def enforce(self, step: SchedulingStep, view: SchedulerView) -> None:
+        """Set the limit of a step; preempt victims so that it holds in this step or the next.
 
-    def enforce(self, step: SchedulingStep) -> None:
-        """Preempt victims so that the limit holds, in this step or in the next.
-
-        The first step above the limit only stops admission if a sequence is expected to finish
-        before any victim could resume. So the limit holds within two steps of its decrease.
+        The thermal policy reads ``view``. The first step above the limit only stops admission if a
+        sequence is expected to finish before any victim could resume. So the limit holds within
+        two steps of its decrease.
         """
+        if self._thermal is not None:
+            self._thermal_limit = self._thermal.cap(view)
+        step.max_running_seqs = self.value(step.now)
         excess = self._states.num_running_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False

@@ -210,18 +210,19 @@ class Scheduler:
                 f"step {self._step} is still in flight: call update() before schedule()"
             )
         step = self._begin_step()
-        self._admission.start_swapped_in(step)
-        self._finish_samples()
+        if self._states.swapping_in:
+            self._admission.start_swapped_in(step)
+        if self._to_finish:
+            self._finish_samples()
         self._control.apply(step)
-        self._enforce_running_limit(step)
+        self._running_limit.enforce(step, self)
         if self._config.policy == "priority":
             self._priority_preemption.preempt(step)
         self._append_slots(step)
         self._defragment()
         self._schedule_decodes(step)
         self._schedule_chunks(step)
-        self._admission.resume(step)
-        self._admission.admit(step)
+        self._admission.start_groups(step)
         self._in_flight = step.to_output(self._group_blocks.moves)
         return self._in_flight
 
@@ -281,11 +282,6 @@ class Scheduler:
                 self._to_finish.remove(seq_id)
                 self._results.finish_sample(sequence, FinishReason.STOP)
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
-
-    def _enforce_running_limit(self, step: SchedulingStep) -> None:
-        self._running_limit.update_thermal_limit(self)
-        step.max_running_seqs = self._running_limit.value(self._now)
-        self._running_limit.enforce(step)
 
     def _append_slots(self, step: SchedulingStep) -> None:
         """Reserve slots for the newest tokens of running groups; preempt if blocks run out."""

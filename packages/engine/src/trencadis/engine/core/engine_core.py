@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
+    SchedulerOutput,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -192,12 +193,7 @@ class EngineCore:
             sampled.token_ids,
             logprobs=sampled.logprobs,
             candidates=sampled.candidates,
-            timing=StepTiming(
-                # A step with decodes does not tell how long its prefill chunks took.
-                prompts_s=None if output.decodes else compute_s,
-                swap_out_s=computed.swap_s.get(Direction.OUT),
-                swap_in_s=computed.swap_s.get(Direction.IN),
-            ),
+            timing=_timing(output, computed.swap_s, compute_s),
         )
         self._num_steps += 1
         for chunk in output.prompts:
@@ -208,6 +204,22 @@ class EngineCore:
     def close(self) -> None:
         """Stop reading temperatures."""
         self._thermal.stop()
+
+
+def _timing(
+    output: SchedulerOutput, swap_s: Mapping[Direction, float], compute_s: float
+) -> StepTiming | None:
+    """What a step tells about the costs of swap and prefill; None where it tells nothing.
+
+    A step with decodes does not tell how long its prefill chunks took.
+    """
+    if output.decodes and not swap_s:
+        return None
+    return StepTiming(
+        prompts_s=None if output.decodes else compute_s,
+        swap_out_s=swap_s.get(Direction.OUT),
+        swap_in_s=swap_s.get(Direction.IN),
+    )
 
 
 def _device(config: EngineConfig) -> Device:

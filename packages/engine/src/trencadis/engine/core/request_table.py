@@ -187,13 +187,15 @@ class RequestTable:
             if sample is None:
                 search = self._beam_searches.get(update.request_id)
                 if search is not None:
-                    self._count_prompt(search)
+                    if not search.prompt_counted:
+                        self._count_prompt(search)
                     tokens.extend(self._hypothesis(search, update.seq_id))
                 continue
             entry = sample.entry
             if sample.index not in entry.unfinished:
                 continue
-            self._count_prompt(entry)
+            if not entry.prompt_counted:
+                self._count_prompt(entry)
             ended = update.finish_reason
             tokens.append(
                 NewToken(
@@ -292,9 +294,8 @@ class RequestTable:
         self._end_sample(entry, index)
 
     def _count_prompt(self, entry: _Entry) -> None:
-        if not entry.prompt_counted:
-            entry.prompt_counted = True
-            self.num_prompt_tokens += entry.num_prompt_tokens
+        entry.prompt_counted = True
+        self.num_prompt_tokens += entry.num_prompt_tokens
 
     def _end_sample(self, entry: _Entry, index: int) -> None:
         """Mark a sample as ended. The last one removes the request."""

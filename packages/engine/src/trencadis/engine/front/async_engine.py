@@ -221,7 +221,8 @@ class AsyncEngine:
             self._fail(f"{type(error).__name__}: {error}: restart the server")
 
     async def _deliver(self, step: StepDone) -> None:
-        self.stats = step.stats
+        if step.stats is not None:
+            self.stats = step.stats
         for token in step.tokens:
             request = self._requests.get(token.key)
             if request is None:
