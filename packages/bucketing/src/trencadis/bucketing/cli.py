@@ -12,14 +12,14 @@ import attrs
 import numpy as np
 
 from trencadis.bucketing.bucket_file import write_bucket_file
-from trencadis.bucketing.comparison import Comparison, best_fit, compare_strategies
 from trencadis.bucketing.config import STRATEGIES, BucketingConfig
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Ints
+from trencadis.bucketing.fitted_ranges import Ints
 from trencadis.bucketing.grid import BucketGrid
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
+from trencadis.bucketing.strategy_comparison import Comparison, best_fit, compare_strategies
 from trencadis.bucketing.trace import read_trace
-from trencadis.bucketing.traffic import TrafficRecorder
+from trencadis.bucketing.traffic_recorder import TrafficRecorder
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,8 +16,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from trencadis.bucketing.bucket import Bucket
-from trencadis.bucketing.cells import Shape, cell_edges, cells, cheapest_dominating, positions
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.lookup_table import (
+    Shape,
+    cell_edges,
+    cells,
+    cheapest_dominating,
+    positions,
+)
 
 Filter: TypeAlias = Callable[[Bucket], bool]
 Cost: TypeAlias = Callable[[Bucket], float]

@@ -9,8 +9,8 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from trencadis.bucketing.comparison import Comparison
-from trencadis.bucketing.fitted import Ints
+from trencadis.bucketing.fitted_ranges import Ints
+from trencadis.bucketing.strategy_comparison import Comparison
 
 _GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"
 

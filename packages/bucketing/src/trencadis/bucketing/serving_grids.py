@@ -16,14 +16,14 @@ from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Literal
 
-from trencadis.bucketing.axis_plan import AxisPlan, origin_line, plan_axis
+from trencadis.bucketing.axis_settings import AxisPlan, origin_line, plan_axis
 from trencadis.bucketing.bucket_file import read_bucket_file
 from trencadis.bucketing.config import AxisConfig, BucketingConfig
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fit_plans import fit_plans
 from trencadis.bucketing.grid import BucketGrid, Cost, Reachable, anything, element_count
-from trencadis.bucketing.reach import DecodeReach, PromptCost, PromptReach
-from trencadis.bucketing.traffic import TrafficRecorder
+from trencadis.bucketing.reachable_shapes import DecodeReach, PromptCost, PromptReach
+from trencadis.bucketing.traffic_fit import fit_plans
+from trencadis.bucketing.traffic_recorder import TrafficRecorder
 
 PROMPT_AXES = ("batch", "query", "context_blocks")
 DECODE_AXES = ("batch", "blocks")

@@ -16,7 +16,7 @@ import attrs
 import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Floats, Ints
+from trencadis.bucketing.fitted_ranges import Floats, Ints
 
 # The prompt length under the names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")

@@ -8,7 +8,7 @@ import attrs
 import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Ints, fitted_axes, padded
+from trencadis.bucketing.fitted_ranges import Ints, fitted_axes, padded
 from trencadis.bucketing.ranges import exponential_range, linear_range, padding_aware_range
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Ints
+from trencadis.bucketing.fitted_ranges import Ints
 
 
 class TrafficRecorder:

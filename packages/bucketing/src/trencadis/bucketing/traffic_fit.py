@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from trencadis.bucketing.axis_plan import AxisPlan
+from trencadis.bucketing.axis_settings import AxisPlan
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Ints, fitted_axes, fitted_range
-from trencadis.bucketing.traffic import TrafficRecorder
+from trencadis.bucketing.fitted_ranges import Ints, fitted_axes, fitted_range
+from trencadis.bucketing.traffic_recorder import TrafficRecorder
 
 logger = logging.getLogger(__name__)
 
