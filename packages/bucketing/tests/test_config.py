@@ -109,7 +109,7 @@ def test_a_variable_without_effect_is_mentioned(caplog: pytest.LogCaptureFixture
     [
         ({"VLLM_PROMPT_BS_BUCKET_STEP": "0"}, "VLLM_PROMPT_BS_BUCKET_STEP=0: .* at least 1"),
         ({"VLLM_DECODE_BLOCK_BUCKET_MIN": "-1"}, "VLLM_DECODE_BLOCK_BUCKET_MIN=-1: .* at least 0"),
-        ({"VLLM_DECODE_BS_BUCKET_MAX": "nan"}, "VLLM_DECODE_BS_BUCKET_MAX=nan is not a whole"),
+        ({"VLLM_DECODE_BS_BUCKET_MAX": "nan"}, "VLLM_DECODE_BS_BUCKET_MAX=nan is not an integer"),
         ({"VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT": "51"}, "PAD_PERCENT=51: .* 0 to 50"),
         ({"VLLM_PROMPT_SEQ_BUCKET_STEP": "x"}, "VLLM_PROMPT_SEQ_BUCKET_STEP=x"),
         (
@@ -131,11 +131,11 @@ def test_a_bad_value_names_its_variable(environ: dict[str, str], message: str) -
 
 
 def test_a_bad_value_in_code_names_its_setting() -> None:
-    with pytest.raises(BucketingError, match="bucket step nan must be a whole number"):
+    with pytest.raises(BucketingError, match="bucket step nan must be an integer"):
         AxisConfig(step=math.nan)  # type: ignore[arg-type]
-    with pytest.raises(BucketingError, match="bucket max True must be a whole number"):
+    with pytest.raises(BucketingError, match="bucket max True must be an integer"):
         AxisConfig(max=True)
-    with pytest.raises(BucketingError, match="contiguous_pa 'no' is no bool"):
+    with pytest.raises(BucketingError, match=r"contiguous_pa 'no' .*: give an instance of bool"):
         BucketingConfig(contiguous_pa="no")  # type: ignore[arg-type]
-    with pytest.raises(BucketingError, match="bucket_file 3 is no str"):
+    with pytest.raises(BucketingError, match=r"bucket_file 3 .*: give an instance of str"):
         BucketingConfig(bucket_file=3)  # type: ignore[arg-type]

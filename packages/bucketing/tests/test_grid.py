@@ -208,7 +208,7 @@ def test_threads_share_a_grid() -> None:
         ({"seq": [2, 1]}, "give them increasing"),
         ({"seq": [1, 1]}, "each once"),
         ({"seq": [-1, 1]}, "none negative"),
-        ({"seq": [1.0, math.nan]}, "not all whole numbers: give ints"),
+        ({"seq": [1.0, math.nan]}, "not all of them integers: give ints"),
         ({"a": range(5000), "b": range(5000)}, "raise the step of the longest axis"),
     ],
 )

@@ -131,8 +131,8 @@ RANGES: dict[str, Callable[..., tuple[int, ...]]] = {
         ((1, 0, 128), "step 0 never reaches max 128: give a step of 1 or more"),
         ((1, -2, 128), "step -2 never reaches max 128"),
         ((-1, 2, 128), "min -1 is negative: give 0 or more"),
-        ((1, 2, math.nan), "max nan is not a whole number: give an int"),
-        ((1.5, 2, 8), "min 1.5 is not a whole number"),
+        ((1, 2, math.nan), "max nan is not an integer: give an int"),
+        ((1.5, 2, 8), "min 1.5 is not an integer"),
     ],
 )
 def test_a_bad_setting_is_named_with_its_remedy(

@@ -333,7 +333,7 @@ def test_a_limit_that_is_no_positive_number_is_an_error(name: str, value: object
         lambda: prompt_grid(BucketingConfig(), max_num_batched_tokens=1, **limits),
         lambda: decode_grid(BucketingConfig(), num_blocks=1, **limits),
     ):
-        with pytest.raises(BucketingError, match=f"{name} {value} must be a whole number"):
+        with pytest.raises(BucketingError, match=f"{name} {value} must be an integer"):
             make()
 
 

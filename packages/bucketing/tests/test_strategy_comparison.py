@@ -63,8 +63,8 @@ def test_on_lengths_spread_evenly_no_range_can_save_as_much() -> None:
 def test_figures_of_the_rules() -> None:
     # What the plugin's own functions gave for the whole traces, step 128, up to 7,552 tokens.
     seen, later = halves("code")
-    whole = np.concatenate([seen, later])
-    rows = compare_strategies(whole, whole, step=128, maxima=(1, 7552), budget=59)
+    complete = np.concatenate([seen, later])
+    rows = compare_strategies(complete, complete, step=128, maxima=(1, 7552), budget=59)
     shown = [(row.strategy, row.graphs, round(100 * row.padding, 1)) for row in rows]
     assert shown == [
         ("lin", 59, 3.2),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Sequence
 
 import attrs
@@ -11,6 +10,7 @@ import attrs
 from trencadis.bucketing.config import AxisConfig
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.ranges import exponential_range, linear_range, padding_aware_range
+from trencadis.bucketing.rounding import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ def plan_axis(
         step=_first(user.step, default.step, 1),
         max=high,
         limit=_first(user.limit, default.limit, max(fewest, doublings + 1)),
-        pad_max=_first(user.pad_max, default.pad_max, math.ceil(high / 4)),
+        pad_max=_first(user.pad_max, default.pad_max, ceil_div(high, 4)),
         pad_percent=_first(user.pad_percent, default.pad_percent, 25),
     )
     values = _range(strategy, plan)

@@ -1,6 +1,6 @@
 """Bucket files: the grids of both phases, written out by hand or by a tool.
 
-One shape (batch, query, context blocks) per line, each size a whole number, a list, or a
+One shape (batch, query, context blocks) per line, each size an integer, a list, or a
 `range(...)`; lists stand for every combination. A query of 1 makes a decode bucket, as in Gaudi's
 plugin. The lines are read as syntax, never run.
 """
@@ -88,11 +88,11 @@ def _shapes(content: str) -> Iterable[FileShape]:
 def _sizes(node: ast.expr) -> Sequence[int]:
     match node:
         case ast.List(elts=elements):
-            sizes: Sequence[int] = [_whole(element) for element in elements]
+            sizes: Sequence[int] = [_integer(element) for element in elements]
         case ast.Call(func=ast.Name(id="range"), args=bounds, keywords=[]) if 1 <= len(bounds) <= 3:
-            sizes = _range([_whole(bound) for bound in bounds])
+            sizes = _range([_integer(bound) for bound in bounds])
         case _:
-            sizes = [_whole(node)]
+            sizes = [_integer(node)]
     if not sizes:
         raise BucketingError("has a list or range without sizes: give at least one")
     return sizes
@@ -108,11 +108,13 @@ def _range(bounds: Sequence[int]) -> range:
     return sizes
 
 
-def _whole(node: ast.expr) -> int:
+def _integer(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int(value)) if type(value) is int:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
             return -value
         case _:
-            raise BucketingError("has a size that is no whole number, list or range: write one")
+            raise BucketingError(
+                "has a size that is not an integer, a list or a range: write one of these"
+            )

@@ -11,11 +11,12 @@ from pathlib import Path
 import attrs
 import numpy as np
 
+from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.bucket_file import write_bucket_file
 from trencadis.bucketing.config import STRATEGIES, BucketingConfig
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import Ints
 from trencadis.bucketing.grid import BucketGrid
+from trencadis.bucketing.rounding import ceil_div, round_up
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
 from trencadis.bucketing.strategy_comparison import Comparison, best_fit, compare_strategies
 from trencadis.bucketing.trace import read_trace
@@ -65,7 +66,7 @@ def _serving_grid(phase: str, config: BucketingConfig, options: argparse.Namespa
     return decode_grid(
         config,
         max_num_seqs=seqs,
-        num_blocks=options.num_blocks or seqs * -(-model_len // block_size),
+        num_blocks=options.num_blocks or seqs * ceil_div(model_len, block_size),
         block_size=block_size,
         max_model_len=model_len,
     )
@@ -105,10 +106,10 @@ def _plot(options: argparse.Namespace) -> None:
 
 
 def _compare(
-    options: argparse.Namespace, seen: Ints, judged: Ints, counts: Ints | None
+    options: argparse.Namespace, seen: IntArray, judged: IntArray, counts: IntArray | None
 ) -> tuple[Comparison, ...]:
     everything = np.concatenate([seen, judged])
-    longest = options.max or -(-int(everything[:, 1].max()) // options.step) * options.step
+    longest = options.max or round_up(int(everything[:, 1].max()), options.step)
     most = int(everything[:, 0].max())
     return compare_strategies(
         seen,
@@ -120,7 +121,7 @@ def _compare(
     )
 
 
-def _batches(options: argparse.Namespace) -> tuple[Ints, Ints | None]:
+def _batches(options: argparse.Namespace) -> tuple[IntArray, IntArray | None]:
     """Rows (batch, length) and, from recorded traffic, how often each came."""
     if Path(options.trace).suffix == ".json":
         recorder = TrafficRecorder.load(options.trace)
@@ -185,7 +186,7 @@ def _add_trace_options(parser: argparse.ArgumentParser) -> None:
 
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
 
 
@@ -195,7 +196,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = -1.0
     if not 0 <= share < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no share from 0 to less than 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to less than 1")
     return share
 
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import attrs
 
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.validators import instance_of, one_of, optional_integer
 
 logger = logging.getLogger(__name__)
 
@@ -31,20 +32,6 @@ _AXES = {
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[Any, Any, int | None], None]:
-    bounds = f"at least {least}" if most is None else f"{least} to {most}"
-
-    def check(_: Any, attribute: Any, value: int | None) -> None:
-        if value is None:
-            return
-        if type(value) is not int or value < least or (most is not None and value > most):
-            raise BucketingError(
-                f"bucket {attribute.name} {value!r} must be a whole number, {bounds}: change it"
-            )
-
-    return check
-
-
 @attrs.frozen
 class AxisConfig:
     """What the user said about one axis of one phase; None is what the user left open.
@@ -56,12 +43,12 @@ class AxisConfig:
         pad_percent: the most padding, in percent of a bucket (`pad`), 0 to 50.
     """
 
-    min: int | None = attrs.field(default=None, validator=_whole(0))
-    step: int | None = attrs.field(default=None, validator=_whole(1))
-    max: int | None = attrs.field(default=None, validator=_whole(0))
-    limit: int | None = attrs.field(default=None, validator=_whole(1))
-    pad_max: int | None = attrs.field(default=None, validator=_whole(0))
-    pad_percent: int | None = attrs.field(default=None, validator=_whole(0, 50))
+    min: int | None = attrs.field(default=None, validator=optional_integer(0))
+    step: int | None = attrs.field(default=None, validator=optional_integer(1))
+    max: int | None = attrs.field(default=None, validator=optional_integer(0))
+    limit: int | None = attrs.field(default=None, validator=optional_integer(1))
+    pad_max: int | None = attrs.field(default=None, validator=optional_integer(0))
+    pad_percent: int | None = attrs.field(default=None, validator=optional_integer(0, 50))
 
     def __attrs_post_init__(self) -> None:
         if self.min is not None and self.max is not None and self.min > self.max:
@@ -71,25 +58,6 @@ class AxisConfig:
 
 
 _PARAMETERS = tuple(attribute.name for attribute in attrs.fields(AxisConfig))
-
-
-def _strategy(_: Any, attribute: Any, value: str | None) -> None:
-    if value not in STRATEGIES and not (value is None and attribute.name != "strategy"):
-        variable = f"VLLM_{attribute.name.upper().replace('STRATEGY', 'BUCKETING_STRATEGY')}"
-        raise BucketingError(
-            f"bucketing {attribute.name} {value!r} ({variable}) is unknown: "
-            f"choose from {', '.join(STRATEGIES)}"
-        )
-
-
-def _of_type(kind: type, *, optional: bool = False) -> Callable[[Any, Any, Any], None]:
-    def check(_: Any, attribute: Any, value: Any) -> None:
-        if not isinstance(value, kind) and not (optional and value is None):
-            raise BucketingError(
-                f"bucketing {attribute.name} {value!r} is no {kind.__name__}: give one"
-            )
-
-    return check
 
 
 @attrs.frozen
@@ -107,19 +75,35 @@ class BucketingConfig:
             that any number of blocks can meet any batch size.
     """
 
-    strategy: str = attrs.field(default="exp", validator=_strategy)
-    prompt_strategy: str | None = attrs.field(default=None, validator=_strategy)
-    decode_strategy: str | None = attrs.field(default=None, validator=_strategy)
-    prompt_batch: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    prompt_query: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    prompt_context: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    decode_batch: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    decode_blocks: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    decode_seq: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    bucket_file: str | None = attrs.field(default=None, validator=_of_type(str, optional=True))
-    prompt_traffic: str | None = attrs.field(default=None, validator=_of_type(str, optional=True))
-    decode_traffic: str | None = attrs.field(default=None, validator=_of_type(str, optional=True))
-    contiguous_pa: bool = attrs.field(default=True, validator=_of_type(bool))
+    strategy: str = attrs.field(
+        default="exp", validator=one_of(STRATEGIES), metadata={"env": "VLLM_BUCKETING_STRATEGY"}
+    )
+    prompt_strategy: str | None = attrs.field(
+        default=None,
+        validator=one_of(STRATEGIES, optional=True),
+        metadata={"env": "VLLM_PROMPT_BUCKETING_STRATEGY"},
+    )
+    decode_strategy: str | None = attrs.field(
+        default=None,
+        validator=one_of(STRATEGIES, optional=True),
+        metadata={"env": "VLLM_DECODE_BUCKETING_STRATEGY"},
+    )
+    prompt_batch: AxisConfig = attrs.field(default=AxisConfig(), validator=instance_of(AxisConfig))
+    prompt_query: AxisConfig = attrs.field(default=AxisConfig(), validator=instance_of(AxisConfig))
+    prompt_context: AxisConfig = attrs.field(
+        default=AxisConfig(), validator=instance_of(AxisConfig)
+    )
+    decode_batch: AxisConfig = attrs.field(default=AxisConfig(), validator=instance_of(AxisConfig))
+    decode_blocks: AxisConfig = attrs.field(default=AxisConfig(), validator=instance_of(AxisConfig))
+    decode_seq: AxisConfig = attrs.field(default=AxisConfig(), validator=instance_of(AxisConfig))
+    bucket_file: str | None = attrs.field(default=None, validator=instance_of(str, optional=True))
+    prompt_traffic: str | None = attrs.field(
+        default=None, validator=instance_of(str, optional=True)
+    )
+    decode_traffic: str | None = attrs.field(
+        default=None, validator=instance_of(str, optional=True)
+    )
+    contiguous_pa: bool = attrs.field(default=True, validator=instance_of(bool))
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> BucketingConfig:
@@ -186,7 +170,7 @@ def _axis(environ: Mapping[str, str], part: str) -> AxisConfig:
         except BucketingError as error:
             raise BucketingError(f"{name}={text}: {error}") from None
         except ValueError:
-            raise BucketingError(f"{name}={text} is not a whole number: change it") from None
+            raise BucketingError(f"{name}={text} is not an integer: change it") from None
     try:
         return AxisConfig(**settings)
     except BucketingError as error:

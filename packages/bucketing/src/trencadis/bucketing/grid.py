@@ -8,9 +8,7 @@ filters have left.
 
 from __future__ import annotations
 
-import itertools
 import math
-import operator
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
@@ -24,6 +22,8 @@ from trencadis.bucketing.lookup_table import (
     cheapest_dominating,
     positions,
 )
+from trencadis.bucketing.rounding import round_up
+from trencadis.bucketing.validators import checked_axis
 
 Filter: TypeAlias = Callable[[Bucket], bool]
 Cost: TypeAlias = Callable[[Bucket], float]
@@ -84,7 +84,7 @@ class BucketGrid:
         phase: str = "",
         origin: str = "",
     ) -> None:
-        values = {name: _checked_axis(name, sizes) for name, sizes in axes.items()}
+        values = {name: checked_axis(name, sizes) for name, sizes in axes.items()}
         count = _checked_count(values)
         names, keep = tuple(values), tuple(filters)
         edges = [cell_edges(sizes, sizes[-1]) for sizes in values.values()]
@@ -117,7 +117,7 @@ class BucketGrid:
         if not buckets:
             raise BucketingError(f"no shape for the {phase or 'bucket'} grid: give at least one")
         columns = zip(axes, zip(*(bucket.shape for bucket in buckets), strict=True), strict=True)
-        values = {name: _checked_axis(name, sorted(set(sizes))) for name, sizes in columns}
+        values = {name: checked_axis(name, sorted(set(sizes))) for name, sizes in columns}
         _checked_count(values)
         grid = cls.__new__(cls)
         grid._set(values, buckets, reachable, cost, phase, origin)
@@ -265,22 +265,6 @@ class BucketGrid:
         return f"<BucketGrid {self._phase}: {len(self)} buckets, {product}>"
 
 
-def _checked_axis(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
-    try:
-        values = tuple(operator.index(size) for size in sizes)
-    except TypeError:
-        raise BucketingError(
-            f"axis {name} has sizes {sizes}, not all whole numbers: give ints"
-        ) from None
-    if not values:
-        raise BucketingError(f"axis {name} has no sizes: give at least one")
-    if any(low >= high for low, high in itertools.pairwise(values)) or values[0] < 0:
-        raise BucketingError(
-            f"axis {name} has sizes {values}: give them increasing, each once, none negative"
-        )
-    return values
-
-
 def _checked_count(values: Mapping[str, Sequence[int]]) -> int:
     if not values:
         raise BucketingError("a grid without axes has no buckets: give at least one axis")
@@ -305,5 +289,5 @@ def _grown(axis: str, size: int, reach: int) -> int:
         return size
     step = 2 if axis == "batch" else 32
     width = math.ceil(math.pow(size, 1 / 3)) * step
-    grown = math.ceil(size / width) * width
+    grown = round_up(size, width)
     return min(grown, reach) if size <= reach else grown

@@ -9,12 +9,13 @@ see `trencadis.bucketing.serving_grids`.
 from __future__ import annotations
 
 import math
-import operator
 from typing import SupportsIndex
 
 import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.rounding import round_up
+from trencadis.bucketing.validators import checked_integer, checked_range
 
 
 def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, ...]:
@@ -30,7 +31,7 @@ def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) ->
     Raises:
         BucketingError: a negative or non-integer setting, a step of 0, or min above max.
     """
-    low, stride, high = _checked(min, step, max)
+    low, stride, high = checked_range(min, step, max)
     first = low or stride
     values = [0] if low == 0 else []
     doubled = first
@@ -38,7 +39,7 @@ def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) ->
     while doubled < stride and doubled <= high:
         values.append(doubled)
         doubled *= 2
-    values.extend(range(-(-first // stride) * stride, high + 1, stride))
+    values.extend(range(round_up(first, stride), high + 1, stride))
     return tuple(values)
 
 
@@ -57,15 +58,15 @@ def exponential_range(
     Raises:
         BucketingError: a negative or non-integer setting, a step or limit of 0, or min above max.
     """
-    low, stride, high = _checked(min, step, max)
-    count = _integer("limit", limit)
+    low, stride, high = checked_range(min, step, max)
+    count = checked_integer("limit", limit)
     if count < 1:
         raise BucketingError(f"range limit {count} leaves no bucket: give a limit of at least 1")
     if count == 1 or high == 0:
         return (high,)
     first = stride if low < 2 else low
     # np.float_power and this order of operations, because another rounding of the same power
-    # moves a bucket by a whole step wherever a power lands on a multiple of step.
+    # moves a bucket by one step wherever a power lands on a multiple of step.
     exponent = 1.0 / (count - 1)
     powers = (first * float(np.float_power(high / first, exponent * i)) for i in range(count))
     rounded = (math.ceil(power / stride) * stride for power in powers)
@@ -96,8 +97,8 @@ def padding_aware_range(
         BucketingError: a negative or non-integer setting, a step of 0, min above max, or a
             `pad_percent` outside 0 to 50.
     """
-    low, stride, high = _checked(min, step, max)
-    widest = _integer("pad_max", pad_max) or high
+    low, stride, high = checked_range(min, step, max)
+    widest = checked_integer("pad_max", pad_max) or high
     if widest < 0:
         raise BucketingError(f"range pad_max {widest} is negative: give 0 or more")
     if not 0 <= pad_percent <= 50:  # also turns NaN away
@@ -121,23 +122,3 @@ def _extend_while_padding_allows(
         too_much = padding / (value + step) > pad_percent / 100.0 or padding > pad_max
         if too_much or value % pad_max == 0:
             values.append(value)
-
-
-def _checked(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, int, int]:
-    low, stride, high = _integer("min", min), _integer("step", step), _integer("max", max)
-    if low < 0:
-        raise BucketingError(f"range min {low} is negative: give 0 or more")
-    if stride < 1:
-        raise BucketingError(
-            f"range step {stride} never reaches max {high}: give a step of 1 or more"
-        )
-    if low > high:
-        raise BucketingError(f"range min {low} is above max {high}: lower min or raise max")
-    return low, stride, high
-
-
-def _integer(name: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise BucketingError(f"range {name} {value!r} is not a whole number: give an int") from None

@@ -22,8 +22,10 @@ from trencadis.bucketing.config import AxisConfig, BucketingConfig
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.grid import BucketGrid, Cost, Reachable, anything, element_count
 from trencadis.bucketing.reachable_shapes import DecodeReach, PromptCost, PromptReach
+from trencadis.bucketing.rounding import ceil_div
 from trencadis.bucketing.traffic_fit import fit_plans
 from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.validators import check_positive
 
 PROMPT_AXES = ("batch", "query", "context_blocks")
 DECODE_AXES = ("batch", "blocks")
@@ -56,14 +58,14 @@ def prompt_grid(
     Raises:
         BucketingError: settings that contradict each other or the limits.
     """
-    _check_positive(
+    check_positive(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
     )
     longest = min(max_num_batched_tokens, max_model_len)
-    ceilings = (max_num_seqs, longest, -(-(max_model_len - 1) // block_size))
+    ceilings = (max_num_seqs, longest, ceil_div(max_model_len - 1, block_size))
     cost = PromptCost(max_model_len, block_size)
     listed = _listed("prompt", config, ceilings)
     if listed:
@@ -77,7 +79,7 @@ def prompt_grid(
         AxisConfig(
             min=0,
             step={"pad": 2}.get(strategy, 1),
-            pad_max=-(-max_num_batched_tokens // block_size),
+            pad_max=ceil_div(max_num_batched_tokens, block_size),
         ),
     )
     users = (config.prompt_batch, config.prompt_query, config.prompt_context)
@@ -115,13 +117,13 @@ def decode_grid(
     Raises:
         BucketingError: settings that contradict each other or the limits.
     """
-    _check_positive(
+    check_positive(
         max_num_seqs=max_num_seqs,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
     )
-    per_sequence = -(-max_model_len // block_size)
+    per_sequence = ceil_div(max_model_len, block_size)
     most_blocks, reach = num_blocks, anything
     if not config.contiguous_pa:
         # A block shared by several sequences counts once for each. The plugin allows for three
@@ -170,7 +172,7 @@ def sequence_grid(
         BucketingError: settings that contradict each other or the limits, or a bucket file, whose
             shapes have a context.
     """
-    _check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+    check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
     if config.bucket_file:
         raise BucketingError(
             f"bucket file {config.bucket_file} has shapes with a context, which a (batch, seq) "
@@ -274,9 +276,3 @@ def _named_setting(variable: str) -> Generator[None, None, None]:
         yield
     except OSError as error:
         raise BucketingError(f"{variable}={error.filename}: {error.strerror}: change it") from error
-
-
-def _check_positive(**limits: int) -> None:
-    for name, value in limits.items():
-        if type(value) is not int or value < 1:
-            raise BucketingError(f"{name} {value!r} must be a whole number of at least 1")

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
+from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import Ints, fitted_axes, padded
+from trencadis.bucketing.fitted_ranges import fitted_axes, padded
 from trencadis.bucketing.ranges import exponential_range, linear_range, padding_aware_range
+from trencadis.bucketing.rounding import ceil_div
 
 
 @attrs.frozen
@@ -36,13 +38,13 @@ class Comparison:
 
 
 def compare_strategies(
-    seen: Ints,
-    judged: Ints,
+    seen: IntArray,
+    judged: IntArray,
     *,
     step: int,
     maxima: tuple[int, int],
     budget: int | None = None,
-    counts: Ints | None = None,
+    counts: IntArray | None = None,
 ) -> tuple[Comparison, ...]:
     """Judge `lin`, `exp` and `pad` as Gaudi's plugin sets them, and fits with as many graphs.
 
@@ -82,7 +84,7 @@ def _rules(
     step: int, most: int, longest: int
 ) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
     """The axes of the plugin's strategies for at most this batch and length."""
-    first, quarter, doublings = min(step, longest), -(-longest // 4), (longest - 1).bit_length()
+    first, quarter, doublings = min(step, longest), ceil_div(longest, 4), (longest - 1).bit_length()
     linear = linear_range(first, step, longest)
     return {
         "lin": (
@@ -94,14 +96,18 @@ def _rules(
             exponential_range(first, step, longest, max(2, doublings)),
         ),
         "pad": (
-            padding_aware_range(1, 1, most, -(-most // 4), 25),
+            padding_aware_range(1, 1, most, ceil_div(most, 4), 25),
             padding_aware_range(first, step, longest, quarter, 25),
         ),
     }
 
 
 def _judge(
-    name: str, batch: Sequence[int], length: Sequence[int], judged: Ints, counts: Ints | None
+    name: str,
+    batch: Sequence[int],
+    length: Sequence[int],
+    judged: IntArray,
+    counts: IntArray | None,
 ) -> Comparison:
     real = judged[:, 0] * judged[:, 1]
     full = padded(batch, judged[:, 0]) * padded(length, judged[:, 1])

@@ -15,8 +15,8 @@ from typing import Any
 import attrs
 import numpy as np
 
+from trencadis.bucketing.array_types import FloatArray, IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import Floats, Ints
 
 # The prompt length under the names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
@@ -36,15 +36,15 @@ class Trace:
             does not tell.
     """
 
-    lengths: Ints
-    arrivals: Floats | None = None
-    outputs: Ints | None = None
+    lengths: IntArray
+    arrivals: FloatArray | None = None
+    outputs: IntArray | None = None
 
-    def requests(self) -> Ints:
+    def requests(self) -> IntArray:
         """Every request as a batch of its own: one row (1, length) each."""
         return np.column_stack([np.ones_like(self.lengths), self.lengths])
 
-    def batches(self, window: float, max_num_seqs: int) -> Ints:
+    def batches(self, window: float, max_num_seqs: int) -> IntArray:
         """The prompt batches of a server that gathers what arrives within a window.
 
         Args:
@@ -81,7 +81,7 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
         column: the name of the prompt length; by default the first of `LENGTH_COLUMNS` present.
 
     Raises:
-        BucketingError: no request, no such column, or a length that is no whole number of at
+        BucketingError: no request, no such column, or a length that is not an integer of at
             least 1; the message has the line.
         OSError: no readable file.
     """
@@ -147,15 +147,15 @@ def _json_object(path: Path, line: int, text: str) -> dict[str, Any]:
 def _length(path: object, line: int, value: object, least: int = 1) -> int:
     try:
         length = float(str(value))
-        whole = int(length)
+        integer = int(length)
     except (ValueError, OverflowError):
-        length, whole = 0.0, -1
-    if whole != length or whole < least:
+        length, integer = 0.0, -1
+    if integer != length or integer < least:
         raise BucketingError(
-            f"{path}, line {line}: length {value!r} is no whole number of at least {least}: "
+            f"{path}, line {line}: length {value!r} is not an integer of at least {least}: "
             "mend the line or take it out"
         )
-    return whole
+    return integer
 
 
 def _finite(value: float) -> float:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
+from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.axis_settings import AxisPlan
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import Ints, fitted_axes, fitted_range
+from trencadis.bucketing.fitted_ranges import fitted_axes, fitted_range
 from trencadis.bucketing.traffic_recorder import TrafficRecorder
 
 logger = logging.getLogger(__name__)
@@ -58,7 +59,7 @@ def fit_plans(
 
 
 def _fitted(
-    plans: Sequence[AxisPlan], seen: dict[str, Ints], counts: Ints
+    plans: Sequence[AxisPlan], seen: dict[str, IntArray], counts: IntArray
 ) -> dict[str, tuple[int, ...]]:
     values: dict[str, tuple[int, ...]] = {}
     alone = [plan for plan in plans if plan.axis in seen]

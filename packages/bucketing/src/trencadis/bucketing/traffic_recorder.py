@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import Ints
+from trencadis.bucketing.rounding import round_up
 
 
 class TrafficRecorder:
@@ -92,7 +93,7 @@ class TrafficRecorder:
         for shape, count in other._counts.items():
             self.record(shape, count)
 
-    def shapes(self) -> tuple[Ints, Ints]:
+    def shapes(self) -> tuple[IntArray, IntArray]:
         """The shapes, one row each and sorted, and how often each was recorded."""
         rows = sorted(self._counts)
         counts = np.array([self._counts[row] for row in rows], dtype=np.int64)
@@ -133,7 +134,7 @@ class TrafficRecorder:
 
     def _rounded(self, shape: Sequence[int]) -> tuple[int, ...]:
         sizes = zip(shape, self._resolution, strict=True)
-        return tuple(-(-size // resolution) * resolution for size, resolution in sizes)
+        return tuple(round_up(size, resolution) for size, resolution in sizes)
 
     def _coarsen(self, newcomer: tuple[int, ...]) -> None:
         sizes = zip(*self._counts, newcomer, strict=True)
