@@ -118,7 +118,7 @@ def test_a_variable_without_effect_is_mentioned(caplog: pytest.LogCaptureFixture
         ),
         (
             {"VLLM_BUCKETING_STRATEGY": "linear"},
-            r"'linear' \(VLLM_BUCKETING_STRATEGY\) is unknown: choose from exp, lin, pad, fit",
+            r"'linear' \(VLLM_BUCKETING_STRATEGY\) is unknown: choose from lin, exp, pad, fit",
         ),
         ({"VLLM_PROMPT_BUCKETING_STRATEGY": "x"}, "VLLM_PROMPT_BUCKETING_STRATEGY"),
         ({"VLLM_CONTIGUOUS_PA": "maybe"}, "VLLM_CONTIGUOUS_PA=maybe is neither true nor false"),

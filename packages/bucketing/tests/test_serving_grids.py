@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -122,12 +123,12 @@ def test_every_prompt_that_can_come_has_a_bucket(
     config: BucketingConfig, limits: dict[str, int]
 ) -> None:
     grid = prompt_grid(config, **limits)
-    assert grid.cover() == ()
+    assert grid.coverage_gaps() == ()
     block, model_len = limits["block_size"], limits["max_model_len"]
     batches, queries, contexts = (grid.values(axis) for axis in grid.axes)
     alone = least_at_or_above(batches, 1)
     for context in range(model_len):
-        blocks = -(-context // block)
+        blocks = math.ceil(context / block)
         for query in range(1, min(queries[-1], model_len - context) + 1):
             if blocks > contexts[-1]:
                 continue
@@ -146,9 +147,9 @@ def test_every_decode_batch_that_can_come_has_a_bucket(
 ) -> None:
     del limits["max_num_batched_tokens"]
     grid = decode_grid(config, num_blocks=num_blocks, **limits)
-    assert grid.cover() == ()
+    assert grid.coverage_gaps() == ()
     batches, counts = (grid.values(axis) for axis in grid.axes)
-    most = -(-limits["max_model_len"] // limits["block_size"])
+    most = math.ceil(limits["max_model_len"] / limits["block_size"])
     for batch, blocks in itertools.product(range(1, batches[-1] + 1), range(1, counts[-1] + 1)):
         if config.contiguous_pa or batch <= blocks <= batch * most:
             assert grid.find((batch, blocks)) is not None
@@ -171,14 +172,14 @@ def test_a_maximum_of_the_user_is_kept() -> None:
     assert grid.values("query")[-1] == 512
     assert grid.values("batch")[-1] == 8
     assert grid.find((1, 513, 0)) is None
-    assert (1, 4096, 32) in grid.cover(limits=(1, 4096, 32))
+    assert (1, 4096, 32) in grid.coverage_gaps(limits=(1, 4096, 32))
 
 
 def test_a_minimum_past_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
     config = BucketingConfig(decode_blocks=AxisConfig(min=4096))
     grid = decode_grid(config, max_num_seqs=8, num_blocks=1519, block_size=128, max_model_len=4096)
     assert grid.values("blocks") == (1519,)
-    assert "blocks bucket min 4096 is lowered to 1519" in caplog.text
+    assert "blocks bucket min 4096 is lowered to 1519, the largest size" in caplog.text
 
 
 def test_phases_may_have_strategies_of_their_own() -> None:
@@ -279,7 +280,7 @@ def test_fit_follows_the_traffic(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     saved = str(tmp_path / "traffic.json")
     recorded().save(saved)
     grid = prompt_grid(BucketingConfig(strategy="fit", prompt_traffic=saved), **LIMITS)
-    assert grid.cover() == ()
+    assert grid.coverage_gaps() == ()
     assert grid.find((3, 700, 0)) == Bucket(grid.axes, (3, 768, 0))
     assert grid.values("batch") == (1, 3, 8)
     assert grid.values("query") == (128, 256, 768, 4096)

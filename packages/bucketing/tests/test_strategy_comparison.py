@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from trencadis.bucketing import (
     BucketingError,
-    Comparison,
+    StrategyResult,
     Trace,
     compare_strategies,
     fitted_range,
@@ -25,9 +26,9 @@ def halves(name: str) -> tuple[np.ndarray, np.ndarray]:
     return rows[: len(rows) // 2], rows[len(rows) // 2 :]
 
 
-def compared(name: str, longest: int | None = None) -> dict[str, Comparison]:
+def compared(name: str, longest: int | None = None) -> dict[str, StrategyResult]:
     seen, later = halves(name)
-    own = -(-int(max(seen.max(), later.max())) // 128) * 128
+    own = math.ceil(max(seen.max(), later.max()) / 128) * 128
     rows = compare_strategies(seen, later, step=128, maxima=(1, longest or own))
     return {row.strategy: row for row in rows}
 
@@ -74,7 +75,7 @@ def test_figures_of_the_rules() -> None:
         ("fit as pad", 15, 9.5),
         ("fit to 59", 59, 3.2),
     ]
-    assert rows[0].worst == 127
+    assert rows[0].worst_padding == 127
 
 
 def test_counts_stand_for_repetition() -> None:

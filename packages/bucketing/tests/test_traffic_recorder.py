@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def test_its_memory_is_bounded_and_nothing_is_lost(
     expected: Counter[tuple[int, ...]] = Counter()
     for shape in seen:
         pairs = zip(shape, made.resolution, strict=True)
-        expected[tuple(-(-size // unit) * unit for size, unit in pairs)] += 1
+        expected[tuple(math.ceil(size / unit) * unit for size, unit in pairs)] += 1
     assert kept == expected
 
 

@@ -13,12 +13,13 @@ import numpy as np
 
 from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.bucket_file import write_bucket_file
-from trencadis.bucketing.config import STRATEGIES, BucketingConfig
+from trencadis.bucketing.config import BucketingConfig
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.grid import BucketGrid
 from trencadis.bucketing.rounding import ceil_div, round_up
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
-from trencadis.bucketing.strategy_comparison import Comparison, best_fit, compare_strategies
+from trencadis.bucketing.strategies import STRATEGIES
+from trencadis.bucketing.strategy_comparison import StrategyResult, best_fit, compare_strategies
 from trencadis.bucketing.trace import read_trace
 from trencadis.bucketing.traffic_recorder import TrafficRecorder
 
@@ -107,7 +108,7 @@ def _plot(options: argparse.Namespace) -> None:
 
 def _compare(
     options: argparse.Namespace, seen: IntArray, judged: IntArray, counts: IntArray | None
-) -> tuple[Comparison, ...]:
+) -> tuple[StrategyResult, ...]:
     everything = np.concatenate([seen, judged])
     longest = options.max or round_up(int(everything[:, 1].max()), options.step)
     most = int(everything[:, 0].max())
@@ -135,12 +136,11 @@ def _batches(options: argparse.Namespace) -> tuple[IntArray, IntArray | None]:
     return trace.requests(), None
 
 
-def _table(rows: Sequence[Comparison]) -> str:
+def _table(rows: Sequence[StrategyResult]) -> str:
     lines = [f"{'strategy':<20}{'graphs':>8}{'padding':>10}{'worst case':>18}"]
-    lines.extend(
-        f"{row.strategy:<20}{row.graphs:>8}{row.padding:>10.1%}{f'{row.worst:,} tokens':>18}"
-        for row in rows
-    )
+    for row in rows:
+        worst = f"{row.worst_padding:,} tokens"
+        lines.append(f"{row.strategy:<20}{row.graphs:>8}{row.padding:>10.1%}{worst:>18}")
     return "\n".join(lines)
 
 

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.rounding import ceil_div
-from trencadis.bucketing.strategy_comparison import Comparison
+from trencadis.bucketing.strategy_comparison import StrategyResult
 
 _GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"
 
@@ -19,8 +19,8 @@ _GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"
 def plot_traffic(
     rows: IntArray,
     counts: IntArray | None,
-    rule: Comparison,
-    fit: Comparison,
+    rule: StrategyResult,
+    fit: StrategyResult,
     path: str | os.PathLike[str],
 ) -> None:
     """Write a PNG: the lengths with the bucket edges of a rule and of a fit, and hits per bucket.
@@ -41,7 +41,7 @@ def plot_traffic(
 
 
 def _draw_lengths(
-    axes: Axes, lengths: IntArray, weights: IntArray, rule: Comparison, fit: Comparison
+    axes: Axes, lengths: IntArray, weights: IntArray, rule: StrategyResult, fit: StrategyResult
 ) -> None:
     longest = fit.length[-1]
     axes.hist(lengths, bins=120, range=(0, longest), weights=weights, color=_GREY)
@@ -58,7 +58,7 @@ def _draw_lengths(
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_hits(axes: Axes, rows: IntArray, weights: IntArray, fit: Comparison) -> None:
+def _draw_hits(axes: Axes, rows: IntArray, weights: IntArray, fit: StrategyResult) -> None:
     hits = np.zeros((len(fit.batch), len(fit.length)))
     cell = (np.searchsorted(fit.batch, rows[:, 0]), np.searchsorted(fit.length, rows[:, 1]))
     np.add.at(hits, cell, weights)

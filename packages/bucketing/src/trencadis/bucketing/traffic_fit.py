@@ -1,15 +1,14 @@
-"""The `fit` strategy: planned axes whose values come from recorded traffic instead of a rule."""
+"""The axes of a grid fitted to recorded traffic."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-import attrs
 import numpy as np
 
 from trencadis.bucketing.array_types import IntArray
-from trencadis.bucketing.axis_settings import AxisPlan
+from trencadis.bucketing.axis_settings import AxisSettings
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.fitted_ranges import fitted_axes, fitted_range
 from trencadis.bucketing.traffic_recorder import TrafficRecorder
@@ -17,62 +16,72 @@ from trencadis.bucketing.traffic_recorder import TrafficRecorder
 logger = logging.getLogger(__name__)
 
 
-def fit_plans(
-    plans: Sequence[AxisPlan], traffic: TrafficRecorder | None, variable: str
-) -> tuple[AxisPlan, ...]:
-    """Fit the first two axes together, any further one alone; an axis not recorded stays as it is.
+def fit_to_traffic(
+    axes: Sequence[AxisSettings], traffic: TrafficRecorder
+) -> dict[str, tuple[int, ...]]:
+    """The values of every axis that was recorded, by name.
+
+    The first two axes are fitted together, within the product of their limits; any other axis is
+    fitted alone. Shapes above the `max` of an axis are left out, with a warning.
 
     Args:
-        plans: the axes of the grid; their limits, multiplied, are the budget of graphs.
-        traffic: shapes seen, with axes named as in the plans, in any order.
-        variable: the setting to name where there is no traffic.
+        axes: the axes of the grid.
+        traffic: recorded shapes, with the grid's names of the axes, in any order.
 
     Raises:
-        BucketingError: no traffic, or none that the plans could serve.
+        BucketingError: the traffic has no axis of the grid, or no shape within its limits.
     """
-    if traffic is None:
-        raise BucketingError(
-            f"strategy fit has no traffic to fit to: set {variable} to a file that "
-            "TrafficRecorder.save wrote, or choose exp, lin or pad"
-        )
-    shapes, counts = traffic.shapes()
-    sizes = {axis: shapes[:, i] for i, axis in enumerate(traffic.axes)}
-    recorded = [plan for plan in plans if plan.axis in sizes]
+    recorded = _recorded_axes(axes, traffic)
+    sizes, counts = _shapes_within_limits(recorded, traffic)
+    if len(axes) > 1 and axes[0].name in sizes and axes[1].name in sizes:
+        together, alone = axes[:2], [axis for axis in axes[2:] if axis.name in sizes]
+    else:
+        together, alone = [], recorded
+    values = _fit_together(together, sizes, counts) if together else {}
+    for axis in alone:
+        values[axis.name] = fitted_range(sizes[axis.name], axis.step, axis.max, axis.limit, counts)
+    return values
+
+
+def _recorded_axes(axes: Sequence[AxisSettings], traffic: TrafficRecorder) -> list[AxisSettings]:
+    recorded = [axis for axis in axes if axis.name in traffic.axes]
     if not recorded:
         raise BucketingError(
             f"the traffic has axes {', '.join(traffic.axes)}, and the grid "
-            f"{', '.join(plan.axis for plan in plans)}: record the axes of the grid"
+            f"{', '.join(axis.name for axis in axes)}: record the axes of the grid"
         )
-    within = np.all([sizes[plan.axis] <= plan.max for plan in recorded], axis=0)
+    return recorded
+
+
+def _shapes_within_limits(
+    recorded: Sequence[AxisSettings], traffic: TrafficRecorder
+) -> tuple[dict[str, IntArray], IntArray]:
+    """Sizes by axis, raised to the axis's `min`, and how often each shape was recorded."""
+    shapes, counts = traffic.shapes()
+    columns = {axis.name: shapes[:, traffic.axes.index(axis.name)] for axis in recorded}
+    within = np.all([columns[axis.name] <= axis.max for axis in recorded], axis=0)
     if not within.any():
         raise BucketingError(
             "no recorded shape is within the limits of the grid: raise "
-            + ", ".join(f"the max of {plan.axis}, {plan.max}" for plan in recorded)
+            + ", ".join(f"the max of {axis.name}, {axis.max}" for axis in recorded)
         )
     if not within.all():
-        missed = int(counts[~within].sum())
-        logger.warning("%d of %d recorded shapes are past the limits", missed, counts.sum())
-    # A size below min pads to min whatever the fit.
-    seen = {plan.axis: np.maximum(sizes[plan.axis][within], plan.min) for plan in recorded}
-    values = _fitted(plans, seen, counts[within])
-    return tuple(attrs.evolve(plan, values=values.get(plan.axis, plan.values)) for plan in plans)
+        left_out = int(counts[~within].sum())
+        logger.warning("%d of %d recorded shapes are past the limits", left_out, counts.sum())
+    # A size below min is padded to min, whatever the fit.
+    sizes = {axis.name: np.maximum(columns[axis.name][within], axis.min) for axis in recorded}
+    return sizes, counts[within]
 
 
-def _fitted(
-    plans: Sequence[AxisPlan], seen: dict[str, IntArray], counts: IntArray
+def _fit_together(
+    pair: Sequence[AxisSettings], sizes: Mapping[str, IntArray], counts: IntArray
 ) -> dict[str, tuple[int, ...]]:
-    values: dict[str, tuple[int, ...]] = {}
-    alone = [plan for plan in plans if plan.axis in seen]
-    first, second = plans[:2]
-    if first.axis in seen and second.axis in seen:
-        values[first.axis], values[second.axis] = fitted_axes(
-            np.column_stack([seen[first.axis], seen[second.axis]]),
-            (first.step, second.step),
-            (first.max, second.max),
-            first.limit * second.limit,
-            counts,
-        )
-        alone = [plan for plan in alone if plan.axis not in values]
-    for plan in alone:
-        values[plan.axis] = fitted_range(seen[plan.axis], plan.step, plan.max, plan.limit, counts)
-    return values
+    first, second = pair
+    fitted = fitted_axes(
+        np.column_stack([sizes[first.name], sizes[second.name]]),
+        (first.step, second.step),
+        (first.max, second.max),
+        first.limit * second.limit,
+        counts,
+    )
+    return dict(zip((first.name, second.name), fitted, strict=True))
