@@ -1,4 +1,4 @@
-"""The command: what it prints and writes, and how it fails."""
+"""The command: what it prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from trencadis.bucketing import TrafficRecorder, read_bucket_file
 from trencadis.bucketing.cli import main
+from trencadis.bucketing.config import describe_axis_settings, describe_variables
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +81,7 @@ def test_fit_gathers_batches_or_takes_recorded_ones(
     assert main(["fit", str(saved), "--max", "4096"]) == 0
     assert capsys.readouterr().out != gathered
     assert main(["fit", str(saved), "--holdout", "0.5"]) == 2
-    assert "has no order to hold out the end of" in capsys.readouterr().err
+    assert "no end to hold out: omit --holdout" in capsys.readouterr().err
 
 
 def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
@@ -90,6 +91,14 @@ def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
         assert main(["plot", str(trace), *extra, "--output", str(output)]) == 0
         assert output.read_bytes().startswith(b"\x89PNG")
         output.unlink()
+
+
+def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for name, meaning in {**describe_variables(), **describe_axis_settings()}.items():
+        assert f"{name} {meaning}" in lines
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,7 @@ def test_fit_follows_the_traffic(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert grid.values("batch") == (1, 3, 8)
     assert grid.values("query") == (128, 256, 768, 4096)
     assert grid.values("context_blocks") == (0, 5, 32)
-    assert "2 of 83 recorded shapes are past the limits" in caplog.text
+    assert "2 of 83 recorded shapes are above the limits" in caplog.text
     again = prompt_grid(BucketingConfig(strategy="fit"), traffic=recorded(), **LIMITS)
     assert again.buckets == grid.buckets
 

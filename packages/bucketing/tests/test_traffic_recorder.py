@@ -1,4 +1,4 @@
-"""The recorder: counts kept, memory bounded, merged and saved."""
+"""The recorder: exact counts, bounded memory, merging and saving."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_a_saved_recorder_is_the_same(
 def test_a_file_of_something_else_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "traffic.json"
     path.write_text(text)
-    with pytest.raises(BucketingError, match=r"traffic.json holds no recorded traffic"):
+    with pytest.raises(BucketingError, match=r"traffic.json is not recorded traffic"):
         TrafficRecorder.load(path)
 
 

@@ -171,7 +171,7 @@ class BucketingConfig:
 
 def describe_variables() -> dict[str, str]:
     """The meaning of every variable that `from_env` reads; `*` stands for an axis setting."""
-    deprecated = "deprecated: true is exp and false is lin, for both phases"
+    deprecated = "deprecated: true selects exp, false selects lin, over every other strategy"
     return {**describe_settings(BucketingConfig), _EXPONENTIAL: deprecated}
 
 

@@ -1,4 +1,4 @@
-"""Pictures of traffic against a grid; needs matplotlib, the `plot` extra."""
+"""Pictures of traffic and a grid. Needs matplotlib, the `plot` extra."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def plot_traffic(
     fit: StrategyResult,
     path: str | os.PathLike[str],
 ) -> None:
-    """Write a PNG: the lengths with the bucket edges of a rule and of a fit, and hits per bucket.
+    """Write a PNG: lengths with the bucket edges of two strategies, and hits per bucket of the fit.
 
     Args:
         rows: the batches, (batch, length) each.
-        counts: how often each row came; None where each came once.
-        rule: the strategy to show beside the fit.
-        fit: the grid whose hits are drawn.
+        counts: how often each row came; None for once each.
+        rule: a strategy that is not a fit.
+        fit: the fit.
         path: the file to write.
     """
     weights = np.ones(len(rows), dtype=np.int64) if counts is None else counts

@@ -67,7 +67,9 @@ def _shapes_within_limits(
         )
     if not within.all():
         left_out = int(counts[~within].sum())
-        logger.warning("%d of %d recorded shapes are past the limits", left_out, counts.sum())
+        logger.warning(
+            "%d of %d recorded shapes are above the limits and ignored", left_out, counts.sum()
+        )
     # A size below min is padded to min, whatever the fit.
     sizes = {axis.name: np.maximum(columns[axis.name][within], axis.min) for axis in recorded}
     return sizes, counts[within]
