@@ -41,7 +41,7 @@ sizes = st.lists(st.integers(1, 9999), min_size=1, max_size=4, unique=True).map(
 
 
 @given(st.lists(st.tuples(sizes, sizes, sizes), min_size=1, max_size=3))
-def test_what_is_written_is_read(
+def test_a_written_file_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, products: list[tuple[list[int], ...]]
 ) -> None:
     path = tmp_path_factory.mktemp("files") / "buckets.txt"

@@ -68,7 +68,7 @@ def test_fit_prints_a_table_and_writes_a_bucket_file(
     assert shapes[-1] == (1, 2048, 8)
 
 
-def test_fit_gathers_batches_or_takes_recorded_ones(
+def test_fit_collects_batches_or_reads_recorded_ones(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", str(trace), "--window", "1", "--max-num-seqs", "4"]) == 0
@@ -111,7 +111,7 @@ def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
         (["fit", "{trace}", "--window", "-1"], "in windows of -1.0: raise them"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_a_line(
+def test_an_error_is_a_single_line(
     trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([argument.format(trace=trace) for argument in arguments]) == 2

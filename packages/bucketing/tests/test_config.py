@@ -1,4 +1,4 @@
-"""Settings: from the environment and back, and what is turned away."""
+"""Settings: from the environment and back, and errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ configs = st.builds(
 
 
 @given(configs)
-def test_settings_survive_the_environment_and_a_process(config: BucketingConfig) -> None:
+def test_settings_survive_the_environment_and_pickling(config: BucketingConfig) -> None:
     assert BucketingConfig.from_env(config.to_env()) == config
     assert pickle.loads(pickle.dumps(config)) == config  # noqa: S301 - our own
 
@@ -52,7 +52,7 @@ def test_nothing_set_is_the_default() -> None:
     assert BucketingConfig.from_env({"VLLM_BUCKETING_STRATEGY": ""}) == BucketingConfig()
 
 
-def test_every_variable_of_the_plugin_has_its_place() -> None:
+def test_every_axis_variable_of_the_plugin_sets_its_field() -> None:
     places = {
         "PROMPT_BS": "prompt_batch",
         "PROMPT_QUERY": "prompt_query",
@@ -70,7 +70,7 @@ def test_every_variable_of_the_plugin_has_its_place() -> None:
             assert attrs.evolve(config, **{field: AxisConfig()}) == BucketingConfig()
 
 
-def test_seq_stands_in_for_query_setting_by_setting() -> None:
+def test_seq_is_read_for_each_query_setting_that_is_not_set() -> None:
     config = BucketingConfig.from_env(
         {
             "VLLM_PROMPT_QUERY_BUCKET_MAX": "2048",
@@ -82,7 +82,7 @@ def test_seq_stands_in_for_query_setting_by_setting() -> None:
 
 
 @pytest.mark.parametrize(("value", "strategy"), [("true", "exp"), ("0", "lin")])
-def test_the_deprecated_flag_overrules_every_strategy(
+def test_the_deprecated_flag_overrides_every_strategy(
     value: str, strategy: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config = BucketingConfig.from_env(
@@ -96,7 +96,7 @@ def test_the_deprecated_flag_overrules_every_strategy(
     assert f"set VLLM_BUCKETING_STRATEGY={strategy}" in caplog.text
 
 
-def test_a_variable_without_effect_is_mentioned(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_variable_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         BucketingConfig.from_env({"VLLM_DECODE_CTX_BUCKET_MIN": "1", "VLLM_PROMPT_RATIO": "1"})
     assert [record.getMessage() for record in caplog.records] == [

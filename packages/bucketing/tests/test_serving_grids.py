@@ -119,7 +119,7 @@ configs = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(configs, limits)
-def test_every_prompt_that_can_come_has_a_bucket(
+def test_every_reachable_prompt_shape_has_a_bucket(
     config: BucketingConfig, limits: dict[str, int]
 ) -> None:
     grid = prompt_grid(config, **limits)
@@ -142,7 +142,7 @@ def test_every_prompt_that_can_come_has_a_bucket(
 
 @settings(max_examples=60, deadline=None)
 @given(configs, limits, st.integers(1, 40))
-def test_every_decode_batch_that_can_come_has_a_bucket(
+def test_every_reachable_decode_shape_has_a_bucket(
     config: BucketingConfig, limits: dict[str, int], num_blocks: int
 ) -> None:
     del limits["max_num_batched_tokens"]
@@ -157,7 +157,7 @@ def test_every_decode_batch_that_can_come_has_a_bucket(
         assert counts[-1] == num_blocks
 
 
-def test_a_range_that_stops_short_of_max_is_completed() -> None:
+def test_a_range_that_ends_below_max_gets_max() -> None:
     config = BucketingConfig(strategy="lin")
     grid = sequence_grid("prompt", config, max_num_seqs=3, max_model_len=1000, block_size=128)
     assert grid.values("seq") == (128, 256, 384, 512, 640, 768, 896, 1000)
@@ -175,14 +175,14 @@ def test_a_maximum_of_the_user_is_kept() -> None:
     assert (1, 4096, 32) in grid.coverage_gaps(limits=(1, 4096, 32))
 
 
-def test_a_minimum_past_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_minimum_above_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
     config = BucketingConfig(decode_blocks=AxisConfig(min=4096))
     grid = decode_grid(config, max_num_seqs=8, num_blocks=1519, block_size=128, max_model_len=4096)
     assert grid.values("blocks") == (1519,)
     assert "blocks bucket min 4096 is lowered to 1519, the largest size" in caplog.text
 
 
-def test_phases_may_have_strategies_of_their_own() -> None:
+def test_each_phase_can_have_its_own_strategy() -> None:
     config = BucketingConfig(strategy="exp", prompt_strategy="lin", decode_strategy="pad")
     limits = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 128}
     prompt = prompt_grid(config, max_num_batched_tokens=1024, **limits)
@@ -204,7 +204,7 @@ def test_more_context_costs_more_and_so_does_padding() -> None:
 
 
 class FromFile:
-    """One bucket file for the tests below."""
+    """A bucket file, and the grids made from it."""
 
     def __init__(self, folder: Path, *lines: str) -> None:
         path = folder / "buckets.txt"
@@ -235,20 +235,20 @@ def test_a_bucket_file_makes_both_grids(tmp_path: Path) -> None:
     assert [bucket.shape for bucket in file.decode()] == [*itertools.product((4, 8), (32, 64))]
 
 
-def test_a_bucket_file_is_held_to_the_limits(tmp_path: Path) -> None:
+def test_shapes_of_a_bucket_file_keep_the_limits(tmp_path: Path) -> None:
     file = FromFile(tmp_path, "([1, 4], [512, 4096], [0, 7, 99])")
     # 4 × 512 new tokens are over the budget; 512 behind 8 blocks are over the model's length,
     # while 7 blocks may hold as little as 6 and a token.
     assert [bucket.shape for bucket in file.prompt()] == [(1, 512, 0), (1, 1024, 0)]
 
 
-def test_a_phase_that_the_file_leaves_out_has_its_strategy(tmp_path: Path) -> None:
+def test_a_phase_that_the_file_does_not_list_uses_its_strategy(tmp_path: Path) -> None:
     file = FromFile(tmp_path, "(1, 128, 0)")
     assert len(file.prompt()) == 1
     assert "Decode bucket config" in file.decode().describe()[0]
 
 
-def test_a_file_has_no_place_in_a_sequence_grid(tmp_path: Path) -> None:
+def test_a_bucket_file_for_a_sequence_grid_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BucketingError, match="unset VLLM_BUCKETING_FROM_FILE"):
         sequence_grid(
             "prompt",
@@ -303,7 +303,7 @@ def test_fit_keeps_to_the_budget_and_the_minimum() -> None:
     assert grid.values("context_blocks") == (32,)
 
 
-def test_fit_to_lengths_alone_leaves_the_other_axes_to_exp() -> None:
+def test_an_axis_without_recorded_traffic_uses_exp() -> None:
     traffic = TrafficRecorder(("blocks",))
     traffic.record((40,), 9)
     limits = {"max_num_seqs": 8, "num_blocks": 64, "block_size": 128, "max_model_len": 4096}
@@ -312,7 +312,7 @@ def test_fit_to_lengths_alone_leaves_the_other_axes_to_exp() -> None:
     assert grid.values("batch") == (1, 2, 4, 8)
 
 
-def test_fit_without_traffic_says_what_to_set() -> None:
+def test_fit_without_usable_traffic_is_an_error_with_the_remedy() -> None:
     config = BucketingConfig(decode_strategy="fit")
     limits = {"max_num_seqs": 8, "num_blocks": 64, "block_size": 128, "max_model_len": 4096}
     with pytest.raises(BucketingError, match="set VLLM_DECODE_BUCKETING_TRAFFIC to a file"):
@@ -327,7 +327,7 @@ def test_fit_without_traffic_says_what_to_set() -> None:
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "block_size"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])
-def test_a_limit_that_is_no_positive_number_is_an_error(name: str, value: object) -> None:
+def test_a_limit_that_is_not_a_positive_integer_is_an_error(name: str, value: object) -> None:
     limits = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 128, name: value}
     for make in (
         lambda: sequence_grid("decode", BucketingConfig(), **limits),
@@ -338,7 +338,7 @@ def test_a_limit_that_is_no_positive_number_is_an_error(name: str, value: object
             make()
 
 
-def test_a_maximum_of_nothing_is_an_error() -> None:
+def test_a_maximum_of_0_is_an_error() -> None:
     config = BucketingConfig(prompt_batch=AxisConfig(max=0))
     with pytest.raises(BucketingError, match="batch bucket max 0 leaves nothing to run"):
         prompt_grid(config, **LIMITS)

@@ -45,7 +45,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert trace.outputs is None
 
 
-def test_a_column_of_any_name(tmp_path: Path) -> None:
+def test_the_length_column_can_be_named(tmp_path: Path) -> None:
     path = written(tmp_path, "trace.csv", "id,n\n1,64.0\n2,3\n")
     trace = read_trace(path, column="n")
     assert trace.lengths.tolist() == [64, 3]
