@@ -1,12 +1,13 @@
-"""What the bookkeeping of a step costs, and that it depends on what changes alone.
+"""Time of the block bookkeeping of a step, which depends only on the blocks that change.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_bookkeeping.py
 
-Times are medians; the last table repeats a step of the same size in ever larger caches.
+Times are medians. The last table repeats a step of the same size in larger and larger caches.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -61,8 +62,8 @@ def allocate_and_free(block_size: int, *, caching: bool) -> None:
 
 
 def decode(block_size: int, steps: int = 1000) -> None:
-    """``steps`` decode steps of all sequences, in rounds, with the layout of each step's batch."""
-    per_sequence = -(-(PROMPT + steps) // block_size)
+    """Time ``steps`` decode steps of all sequences: appends, and the decode layout."""
+    per_sequence = math.ceil((PROMPT + steps) / block_size)
     manager = BlockManager(
         CacheConfig(num_blocks=SEQUENCES * per_sequence + 1, block_size=block_size)
     )
@@ -89,7 +90,7 @@ def decode(block_size: int, steps: int = 1000) -> None:
 
 
 def growth(num_blocks: int) -> None:
-    """A step that frees one sequence of 16 blocks and allocates another, in a full cache."""
+    """Time a step that frees a sequence of 16 blocks and allocates another, in a full cache."""
     rng = random.Random(4)
     manager = BlockManager(CacheConfig(num_blocks=num_blocks, block_size=16))
     defragmenter = Defragmenter(manager, DefragConfig(threshold=0))

@@ -1,11 +1,11 @@
-"""Throughput of block copies against a plain ``tensor.copy_`` of as many bytes.
+"""Throughput of block copies, next to a plain ``tensor.copy_`` of the same number of bytes.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_copies.py [cpu|cuda|hpu]
 
-Plans: what the defragmenter makes of a churned pool, a swap of whole sequences, and blocks drawn at
-random with no two neighbours, the worst there is. Each is timed in turn with the plain copy, so
-that a busy machine slows both; the ratio is that of the medians. 1.00 is the speed of the plain
-copy.
+Three kinds of plans are timed: the defragmentation of a fragmented pool, a swap of complete
+sequences, and the worst case, random blocks of which no two are neighbours. The block copy and the
+plain copy run in turn, so that other load on the machine slows both. The ratio is that of the
+medians; 1.00 is the speed of the plain copy.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ MODELS = {
 
 
 def churned(num_moves: int) -> list[BlockCopy]:
-    """A defragmentation after sequences of some blocks each have come and gone."""
+    """The plan of a defragmentation after many sequences were allocated and freed."""
     rng = random.Random(2)
     manager = BlockManager(
         CacheConfig(num_blocks=NUM_BLOCKS, block_size=1, enable_prefix_caching=False)
@@ -65,7 +65,7 @@ def scattered(num_moves: int) -> list[BlockCopy]:
 
 
 def sequences(num_moves: int) -> list[BlockCopy]:
-    """Four sequences, each in one piece on the device, to the lowest host blocks."""
+    """Four sequences, each contiguous on the device, to the lowest host blocks."""
     length = num_moves // 4
     device = [start + i for start in (300, 20, 410, 150) for i in range(length)]
     return [BlockCopy(src, dst) for dst, src in enumerate(device)]

@@ -1,21 +1,20 @@
-"""Bytes moved by defragmentation: this library, and a defragmenter beside the block tables.
+"""Bytes that a defragmentation moves: this library, next to a defragmenter with a second mapping.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_defrag.py
 
-The same traffic is given to both. The baseline follows the rule of the Gaudi plugin for vLLM
-(vllm_gaudi/extension/defragmentation.py): blocks are handed out in the order in which they became
-free; a second mapping from the pool's ids to physical ones is kept beside it; when the highest
-physical block in use is more than 32 above their number, the highest used and the lowest free
-blocks change places, at most 512 at a time.
+Both get the same traffic. The baseline follows the rule of the Gaudi plugin for vLLM
+(vllm_gaudi/extension/defragmentation.py). It allocates blocks in the order in which they became
+free, and keeps a second mapping from the pool's ids to physical ids. When the highest physical
+block in use is more than 32 above the number of blocks in use, it exchanges the highest used blocks
+with the lowest free blocks, at most 512 at a time.
 
-In its first releases the plugin exchanged their content, a copy each way; later ones copy one way
-only where prefix caching is off. They read contiguously, and so defragment, only where it is off,
-unless the user forces both. So the comparison of like with like is that without prefix caching;
-with it, cached content moved aside is a second copy for either side, and its worth is the prompt
-tokens that need not be computed again.
+The first releases of the plugin exchanged the content of both blocks, with a copy each way. Later
+releases copy one way where prefix caching is off. They read the cache contiguously, and so
+defragment, only where prefix caching is off, unless the user forces both. So the tables without
+prefix caching compare equal conditions. With prefix caching, moving cached content costs each side
+a second copy, which saves the prompt tokens that need not be computed again.
 
-A block brought down is a used one that was given a lower id. Padding to compiled sizes is not
-counted.
+"down" counts the used blocks that got a lower id. Padding to compiled sizes is not counted.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ NUM_BLOCKS = 1519
 STEPS = 3000
 BLOCK = 128
 MIB_PER_BLOCK = 16
-"""An 8-billion-parameter model in bfloat16 (seed 000: 131,072 bytes per token)."""
+"""Of an 8-billion-parameter model in bfloat16 (seed 000: 131,072 bytes per token)."""
 
 
 @attrs.define
 class Outcome:
-    """What one side did under the traffic; ``highest`` is summed over the steps."""
+    """The counts of one side. ``highest`` is the sum of the highest block in use over the steps."""
 
     copies: int = 0
     brought_down: int = 0
@@ -60,7 +59,7 @@ class Outcome:
         return MIB_PER_BLOCK * self.copies / self.brought_down
 
     def line(self, base: Outcome) -> str:
-        """The outcome, beside that of the baseline."""
+        """The outcome as a line, with ratios to the baseline."""
         return (
             f"{self.brought_down:6d} down {self.copies:6d} copies"
             f" {self.mib_per_block:5.1f} MiB each ({self.mib_per_block / base.mib_per_block:.2f})"
@@ -114,7 +113,7 @@ class Ours:
 
 
 class SecondMapping:
-    """Blocks handed out oldest-free first, with a defragmenter that maps them once more."""
+    """Blocks allocated in the order they were freed, and a second mapping to physical blocks."""
 
     def __init__(self, *, prefix_caching: bool, exchange: bool = True) -> None:
         self.prefix_caching = prefix_caching
@@ -201,7 +200,7 @@ class SecondMapping:
 
 
 def drive(cache: Cache, *, reuse: float, users: int = 48) -> None:
-    """A step is one token for every running sequence; ``reuse`` is the share that comes back."""
+    """Run `STEPS` steps of one token per running sequence; ``reuse`` is the share that returns."""
     rng = random.Random(11)
     ids = count(1)
     running: dict[int, tuple[list[int], int]] = {}
@@ -231,8 +230,8 @@ def drive(cache: Cache, *, reuse: float, users: int = 48) -> None:
 
 
 def compare(title: str, sides: dict[str, Cache], *, reuse: float) -> list[Outcome]:
-    """Drive all sides with the same traffic; the first is the baseline."""
-    print(f"\n{title}; {reuse:.0%} of the sequences come back")
+    """Drive every side with the same traffic; the first side is the baseline."""
+    print(f"\n{title}; {reuse:.0%} of the sequences return")
     outcomes: list[Outcome] = []
     for name, side in sides.items():
         drive(side, reuse=reuse)
@@ -266,7 +265,7 @@ def main() -> None:
         extra_copies = kept.copies - evicted.copies
         if extra_copies:
             saved = evicted.computed_tokens - kept.computed_tokens
-            print(f"  each further copy saves {saved / extra_copies:.0f} tokens of prefill")
+            print(f"  each additional copy saves {saved / extra_copies:.0f} tokens of prefill")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
-"""Which free block next: keep cached prefixes, or keep the decode step short?
+"""Which free block to allocate next: keep cached prefixes, or keep decode steps short?
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_eviction.py
 
-Users with a shared system prompt ask, read, and ask again in 70 % or in none of the cases, under a
-load that comes and goes. The same traffic is replayed with two policies of allocation, which
-differ in ``decode_buckets`` alone,
+Users with a shared system prompt ask, read the answer, and ask again in 70 % or in none of the
+cases. The load alternates between high and low. The same traffic is replayed with two allocation
+policies, which differ only in ``decode_buckets``:
 
-- spill:  an empty block anywhere is taken before a cached one is evicted;
+- spill: any empty block is allocated before a cached block is evicted;
 - bucket: a cached block inside the decode bucket in use is evicted before the prefix grows into
-  the next bucket;
+  the next bucket.
 
-and without a defragmenter, or with one that keeps cached content in its way as measured reuse
-suggests (the default), that keeps all of it, or that keeps none.
+Each policy runs without a defragmenter, and with one that keeps cached content as measured reuse
+suggests (the default), keeps all of it, or keeps none.
 
-Costs are those of an 8-billion-parameter model in bfloat16 with 128-token blocks: a prompt token
-computed is 2 * 8e9 operations at 400e12 per second, a block read by a decode step is 16 MiB at
-2.45e12 bytes per second, a block copied is read and written. A decode step always reads up to the
-end of its bucket.
+Costs are those of an 8-billion-parameter model in bfloat16 with 128-token blocks. Computing a
+prompt token takes 2 * 8e9 operations at 400e12 per second. A decode step reads 16 MiB per block at
+2.45e12 bytes per second, always up to the end of its bucket. Copying a block reads and writes it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ DEFRAGMENTERS = {
 
 @attrs.define
 class Conversation:
-    """One user: asks, reads the answer, perhaps asks again after a while."""
+    """The conversation of one user: a prompt, an answer, and possibly more of both."""
 
     seq_id: int
     rng: random.Random
@@ -80,7 +79,7 @@ class Outcome:
 
 
 class Replay:
-    """The traffic of a number of users, against one manager."""
+    """The traffic of a number of users on one block manager."""
 
     def __init__(
         self,
