@@ -1,7 +1,8 @@
-"""The recorder: counts kept, memory bounded, merged and saved."""
+"""The recorder: exact counts, bounded memory, merging and saving."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def counted(made: TrafficRecorder) -> dict[tuple[int, ...], int]:
 
 
 @given(shapes)
-def test_it_counts_what_it_is_given(seen: list[tuple[int, int]]) -> None:
+def test_counts_are_exact_below_the_capacity(seen: list[tuple[int, int]]) -> None:
     made = recorder(seen)
     assert counted(made) == Counter(seen)
     assert made.total == len(seen)
@@ -36,9 +37,7 @@ def test_it_counts_what_it_is_given(seen: list[tuple[int, int]]) -> None:
 
 
 @given(shapes, st.integers(4, 12))
-def test_its_memory_is_bounded_and_nothing_is_lost(
-    seen: list[tuple[int, int]], capacity: int
-) -> None:
+def test_memory_is_bounded_and_the_total_exact(seen: list[tuple[int, int]], capacity: int) -> None:
     made = recorder(seen, capacity)
     kept = counted(made)
     assert len(kept) <= capacity
@@ -47,12 +46,12 @@ def test_its_memory_is_bounded_and_nothing_is_lost(
     expected: Counter[tuple[int, ...]] = Counter()
     for shape in seen:
         pairs = zip(shape, made.resolution, strict=True)
-        expected[tuple(-(-size // unit) * unit for size, unit in pairs)] += 1
+        expected[tuple(math.ceil(size / unit) * unit for size, unit in pairs)] += 1
     assert kept == expected
 
 
 @given(shapes, shapes, st.integers(4, 70))
-def test_merging_counts_both(
+def test_merging_adds_counts(
     one: list[tuple[int, int]], two: list[tuple[int, int]], capacity: int
 ) -> None:
     made = recorder(one, capacity)
@@ -73,7 +72,7 @@ def test_merging_takes_the_coarser_resolution() -> None:
 
 
 @given(shapes, st.integers(4, 70))
-def test_a_saved_recorder_is_the_same(
+def test_a_saved_recorder_loads_unchanged(
     tmp_path_factory: pytest.TempPathFactory, seen: list[tuple[int, int]], capacity: int
 ) -> None:
     path = tmp_path_factory.mktemp("traffic") / "traffic.json"
@@ -101,14 +100,14 @@ def test_a_saved_recorder_is_the_same(
         '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [["x", 1]]}',
     ],
 )
-def test_a_file_of_something_else_is_an_error(tmp_path: Path, text: str) -> None:
+def test_a_file_of_another_format_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "traffic.json"
     path.write_text(text)
-    with pytest.raises(BucketingError, match=r"traffic.json holds no recorded traffic"):
+    with pytest.raises(BucketingError, match=r"traffic.json is not recorded traffic"):
         TrafficRecorder.load(path)
 
 
-def test_what_cannot_be_counted_is_an_error() -> None:
+def test_bad_arguments_are_an_error() -> None:
     with pytest.raises(BucketingError, match="give at least one axis"):
         TrafficRecorder(())
     with pytest.raises(BucketingError, match="a capacity of at least 4"):

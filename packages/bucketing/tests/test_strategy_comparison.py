@@ -1,7 +1,8 @@
-"""Strategies on real traffic: what a fit to the past saves in the future."""
+"""Strategies on real traffic: the padding that a fit to the first half saves on the second."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 
 from trencadis.bucketing import (
     BucketingError,
-    Comparison,
+    StrategyResult,
     Trace,
     compare_strategies,
     fitted_range,
@@ -25,15 +26,15 @@ def halves(name: str) -> tuple[np.ndarray, np.ndarray]:
     return rows[: len(rows) // 2], rows[len(rows) // 2 :]
 
 
-def compared(name: str, longest: int | None = None) -> dict[str, Comparison]:
+def compared(name: str, longest: int | None = None) -> dict[str, StrategyResult]:
     seen, later = halves(name)
-    own = -(-int(max(seen.max(), later.max())) // 128) * 128
+    own = math.ceil(max(seen.max(), later.max()) / 128) * 128
     rows = compare_strategies(seen, later, step=128, maxima=(1, longest or own))
     return {row.strategy: row for row in rows}
 
 
 @pytest.mark.parametrize("name", ["code", "conv"])
-def test_yesterdays_fit_saves_today_where_the_model_could_take_more(name: str) -> None:
+def test_a_fit_to_the_past_saves_where_the_grid_ends_at_the_model_context(name: str) -> None:
     found = compared(name, MODEL_CONTEXT)
     assert found["fit as exp"].graphs <= found["exp"].graphs
     assert found["fit as exp"].padding <= 0.6 * found["exp"].padding
@@ -41,13 +42,13 @@ def test_yesterdays_fit_saves_today_where_the_model_could_take_more(name: str) -
     assert found["fit as pad"].padding <= 0.75 * found["pad"].padding
 
 
-def test_yesterdays_fit_saves_today_where_the_longest_prompt_is_known() -> None:
+def test_a_fit_to_the_past_saves_where_the_longest_prompt_is_known() -> None:
     conv = compared("conv")
     assert conv["fit as exp"].padding <= 0.6 * conv["exp"].padding
     assert conv["fit as pad"].padding <= 0.75 * conv["pad"].padding
 
 
-def test_on_lengths_spread_evenly_no_range_can_save_as_much() -> None:
+def test_on_evenly_distributed_lengths_no_range_saves_as_much() -> None:
     # With the longest prompt known beforehand, the best range of all for the second half itself
     # pads 0.71 times as much as exp and 0.82 times as much as pad: a fit comes close to that.
     code = compared("code")
@@ -60,11 +61,11 @@ def test_on_lengths_spread_evenly_no_range_can_save_as_much() -> None:
         assert code[f"fit as {rule}"].padding < 1.06 * least
 
 
-def test_figures_of_the_rules() -> None:
-    # What the plugin's own functions gave for the whole traces, step 128, up to 7,552 tokens.
+def test_padding_of_every_strategy_on_a_complete_trace() -> None:
+    # What the plugin's own functions gave for the complete trace, step 128, up to 7,552 tokens.
     seen, later = halves("code")
-    whole = np.concatenate([seen, later])
-    rows = compare_strategies(whole, whole, step=128, maxima=(1, 7552), budget=59)
+    complete = np.concatenate([seen, later])
+    rows = compare_strategies(complete, complete, step=128, maxima=(1, 7552), budget=59)
     shown = [(row.strategy, row.graphs, round(100 * row.padding, 1)) for row in rows]
     assert shown == [
         ("lin", 59, 3.2),
@@ -74,10 +75,10 @@ def test_figures_of_the_rules() -> None:
         ("fit as pad", 15, 9.5),
         ("fit to 59", 59, 3.2),
     ]
-    assert rows[0].worst == 127
+    assert rows[0].worst_padding == 127
 
 
-def test_counts_stand_for_repetition() -> None:
+def test_counts_equal_repetition() -> None:
     rows = np.array([[1, 100], [2, 300], [4, 50]])
     counts = np.array([3, 1, 2])
     repeated = np.repeat(rows, counts, axis=0)
@@ -85,7 +86,7 @@ def test_counts_stand_for_repetition() -> None:
     assert counted == compare_strategies(repeated, repeated, step=16, maxima=(4, 512))
 
 
-def test_traffic_past_the_maxima_is_an_error() -> None:
+def test_traffic_above_the_maxima_is_an_error() -> None:
     rows = np.array([[1, 100]])
     for judged, maxima in ((rows, (1, 99)), (rows[:0], (1, 100))):
         with pytest.raises(BucketingError, match="raise the maxima"):

@@ -1,4 +1,4 @@
-"""Fitted ranges: never beaten, by exhaustive search or by a rule."""
+"""Fitted ranges: as good as exhaustive search, better than every other range."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trencadis.bucketing import (
 
 
 def padding(values: tuple[int, ...], lengths: list[int], weights: list[float]) -> float:
-    """Padded elements, looked up one by one."""
+    """Padded elements, by linear search."""
     return sum(
         weight * (next(value for value in values if value >= length) - length)
         for length, weight in zip(lengths, weights, strict=True)
@@ -31,7 +31,7 @@ def padding(values: tuple[int, ...], lengths: list[int], weights: list[float]) -
 def least_padding(
     lengths: list[int], weights: list[float], step: int, max: int, limit: int
 ) -> float:
-    """The least padding of any range, by trying them all."""
+    """The least padding of any range, by exhaustive search."""
     candidates = range(0, max, step)
     return min(
         padding((*chosen, max), lengths, weights)
@@ -81,7 +81,9 @@ def test_a_fit_has_no_bucket_that_saves_nothing(
     st.sampled_from([1, 16, 128]),
     st.integers(0, 50),
 )
-def test_no_rule_of_the_same_size_pads_less(lengths: list[int], step: int, percent: int) -> None:
+def test_no_other_range_of_the_same_size_pads_less(
+    lengths: list[int], step: int, percent: int
+) -> None:
     for rule in (
         (*linear_range(step, step * 8, 4000), 4096),
         exponential_range(step, step, 4096, 12),
@@ -94,7 +96,7 @@ def test_no_rule_of_the_same_size_pads_less(lengths: list[int], step: int, perce
 
 
 @given(small_fits())
-def test_weights_stand_for_repetition(fit: tuple[list[int], list[int], int, int, int]) -> None:
+def test_weights_count_as_repetition(fit: tuple[list[int], list[int], int, int, int]) -> None:
     lengths, weights, step, max, limit = fit
     repeated = [length for length, w in zip(lengths, weights, strict=True) for _ in range(w)]
     assert fitted_range(lengths, step, max, limit, weights) == fitted_range(
@@ -107,7 +109,7 @@ def test_fractional_weights_and_weights_of_zero() -> None:
     assert fitted_range([3, 7], 1, 10, 3, [0, 4]) == (7, 10)
 
 
-def test_a_large_fit_is_exact_too() -> None:
+def test_a_large_fit_is_optimal() -> None:
     # 1,024 candidates and 64 buckets; the plain quadratic recurrence is the oracle.
     lengths = np.random.default_rng(0).lognormal(8, 1.2, 20_000).clip(1, 131_072).astype(np.int64)
     values = np.array(fitted_range(lengths, 128, 131_072, 64))
@@ -136,7 +138,7 @@ batches = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)).map(list), m
 
 @settings(deadline=None)
 @given(batches, st.integers(1, 12))
-def test_two_axes_keep_the_budget_and_neither_can_be_bettered_alone(
+def test_two_axes_keep_the_budget_and_each_is_optimal_for_the_other(
     rows: list[list[int]], budget: int
 ) -> None:
     first, second = fitted_axes(rows, (1, 4), (6, 40), budget)
@@ -151,12 +153,12 @@ def test_two_axes_keep_the_budget_and_neither_can_be_bettered_alone(
 
 @settings(deadline=None)
 @given(batches)
-def test_two_axes_with_room_for_every_size_pad_nothing(rows: list[list[int]]) -> None:
+def test_two_axes_with_a_bucket_for_every_size_pad_nothing(rows: list[list[int]]) -> None:
     first, second = fitted_axes(rows, (1, 1), (6, 40), 6 * 40)
     assert padded_tokens((first, second), rows) == sum(math.prod(row) for row in rows)
 
 
-def test_two_axes_beat_each_axis_fitted_without_the_other() -> None:
+def test_two_axes_fitted_together_pad_less_than_fitted_apart() -> None:
     # Large batches are short and small ones long: each axis should spend its buckets there.
     rows = [[8, n] for n in range(8, 64)] + [[n % 2 + 1, 60 * n] for n in range(1, 34)]
     together = fitted_axes(rows, (1, 1), (8, 2048), 12)
@@ -171,10 +173,10 @@ def test_two_axes_beat_each_axis_fitted_without_the_other() -> None:
     ("lengths", "changed", "message"),
     [
         ([], {}, "no lengths to fit: record some traffic, or use the exp strategy"),
-        ([1, math.nan], {}, "must be whole numbers: drop NaN and fractions"),
-        ([1.5], {}, "must be whole numbers"),
-        ([math.inf], {}, "must be whole numbers"),
-        (["a"], {}, "must be whole numbers"),
+        ([1, math.nan], {}, "must be integers: remove NaN and fractions"),
+        ([1.5], {}, "must be integers"),
+        ([math.inf], {}, "must be integers"),
+        (["a"], {}, "must be integers"),
         ([-1], {}, "run from -1 to -1, outside 0 to max 1024: raise max"),
         ([2000], {}, "outside 0 to max 1024"),
         ([1], {"step": 0}, "fit step 0 must be at least 1: raise it"),
@@ -185,7 +187,7 @@ def test_two_axes_beat_each_axis_fitted_without_the_other() -> None:
         ([1], {"weights": [0]}, "all weights are 0"),
     ],
 )
-def test_what_cannot_be_fitted_is_an_error(
+def test_bad_lengths_or_weights_are_an_error(
     lengths: list[float], changed: dict[str, object], message: str
 ) -> None:
     arguments: dict[str, object] = {"step": 128, "max": 1024, "limit": 4, **changed}

@@ -1,4 +1,4 @@
-"""What shapes a server has met, counted in constant memory, kept for the grids of tomorrow."""
+"""A recorder of the shapes that a server gets, in bounded memory, to fit later grids to."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 
 import numpy as np
 
+from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Ints
+from trencadis.bucketing.rounding import round_up
 
 
 class TrafficRecorder:
     """Counts of the shapes of one grid's traffic, before padding.
 
-    Memory is bounded: where more than `capacity` different shapes would have to be told apart, the
-    axis with the most different sizes is counted at half its resolution from then on, sizes
-    rounded up. A fit to multiples of a step that the resolution divides is still exact.
+    Memory is bounded. When there are more than `capacity` different shapes, the axis with the most
+    different sizes is recorded at half its resolution from then on, with sizes rounded up. A fit
+    stays exact while the resolution of an axis divides its step.
 
-    Not safe to share between threads: one recorder each, then `merge`.
+    Not thread-safe: use one recorder per thread, then `merge`.
 
     Args:
         axes: the names of the axes, as in the grid.
-        capacity: the greatest number of different shapes kept.
+        capacity: the most different shapes to keep.
 
     Raises:
-        BucketingError: no axes, or too small a capacity.
+        BucketingError: no axes, or a capacity that is too small.
     """
 
     def __init__(self, axes: Sequence[str], *, capacity: int = 1 << 16) -> None:
-        # At its coarsest an axis still tells an empty size from any other.
+        # Even at its coarsest, an axis keeps 0 apart from other sizes: two sizes per axis.
         if not axes or capacity < 1 << len(axes):
             raise BucketingError(
                 f"a recorder of {len(axes)} axes with capacity {capacity} cannot count: "
@@ -50,12 +51,12 @@ class TrafficRecorder:
 
     @property
     def resolution(self) -> tuple[int, ...]:
-        """What sizes are rounded up to, per axis: 1, until `capacity` asks for more."""
+        """The step to which sizes are rounded up, per axis: 1 until `capacity` is reached."""
         return tuple(self._resolution)
 
     @property
     def total(self) -> int:
-        """How many shapes have been recorded."""
+        """The number of recorded shapes."""
         return sum(self._counts.values())
 
     def record(self, shape: Sequence[int], count: int = 1) -> None:
@@ -76,10 +77,10 @@ class TrafficRecorder:
         self._counts[key] = self._counts.get(key, 0) + count
 
     def merge(self, other: TrafficRecorder) -> None:
-        """Add what another recorder of the same axes has counted.
+        """Add the counts of another recorder of the same axes.
 
         Raises:
-            BucketingError: other axes.
+            BucketingError: different axes.
         """
         if other.axes != self._axes:
             raise BucketingError(
@@ -88,18 +89,18 @@ class TrafficRecorder:
             )
         for axis, resolution in enumerate(other.resolution):
             while self._resolution[axis] < resolution:
-                self._halve(axis)
+                self._halve_resolution(axis)
         for shape, count in other._counts.items():
             self.record(shape, count)
 
-    def shapes(self) -> tuple[Ints, Ints]:
-        """The shapes, one row each and sorted, and how often each was recorded."""
+    def shapes(self) -> tuple[IntArray, IntArray]:
+        """The shapes, sorted, one row each, and how often each was recorded."""
         rows = sorted(self._counts)
         counts = np.array([self._counts[row] for row in rows], dtype=np.int64)
         return np.array(rows, dtype=np.int64).reshape(-1, len(self._axes)), counts
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a JSON file, replacing it in one step."""
+        """Write everything to a JSON file, replaced atomically."""
         content = {
             "axes": self._axes,
             "capacity": self._capacity,
@@ -112,11 +113,11 @@ class TrafficRecorder:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrafficRecorder:
-        """Read what `save` wrote.
+        """Read a file that `save` wrote.
 
         Raises:
-            BucketingError: not such a file.
-            OSError: no readable file.
+            BucketingError: the file is not recorded traffic.
+            OSError: the file cannot be read.
         """
         text = Path(path).read_text(encoding="utf-8")
         try:
@@ -127,20 +128,21 @@ class TrafficRecorder:
                 recorder.record(shape, count)
         except (ValueError, TypeError, KeyError) as error:
             raise BucketingError(
-                f"{path} holds no recorded traffic ({error}): save it anew"
+                f"{path} is not recorded traffic ({error}): save it again"
             ) from None
         return recorder
 
     def _rounded(self, shape: Sequence[int]) -> tuple[int, ...]:
         sizes = zip(shape, self._resolution, strict=True)
-        return tuple(-(-size // resolution) * resolution for size, resolution in sizes)
+        return tuple(round_up(size, resolution) for size, resolution in sizes)
 
-    def _coarsen(self, newcomer: tuple[int, ...]) -> None:
-        sizes = zip(*self._counts, newcomer, strict=True)
+    def _coarsen(self, new_shape: tuple[int, ...]) -> None:
+        """Halve the resolution of the axis with the most different sizes."""
+        sizes = zip(*self._counts, new_shape, strict=True)
         different = [len(set(axis)) for axis in sizes]
-        self._halve(different.index(max(different)))
+        self._halve_resolution(different.index(max(different)))
 
-    def _halve(self, axis: int) -> None:
+    def _halve_resolution(self, axis: int) -> None:
         self._resolution[axis] *= 2
         counts: dict[tuple[int, ...], int] = {}
         for shape, count in self._counts.items():
@@ -151,5 +153,5 @@ class TrafficRecorder:
 
 def _power_of_two(value: Any) -> int:
     if type(value) is not int or value < 1 or value & (value - 1):
-        raise ValueError(f"resolution {value!r} is no power of two")
+        raise ValueError(f"resolution {value!r} is not a power of two")
     return value
