@@ -18,7 +18,13 @@ ALLOWED: dict[str, set[str]] = {
 values of the lowest packages (buckets, block copies, the cache's tensors), which warmup and
 scheduler pass through it."""
 
-APART = {"kvcache.tensors", "scheduler.thermal", "scheduler.telemetry"}
+APART = {
+    "engine.settings",
+    "engine.validators",
+    "kvcache.tensors",
+    "scheduler.thermal",
+    "scheduler.telemetry",
+}
 """Public although not in their package's ``__init__``: not every user of the package needs them."""
 
 LIGHT = {
