@@ -19,7 +19,7 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from trencadis.engine import CompletionDelta, EngineStats, ThermalStats
-from trencadis.server.backend import ServingEngine
+from trencadis.server.engine_protocol import ServingEngine
 
 LABELS = ("model_name", "engine")
 FINISHED_REASONS = ("stop", "length", "abort", "error")

@@ -10,7 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from trencadis.engine import BatchControl
-from trencadis.server.context import ServingContext
+from trencadis.server.routes.context import ServingContext
 
 
 class BatchControlRequest(BaseModel):

@@ -13,14 +13,14 @@ from openai.types.chat import chat_completion as complete
 from openai.types.chat import chat_completion_chunk as chunk
 
 from trencadis.engine import InvalidRequest, PositionLogprobs
-from trencadis.server.content_type import json_only
-from trencadis.server.context import ServingContext, new_id
-from trencadis.server.event_stream import EventStream, answer_events, unless_disconnected
-from trencadis.server.generation import Answer, ChoiceDelta, Job, collect
-from trencadis.server.logprobs import chat_logprobs
-from trencadis.server.prompts import answer_budget
-from trencadis.server.protocol import ChatCompletionRequest
-from trencadis.server.usage import Usage
+from trencadis.server.api.logprobs import chat_logprobs
+from trencadis.server.api.protocol import ChatCompletionRequest
+from trencadis.server.api.usage import Usage
+from trencadis.server.generation.choice_stream import Answer, ChoiceDelta, Job, collect
+from trencadis.server.generation.prompts import answer_budget
+from trencadis.server.http.content_type import json_only
+from trencadis.server.http.event_stream import EventStream, answer_events, unless_disconnected
+from trencadis.server.routes.context import ServingContext, new_id
 
 
 def chat_router(context: ServingContext) -> APIRouter:

@@ -12,14 +12,14 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from trencadis.engine import PositionLogprobs
-from trencadis.server.content_type import json_only
-from trencadis.server.context import ServingContext, new_id
-from trencadis.server.event_stream import EventStream, answer_events, unless_disconnected
-from trencadis.server.generation import Answer, ChoiceDelta, Job, collect
-from trencadis.server.logprobs import completion_logprobs
-from trencadis.server.prompts import answer_budget
-from trencadis.server.protocol import CompletionRequest
-from trencadis.server.usage import Usage
+from trencadis.server.api.logprobs import completion_logprobs
+from trencadis.server.api.protocol import CompletionRequest
+from trencadis.server.api.usage import Usage
+from trencadis.server.generation.choice_stream import Answer, ChoiceDelta, Job, collect
+from trencadis.server.generation.prompts import answer_budget
+from trencadis.server.http.content_type import json_only
+from trencadis.server.http.event_stream import EventStream, answer_events, unless_disconnected
+from trencadis.server.routes.context import ServingContext, new_id
 
 
 def completions_router(context: ServingContext) -> APIRouter:

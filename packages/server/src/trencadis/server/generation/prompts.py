@@ -10,9 +10,9 @@ from typing import TypeVar
 import attrs
 
 from trencadis.engine import EngineOverloaded, InvalidRequest
-from trencadis.server.backend import ServingEngine
+from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
-from trencadis.server.protocol import ChatCompletionRequest, CompletionRequest
 
 T = TypeVar("T")
 

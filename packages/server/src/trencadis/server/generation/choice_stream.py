@@ -16,11 +16,11 @@ from trencadis.engine import (
     PositionLogprobs,
     SamplingParams,
 )
-from trencadis.server.backend import ServingEngine
+from trencadis.server.api.usage import Usage
+from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import RequestAbortedError
+from trencadis.server.generation.prompts import Prompt
 from trencadis.server.metrics import RequestTimeline, ServingMetrics
-from trencadis.server.prompts import Prompt
-from trencadis.server.usage import Usage
 
 FinishReason = Literal["stop", "length"]
 """How an answer ends; one that the engine aborts is an error here."""

@@ -22,8 +22,8 @@ from pydantic import (
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, SamplingParams
-from trencadis.server.messages import ChatMessage, Text, check_characters
-from trencadis.server.unsupported import refuse_unsupported
+from trencadis.server.api.chat_messages import ChatMessage, Text, check_characters
+from trencadis.server.api.unsupported_fields import refuse_unsupported
 
 MAX_CHOICES = 1024
 """Most answers (prompts times ``n``) of one request."""

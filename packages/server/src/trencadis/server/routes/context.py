@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import attrs
 
 from trencadis.engine import InvalidRequest, SamplingParams
-from trencadis.server.backend import ServingEngine
+from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
-from trencadis.server.generation import Deltas, Job
+from trencadis.server.generation.choice_stream import Deltas, Job
+from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.metrics import ServingMetrics
-from trencadis.server.prompts import PromptEncoder
 from trencadis.server.settings import ServerSettings
 
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.server.errors import ClientDisconnectedError, as_api_error
-from trencadis.server.generation import ChoiceDelta, Deltas
+from trencadis.server.generation.choice_stream import ChoiceDelta, Deltas
 
 logger = logging.getLogger(__name__)
 
