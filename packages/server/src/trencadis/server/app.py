@@ -10,10 +10,10 @@ from fastapi import FastAPI
 
 from trencadis.server import __version__
 from trencadis.server.engine_protocol import ServingEngine
-from trencadis.server.errors import install_error_handlers
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.http.auth import BearerAuth
 from trencadis.server.http.body_limit import BodyLimit
+from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.metrics import ServingMetrics
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router

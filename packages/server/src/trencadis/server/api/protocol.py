@@ -157,9 +157,25 @@ class GenerationRequest(BaseModel):
         return self
 
     @property
-    def num_samples(self) -> int:
-        """Answers per prompt."""
+    def num_choices(self) -> int:
+        """Choices per prompt."""
         return self.n or 1
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the output."""
+        return "max_tokens"
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """Maximum number of output tokens; None means the rest of the context."""
+        value: int | None = getattr(self, self.max_tokens_field)
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives reported per position; None means no log-probabilities."""
+        raise NotImplementedError
 
     @property
     def usage_at_end(self) -> bool:
@@ -173,11 +189,11 @@ class GenerationRequest(BaseModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
         """The engine's form of this request; raises `InvalidRequest` on a value out of range."""
         names = _SAMPLING_FIELDS & type(self).model_fields.keys()
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+        return SamplingParams(max_tokens=max_tokens, logprobs=self.num_logprobs, **given)
 
 
 _SAMPLING_FIELDS = {
@@ -201,6 +217,14 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = (
         None
     )
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -228,10 +252,14 @@ class CompletionRequest(GenerationRequest):
     # vLLM's own
     add_special_tokens: bool | None = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
     @model_validator(mode="after")
     def _within_reach(self) -> Self:
-        generated = self.best_of or self.num_samples
-        if self.stream and generated > self.num_samples and not self.use_beam_search:
+        generated = self.best_of or self.num_choices
+        if self.stream and generated > self.num_choices and not self.use_beam_search:
             raise InvalidRequest(
                 f"the best of {generated} answers cannot be streamed: it is known only in the end",
                 "stream",
@@ -241,7 +269,7 @@ class CompletionRequest(GenerationRequest):
                 "echo with logprobs is not supported: log-probabilities are of new tokens alone",
                 "echo",
             )
-        if len(self.prompt) * max(generated, self.num_samples) > MAX_CHOICES:
+        if len(self.prompt) * max(generated, self.num_choices) > MAX_CHOICES:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(
                 f"{len(self.prompt)} prompts with {field} {generated} ask for more than "

@@ -1,17 +1,12 @@
-"""Answers to a client that may leave at any moment: one event at a time, or all at once.
-
-A client that leaves is noticed while its answer is being made, not when it is sent; the work for
-it is cancelled, which aborts its request in the engine.
-"""
+"""Server-sent events: a response that sends one JSON object per event."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import Protocol
 
 import anyio
 from pydantic import BaseModel
@@ -19,70 +14,34 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.server.errors import ClientDisconnectedError, as_api_error
-from trencadis.server.generation.choice_stream import ChoiceDelta, Deltas
+from trencadis.server.http.disconnect import unless_disconnected
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 DONE = "data: [DONE]\n\n"
+"""The last event of every stream, as the OpenAI API defines it."""
 
 
-async def answer_events(
-    deltas: Deltas,
-    write: Callable[[ChoiceDelta], Iterable[BaseModel]],
-    end: Callable[[], Iterable[BaseModel]],
-) -> AsyncGenerator[str, None]:
-    """The events of an answer: ``write`` words each delta, ``end`` what follows the last one.
+class Closable(Protocol):
+    """A source of events that holds resources until it is closed."""
 
-    An error that comes now, when the HTTP status is long sent, is an event of its own.
-    """
-    try:
-        async for item in deltas:
-            for chunk in write(item):
-                yield _event(chunk)
-        for chunk in end():
-            yield _event(chunk)
-    except Exception as error:
-        refusal = as_api_error(error)
-        if refusal.status == 500:
-            logger.exception("a streamed answer failed")
-        yield f"data: {json.dumps(refusal.body)}\n\n"
-    yield DONE
-
-
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if the client leaves first.
-
-    Needs a request whose body was read. Raises `ClientDisconnectedError`.
-    """
-    task = asyncio.ensure_future(work)
-    listener = asyncio.ensure_future(_until_disconnect(receive))
-    try:
-        await asyncio.wait((task, listener), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise ClientDisconnectedError
-    finally:
-        task.cancel()
-        listener.cancel()
-        await asyncio.gather(task, listener, return_exceptions=True)
+    async def aclose(self) -> None: ...
 
 
 class EventStream(Response):
-    """A response of server-sent events.
+    """A response that sends each of ``chunks`` as one event, and then ``[DONE]``.
 
-    ``source``, which ``events`` are made of, is closed however the response ends: complete,
-    abandoned by the client, or given up because the client took nothing for ``send_timeout``
-    seconds.
+    An error in ``chunks`` is sent as an event, because the HTTP status was sent before.
+    ``source``, from which ``chunks`` are made, is closed in every case: the response is complete,
+    the client disconnected, or the client did not read for ``send_timeout`` seconds.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        events: AsyncGenerator[str, None],
-        source: Deltas,
+        chunks: AsyncGenerator[BaseModel, None],
+        source: Closable,
         send_timeout: float,
         request_id: str,
     ) -> None:
@@ -95,7 +54,7 @@ class EventStream(Response):
                 "X-Request-Id": request_id,
             }
         )
-        self._events = events
+        self._events = _events(chunks)
         self._source = source
         self._send_timeout = send_timeout
 
@@ -103,13 +62,14 @@ class EventStream(Response):
         async with aclosing(self._source), aclosing(self._events):
             with suppress(ClientDisconnectedError):
                 try:
-                    await unless_disconnected(receive, self._deliver(send))
-                except TimeoutError:  # left unfinished, which has the connection closed
+                    await unless_disconnected(receive, self._send_events(send))
+                except TimeoutError:  # the incomplete response makes uvicorn close the connection
                     logger.warning(
-                        "A client took nothing for %g seconds: gave it up", self._send_timeout
+                        "Closed a stream: its client did not read for %g seconds",
+                        self._send_timeout,
                     )
 
-    async def _deliver(self, send: Send) -> None:
+    async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         async for text in self._events:
             with anyio.fail_after(self._send_timeout):
@@ -117,11 +77,16 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _until_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def _event(chunk: BaseModel) -> str:
-    # without warnings: a text completion's chunk has no finish_reason yet, against its type
-    return f"data: {chunk.model_dump_json(exclude_unset=True, warnings=False)}\n\n"
+async def _events(chunks: AsyncGenerator[BaseModel, None]) -> AsyncGenerator[str, None]:
+    try:
+        async with aclosing(chunks):
+            async for chunk in chunks:
+                # no warnings: the type of a text completion's chunk requires a finish_reason
+                text = chunk.model_dump_json(exclude_unset=True, warnings=False)
+                yield f"data: {text}\n\n"
+    except Exception as error:
+        api_error = as_api_error(error)
+        if api_error.status == 500:
+            logger.exception("a streamed response failed")
+        yield f"data: {json.dumps(api_error.body)}\n\n"
+    yield DONE
