@@ -22,7 +22,7 @@ ALLOWED = {
 """Who may import whom; docs/architecture.md draws it. The engine stands on the ground floor's
 values (buckets, block copies, the cache's tensors), which warmup and scheduler pass through it."""
 
-APART = {"kvcache.tensors", "scheduler.thermal", "scheduler.telemetry"}
+APART = {"engine.validators", "kvcache.tensors", "scheduler.thermal", "scheduler.telemetry"}
 """Public although not in their package's ``__init__``: what not every user of the package needs."""
 
 LIGHT = {

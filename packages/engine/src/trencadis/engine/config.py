@@ -9,7 +9,7 @@ import attrs
 
 from trencadis.bucketing import BucketingConfig, BucketingError
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import at_least, fraction, not_negative, positive
+from trencadis.engine.validators import integer, number, one_of
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
 
@@ -20,14 +20,17 @@ DType = Literal["auto", "bfloat16", "float16", "float32"]
 WarmupMode = Literal["full", "background", "none"]
 
 
-def _one_of(*accepted: str) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value not in accepted:
-            raise ConfigError(
-                f"{attribute.name} must be one of {', '.join(accepted)}, got {value!r}"
-            )
+def resolve_max_model_len(configured: int | None, model_max: int) -> int:
+    """The longest sequence in tokens: ``configured``, by default ``model_max``.
 
-    return check
+    Raises `ConfigError` where ``configured`` is above ``model_max``, the model's context length.
+    """
+    if configured is not None and configured > model_max:
+        raise ConfigError(
+            f"max_model_len {configured} is above the model's context length {model_max}: lower it",
+            "max_model_len",
+        )
+    return model_max if configured is None else configured
 
 
 @attrs.frozen(kw_only=True)
@@ -61,36 +64,34 @@ class EngineConfig:
     model: str
     served_model_name: str | None = None
     dtype: DType = attrs.field(
-        default="auto", validator=_one_of("auto", "bfloat16", "float16", "float32")
+        default="auto", validator=one_of("auto", "bfloat16", "float16", "float32")
     )
     device: str = attrs.field(
-        default="auto", validator=_one_of("auto", "cpu", "cuda", "hpu", "simulated")
+        default="auto", validator=one_of("auto", "cpu", "cuda", "hpu", "simulated")
     )
-    max_model_len: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
-    max_num_seqs: int = attrs.field(default=32, validator=at_least(1))
-    max_num_batched_tokens: int = attrs.field(default=256, validator=at_least(1))
-    block_size: int = attrs.field(default=32, validator=at_least(1))
-    num_blocks: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
-    kv_cache_memory: int | None = attrs.field(default=None, validator=at_least(1, optional=True))
+    max_model_len: int | None = attrs.field(default=None, validator=integer(2, optional=True))
+    max_num_seqs: int = attrs.field(default=32, validator=integer(1))
+    max_num_batched_tokens: int = attrs.field(default=256, validator=integer(1))
+    block_size: int = attrs.field(default=32, validator=integer(1))
+    num_blocks: int | None = attrs.field(default=None, validator=integer(2, optional=True))
+    gpu_memory_utilization: float = attrs.field(
+        default=0.9, validator=number(0, 1, exclusive_low=True)
+    )
+    kv_cache_memory: int | None = attrs.field(default=None, validator=integer(1, optional=True))
     enable_prefix_caching: bool = True
     defrag: DefragConfig = attrs.field(factory=DefragConfig)
-    max_waiting: int = attrs.field(default=2048, validator=at_least(1))
+    max_waiting: int = attrs.field(default=2048, validator=integer(1))
     scheduling_policy: Literal["fcfs", "priority"] = attrs.field(
-        default="fcfs", validator=_one_of("fcfs", "priority")
+        default="fcfs", validator=one_of("fcfs", "priority")
     )
-    swap_space: float | None = attrs.field(
-        default=None, validator=attrs.validators.optional(not_negative)
-    )
-    num_host_blocks: int | None = attrs.field(default=None, validator=at_least(0, optional=True))
-    swap_bandwidth: float = attrs.field(default=20.0, validator=positive)
+    swap_space: float | None = attrs.field(default=None, validator=number(0, optional=True))
+    num_host_blocks: int | None = attrs.field(default=None, validator=integer(0, optional=True))
+    swap_bandwidth: float = attrs.field(default=20.0, validator=number(0, exclusive_low=True))
     temperature_source: str | None = None
     thermal_policy: str | None = None
     thermal_policy_config: Mapping[str, Any] = attrs.field(factory=dict)
-    seed: int = attrs.field(default=0, validator=at_least(0))
-    warmup: WarmupMode = attrs.field(
-        default="full", validator=_one_of("full", "background", "none")
-    )
+    seed: int = attrs.field(default=0, validator=integer(0))
+    warmup: WarmupMode = attrs.field(default="full", validator=one_of("full", "background", "none"))
     graphs: WarmupConfig = attrs.field(factory=WarmupConfig)
     compile: bool = False
     compile_cache: str | None = None

@@ -11,7 +11,7 @@ import attrs
 from trencadis.bucketing import BucketingConfig, BucketingError
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.simulated.hardware import find_hardware
-from trencadis.engine.validators import at_least, fraction
+from trencadis.engine.validators import integer, number
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
 
@@ -39,18 +39,20 @@ class SimulationConfig:
     """
 
     device: str = attrs.field(validator=_known_device)
-    max_model_len: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
-    max_num_seqs: int = attrs.field(default=128, validator=at_least(1))
-    max_num_batched_tokens: int = attrs.field(default=2048, validator=at_least(1))
-    max_waiting: int = attrs.field(default=2048, validator=at_least(1))
-    block_size: int = attrs.field(default=128, validator=at_least(1))
-    num_blocks: int | None = attrs.field(default=None, validator=at_least(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(default=0.9, validator=fraction)
-    swap_space: int = attrs.field(default=_DEFAULT_SWAP_SPACE, validator=at_least(0))
+    max_model_len: int | None = attrs.field(default=None, validator=integer(2, optional=True))
+    max_num_seqs: int = attrs.field(default=128, validator=integer(1))
+    max_num_batched_tokens: int = attrs.field(default=2048, validator=integer(1))
+    max_waiting: int = attrs.field(default=2048, validator=integer(1))
+    block_size: int = attrs.field(default=128, validator=integer(1))
+    num_blocks: int | None = attrs.field(default=None, validator=integer(2, optional=True))
+    gpu_memory_utilization: float = attrs.field(
+        default=0.9, validator=number(0, 1, exclusive_low=True)
+    )
+    swap_space: int = attrs.field(default=_DEFAULT_SWAP_SPACE, validator=integer(0))
     thermal_policy: str = "none"
     thermal_options: Mapping[str, Any] = attrs.field(factory=dict)
     ambient_c: float = attrs.field(default=30.0, validator=_temperature)
-    seed: int = attrs.field(default=0, validator=at_least(0))
+    seed: int = attrs.field(default=0, validator=integer(0))
     bucketing: BucketingConfig = attrs.field(factory=BucketingConfig)
     warmup: WarmupConfig = attrs.field(factory=WarmupConfig)
     defrag: DefragConfig = attrs.field(factory=DefragConfig)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.bucketing import BucketingError
+from trencadis.engine.config import resolve_max_model_len
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.grids import Grids, ShapeLimits, configured_grids
 from trencadis.engine.simulated.clock import SimulatedClock
@@ -23,7 +24,6 @@ from trencadis.engine.simulated.records import Moment, Records
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
-from trencadis.engine.validators import longest_sequence
 from trencadis.kvcache import (
     BandwidthGovernor,
     BlockManager,
@@ -264,5 +264,5 @@ class _Arrivals:
 
 def _max_model_len(config: SimulationConfig, model: ModelShape, workload: Workload) -> int:
     """As configured, or as long as the workload needs."""
-    longest = longest_sequence(config.max_model_len, model.max_position_embeddings)
+    longest = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
     return longest if config.max_model_len else min(longest, max(2, workload.longest))
