@@ -124,7 +124,7 @@ def alone(
     """What a request gets with a machine to itself, each prompt in one piece."""
     blocks = BlockManager(CacheConfig(num_blocks=4000, block_size=4, enable_prefix_caching=False))
     config = SchedulerConfig(
-        max_num_seqs=request.width, max_num_batched_tokens=4096, max_model_len=max_model_len
+        max_num_seqs=request.num_seqs, max_num_batched_tokens=4096, max_model_len=max_model_len
     )
     runner = Runner(Scheduler(config, blocks), Memory(4))
     group = runner.add(request)

@@ -95,7 +95,7 @@ def test_a_beam_without_candidates_is_an_error() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"n": 0}, "n must be 1 or more"),
+        ({"n": 0}, "n must be an integer of at least 1, got 0"),
         ({"n": 3, "best_of": 2}, "n 3 is above the 2 sequences"),
         ({"n": 3, "beam_search": BeamSearch(width=2)}, "n 3 is above"),
         ({"best_of": 2, "beam_search": BeamSearch(width=2)}, "exclude each other"),
@@ -159,7 +159,7 @@ def test_hypotheses_are_those_of_transformers(
 
 def search_with(model: object, torch: object, wanted: Request) -> list[tuple[int, ...]]:
     """Beam search through a scheduler, with every forward from the first token on."""
-    runner, _ = make(max_num_seqs=wanted.width)
+    runner, _ = make(max_num_seqs=wanted.num_seqs)
     scheduler = runner.scheduler
     group = scheduler.add(wanted).group
     while scheduler.has_work:

@@ -245,7 +245,7 @@ def test_lowering_max_num_seqs_takes_running_sequences_out() -> None:
 
 
 def test_forced_eviction_alone_does_not_bounce_straight_back() -> None:
-    bench = make(evict_hold_s=5.0, max_model_len=128, num_blocks=129)
+    bench = make(force_evict_hold_s=5.0, max_model_len=128, num_blocks=129)
     for name in "abcd":
         bench.add(name, max_tokens=100)
     bench.step()
@@ -337,7 +337,7 @@ def test_evicted_groups_come_back_before_new_ones_start() -> None:
 
 
 def test_a_group_that_does_not_fit_is_passed_over_only_so_often() -> None:
-    bench = make(num_blocks=17, max_num_seqs=4, max_passed_over=3)
+    bench = make(num_blocks=17, max_num_seqs=4, max_bypasses=3)
     bench.add("running", 32, max_tokens=20)
     bench.step()
     large = bench.add("large", 44, max_tokens=2)
@@ -383,7 +383,7 @@ def test_every_request_finishes_under_priorities(seed: int) -> None:
         max_model_len=24,
         policy="priority",
         lookahead=3,
-        max_passed_over=3,
+        max_bypasses=3,
     )
     costs = PreemptionCosts(prefill_s_per_token=0.0)
     scheduler = Scheduler(config, blocks, costs=costs, clock=lambda: clock[0])
@@ -483,7 +483,7 @@ def test_best_of_returns_the_most_probable_per_token() -> None:
     "branches", [{"n": 3}, {"n": 2, "beam_search": BeamSearch(width=3)}], ids=["samples", "beams"]
 )
 def test_branches_survive_evictions(host: int, branches: dict[str, object]) -> None:
-    bench = make(num_host_blocks=host, max_num_batched_tokens=8, evict_hold_s=0.0)
+    bench = make(num_host_blocks=host, max_num_batched_tokens=8, force_evict_hold_s=0.0)
     group = bench.add("a", 11, max_tokens=10, **branches)
     for step in range(60):
         if step % 3 == 2:
@@ -533,7 +533,7 @@ def test_group_that_could_never_finish_is_refused(fields: dict[str, object], mes
 
 
 def test_clock_that_steps_back_holds_nothing_for_longer() -> None:
-    bench = make(evict_hold_s=1.0)
+    bench = make(force_evict_hold_s=1.0)
     bench.add("a", max_tokens=50)
     bench.step()
     bench.scheduler.abort_and_swap(["a"])

@@ -114,8 +114,8 @@ class Machine(RuleBasedStateMachine):
             max_waiting=100,
             policy=policy,
             lookahead=3,
-            max_passed_over=3,
-            evict_hold_s=2.0,
+            max_bypasses=3,
+            force_evict_hold_s=2.0,
         )
         self.now = 100.0
         self.steady = 0.0
@@ -254,7 +254,7 @@ class Machine(RuleBasedStateMachine):
         if not any(one.seq_id in self.cut for one in group.finished):
             assert outcome(group) == alone(group.request, MAX_LEN)
             return
-        every = attrs.evolve(group.request, n=group.request.width, best_of=None)
+        every = attrs.evolve(group.request, n=group.request.num_seqs, best_of=None)
         expected = alone(every, MAX_LEN)
         for one in group.finished:
             tokens, reason = expected[self.runner.sample_of[one.seq_id]]

@@ -16,9 +16,9 @@ class Admission:
     """Starts groups while seats, tokens and blocks last.
 
     The groups of a queue start in their turn. One that does not fit now may be passed over by a
-    later one, but by ``max_passed_over`` of them at most while it is the oldest of its queue; after
+    later one, but by ``max_bypasses`` of them at most while it is the oldest of its queue; after
     that nothing starts before it. So a group with k older ones in its queue is passed over at most
-    ``(k + 1) * max_passed_over`` times, and only the oldest has to be counted. A group that needs
+    ``(k + 1) * max_bypasses`` times, and only the oldest has to be counted. A group that needs
     more seats than the cap allows at all is left out until the cap rises.
     """
 
@@ -87,7 +87,7 @@ class Admission:
 
     def is_overdue(self, group: SequenceGroup) -> bool:
         """Whether a group has been passed over as often as may be."""
-        return group.passed_over >= self._config.max_passed_over
+        return group.passed_over >= self._config.max_bypasses
 
     def _free_seats(self, step: StepBuilder) -> int:
         return step.cap - self._ledger.running_seats - self._ledger.arriving_seats

@@ -82,7 +82,7 @@ class RunningCap:
             self._preemptor.evict(group, step)
         if groups:
             self._hold_seats = self._ledger.running_seats
-            self._hold_until_s = step.now + self.config.evict_hold_s
+            self._hold_until_s = step.now + self.config.force_evict_hold_s
 
     def obey(self, order: BatchControl, step: StepBuilder) -> BatchControlResult:
         """Carry an order out, or say what it would do. Raises `ConfigError`, `ControlError`."""

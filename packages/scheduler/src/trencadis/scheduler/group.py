@@ -14,6 +14,7 @@ from trencadis.kvcache import PrefixKeys
 from trencadis.scheduler.beams import BeamTracker
 from trencadis.scheduler.errors import IllegalTransition
 from trencadis.scheduler.request import FinishReason, Request
+from trencadis.scheduler.rounding import ceil_div
 
 
 class SequenceStatus(enum.Enum):
@@ -132,7 +133,7 @@ class SequenceGroup:
     def results(self) -> list[Sequence]:
         """The n sequences that the client gets, best first once the group is finished."""
         n = self.request.n
-        if self.beams is None and self.request.width > n:
+        if self.beams is None and self.request.num_seqs > n:
             ranked = sorted(self.finished, key=_mean_logprob, reverse=True)
             return ranked[:n]
         if self.beams is None:
@@ -143,7 +144,7 @@ class SequenceGroup:
         """Device blocks that it holds; what beams share beyond the prompt counts for each."""
         size = self.block_size
         shared = len(self.request.prompt_token_ids) // size
-        own = [-(-one.num_slots // size) for one in self.active]
+        own = [ceil_div(one.num_slots, size) for one in self.active]
         if len(own) == 1:
             return own[0]
         return shared + sum(max(0, blocks - shared) for blocks in own)

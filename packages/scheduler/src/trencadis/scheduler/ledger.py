@@ -41,7 +41,7 @@ class Ledger:
         if beams is not None:
             room = self._config.max_model_len - len(request.prompt_token_ids)
             group.beams = BeamTracker(request, beams, min(request.max_tokens, room))
-        for _ in range(1 if beams is not None else request.width):
+        for _ in range(1 if beams is not None else request.num_seqs):
             group.live.append(self.new_sequence(group, list(request.prompt_token_ids)))
         self.groups[request.request_id] = group
         self.waiting.add(group)

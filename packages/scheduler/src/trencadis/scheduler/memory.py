@@ -10,6 +10,7 @@ from trencadis.kvcache import Allocation, BlockManager, Direction, MovePlan
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import Request
+from trencadis.scheduler.rounding import ceil_div
 
 
 class GroupMemory:
@@ -48,7 +49,7 @@ class GroupMemory:
         slots = max(prompt, min(prompt + request.max_tokens, config.max_model_len) - 1)
         shared = prompt // self._size
         own = self._blocks_for(slots) - shared
-        return shared + request.width * own + (request.width > 1)
+        return shared + request.num_seqs * own + (request.num_seqs > 1)
 
     def hash_prompt(self, group: SequenceGroup) -> None:
         """Make the prefix keys of the prompt once, not with every attempt to start the group."""
@@ -166,7 +167,7 @@ class GroupMemory:
         return group.keys.blocks[known].digest if known < len(group.keys.blocks) else None
 
     def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._size)
+        return ceil_div(num_tokens, self._size)
 
 
 def _ids(group: SequenceGroup) -> list[int]:

@@ -168,7 +168,7 @@ class Scheduler:
         """Evict these requests at the top of the next step, with the tokens they have by then.
 
         Returns those that are running; others have nothing to evict. As after ``force_evict``, the
-        batch keeps the smaller size for ``evict_hold_s`` seconds.
+        batch keeps the smaller size for ``force_evict_hold_s`` seconds.
         """
         groups = self._ledger.groups
         known = [one for one in dict.fromkeys(request_ids) if one in groups]
@@ -272,7 +272,7 @@ class Scheduler:
         self._to_evict.clear()
         running = [one for one in groups if one and one.status is SequenceStatus.RUNNING]
         self._cap.evict(list(dict.fromkeys(running)), step)
-        while (taken := self._orders.take()) is not None:
+        while (taken := self._orders.pop()) is not None:
             order, future = taken
             try:
                 result = self._cap.obey(order, step)
@@ -345,15 +345,15 @@ class Scheduler:
                 f"the prompt has {length} tokens, max_model_len is {config.max_model_len} "
                 "and one is needed for the output: shorten the prompt or raise max_model_len"
             )
-        if request.width > config.max_num_seqs:
+        if request.num_seqs > config.max_num_seqs:
             raise UnservableRequest(
-                f"the request runs {request.width} sequences at once, max_num_seqs is "
+                f"the request runs {request.num_seqs} sequences at once, max_num_seqs is "
                 f"{config.max_num_seqs}: lower n, best_of or the beam width"
             )
         needed, there = self._memory.most_blocks(request, config), self._blocks.num_total_blocks
         if needed > there:
             raise UnservableRequest(
-                f"{length} prompt tokens and {request.width} × {request.max_tokens} more could "
+                f"{length} prompt tokens and {request.num_seqs} × {request.max_tokens} more could "
                 f"need {needed} blocks, which do not fit in the KV cache of {there}: shorten the "
                 "prompt, lower max_tokens, n or the beam width, or add blocks"
             )
