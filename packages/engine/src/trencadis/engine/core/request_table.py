@@ -120,7 +120,7 @@ class RequestTable:
         except UnservableRequest as error:
             self.abort(key)
             raise InvalidRequest(str(error), "prompt") from error
-        served.open.update(range(params.n if params.use_beam_search else params.width))
+        served.open.update(range(params.n if params.use_beam_search else params.num_seqs))
         if params.use_beam_search:
             return
         for index, one in enumerate(one for group in served.groups for one in group.live):
@@ -183,9 +183,9 @@ class RequestTable:
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
         if key in self._served:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
-        if params.chooses and params.width > self._most:
+        if params.chooses and params.num_seqs > self._most:
             raise InvalidRequest(
-                f"{params.width} sequences at once are above max_num_seqs {self._most}: ask for "
+                f"{params.num_seqs} sequences at once are above max_num_seqs {self._most}: ask for "
                 "fewer",
                 "n" if params.best_of is None else "best_of",
             )
