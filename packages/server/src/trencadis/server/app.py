@@ -14,7 +14,7 @@ from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.http.auth import BearerAuth
 from trencadis.server.http.body_limit import BodyLimit
 from trencadis.server.http.error_handlers import install_error_handlers
-from trencadis.server.metrics import ServingMetrics
+from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router

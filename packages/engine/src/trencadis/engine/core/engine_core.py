@@ -58,7 +58,7 @@ class EngineCore:
         self.spec = self.worker.spec
         self.max_model_len = self.worker.max_model_len
         self.pause_s = 0.0
-        self._stats = _Counters(max_running=config.max_num_seqs)
+        self._stats = _Counters(max_running_seqs=config.max_num_seqs)
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.worker.num_blocks,
@@ -110,26 +110,28 @@ class EngineCore:
     def stats(self) -> EngineStats:
         runner = self.worker.runner
         return EngineStats(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_swapped=self.scheduler.num_swapped,
+            num_running_reqs=self.scheduler.num_running,
+            num_running_seqs=self.scheduler.num_running,
+            max_running_seqs=self._stats.max_running_seqs,
+            num_waiting_reqs=self.scheduler.num_waiting,
+            num_swapped_reqs=self.scheduler.num_swapped,
+            num_used_blocks=self.blocks.num_used_blocks,
+            num_total_blocks=self.blocks.num_total_blocks,
+            highest_block_in_use=self.blocks.highest_in_use,
+            num_buckets=self.worker.num_buckets,
+            num_ready_buckets=self.worker.num_ready_buckets,
+            thermal=self._heat.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,
-            max_running=self._stats.max_running,
-            used_blocks=self.blocks.num_used_blocks,
-            total_blocks=self.blocks.num_total_blocks,
-            highest_block_in_use=self.blocks.highest_in_use,
-            steps=self._stats.steps,
-            prompt_tokens=self._stats.prompt_tokens,
-            generation_tokens=self._stats.generation_tokens,
-            padded_tokens=runner.padded_tokens,
-            bucket_misses=runner.bucket_misses,
-            buckets=self.worker.num_buckets,
-            ready_buckets=self.worker.num_ready_buckets,
-            cold_forwards=runner.forward_runner.cold,
-            compilations=runner.forward_runner.compilations,
-            thermal=self._heat.stats,
+            num_steps=self._stats.num_steps,
+            num_prompt_tokens=self._stats.num_prompt_tokens,
+            num_prefill_tokens=self._stats.num_prefill_tokens,
+            num_generation_tokens=self._stats.num_generation_tokens,
+            num_padded_tokens=runner.padded_tokens,
+            num_bucket_misses=runner.bucket_misses,
+            num_cold_forwards=runner.forward_runner.cold,
+            num_compilations=runner.forward_runner.compilations,
         )
 
     def add(
@@ -145,8 +147,9 @@ class EngineCore:
         """
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
         most = self.scheduler.scheduler_config.max_num_seqs
-        cap = min(most, self._stats.max_running)
+        cap = min(most, self._stats.max_running_seqs)
         self.requests.add(key, prompt_token_ids, params, priority, cap)
+        self._stats.num_prompt_tokens += len(prompt_token_ids)
 
     def abort(self, key: str) -> None:
         """Stop serving ``key`` and free its blocks; a key that is not known is ignored."""
@@ -208,17 +211,18 @@ class EngineCore:
 class _Counters:
     """Totals since the start."""
 
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    max_running: int = 0
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_generation_tokens: int = 0
+    max_running_seqs: int = 0
 
     def count(self, output: SchedulerOutput, num_new: int) -> None:
         """Take in a step and how many tokens came of it."""
-        self.steps += 1
-        self.prompt_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
-        self.generation_tokens += num_new
-        self.max_running = output.max_running
+        self.num_steps += 1
+        self.num_prefill_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
+        self.num_generation_tokens += num_new
+        self.max_running_seqs = output.max_running
 
 
 def _device(config: EngineConfig) -> Device:

@@ -23,7 +23,7 @@ from trencadis.engine import (
 from trencadis.server.api.usage import Usage
 from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import RequestAbortedError
-from trencadis.server.metrics import RequestTimeline, ServingMetrics
+from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
 
 FinishReason = Literal["stop", "length"]
 """Why a choice ended. An abort by the engine is an error here."""

@@ -8,7 +8,7 @@ from trencadis.engine import InvalidRequest, SamplingParams
 from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.prompts import PromptEncoder
-from trencadis.server.metrics import ServingMetrics
+from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.settings import ServerSettings
 
 
