@@ -87,9 +87,9 @@ async def _start(arguments: argparse.Namespace) -> dict[str, float]:
         return {
             "ready after s": ready,
             "warm-up s": engine.info["warmup_seconds"],
-            "buckets": stats.buckets,
-            "compiled in traffic": stats.compilations,
-            "cold forwards": stats.cold_forwards,
+            "buckets": stats.num_buckets,
+            "compiled in traffic": stats.num_compilations,
+            "cold forwards": stats.num_cold_forwards,
             **{
                 f"{name} TTFT run {number}, s": value
                 for number, first_tokens in enumerate(runs, 1)

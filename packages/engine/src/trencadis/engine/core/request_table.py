@@ -129,7 +129,7 @@ class RequestTable:
             entry.unfinished.update(range(params.n))
             self._beam_searches[key] = entry
             return
-        entry.unfinished.update(range(params.width))
+        entry.unfinished.update(range(params.num_seqs))
         sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
         for index, sequence in enumerate(sequences):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
@@ -215,9 +215,9 @@ class RequestTable:
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
         if key in self._entries:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
-        if params.chooses and params.width > self._max_num_seqs:
+        if params.chooses and params.num_seqs > self._max_num_seqs:
             raise InvalidRequest(
-                f"{params.width} sequences at once are above max_num_seqs {self._max_num_seqs}: "
+                f"{params.num_seqs} sequences at once are above max_num_seqs {self._max_num_seqs}: "
                 "ask for fewer",
                 "n" if params.best_of is None else "best_of",
             )

@@ -62,7 +62,9 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.stats = EngineStats(total_blocks=ready.num_blocks - 1, max_running=config.max_num_seqs)
+        self.stats = EngineStats(
+            num_total_blocks=ready.num_blocks - 1, max_running_seqs=config.max_num_seqs
+        )
         self._ready = ready
         self._core = core
         self._requests: dict[str, _Request] = {}

@@ -1,7 +1,6 @@
-"""What the HTTP layer asks of an engine; `trencadis.engine.AsyncEngine` answers all of it.
+"""The interface of an engine that this server needs. `trencadis.engine.AsyncEngine` has it.
 
-A protocol of its own keeps this layer testable without a model, and lets another runtime put
-this API in front of itself.
+The protocols let tests run without a model, and let another runtime use this server.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from trencadis.engine import (
 
 
 class ServingTokenizer(Protocol):
-    """Text to token ids and back; called from one worker thread at a time."""
+    """Converts text to token ids and back. The server calls it from several threads: `encode` and
+    `render_chat` from one worker thread, `token_text` also from the event loop."""
 
     @property
     def vocab_size(self) -> int:
@@ -27,15 +27,15 @@ class ServingTokenizer(Protocol):
         ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text."""
+        """Return the token ids of a text."""
         ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids."""
+        """Return the text of token ids."""
         ...
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone, as log-probabilities report it."""
+        """Return the text of a single token, as log-probabilities report it."""
         ...
 
     def render_chat(
@@ -47,22 +47,22 @@ class ServingTokenizer(Protocol):
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a conversation.
+        """Apply the chat template and return the token ids of a conversation.
 
-        Raises `InvalidRequest` (field ``messages``) where the chat template rejects it.
+        Raises `InvalidRequest` (field ``messages``) if the chat template rejects it.
         """
         ...
 
 
 class ServingEngine(Protocol):
-    """A running engine with one model."""
+    """A running engine that serves one model."""
 
     @property
     def tokenizer(self) -> ServingTokenizer: ...
 
     @property
     def max_model_len(self) -> int:
-        """Most tokens of a prompt and its answer together."""
+        """Maximum number of tokens of a prompt and its output together."""
         ...
 
     @property
@@ -73,11 +73,8 @@ class ServingEngine(Protocol):
         """The latest snapshot."""
         ...
 
-    @property
-    def is_alive(self) -> bool: ...
-
     async def check_health(self) -> None:
-        """Raise `EngineDead` if no request can be served any more."""
+        """Raise `EngineDead` if the engine has stopped."""
         ...
 
     def generate(
@@ -87,13 +84,17 @@ class ServingEngine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[CompletionDelta, None]:
-        """Deltas of all ``params.n`` answers, interleaved; closing the generator aborts them.
+        """Yield the deltas of all ``params.n`` choices, interleaved.
 
-        Requests of a lower ``priority`` are served first. Raises `InvalidRequest`,
-        `EngineOverloaded` or `EngineDead` when first iterated, and `EngineDead` later.
+        Closing the generator aborts the request. A request with a lower ``priority`` runs first.
+        The first iteration raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`; later ones
+        raise `EngineDead`.
         """
         ...
 
     async def control(self, order: BatchControl) -> BatchControlResult:
-        """What an operator's order did. Raises `InvalidRequest` or `EngineDead`."""
+        """Carry out an operator's order and return its effect.
+
+        Raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`.
+        """
         ...

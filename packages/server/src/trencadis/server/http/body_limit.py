@@ -1,4 +1,4 @@
-"""The bound on request bodies, in bytes and in seconds, kept before anything is parsed."""
+"""The limits of a request body, in bytes and in seconds. They apply before it is parsed."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from contextlib import aclosing
 
 import anyio
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError, ClientDisconnectedError
 
 DRAIN_FACTOR = 8
-"""A body of up to this many limits is read to its end and dropped, so that its sender is still
-listening when the refusal comes; a longer one has its connection closed instead."""
+"""A body larger than the limit, but not larger than this multiple of it, is read to its end and
+discarded: many clients read the error response only after they sent the body. For a larger body
+the connection is closed."""
 
 
 class BodyLimit:
-    """ASGI middleware: reads the body of a request, whole, within a size and a time.
+    """ASGI middleware: reads the complete body of a request, then calls the app.
 
-    Refuses a longer body with 413 and a slower one with 408. The size is counted as it arrives;
-    a ``Content-Length`` only makes the refusal earlier.
+    Answers 413 if the body is larger than ``max_bytes`` bytes, and 408 if it does not arrive within
+    ``timeout`` seconds. It counts the bytes that arrive; a ``Content-Length`` header above the
+    limit only makes the error response earlier.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout: float) -> None:
@@ -36,10 +37,8 @@ class BodyLimit:
         try:
             body = await self._read(Headers(scope=scope), receive)
         except ApiError as error:
-            # closing the connection spares us whatever of the body was not read
-            headers = {"Connection": "close"}
-            response = JSONResponse(error.body, status_code=error.status, headers=headers)
-            await response(scope, receive, send)
+            error.headers["Connection"] = "close"  # the rest of the body need not be read
+            await error.response()(scope, receive, send)
         except ClientDisconnectedError:
             return
         else:
@@ -48,8 +47,8 @@ class BodyLimit:
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         declared = headers.get("content-length", "0")
         size = int(declared) if declared.isdecimal() and len(declared) < 20 else 0
-        waits_for_leave = headers.get("expect", "").lower() == "100-continue"
-        if size > self.max_bytes and (waits_for_leave or size > DRAIN_FACTOR * self.max_bytes):
+        waits_for_continue = headers.get("expect", "").lower() == "100-continue"
+        if size > self.max_bytes and (waits_for_continue or size > DRAIN_FACTOR * self.max_bytes):
             raise self._too_large()
         chunks: list[bytes] = []
         received = 0
@@ -87,7 +86,7 @@ async def _chunks(receive: Receive) -> AsyncGenerator[bytes, None]:
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
-    """A ``receive`` that hands out a body already read, then whatever comes after it."""
+    """A ``receive`` that returns the body that was read, then the messages that follow it."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

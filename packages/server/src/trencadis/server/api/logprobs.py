@@ -8,7 +8,7 @@ from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenL
 from openai.types.completion_choice import Logprobs
 
 from trencadis.engine import PositionLogprobs, TokenLogprob
-from trencadis.server.backend import ServingTokenizer
+from trencadis.server.engine_protocol import ServingTokenizer
 
 LOWEST = -9999.0
 """Stands for minus infinity, which JSON lacks: what OpenAI and vLLM report."""

@@ -1,24 +1,23 @@
-"""What every route of one app shares: the engine, the settings, and what was built from them."""
+"""Objects that all routes of one app share."""
 
 from __future__ import annotations
-
-import uuid
-from collections.abc import Sequence
 
 import attrs
 
 from trencadis.engine import InvalidRequest, SamplingParams
-from trencadis.server.backend import ServingEngine
+from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
-from trencadis.server.generation import Deltas, Job
-from trencadis.server.metrics import ServingMetrics
-from trencadis.server.prompts import PromptEncoder
+from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.settings import ServerSettings
 
 
 @attrs.frozen
 class ServingContext:
-    """One app's engine and its surroundings. ``created`` is in seconds of the Unix epoch."""
+    """The engine, the settings and the objects built from them.
+
+    ``created`` is the start time of the app, in seconds since the Unix epoch.
+    """
 
     engine: ServingEngine
     settings: ServerSettings
@@ -27,7 +26,7 @@ class ServingContext:
     created: int
 
     def check_model(self, name: str | None) -> None:
-        """Raise 404 unless ``name`` is the served model; None means that one."""
+        """Raise 404 unless ``name`` is the served model or None."""
         if name is not None and name != self.engine.model_name:
             raise ApiError(
                 404,
@@ -37,7 +36,7 @@ class ServingContext:
             )
 
     def check_token_ids(self, params: SamplingParams) -> None:
-        """Raise `InvalidRequest` where a parameter names a token that the model lacks."""
+        """Raise `InvalidRequest` if a parameter names a token id outside the vocabulary."""
         vocab_size = self.engine.tokenizer.vocab_size
         fields = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for field, token_ids in fields.items():
@@ -48,12 +47,3 @@ class ServingContext:
                         f"(0 to {vocab_size - 1})",
                         field,
                     )
-
-    def start(self, jobs: Sequence[Job], request_id: str) -> Deltas:
-        """The deltas of a request's jobs; nothing runs until they are iterated."""
-        return Deltas(self.engine, self.metrics, jobs, request_id)
-
-
-def new_id(prefix: str) -> str:
-    """An id for a response: unique, and the engine's id of its request."""
-    return f"{prefix}-{uuid.uuid4().hex}"

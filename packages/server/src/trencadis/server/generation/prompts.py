@@ -1,4 +1,4 @@
-"""From a request to token ids: chat templates, tokenisation, and what fits the context."""
+"""Prompts of a request as token ids: chat template, tokenisation, limits of the model."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from typing import TypeVar
 import attrs
 
 from trencadis.engine import EngineOverloaded, InvalidRequest
-from trencadis.server.backend import ServingEngine
+from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
-from trencadis.server.protocol import ChatCompletionRequest, CompletionRequest
 
 T = TypeVar("T")
 
 
 @attrs.frozen
 class Prompt:
-    """Token ids to continue, and their text where the answer repeats it (``echo``)."""
+    """Token ids of a prompt. ``echo`` is the text that each choice repeats before its output."""
 
     token_ids: Sequence[int]
-    text: str = ""
+    echo: str = ""
 
 
 class PromptEncoder:
-    """Tokenises in one thread of its own, so that a long prompt does not hold up the others'
-    streams. At most ``max_pending`` requests wait for it; one more raises `EngineOverloaded`."""
+    """Tokenises prompts in one worker thread, so that a long prompt does not block the event loop.
+
+    At most ``max_pending`` requests wait for the thread; a further one raises `EngineOverloaded`.
+    """
 
     def __init__(self, engine: ServingEngine, max_pending: int) -> None:
         self._engine = engine
@@ -35,8 +37,12 @@ class PromptEncoder:
         self._pending = 0
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
-    async def chat(self, request: ChatCompletionRequest) -> Prompt:
-        """The rendered conversation. Raises `InvalidRequest` where the template rejects it."""
+    async def chat(self, request: ChatCompletionRequest) -> list[Prompt]:
+        """The conversation as one prompt.
+
+        Raises `InvalidRequest` if the chat template rejects it or the model cannot take it, and
+        `ApiError` if it leaves no token of the context for the output.
+        """
         messages = [message.for_template() for message in request.messages]
         continues = bool(request.continue_final_message)
         generation_prompt = request.add_generation_prompt
@@ -53,17 +59,17 @@ class PromptEncoder:
 
         token_ids = await self._run(render)
         self._check(token_ids, "messages")
-        return Prompt(token_ids)
+        return [Prompt(token_ids)]
 
     async def completion(self, request: CompletionRequest) -> list[Prompt]:
-        """All prompts of a request, in order."""
+        """All prompts of a request, in order. Raises as `chat` does."""
         tokenizer = self._engine.tokenizer
         special = request.add_special_tokens is not False
 
         def encode(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str):
-                return Prompt(tokenizer.encode(prompt, special), prompt)
-            self._check(prompt, "prompt")  # before decode, which may not take a foreign id
+                return Prompt(tokenizer.encode(prompt, special), prompt if request.echo else "")
+            self._check(prompt, "prompt")  # decode may fail on ids outside the vocabulary
             return Prompt(prompt, tokenizer.decode(prompt) if request.echo else "")
 
         prompts = await self._run(lambda: [encode(prompt) for prompt in request.prompt])
@@ -72,7 +78,7 @@ class PromptEncoder:
         return prompts
 
     def close(self) -> None:
-        """End the thread; what still waits for it is dropped."""
+        """End the thread. Requests that wait for it are cancelled."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _run(self, work: Callable[[], T]) -> T:
@@ -87,14 +93,18 @@ class PromptEncoder:
             self._pending -= 1
 
     def _check(self, token_ids: Sequence[int], field: str) -> None:
+        """Reject what the engine would reject, with the client's field name and OpenAI's code.
+
+        The engine would reject the second prompt of a stream after the HTTP status was sent.
+        """
         if not token_ids:
             raise InvalidRequest(f"{field} holds no token: there is nothing to continue", field)
         limit = self._engine.max_model_len
         if len(token_ids) >= limit:
             raise ApiError(
                 400,
-                f"{field} has {len(token_ids)} tokens, which leaves no room for an answer in this "
-                f"model's context of {limit} tokens: shorten it",
+                f"{field} has {len(token_ids)} tokens, which leaves none of this model's context "
+                f"of {limit} tokens for an answer: shorten it",
                 param=field,
                 code="context_length_exceeded",
             )
@@ -106,20 +116,20 @@ class PromptEncoder:
             )
 
 
-def answer_budget(requested: int | None, field: str, prompt: Prompt, max_model_len: int) -> int:
-    """Tokens that may be generated: as requested, or what the context has left.
+def max_output_tokens(requested: int | None, field: str, prompt: Prompt, max_model_len: int) -> int:
+    """Maximum number of output tokens: ``requested``, or the rest of the context.
 
-    ``field`` is the name under which the client requested it. Raises `ApiError` when prompt and
-    answer would not fit together.
+    ``field`` is the request field of ``requested``. Raises `ApiError` if prompt and output together
+    exceed the context.
     """
-    room = max_model_len - len(prompt.token_ids)
+    available = max_model_len - len(prompt.token_ids)
     if requested is None:
-        return room
-    if requested > room:
+        return available
+    if requested > available:
         raise ApiError(
             400,
             f"{field} {requested} and a prompt of {len(prompt.token_ids)} tokens exceed this "
-            f"model's context of {max_model_len} tokens: ask for at most {room}",
+            f"model's context of {max_model_len} tokens: ask for at most {available}",
             param=field,
             code="context_length_exceeded",
         )

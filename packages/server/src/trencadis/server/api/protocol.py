@@ -1,8 +1,8 @@
-"""The requests that clients may send: the OpenAI API's fields, and vLLM's on top of them.
+"""The request bodies: the OpenAI API's fields, and vLLM's extensions.
 
-Types are strict, as OpenAI's are: ``"temperature": "0.5"`` is an error that names the field. A
-field that OpenAI or vLLM define and this server does not offer is refused (see `unsupported`); a
-field that nobody defines is ignored, with a line in the debug log, as vLLM does.
+Types are strict, as in the OpenAI API: ``"temperature": "0.5"`` is an error that names the field.
+A field that OpenAI or vLLM defines and this server does not support is refused (see
+`unsupported_fields`). An unknown field is ignored with a debug log line, as in vLLM.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
+import attrs
 from pydantic import (
     AfterValidator,
     BaseModel,
@@ -17,20 +18,20 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    SkipValidation,
     model_validator,
 )
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, SamplingParams
-from trencadis.server.messages import ChatMessage, Text, check_characters
-from trencadis.server.unsupported import refuse_unsupported
+from trencadis.server.api.attrs_fields import derived_field
+from trencadis.server.api.chat_messages import ChatMessage, Text, check_characters
+from trencadis.server.api.unsupported_fields import refuse_unsupported
 
 MAX_CHOICES = 1024
-"""Most answers (prompts times ``n``) of one request."""
+"""Maximum number of choices (prompts times ``n``) of one request."""
 
-MAX_TOP_LOGPROBS = 20
-
-_INT32 = 2**31 - 1
+_PARAMETERS = attrs.fields_dict(SamplingParams)
 
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {
@@ -42,6 +43,11 @@ _RESERVED_TEMPLATE_NAMES = frozenset(
 )
 
 
+def _parameter(name: str, *, default: Any = None) -> Any:
+    """A request field with the range and the description of a sampling parameter."""
+    return derived_field(_PARAMETERS[name], default)
+
+
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -50,23 +56,15 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
     if not isinstance(value, dict):
-        raise InvalidRequest("must map token ids to numbers from -100 to 100")
+        raise InvalidRequest("must map token ids to numbers")
     biases: dict[int, float] = {}
     for token, bias in value.items():
         is_id = isinstance(token, int) or (token.isdecimal() and len(token) < 10)
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_id or not is_number:
-            raise InvalidRequest(
-                f"must map token ids to numbers from -100 to 100, got {token!r}: {bias!r}"
-            )
+            raise InvalidRequest(f"must map token ids to numbers, got {token!r}: {bias!r}")
         biases[int(token)] = float(bias)
     return biases
-
-
-def _early_stopping(value: Any) -> Any:
-    if value is not None and not isinstance(value, bool) and value != "never":
-        raise InvalidRequest(f"must be true, false or 'never', got {value!r}")
-    return value
 
 
 def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
@@ -81,7 +79,7 @@ def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
-    """The four forms of a prompt as one: a list of texts and of token id lists."""
+    """A prompt in any of the API's four forms, as a list of texts and of lists of token ids."""
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
@@ -102,8 +100,8 @@ def _check_prompt(prompt: Any) -> None:
 
 
 class StreamOptions(BaseModel):
-    """``include_usage`` adds a last event with token counts; ``continuous_usage_stats`` (vLLM)
-    puts the counts so far on every event."""
+    """``include_usage`` adds a last event with the token counts. ``continuous_usage_stats`` (vLLM)
+    adds the counts so far to every event."""
 
     model_config = ConfigDict(strict=True)
 
@@ -112,54 +110,72 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share.
+
+    The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = None
-    n: int | None = Field(default=None, ge=1, le=128)
-    temperature: float | None = None
-    top_p: float | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: Annotated[
-        dict[int, float] | None, PlainValidator(_logit_bias, dict[str, float] | None)
-    ] = None
-    stop: Annotated[
-        list[Text] | None, Field(max_length=16), BeforeValidator(_as_list, str | list[str] | None)
-    ] = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(default=None, ge=1)
-    # vLLM's own
-    top_k: int | None = Field(default=None, ge=-1, le=_INT32)
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    min_tokens: int | None = Field(default=None, ge=0, le=_INT32)
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: Annotated[
-        bool | Literal["never"] | None,
-        PlainValidator(_early_stopping, bool | Literal["never"] | None),
-    ] = None
     priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    # sampling parameters
+    n: int | None = _parameter("n")
+    temperature: float | None = _parameter("temperature")
+    top_p: float | None = _parameter("top_p")
+    top_k: int | None = _parameter("top_k")
+    min_p: float | None = _parameter("min_p")
+    seed: int | None = _parameter("seed")
+    presence_penalty: float | None = _parameter("presence_penalty")
+    frequency_penalty: float | None = _parameter("frequency_penalty")
+    repetition_penalty: float | None = _parameter("repetition_penalty")
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_logit_bias, dict[str, float] | None)
+    ] = _parameter("logit_bias")
+    max_tokens: int | None = _parameter("max_tokens")
+    min_tokens: int | None = _parameter("min_tokens")
+    stop: Annotated[list[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
+        _parameter("stop")
+    )
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = _parameter(
+        "stop_token_ids"
+    )
+    ignore_eos: bool | None = _parameter("ignore_eos")
+    include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
+    skip_special_tokens: bool | None = _parameter("skip_special_tokens")
+    use_beam_search: bool | None = _parameter("use_beam_search")
+    length_penalty: float | None = _parameter("length_penalty")
+    early_stopping: SkipValidation[bool | Literal["never"] | None] = _parameter("early_stopping")
 
     @model_validator(mode="after")
-    def _only_what_is_offered(self) -> Self:
+    def _check_supported(self) -> Self:
         refuse_unsupported(self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         return self
 
     @property
-    def num_samples(self) -> int:
-        """Answers per prompt."""
+    def num_choices(self) -> int:
+        """Choices per prompt."""
         return self.n or 1
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the output."""
+        return "max_tokens"
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """Maximum number of output tokens; None means the rest of the context."""
+        value: int | None = getattr(self, self.max_tokens_field)
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives reported per position; None means no log-probabilities."""
+        raise NotImplementedError
 
     @property
     def usage_at_end(self) -> bool:
@@ -173,28 +189,26 @@ class GenerationRequest(BaseModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    def sampling_params(self, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """The engine's form of this request; raises `InvalidRequest` on a value out of range."""
-        names = _SAMPLING_FIELDS & type(self).model_fields.keys()
-        given = {name: value for name in names if (value := getattr(self, name)) is not None}
-        return SamplingParams(max_tokens=max_tokens, logprobs=logprobs, **given)
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """The sampling parameters of this request, with another ``max_tokens``.
 
-
-_SAMPLING_FIELDS = {
-    *("n", "temperature", "top_p", "seed", "presence_penalty", "frequency_penalty", "logit_bias"),
-    *("stop", "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids"),
-    *("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"),
-    *("best_of", "use_beam_search", "length_penalty", "early_stopping"),
-}
+        Raises `InvalidRequest` on a value out of range.
+        """
+        given = {
+            name: value
+            for name in _PARAMETERS.keys() & type(self).model_fields.keys()
+            if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(**{**given, "max_tokens": max_tokens, "logprobs": self.num_logprobs})
 
 
 class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``. ``max_completion_tokens`` wins over ``max_tokens``."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = _parameter("max_tokens")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
+    top_logprobs: int | None = _parameter("logprobs")
     # vLLM's own
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -202,8 +216,16 @@ class ChatCompletionRequest(GenerationRequest):
         None
     )
 
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
     @model_validator(mode="after")
-    def _consistent(self) -> Self:
+    def _check_chat(self) -> Self:
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
         if self.continue_final_message and self.add_generation_prompt:
@@ -221,17 +243,21 @@ class CompletionRequest(GenerationRequest):
         list[str | list[int]],
         PlainValidator(_prompts, str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: int | None = Field(default=16, ge=1)
+    max_tokens: int | None = _parameter("max_tokens", default=_PARAMETERS["max_tokens"].default)
     echo: bool | None = None
-    logprobs: int | None = Field(default=None, ge=0, le=MAX_TOP_LOGPROBS)
-    best_of: int | None = Field(default=None, ge=1, le=128)
+    logprobs: int | None = _parameter("logprobs")
+    best_of: int | None = _parameter("best_of")
     # vLLM's own
     add_special_tokens: bool | None = None
 
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
     @model_validator(mode="after")
-    def _within_reach(self) -> Self:
-        generated = self.best_of or self.num_samples
-        if self.stream and generated > self.num_samples and not self.use_beam_search:
+    def _check_completion(self) -> Self:
+        generated = self.best_of or self.num_choices
+        if self.stream and generated > self.num_choices and not self.use_beam_search:
             raise InvalidRequest(
                 f"the best of {generated} answers cannot be streamed: it is known only in the end",
                 "stream",
@@ -241,7 +267,7 @@ class CompletionRequest(GenerationRequest):
                 "echo with logprobs is not supported: log-probabilities are of new tokens alone",
                 "echo",
             )
-        if len(self.prompt) * max(generated, self.num_samples) > MAX_CHOICES:
+        if len(self.prompt) * max(generated, self.num_choices) > MAX_CHOICES:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(
                 f"{len(self.prompt)} prompts with {field} {generated} ask for more than "

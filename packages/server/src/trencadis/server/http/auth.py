@@ -1,4 +1,4 @@
-"""Bearer tokens on ``/v1``: who may use the model, and who may give the engine orders."""
+"""Bearer tokens: API keys for ``/v1``, admin keys for ``/v1/admin``."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import hmac
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
-from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
 
 
 class BearerAuth:
-    """ASGI middleware: refuses a request to ``/v1`` that carries none of the accepted keys.
+    """ASGI middleware: rejects a request to ``/v1`` that carries no accepted key.
 
-    Without ``api_keys`` the model is open to all. ``/v1/admin`` has keys of its own, which open
-    nothing else, and without them it is closed to all. Health, version and metrics stay open, for
-    probes. Keys are compared by digest and all of them each time, so that timing tells nothing
-    about length, prefix or position.
+    Without ``api_keys`` every client may use the model. ``/v1/admin`` accepts ``admin_keys`` only,
+    and rejects every request if there are none. An admin key is not an API key. ``/health``,
+    ``/version`` and ``/metrics`` need no key. The comparison covers the digests of all keys, so
+    that its duration reveals no length, prefix or position of a key.
     """
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str], admin_keys: Sequence[str]) -> None:
@@ -28,14 +27,11 @@ class BearerAuth:
         self._admin_keys = [_digest(key) for key in admin_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope) if scope["type"] == "http" else None
-        if error is None:
-            await self.app(scope, receive, send)
-            return
-        response = JSONResponse(error.body, status_code=error.status, headers=error.headers)
-        await response(scope, receive, send)
+        error = self._check(scope) if scope["type"] == "http" else None
+        app = self.app if error is None else error.response()
+        await app(scope, receive, send)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _check(self, scope: Scope) -> ApiError | None:
         if _is_under(scope, "/v1/admin"):
             if not self._admin_keys:
                 return ApiError(
@@ -49,7 +45,7 @@ class BearerAuth:
             accepted, kind = self._api_keys, "API"
         else:
             return None
-        if _bears(Headers(scope=scope), accepted):
+        if _has_key(Headers(scope=scope), accepted):
             return None
         return ApiError(
             401,
@@ -59,17 +55,17 @@ class BearerAuth:
         )
 
 
-def _bears(headers: Headers, accepted: Sequence[bytes]) -> bool:
+def _has_key(headers: Headers, accepted: Sequence[bytes]) -> bool:
     scheme, _, key = headers.get("authorization", "").partition(" ")
-    offered = _digest(key.strip())
-    matches = [hmac.compare_digest(offered, one) for one in accepted]
+    received = _digest(key.strip())
+    matches = [hmac.compare_digest(received, digest) for digest in accepted]
     return scheme.lower() == "bearer" and any(matches)
 
 
-def _is_under(scope: Scope, folder: str) -> bool:
+def _is_under(scope: Scope, prefix: str) -> bool:
     path: str = scope["path"]
-    path = path.removeprefix(scope.get("root_path", ""))  # set where the app is mounted
-    return path == folder or path.startswith(f"{folder}/")
+    path = path.removeprefix(scope.get("root_path", ""))  # set if the app is mounted under a path
+    return path == prefix or path.startswith(f"{prefix}/")
 
 
 def _digest(key: str) -> bytes:

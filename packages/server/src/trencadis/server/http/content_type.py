@@ -1,7 +1,7 @@
-"""Only bodies that are declared as JSON are read.
+"""The Content-Type that requests must declare.
 
-A page in a browser can send any other kind to a server on its user's machine without being asked;
-for JSON the browser asks first, and this server does not agree.
+A web page can make a browser send other media types to a server on the user's machine without
+asking that server. For JSON the browser asks first (a CORS preflight), and this server refuses.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from fastapi import Request
 from trencadis.server.errors import ApiError
 
 
-def json_only(request: Request) -> None:
-    """Raise 415 unless the request says that its body is JSON; for use as a dependency."""
+def require_json(request: Request) -> None:
+    """Raise 415 unless the request declares its body as JSON. A FastAPI dependency."""
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type != "application/json" and not media_type.endswith("+json"):
         given = f"got {media_type!r}" if media_type else "there is none"
