@@ -18,8 +18,8 @@ def listed_shapes(
 ) -> list[FileShape]:
     """The shapes (batch, query, context blocks) of one phase in the bucket file.
 
-    Sizes above `ceilings` are lowered to them. Empty where there is no file or where it does not
-    list the phase: the strategy then gives the buckets.
+    Sizes above `ceilings` are lowered to them. The list is empty if no file is set or
+    the file does not list the phase; the strategy then gives the buckets.
 
     Raises:
         BucketingError: a file that cannot be read or has a bad line.

@@ -1,8 +1,8 @@
 """The grid: a set of buckets that answers, for any shape, which bucket to pad it to.
 
 The answer for every cell is computed when the grid is made, and so is the position of every size
-along its axis. A look-up is then one index per axis and one walk into a nested table, whatever the
-number of buckets and whatever holes the filters have left.
+along its axis. A look-up is then one index per axis and one walk into a nested table, for any
+number of buckets and any holes that the filters leave.
 """
 
 from __future__ import annotations

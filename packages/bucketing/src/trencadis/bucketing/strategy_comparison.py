@@ -66,7 +66,7 @@ def compare_strategies(
     """
     if not len(judged) or judged.min() < 1 or (judged.max(axis=0) > maxima).any():
         raise BucketingError(
-            f"no batches to judge, or some empty or past {maxima}: raise the maxima"
+            f"no batches to judge, or some empty or above {maxima}: raise the maxima"
         )
     results = [
         _judge(name, _default_axes(name, step, maxima), judged, counts)

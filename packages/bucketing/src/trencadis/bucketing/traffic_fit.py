@@ -70,7 +70,7 @@ def _shapes_within_limits(
         logger.warning(
             "%d of %d recorded shapes are above the limits and ignored", left_out, counts.sum()
         )
-    # A size below min is padded to min, whatever the fit.
+    # Every fit pads a size below min to min.
     sizes = {axis.name: np.maximum(columns[axis.name][within], axis.min) for axis in recorded}
     return sizes, counts[within]
 

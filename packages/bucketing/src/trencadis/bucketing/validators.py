@@ -18,7 +18,7 @@ Validator: TypeAlias = Callable[[Any, Any, Any], None]
 
 
 def optional_integer(minimum: int, maximum: int | None = None) -> Validator:
-    """The field holds None or an int within the bounds (bool is no int here)."""
+    """The field holds None or an int within the bounds (a bool is not an int here)."""
     bounds = f"at least {minimum}" if maximum is None else f"{minimum} to {maximum}"
 
     def validate(_: Any, attribute: Any, value: Any) -> None:
