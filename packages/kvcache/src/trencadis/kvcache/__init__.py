@@ -1,5 +1,7 @@
 """Paged KV-cache bookkeeping: blocks, prefix sharing, swap and defragmentation."""
 
+from typing import TYPE_CHECKING
+
 from trencadis.kvcache.bandwidth import BandwidthGovernor
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig
@@ -70,3 +72,15 @@ __all__ = [
     "require_paged_attention",
     "warm_up_defragmenter",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-kvcache")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
