@@ -79,6 +79,18 @@ def test_package_carries_the_licence_of_the_repository(package: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
+def test_commands_print_their_name_and_version(
+    package: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, target in project(package).get("scripts", {}).items():
+        module, _, function = target.partition(":")
+        with pytest.raises(SystemExit) as exit_:
+            getattr(import_module(module), function)(["--version"])
+        assert exit_.value.code == 0
+        assert capsys.readouterr().out == f"{name} {project(package)['version']}\n"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_unknown_name_is_an_attribute_error(package: str) -> None:
     module = import_module(f"trencadis.{package}")
     with pytest.raises(AttributeError, match="no_such_name"):

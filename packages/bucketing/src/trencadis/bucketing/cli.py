@@ -11,6 +11,7 @@ from pathlib import Path
 import attrs
 import numpy as np
 
+from trencadis.bucketing import __version__
 from trencadis.bucketing.bucket_file import write_bucket_file
 from trencadis.bucketing.comparison import Comparison, best_fit, compare_strategies
 from trencadis.bucketing.config import STRATEGIES, BucketingConfig
@@ -145,6 +146,7 @@ def _table(rows: Sequence[Comparison]) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trencadis-buckets", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True)
     show = commands.add_parser("show", help="the grids and log lines of the VLLM_* settings")
     show.set_defaults(run=_show)

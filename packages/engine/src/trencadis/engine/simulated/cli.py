@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from trencadis.bucketing import BucketingError
+from trencadis.engine import __version__
 from trencadis.engine.errors import ConfigError, EngineError
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.hardware import HARDWARE
@@ -105,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument("--device", required=True, metavar="NAME", help=", ".join(HARDWARE))
     parser.add_argument(
         "--model", required=True, metavar="CONFIG.json", help="of the model's checkpoint"

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+from trencadis.scheduler import __version__
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import TelemetryError
 from trencadis.scheduler.telemetry.opening import open_source
@@ -67,6 +68,7 @@ def _tls(options: argparse.Namespace) -> ServerTls | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="thermal-sidecar", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--source",
         required=True,
