@@ -142,12 +142,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 # With a budget of less than three times the largest graph, a graph that could not be foreseen may
 # take the place of one that perfect knowledge would have chosen; that is measured in
-# benchmarks/warmup_capture.py and not bounded. The number of examples is the profile's: `soak` has
-# 10,000.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(one=cases())
-def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, one: Case) -> None:
-    device = graph_device(one.cost)
+# benchmarks/warmup_capture.py and not bounded.
+def check_budget(device: Any, one: Case) -> None:
     report = run(device, one).report
     assert device.used <= one.budget.total
     captured = {(phase, b) for phase in Phase for b in report.captured(phase)}
@@ -157,6 +153,19 @@ def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, one:
     assert len(decided) == len(set(decided)) == sum(map(len, one.buckets.values()))
     if one.kind in {"linear", "stepped"} and one.budget.total >= 3 * one.largest:
         assert device.used >= 0.95 * perfect(one)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=cases())
+def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, one: Case) -> None:
+    check_budget(graph_device(one.cost), one)
+
+
+@pytest.mark.soak
+@settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(one=cases())
+def test_budget_holds_in_10_000_cases(graph_device: Any, one: Case) -> None:
+    check_budget(graph_device(one.cost), one)
 
 
 @settings(deadline=None, max_examples=100)
