@@ -7,7 +7,7 @@ Names, defaults and ranges are those of the OpenAI API where it has them and of 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal
 
 import attrs
@@ -42,6 +42,15 @@ def _integer(low: int, high: float, accepted: str, *, optional: bool = False) ->
             )
 
     return check
+
+
+# Not `tuple` itself: a type checker would not know of what, and refuse every argument.
+def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
 
 
 @attrs.frozen(kw_only=True)
@@ -89,8 +98,8 @@ class SamplingParams:
         default=16, validator=_integer(1, math.inf, "a positive integer", optional=True)
     )
     min_tokens: int = attrs.field(default=0, validator=_integer(0, math.inf, "0 or positive"))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=tuple)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=tuple)
+    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
+    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_token_ids)
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
