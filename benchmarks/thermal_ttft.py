@@ -26,7 +26,7 @@ import attrs
 import numpy as np
 
 from trencadis.engine import EngineConfig, EngineCore, SamplingParams, default_model
-from trencadis.engine.heat_watch import HeatWatch
+from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.scheduler.telemetry import TemperatureReader
 from trencadis.scheduler.telemetry.recorded import RecordedSource
 from trencadis.scheduler.thermal import ProportionalThermalPolicy
@@ -86,19 +86,19 @@ def main() -> None:
     )
 
 
-def _watch(recording: Path) -> HeatWatch:
-    return HeatWatch(TemperatureReader(RecordedSource(recording)), ProportionalThermalPolicy())
+def _watch(recording: Path) -> ThermalMonitor:
+    return ThermalMonitor(TemperatureReader(RecordedSource(recording)), ProportionalThermalPolicy())
 
 
-def _core(watch: HeatWatch) -> EngineCore:
+def _core(watch: ThermalMonitor) -> EngineCore:
     settings = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    core = EngineCore(EngineConfig(model=default_model(), **settings), heat=watch)
+    core = EngineCore(EngineConfig(model=default_model(), **settings), thermal=watch)
     core.warm_up()
     return core
 
 
 def _ratio(
-    cores: Sequence[EngineCore], watches: Sequence[HeatWatch], on: int, requests: int
+    cores: Sequence[EngineCore], watches: Sequence[ThermalMonitor], on: int, requests: int
 ) -> float:
     """p99 of the core that has the policy, over that of the other."""
     for number, watch in enumerate(watches):

@@ -37,7 +37,7 @@ OPTIONAL = {
     "bucketing.plot": {"matplotlib"},
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
-    "kvcache.memory": {"torch"},
+    "kvcache.huge_pages": {"torch"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
 }
 """Modules that need an extra, and what it brings; nothing else in the package loads them."""

@@ -8,17 +8,18 @@ import torch
 from typing_extensions import assert_type
 
 from trencadis.kvcache import (
-    Allocation,
+    AllocStatus,
     BandwidthGovernor,
     BlockCopy,
     BlockManager,
     CacheConfig,
+    CopyPlan,
     Defragmenter,
     DefragPlan,
     Direction,
-    MovePlan,
     OutOfBlocks,
     PrefixKeys,
+    lay_out,
 )
 from trencadis.kvcache.tensors import KVCache
 
@@ -35,18 +36,20 @@ def share_a_prefix(manager: BlockManager) -> None:
     prompt = range(40)
     keys = manager.hasher(prompt, ("adapter", 7))
     assert_type(keys, PrefixKeys)
-    if manager.can_allocate(prompt, hashes=keys) is Allocation.OK:
-        assert_type(manager.allocate(1, prompt, hashes=keys), int)
+    if manager.can_allocate(prompt, prefix_keys=keys) is AllocStatus.OK:
+        assert_type(manager.allocate(1, prompt, prefix_keys=keys), int)
     manager.mark_computed(1, 40)
     manager.fork(1, 2)
     copies = manager.append(2, [41])
     assert_type(copies, tuple[BlockCopy, ...])
     assert_type(manager.block_table(2), npt.NDArray[np.int32])
-    assert_type(manager.decode_layout([1, 2]).owner, npt.NDArray[np.int32])
+    layout = lay_out([manager.block_table(1), manager.block_table(2)], [40, 41], 16)
+    assert_type(layout.owner, npt.NDArray[np.int32])
+    assert_type(manager.pool.num_free_blocks, int)
 
 
-def plan_of_a_step(manager: BlockManager) -> MovePlan:
-    plan = MovePlan()
+def plan_of_a_step(manager: BlockManager) -> CopyPlan:
+    plan = CopyPlan()
     plan.add(Direction.OUT, manager.swap_out([1, 2], now=0.0))
     plan.add(Direction.IN, manager.swap_in([1, 2], now=0.1))
     due = manager.resume_swaps(now=0.2)

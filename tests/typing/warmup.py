@@ -68,7 +68,7 @@ def behind_traffic(runtime: Runtime, prompts: BucketGrid, decodes: BucketGrid) -
     warmup = BackgroundWarmup(runtime, prompts, decodes)
     while not warmup.ready:
         assert_type(warmup.advance(), BucketTime | None)
-    assert_type(warmup.next(), tuple[Phase, Bucket] | None)
+    assert_type(warmup.next_bucket(), tuple[Phase, Bucket] | None)
     assert_type(warmup.progress.seconds_left, float | None)
 
 

@@ -25,7 +25,7 @@ from trencadis.engine import (
     ModelError,
     SamplingParams,
 )
-from trencadis.engine.detokenizer import IncrementalDetokenizer
+from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 
 QUIET = LogSettings(level=logging.CRITICAL)
 LIMIT_SECONDS = 60.0

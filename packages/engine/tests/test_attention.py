@@ -12,10 +12,16 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.engine.batch import ModelInput, build_decode, build_prompt, lay_out_decodes
 from trencadis.engine.errors import ModelError
-from trencadis.engine.models.attention import MASKED, DecodeContext, paged_attention
-from trencadis.engine.shapes import DecodeShape, PromptShape
+from trencadis.engine.models.attention import paged_attention
+from trencadis.engine.models.paged_context import MASKED, DecodeContext
+from trencadis.engine.runner.model_input import (
+    ModelInput,
+    build_decode,
+    build_prompt,
+    lay_out_decodes,
+)
+from trencadis.engine.runner.shapes import DecodeShape, PromptShape
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 

@@ -22,9 +22,9 @@ from trencadis.engine import (
     InvalidRequest,
     LogSettings,
     SamplingParams,
-    async_engine,
 )
-from trencadis.engine.core import STALLED_SECONDS
+from trencadis.engine.core.engine_core import STALLED_SECONDS
+from trencadis.engine.front import async_engine
 
 LIMIT_SECONDS = 60.0
 PARAMS = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=100, ignore_eos=True)

@@ -103,25 +103,23 @@ def test_greedy_tokens_are_those_of_plain_generation(
 
 def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[int]]) -> None:
     llm = LLM(str(tiny_model), **settings(bucketing=ONE_BUCKET, max_num_batched_tokens=128))
-    assert llm.core.executor.grids is not None
-    assert len(llm.core.executor.grids.prompt) == len(llm.core.executor.grids.decode) == 1
+    assert llm.core.worker.grids is not None
+    assert len(llm.core.worker.grids.prompt) == len(llm.core.worker.grids.decode) == 1
     results = llm.generate(prompts(), GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
     assert stats.bucket_misses == 0
-    assert stats.padded_tokens > stats.prompt_tokens
+    assert stats.padded_tokens > stats.computed_prefill_tokens
 
 
 def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(warmup="full")))
     report = core.warm_up()
     assert report is not None
-    assert core.executor.grids is not None
-    assert len(report.executed) == len(core.executor.grids.prompt) + len(core.executor.grids.decode)
+    assert core.worker.grids is not None
+    assert len(report.executed) == len(core.worker.grids.prompt) + len(core.worker.grids.decode)
     assert core.stats.used_blocks == 0
-    assert not core.executor.cache.key(0)[1:].any(), (
-        "dummy batches write to the padding block alone"
-    )
+    assert not core.worker.cache.key(0)[1:].any(), "dummy batches write to the padding block alone"
 
 
 def test_sampled_tokens_do_not_depend_on_company_or_preemption(tiny_model: Path) -> None:
@@ -140,9 +138,9 @@ def test_shared_prefix_is_computed_once_and_changes_no_token(tiny_model: Path) -
     for sharing in (True, False):
         llm = LLM(str(tiny_model), **settings(enable_prefix_caching=sharing, max_num_seqs=8))
         first = llm.generate([common], GREEDY)
-        before = llm.core.stats.prompt_tokens
+        before = llm.core.stats.computed_prefill_tokens
         results[sharing] = first + llm.generate(asked, GREEDY)
-        computed = llm.core.stats.prompt_tokens - before
+        computed = llm.core.stats.computed_prefill_tokens - before
         assert (computed < sum(map(len, asked)) / 3) == sharing
         assert llm.core.stats.used_blocks == 0
     assert results[True] == results[False]
@@ -297,7 +295,7 @@ def test_wrong_model_is_refused() -> None:
 def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_blocks: int) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(**changes)))
     assert (
-        core.blocks.config.num_host_blocks == core.executor.cache.num_host_blocks == num_host_blocks
+        core.blocks.config.num_host_blocks == core.worker.cache.num_host_blocks == num_host_blocks
     )
 
 
@@ -319,4 +317,19 @@ def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
     config = settings(num_blocks=None, kv_cache_memory=100_000)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
-    assert core.executor.num_blocks == 100_000 // block_bytes
+    assert core.worker.limits.num_blocks == 100_000 // block_bytes
+
+
+@pytest.mark.parametrize("length", [1, 10])
+def test_prompt_tokens_are_counted_once_whatever_is_recomputed_or_sampled(
+    tiny_model: Path, length: int
+) -> None:
+    """As vLLM's ``prompt_tokens_total``: cached, recomputed and shared tokens do not change it."""
+    llm = LLM(str(tiny_model), **settings(num_blocks=20, max_num_seqs=4))
+    prompts = [tuple(range(50 + i, 50 + i + length)) for i in range(2)]
+    params = SamplingParams(n=2, max_tokens=50, seed=0, ignore_eos=True)
+    llm.generate(prompts, params)
+    stats = llm.core.stats
+    assert stats.num_preemptions > 0
+    assert stats.prompt_tokens == 2 * length
+    assert stats.generation_tokens == 2 * 2 * 50

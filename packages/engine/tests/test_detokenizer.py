@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.engine.detokenizer import IncrementalDetokenizer
 from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.front.detokenizer import IncrementalDetokenizer
+from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from trencadis.engine import (
     InvalidRequest,
     SamplingParams,
 )
-from trencadis.engine.messages import NewToken
+from trencadis.engine.ipc.messages import NewToken
 
 PROMPT = tuple(range(40, 75))
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
@@ -84,7 +84,7 @@ def test_a_sample_is_what_a_request_with_its_seed_would_be(
 def test_the_prompt_of_samples_is_computed_once(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **settings(enable_prefix_caching=False))
     llm.generate([PROMPT], attrs.evolve(SAMPLED, n=4))
-    assert llm.core.stats.prompt_tokens <= len(PROMPT)
+    assert llm.core.stats.computed_prefill_tokens <= len(PROMPT)
 
 
 @pytest.mark.parametrize("host", [0, 64], ids=["recomputed", "swapped"])
@@ -106,7 +106,7 @@ def test_evictions_change_no_token(tiny_model: Path, params: SamplingParams, hos
     assert stats.num_preemptions == stats.num_swaps + stats.num_recomputes > 3
     assert (stats.num_swaps > 0) == (host > 0)
     assert stats.used_blocks == 0
-    assert driven.core.blocks.num_free_host_blocks == host
+    assert driven.core.blocks.host_pool.num_free_blocks == host
 
 
 def test_best_of_gives_the_samples_with_the_highest_mean_logprob(tiny_model: Path) -> None:

@@ -20,7 +20,7 @@ from trencadis.engine import (
     EngineStats,
     SamplingParams,
 )
-from trencadis.engine.heat_watch import HeatWatch
+from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.scheduler import ControlError
 from trencadis.scheduler.telemetry import (
     ReaderConfig,
@@ -83,7 +83,7 @@ def start(model: Path, sensor: Sensor, policy: object) -> EngineCore:
         num_host_blocks=64,
         warmup="none",
     )
-    return EngineCore(config, heat=HeatWatch(TemperatureReader(sensor, QUICK), policy))
+    return EngineCore(config, thermal=ThermalMonitor(TemperatureReader(sensor, QUICK), policy))
 
 
 def serve_until(core: EngineCore, condition: Callable[[EngineStats], bool]) -> dict[str, list[int]]:
@@ -237,7 +237,7 @@ def test_a_policy_reads_the_sensors_of_its_device_where_no_others_are_named(tmp_
     recording = tmp_path / "readings.csv"
     recording.write_text("time_s,device,temperature_c,power_w\n0,0,41,\n900,0,41,\n")
     settings = EngineConfig(model="m", thermal_policy="proportional")
-    watch = HeatWatch.from_config(settings, f"recorded:{recording}")
+    watch = ThermalMonitor.from_config(settings, f"recorded:{recording}")
     watch.start()
     try:
         deadline = time.monotonic() + LIMIT_SECONDS
@@ -247,4 +247,4 @@ def test_a_policy_reads_the_sensors_of_its_device_where_no_others_are_named(tmp_
         assert watch.guard is not None
     finally:
         watch.stop()
-    assert HeatWatch.from_config(EngineConfig(model="m"), "nvml").stats is None
+    assert ThermalMonitor.from_config(EngineConfig(model="m"), "nvml").stats is None

@@ -16,8 +16,8 @@ from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.errors import DeviceError, GraphError
-from trencadis.engine.forwards import Forwards
-from trencadis.engine.models.attention import PROMPT_KERNEL
+from trencadis.engine.models.paged_context import PROMPT_KERNEL
+from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.kvcache import DefragConfig
 
 alone = pytest.mark.skipif(
@@ -267,8 +267,10 @@ def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
 
 def test_the_host_waits_once_for_each_forward(lazy_gaudi, tiny_model, monkeypatch):
     forwards = []
-    run = Forwards.run
-    monkeypatch.setattr(Forwards, "run", lambda self, batch: forwards.append(1) or run(self, batch))
+    run = ForwardRunner.run
+    monkeypatch.setattr(
+        ForwardRunner, "run", lambda self, batch: forwards.append(1) or run(self, batch)
+    )
     llm = LLM(str(tiny_model), device="hpu", max_model_len=48, block_size=8, max_num_seqs=2)
     reads, forwards[:] = lazy_gaudi.host_reads, []
     llm.generate(["a", "bc"], SamplingParams(temperature=0, max_tokens=4))

@@ -19,7 +19,7 @@ from trencadis.engine.errors import ModelError
 from trencadis.engine.models import gguf
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
 
-CPU = CPUDevice()
+CPU = torch.device("cpu")
 
 
 def load(directory: Path) -> torch.nn.Module:
@@ -112,6 +112,7 @@ def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:
     from trencadis.engine.devices.cpu import PackedLinear
 
     model = load_model(inspect_model(str(tiny_model)), CPU, torch.bfloat16, 128)
+    CPUDevice().optimize(model)
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     assert len(packed) == 2 * 7 + 1
     plain = torch.nn.Linear(40, 24, dtype=torch.bfloat16)
@@ -121,8 +122,8 @@ def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:
 
 def test_dtype_auto_is_the_checkpoints_or_the_devices(tiny_model: Path) -> None:
     spec = inspect_model(str(tiny_model))
-    assert resolve_dtype("auto", spec, CPU) is torch.bfloat16
-    assert resolve_dtype("float32", spec, CPU) is torch.float32
+    assert resolve_dtype("auto", spec, torch.bfloat16) is torch.bfloat16
+    assert resolve_dtype("float32", spec, torch.bfloat16) is torch.float32
 
 
 class TestConversion:

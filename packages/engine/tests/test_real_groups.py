@@ -151,11 +151,11 @@ def test_evicted_in_the_middle_of_its_prompt_a_request_has_the_same_tokens(
         max_new_tokens=6,
         min_new_tokens=6,
     )[0, len(prompt) :].tolist()
-    before, computed = evictions(llm), llm.core.stats.prompt_tokens
+    before, computed = evictions(llm), llm.core.stats.computed_prefill_tokens
     driven(llm, monkeypatch, lambda step: step in (2, 3))
     assert tokens(llm.generate([prompt], GREEDY)) == [[expected]]
     assert went_as_meant(llm, before)
-    computed = llm.core.stats.prompt_tokens - computed
+    computed = llm.core.stats.computed_prefill_tokens - computed
     if llm.core.blocks.config.num_host_blocks:
         assert computed <= len(prompt), "it went on where it was"
     else:

@@ -114,8 +114,8 @@ def test_in_one_huge_bucket_every_token_is_the_same(
         decode_blocks=AxisConfig(min=800, step=800, max=800),
     )
     llm = serve(model_path, token_ids, num_blocks=800, bucketing=one_bucket)
-    assert llm.core.executor.grids is not None
-    assert len(llm.core.executor.grids.prompt) == len(llm.core.executor.grids.decode) == 1
+    assert llm.core.worker.grids is not None
+    assert len(llm.core.worker.grids.prompt) == len(llm.core.worker.grids.decode) == 1
     # Every third, of 3 to 616 tokens: each chunk pays for the whole bucket.
     results = llm.generate(token_ids[::3], GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected[::3]
@@ -140,14 +140,14 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
             enable_prefix_caching=together,
             defrag=DefragConfig(threshold=0 if together else 10_000),
         )
-        cache = llm.core.executor.cache
+        cache = llm.core.worker.cache
         spy = Mock(wraps=cache.carry_out)
         monkeypatch.setattr(cache, "carry_out", spy)
         # The longest goes first: its low blocks become free while those after it still run.
         results = llm.generate([longest, *asked], GREEDY)[1:]
         assert [one.completions[0].token_ids for one in results] == reference
         assert spy.called == together, "defragmentation took place when it was on"
-        computed[together] = llm.core.stats.prompt_tokens
+        computed[together] = llm.core.stats.computed_prefill_tokens
         assert llm.core.stats.used_blocks == 0
     assert computed[True] < 0.7 * computed[False]
 
@@ -167,7 +167,7 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
     ours: dict[int, list[torch.Tensor]] = {i: [] for i in chosen}
     while core.has_work:
         output = core.scheduler.schedule()
-        step = core.executor.runner.run(output)
+        step = core.worker.runner.run(output)
         forced = {}
         for seq_id, logits in zip(step.seq_ids, step.logits, strict=True):
             i = sequences[seq_id]

@@ -13,8 +13,8 @@ from trencadis.engine import (
     Tokenizer,
     TokenLogprob,
 )
-from trencadis.engine.messages import NewToken
-from trencadis.engine.request_stream import RequestStream
+from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.ipc.messages import NewToken
 
 
 @pytest.fixture(scope="module")

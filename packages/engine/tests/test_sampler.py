@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.sampler import SamplingRow, rank_tokens, sample
+from trencadis.engine.runner.sampler import SamplingRow, rank_tokens, sample
 from trencadis.engine.sampling_params import SamplingParams
 
 

@@ -41,7 +41,7 @@ def test_two_runs_write_the_same_json(tmp_path: Path) -> None:
     content = json.loads(files[0].read_text())
     assert content["generated_tokens"] == content["asked_tokens"] > 0
     assert content["between_tokens_s"]["p50"] < content["first_token_s"]["p50"]
-    assert len(content["moments"]["at_s"]) == len(content["moments"]["temperature_c"]) > 0
+    assert len(content["samples"]["at_s"]) == len(content["samples"]["temperature_c"]) > 0
 
 
 def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -51,7 +51,7 @@ def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path
     report = json.loads(file.read_text())
     assert report["num_blocks"] == 150
     assert report["block_bytes"] == 64 * 131_072
-    assert max(report["moments"]["running"]) <= 4
+    assert max(report["samples"]["running"]) <= 4
     heat = ("--thermal-policy", "proportional", "--thermal-option", "target_temp_c=500")
     assert main(arguments(*heat)) == 2
     assert "target_temp_c" in capsys.readouterr().err

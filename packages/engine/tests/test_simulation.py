@@ -51,8 +51,8 @@ def check_sums(simulation: Simulation, report: SimulationReport) -> None:
     assert report.generated_tokens == report.asked_tokens
     assert report.requests + report.refused == len(simulation.workload)
     assert simulation.records.num_live == 0
-    assert simulation.blocks.num_used_blocks == report.used_blocks_at_end == 0
-    assert simulation.blocks.num_free_host_blocks == simulation.blocks.config.num_host_blocks
+    assert simulation.blocks.pool.num_used_blocks == report.used_blocks_at_end == 0
+    assert simulation.blocks.host_pool.num_free_blocks == simulation.blocks.config.num_host_blocks
     first, between = simulation.records.first_token_s, simulation.records.between_tokens_s
     assert len(first) == report.requests
     assert len(first) + len(between) == report.generated_tokens
@@ -72,7 +72,7 @@ def test_a_real_trace_is_served_to_its_end(excerpt: tuple[Simulation, Simulation
     assert report.prompt_tokens == workload.prompt_tokens.sum()
     assert report.asked_tokens == workload.output_tokens.sum()
     assert report.seconds >= workload.arrivals_s[-1]
-    assert sum(moment.tokens for moment in report.moments) <= report.generated_tokens
+    assert sum(sample.tokens for sample in report.samples) <= report.generated_tokens
 
 
 def test_nothing_is_compiled_after_warm_up(excerpt: tuple[Simulation, SimulationReport]) -> None:
@@ -163,7 +163,7 @@ def test_a_thermal_policy_keeps_the_board_cooler() -> None:
     )
     check_sums(simulation, cool)
     assert cool.hottest_c < hot.hottest_c - 1
-    assert min(moment.cap for moment in cool.moments) < min(moment.cap for moment in hot.moments)
+    assert min(s.running_limit for s in cool.samples) < min(s.running_limit for s in hot.samples)
     assert cool.seconds > hot.seconds
 
 
@@ -172,7 +172,7 @@ def test_an_unseen_idle_hour_does_not_look_like_a_broken_sensor() -> None:
         made_up((0.0, 300, 20), (3600.0, 300, 20)),
         thermal_policy="proportional",
     )
-    assert [moment.cap for moment in report.moments] == [128, 128]
+    assert [sample.running_limit for sample in report.samples] == [128, 128]
     assert report.latency_s.p99 < 1.01 * report.latency_s.p50
 
 

@@ -57,7 +57,7 @@ def test_width_one_follows_the_most_probable_token() -> None:
     group = runner.add(request(beam_search=BeamSearch(width=1)))
     runner.run()
     assert len(outcome(group)[0][0]) == 8
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_a_beam_search_reports_its_best_n_at_its_end() -> None:

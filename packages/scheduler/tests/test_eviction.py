@@ -147,7 +147,7 @@ def test_aborted_while_swapped_gives_back_the_host() -> None:
     assert bench.scheduler.abort("a")
     assert group.status is W
     assert not bench.scheduler.has_work
-    assert bench.blocks.num_free_host_blocks == 64
+    assert bench.blocks.host_pool.num_free_blocks == 64
 
 
 @pytest.mark.parametrize(("token_s", "recomputes"), [(1e-9, 1), (1.0, 0)])
@@ -411,7 +411,7 @@ def test_samples_share_the_prompt_and_differ_after_it() -> None:
     output = bench.step()
     assert output.prompts[0].sample_ids == tuple(one.seq_id for one in group.live)
     bench.step()
-    assert bench.blocks.num_used_blocks == 1 + 4
+    assert bench.blocks.pool.num_used_blocks == 1 + 4
     assert len({tuple(one.output_token_ids) for one in group.live}) > 1
     bench.runner.run()
     assert outcome(group) == alone(group.request, 64)
@@ -423,11 +423,11 @@ def test_a_sample_that_is_finished_from_outside_leaves_alone() -> None:
     bench.step()
     bench.step()
     one, *others = group.live
-    free = bench.blocks.num_free_blocks
+    free = bench.blocks.pool.num_free_blocks
     assert bench.scheduler.finish(one.seq_id)
     bench.step()
     assert (one.finish_reason, one.status) == (FinishReason.STOP, F)
-    assert bench.blocks.num_free_blocks >= free
+    assert bench.blocks.pool.num_free_blocks >= free
     assert bench.scheduler.num_running == 2
     assert not bench.scheduler.finish(one.seq_id), "it has left already"
     bench.runner.run()
@@ -443,7 +443,7 @@ def test_the_last_sample_that_is_finished_from_outside_ends_the_request_at_once(
         assert bench.scheduler.finish(one.seq_id)
     assert group.finish_reason is FinishReason.ABORT
     assert not bench.scheduler.has_work
-    assert bench.blocks.num_free_blocks == bench.blocks.num_total_blocks
+    assert bench.blocks.pool.num_free_blocks == bench.blocks.pool.num_usable_blocks
 
 
 def test_who_leads_the_trunk_is_finished_once_the_others_have_branched() -> None:
@@ -492,7 +492,7 @@ def test_branches_survive_evictions(host: int, branches: dict[str, object]) -> N
     bench.runner.run()
     assert bench.scheduler.num_preemptions >= 5
     assert outcome(group) == alone(group.request, 64)
-    assert bench.blocks.num_free_blocks == bench.blocks.num_total_blocks
+    assert bench.blocks.pool.num_free_blocks == bench.blocks.pool.num_usable_blocks
 
 
 def test_prompt_with_a_prefix_that_is_being_computed_waits_for_it() -> None:
@@ -515,7 +515,7 @@ def test_defragmentation_is_part_of_the_moves() -> None:
     output = bench.step()
     assert moved(output, Direction.WITHIN) > 0
     assert len(output.copies) == moved(output, Direction.WITHIN)
-    assert bench.blocks.highest_in_use == bench.blocks.num_used_blocks
+    assert bench.blocks.pool.highest_used_block == bench.blocks.pool.num_used_blocks
     bench.runner.run()
     assert outcome(long[1]) == alone(long[1].request, 64)
 

@@ -54,7 +54,7 @@ def test_prompt_is_computed_then_decoded_until_max_tokens() -> None:
     _, last = run(scheduler)
     assert last[0].finish_reason is FinishReason.LENGTH
     assert not scheduler.has_work
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_long_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
@@ -119,7 +119,7 @@ def test_youngest_is_preempted_when_blocks_run_out_and_resumes_with_its_tokens()
     while scheduler.has_work:
         run(scheduler)
     assert len(young.output_token_ids) == 4
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_stop_token_ends_only_after_min_tokens() -> None:
@@ -145,7 +145,7 @@ def test_abort_frees_everything_in_any_state(steps: int) -> None:
     assert scheduler.abort("a")
     assert sequence.finish_reason is FinishReason.ABORT
     assert not scheduler.has_work
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
     assert not scheduler.abort("a")
 
 
@@ -155,7 +155,7 @@ def test_abort_while_a_step_runs_drops_its_token() -> None:
     output = scheduler.schedule()
     scheduler.abort("a")
     assert scheduler.update(output, {sequence.seq_id: 7}) == ()
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_request_id_may_be_used_again_once_it_is_finished() -> None:

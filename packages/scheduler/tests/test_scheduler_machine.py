@@ -300,8 +300,8 @@ class Machine(RuleBasedStateMachine):
         assert not self.live, "every admitted request finishes"
         self.step()
         self.step()
-        assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
-        assert self.blocks.num_free_host_blocks == self.blocks.config.num_host_blocks
+        assert self.blocks.pool.num_free_blocks == self.blocks.pool.num_usable_blocks
+        assert self.blocks.host_pool.num_free_blocks == self.blocks.config.num_host_blocks
 
 
 def test_no_token_changes_and_nothing_is_lost() -> None:

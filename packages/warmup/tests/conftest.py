@@ -16,8 +16,8 @@ Cost: TypeAlias = Callable[[Phase, Bucket], int]
 class GraphDevice:
     """A device whose buckets run for a second and whose graphs have true costs, in bytes.
 
-    It refuses what no device allows or no host may ask for: a graph captured again, one released
-    that is not there. ``fail_at`` is a shape whose execution fails.
+    It fails if a graph is captured twice, or released without being captured. ``fail_at`` is a
+    shape whose execution fails.
     """
 
     def __init__(self, cost: Cost, free: int = 1 << 50, fail_at: object = None) -> None:

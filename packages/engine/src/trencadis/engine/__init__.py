@@ -7,9 +7,8 @@ process at once and never waits for them.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trencadis.engine.async_engine import AsyncEngine
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core_process import LogSettings
+from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
     DeviceError,
@@ -19,6 +18,7 @@ from trencadis.engine.errors import (
     InvalidRequest,
     ModelError,
 )
+from trencadis.engine.front.async_engine import AsyncEngine
 from trencadis.engine.models.default_model import default_model
 from trencadis.engine.outputs import (
     CompletionDelta,
@@ -32,18 +32,18 @@ from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
-    from trencadis.engine.core import EngineCore
-    from trencadis.engine.llm import LLM, Completion, Generation
-    from trencadis.engine.tokenizer import Tokenizer
+    from trencadis.engine.core.engine_core import EngineCore
+    from trencadis.engine.front.llm import LLM, Completion, Generation
+    from trencadis.engine.front.tokenizer import Tokenizer
 
     __version__: str
 
 _LOADED_ON_USE = {
-    "EngineCore": "core",
-    "LLM": "llm",
-    "Completion": "llm",
-    "Generation": "llm",
-    "Tokenizer": "tokenizer",
+    "EngineCore": "core.engine_core",
+    "LLM": "front.llm",
+    "Completion": "front.llm",
+    "Generation": "front.llm",
+    "Tokenizer": "front.tokenizer",
 }
 
 __all__ = [

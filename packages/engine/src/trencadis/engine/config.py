@@ -8,8 +8,8 @@ from typing import Any, Literal
 import attrs
 
 from trencadis.bucketing import BucketingConfig, BucketingError
-from trencadis.engine.checks import at_least, fraction, not_negative, positive
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.validators import at_least, fraction, not_negative, positive
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
 

@@ -74,6 +74,8 @@ class EngineStats:
 
     ``num_running`` counts sequences, of which at most ``max_running`` may run now; ``num_waiting``
     and ``num_swapped`` count requests. Preemptions are ``num_swaps`` and ``num_recomputes``.
+    ``prompt_tokens`` counts each prompt once; ``computed_prefill_tokens`` counts the tokens of all
+    prefill chunks, so cached tokens are left out and recomputed ones counted again.
     ``thermal`` is what is known of the devices' heat, None where nobody measures it.
     ``cold_forwards`` ran in shapes that were not warmed up, ``compilations`` happened in live
     traffic; both are 0 after a full warm-up that covers what comes.
@@ -92,6 +94,7 @@ class EngineStats:
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    computed_prefill_tokens: int = 0
     padded_tokens: int = 0
     bucket_misses: int = 0
     buckets: int = 0

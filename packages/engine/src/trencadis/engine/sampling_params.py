@@ -44,7 +44,7 @@ def _integer(low: int, high: float, accepted: str, *, optional: bool = False) ->
     return check
 
 
-# Not `tuple` itself: a type checker would not know of what, and refuse every argument.
+# With ``converter=tuple`` mypy does not know the element type, and refuses every argument.
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(values)
 

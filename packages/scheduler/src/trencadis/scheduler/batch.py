@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trencadis.kvcache import BlockManager, MovePlan
+from trencadis.kvcache import BlockManager, CopyPlan
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput
 
@@ -42,7 +42,7 @@ class StepBuilder:
         self.place_decodes(group)
         self.place_chunks(group)
 
-    def build(self, moves: MovePlan) -> SchedulerOutput:
+    def build(self, moves: CopyPlan) -> SchedulerOutput:
         return SchedulerOutput(
             self.number,
             tuple(self.prompts),

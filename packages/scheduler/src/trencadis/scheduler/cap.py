@@ -19,8 +19,8 @@ from trencadis.scheduler.ledger import Ledger
 from trencadis.scheduler.preemption import Preemptor
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.policy import SchedulerView
+from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.victims import first_victims, victim_order
-from trencadis.scheduler.thermal.watts import PRIOR_W
 
 
 class RunningCap:
@@ -143,4 +143,4 @@ class RunningCap:
         return first_victims(victim_order("lru"), running, count)
 
     def _watts_per_sequence(self) -> float:
-        return PRIOR_W if self._guard is None else self._guard.watts.per_sequence_w
+        return PRIOR_W if self._guard is None else self._guard.power_model.per_sequence_w

@@ -6,7 +6,7 @@ it was asked for.
 
 from __future__ import annotations
 
-from trencadis.kvcache import Allocation, BlockManager, Direction, MovePlan
+from trencadis.kvcache import AllocStatus, BlockManager, CopyPlan, Direction
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import Request
@@ -20,18 +20,18 @@ class GroupMemory:
     """
 
     def __init__(self, blocks: BlockManager) -> None:
-        self.moves = MovePlan()
+        self.moves = CopyPlan()
         self.leaving = 0
         self._blocks = blocks
         self._size = blocks.config.block_size
 
     @property
     def num_free(self) -> int:
-        return self._blocks.num_free_blocks
+        return self._blocks.pool.num_free_blocks
 
     def begin_step(self, now: float) -> None:
         """A new plan, which starts with what is due of earlier swaps."""
-        self.moves = MovePlan()
+        self.moves = CopyPlan()
         due = self._blocks.resume_swaps(now)
         self.leaving = max(0, self.leaving - len(due.out))
         self.moves.add(Direction.OUT, due.out)
@@ -63,9 +63,11 @@ class GroupMemory:
         if len(group.live) > 1 and self._blocks_for(trunk) + rest > self.num_free:
             return False
         state = self._blocks.can_allocate(
-            group.live[0].token_ids[:trunk], hashes=group.keys, extra_keys=group.request.extra_keys
+            group.live[0].token_ids[:trunk],
+            prefix_keys=group.keys,
+            extra_keys=group.request.extra_keys,
         )
-        return state is Allocation.OK
+        return state is AllocStatus.OK
 
     def start(self, group: SequenceGroup) -> None:
         """Give the trunk of a group its blocks, those of a known prefix included."""
@@ -74,7 +76,7 @@ class GroupMemory:
         cached = self._blocks.allocate(
             leader.seq_id,
             leader.token_ids[:trunk],
-            hashes=group.keys,
+            prefix_keys=group.keys,
             extra_keys=group.request.extra_keys,
         )
         leader.num_computed, leader.num_slots = cached, trunk
@@ -125,9 +127,9 @@ class GroupMemory:
 
     def swap_out(self, group: SequenceGroup, now: float) -> None:
         """Keep what a group has computed on the host; it frees its device blocks, in time."""
-        before = self._blocks.num_free_host_blocks
+        before = self._blocks.host_pool.num_free_blocks
         copies = self._blocks.swap_out(_ids(group), now)
-        self.leaving += before - self._blocks.num_free_host_blocks - len(copies)
+        self.leaving += before - self._blocks.host_pool.num_free_blocks - len(copies)
         self.moves.add(Direction.OUT, copies)
         group.on_host = True
 
@@ -145,13 +147,13 @@ class GroupMemory:
 
     def drop(self, group: SequenceGroup) -> None:
         """Free everything that a group has; what it computed is to be computed again."""
-        before = self._blocks.num_free_host_blocks
+        before = self._blocks.host_pool.num_free_blocks
         for one in group.active:
             self._blocks.free(one.seq_id)
             one.num_computed = one.num_slots = 0
         # Transfers that nobody needs any more are cancelled: their blocks do not leave, they are
         # free. This counts too many of them if anything, and so never waits for what will not come.
-        self.leaving = max(0, self.leaving - (self._blocks.num_free_host_blocks - before))
+        self.leaving = max(0, self.leaving - (self._blocks.host_pool.num_free_blocks - before))
         group.active, group.unforked, group.on_host = [], [], False
 
     def free(self, sequence: Sequence) -> None:
@@ -162,7 +164,7 @@ class GroupMemory:
         """The digest of the first full block of the prompt that is not in the cache."""
         if group.keys is None:
             return None
-        known = len(self._blocks.pool.index.match(group.keys.blocks))
+        known = self._blocks.num_cached_prefix_blocks(group.keys)
         return group.keys.blocks[known].digest if known < len(group.keys.blocks) else None
 
     def _blocks_for(self, num_tokens: int) -> int:

@@ -9,7 +9,7 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache import BlockCopy, Direction, MovePlan
+from trencadis.kvcache import BlockCopy, CopyPlan, Direction
 from trencadis.scheduler.request import FinishReason
 
 
@@ -53,7 +53,7 @@ class SchedulerOutput:
     step: int
     prompts: tuple[ScheduledSequence, ...] = ()
     decodes: tuple[ScheduledSequence, ...] = ()
-    moves: MovePlan = attrs.field(factory=MovePlan, eq=False)
+    moves: CopyPlan = attrs.field(factory=CopyPlan, eq=False)
     preempted: tuple[int, ...] = ()
     max_running: int = 0
 

@@ -18,7 +18,7 @@ from trencadis.scheduler.admission import Admission
 from trencadis.scheduler.batch import StepBuilder
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.cap import RunningCap
-from trencadis.scheduler.clock import SteadyTime
+from trencadis.scheduler.clock import SteadyClock
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlQueue
 from trencadis.scheduler.errors import (
@@ -63,7 +63,7 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._defragmenter = defragmenter
-        self._time = SteadyTime(clock)
+        self._time = SteadyClock(clock)
         self._now = 0.0
         self._ledger = Ledger(config, blocks.config.block_size)
         self._memory = GroupMemory(blocks)
@@ -350,7 +350,8 @@ class Scheduler:
                 f"the request runs {request.width} sequences at once, max_num_seqs is "
                 f"{config.max_num_seqs}: lower n, best_of or the beam width"
             )
-        needed, there = self._memory.most_blocks(request, config), self._blocks.num_total_blocks
+        needed = self._memory.most_blocks(request, config)
+        there = self._blocks.pool.num_usable_blocks
         if needed > there:
             raise UnservableRequest(
                 f"{length} prompt tokens and {request.width} × {request.max_tokens} more could "

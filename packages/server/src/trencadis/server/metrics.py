@@ -186,7 +186,7 @@ def _counters(stats: EngineStats) -> tuple[tuple[str, str, float], ...]:
         ("trencadis:bucket_misses", "Batches that no bucket covered.", stats.bucket_misses),
         (
             "trencadis:cold_forwards",
-            "Forwards in shapes that were not warmed up.",
+            "Forward passes in shapes that were not warmed up.",
             stats.cold_forwards,
         ),
         ("trencadis:compilations", "Compilations in live traffic.", stats.compilations),

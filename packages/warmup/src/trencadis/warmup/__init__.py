@@ -6,9 +6,10 @@ from trencadis.warmup.background import BackgroundWarmup, Progress
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import ConfigError, WarmupError
-from trencadis.warmup.lines import format_bytes
-from trencadis.warmup.memory import GraphBudget, MemoryPlan
-from trencadis.warmup.progress import track
+from trencadis.warmup.log_lines import format_bytes
+from trencadis.warmup.memory_plan import GraphBudget, MemoryPlan
+from trencadis.warmup.memory_use import MemoryUse
+from trencadis.warmup.progress_bar import track
 from trencadis.warmup.report import (
     BucketTime,
     CaptureReport,
@@ -28,7 +29,6 @@ from trencadis.warmup.sampler import (
 )
 from trencadis.warmup.session import warm_up
 from trencadis.warmup.strategies import STRATEGIES, capture_order, expected_replays
-from trencadis.warmup.usage import MemoryUse
 
 __all__ = [
     "SAMPLER_CONFIGS",

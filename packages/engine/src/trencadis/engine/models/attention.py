@@ -1,99 +1,34 @@
-"""Paged attention over the block cache, registered with transformers as its attention.
+"""Paged attention over the KV cache, registered with transformers' ``AttentionInterface``.
 
-Tokens of a forward lie flat, ``[1, tokens]``, so that every model that honours transformers'
-``logits_to_keep`` computes logits for the wanted rows only. What a forward reads and writes is
-one value, `PromptContext` or `DecodeContext`, passed through the model as ``paged=``.
+The tokens of a batch are flat, ``[1, tokens]``, so that models that support transformers'
+``logits_to_keep`` compute logits for the wanted rows only. `paged_context` defines what a forward
+pass reads and writes, and the letters used in shapes.
 
-Letters in shapes: B sequences, Q padded query length, C context blocks per sequence, N blocks of
-the cache prefix, E extra (block, sequence) pairs, S block size, H query heads, K key-value heads,
-G = H / K, D head size.
+To add a prefill kernel of a device: put it on the attention modules under `PROMPT_KERNEL` in
+``Device.optimize``. To add a kind of attention (such as a sliding window): compute it here, and
+remove it from `_refuse_unsupported`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
 from trencadis.engine.errors import ModelError
-
-if TYPE_CHECKING:
-    from trencadis.engine.models.decoder_layers import LayerRun
+from trencadis.engine.models.paged_context import (
+    MASKED,
+    PROMPT_KERNEL,
+    DecodeContext,
+    PagedContext,
+    PromptContext,
+)
 
 ATTENTION_NAME = "trencadis_paged"
-
-MASKED = -1e30
-"""Score of a masked position: finite, so that a block with no valid position yields no NaN."""
-
-PROMPT_KERNEL = "prompt_attention"
-"""Attribute of an attention module under which a device puts its own kernel for prompts, called
-like ``torch.nn.functional.scaled_dot_product_attention``."""
-
-
-class LayerCaches(Protocol):
-    """Keys and values of each layer, ``[blocks, K, S, D]``, block 0 for padding."""
-
-    def key(self, layer: int) -> torch.Tensor: ...
-
-    def value(self, layer: int) -> torch.Tensor: ...
-
-
-@attrs.frozen(eq=False)
-class PromptContext:
-    """Where a padded batch of prompt chunks writes and what context it reads.
-
-    ``write_blocks``, ``write_offsets``: ``[B * Q]``, padding goes to block 0.
-    ``context_blocks``: ``[B, C]``, None when no chunk has context. ``mask``: ``[B, 1, Q, C * S +
-    Q]`` bool, true where a query may look; None without context, where causal order suffices
-    because padding stands after every real token.
-    """
-
-    cache: LayerCaches
-    batch: int
-    write_blocks: torch.Tensor
-    write_offsets: torch.Tensor
-    context_blocks: torch.Tensor | None = None
-    mask: torch.Tensor | None = None
-    layer_run: LayerRun | None = None
-    """What computes the decoder layers instead of the model's own code."""
-
-
-@attrs.frozen(eq=False)
-class DecodeContext:
-    """Where one token per sequence writes, and which sequence owns each block it reads.
-
-    ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the row of the sequence
-    that a block is scored for, B for a block that nobody in the batch owns; ``readers`` the row
-    whose query it meets: the same, but some row of the batch where there is no owner. ``bias``:
-    ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
-    the cache prefix, read in place; ``extra_blocks`` ``[E]`` are gathered: blocks that a further
-    sequence shares. None when there are none.
-    """
-
-    cache: LayerCaches
-    prefix_blocks: int
-    write_blocks: torch.Tensor
-    write_offsets: torch.Tensor
-    owners: torch.Tensor
-    readers: torch.Tensor
-    bias: torch.Tensor
-    extra_blocks: torch.Tensor | None = None
-    layer_run: LayerRun | None = None
-    """What computes the decoder layers instead of the model's own code."""
-
-
-PagedContext = PromptContext | DecodeContext
-
-
-def paged_tensors(paged: PagedContext) -> list[str]:
-    """Names of the fields that hold tensors; which do depends on the shape alone."""
-    names = (field.name for field in attrs.fields(type(paged)))
-    return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]
 
 
 def paged_attention(
@@ -107,10 +42,11 @@ def paged_attention(
     scaling: float | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new keys and values, then attend. Shapes: ``[1, H, T, D]`` and ``[1, K, T, D]``.
+    """Write the new keys and values to the cache, then attend.
 
-    Returns ``[1, T, H, D]``. The signature is that of transformers' ``AttentionInterface``.
-    Raises `ModelError` for a feature of attention that this engine does not compute.
+    ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``. Returns
+    ``[1, T, H, D]``. The signature is that of transformers' ``AttentionInterface``. Raises
+    `ModelError` for an attention feature that this engine does not compute.
     """
     _refuse_unsupported(features)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -134,7 +70,7 @@ def _attend_prompt(
     paged: PromptContext,
     scale: float,
 ) -> torch.Tensor:
-    """Each chunk attends to its context, gathered from the cache, and causally to itself."""
+    """Prefill: a chunk attends to its context, gathered from the cache, and to itself."""
     query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
     if paged.context_blocks is not None:
         key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
@@ -158,11 +94,12 @@ def _attend_decode(
     paged: DecodeContext,
     scale: float,
 ) -> torch.Tensor:
-    """Score every block for its owner, then combine each owner's blocks.
+    """Decode: attend from each block's owner to that block, then combine the blocks of each owner.
 
-    A block yields a maximum, a sum of exponentials and a weighted sum of values; the blocks of a
+    A block gives a maximum, a sum of exponentials and a weighted sum of values. The blocks of a
     sequence are combined by rescaling to their common maximum (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax", 2018). Row B of the accumulators takes what nobody owns.
+    normalizer calculation for softmax", 2018). Row B of the accumulators takes blocks without an
+    owner.
     """
     _, heads, batch, size = query.shape
     kv_heads = cached_keys.shape[1]
@@ -187,8 +124,8 @@ def _score_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
 
-    Returns per row the maximum ``[N, K, G, 1]``, and ``[N, K, G, D + 1]`` the values weighted by
-    the exponentials followed by the sum of those, all fp32.
+    Returns, in fp32, the maximum per row ``[N, K, G, 1]``, and ``[N, K, G, D + 1]``: the values
+    weighted by the exponentials, then the sum of the exponentials.
     """
     scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
     peak = scores.amax(-1, keepdim=True)
@@ -200,7 +137,7 @@ def _score_blocks(
 def _combine(
     peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """Softmax-weighted values of each owner from the partial results of its blocks."""
+    """The attention output of each owner, from the partial softmax of its blocks."""
     top = peak.new_full((num_rows, *peak.shape[1:]), MASKED)
     top.scatter_reduce_(0, owners.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
     combined = sums.new_zeros((num_rows, *sums.shape[1:]))

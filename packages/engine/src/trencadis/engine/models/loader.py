@@ -1,4 +1,4 @@
-"""From a name to a loaded model: transformers' own module, with paged attention in it."""
+"""Loads a checkpoint: the model is transformers' own module with paged attention."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from trencadis.engine.devices import Device
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import ATTENTION_NAME
 from trencadis.engine.models.checkpoint import locate
@@ -29,9 +28,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @attrs.frozen(kw_only=True)
 class ModelSpec:
-    """What the engine needs to know of a checkpoint before it loads the weights.
+    """The facts about a checkpoint that the engine needs before it loads the weights.
 
-    ``source`` is what transformers loads: a directory or a hub id. Lengths are in tokens.
+    ``source`` is a directory or a hub id that transformers can load. Lengths are in tokens.
     """
 
     source: str
@@ -47,8 +46,8 @@ class ModelSpec:
 def inspect_model(name: str) -> ModelSpec:
     """Find a checkpoint and read its configuration.
 
-    ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError`, in one line, when
-    there is no such checkpoint or it is not of a decoder-only language model.
+    ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError` if there is no such
+    checkpoint, or if it is not a decoder-only language model.
     """
     source = locate(name)
     config = _read_config(source, name)
@@ -67,18 +66,21 @@ def inspect_model(name: str) -> ModelSpec:
     )
 
 
-def resolve_dtype(name: str, spec: ModelSpec, device: Device) -> torch.dtype:
-    """The dtype called ``name``; ``auto`` is the checkpoint's, or the device's for fp32 ones."""
+def resolve_dtype(name: str, spec: ModelSpec, preferred: torch.dtype) -> torch.dtype:
+    """The dtype called ``name``.
+
+    ``auto`` is the checkpoint's dtype if that is bf16 or fp16, else ``preferred``, the device's.
+    """
     if name != "auto":
         return _DTYPES[name]
     stored = getattr(spec.config, "dtype", None)
-    return stored if stored in (torch.bfloat16, torch.float16) else device.preferred_dtype
+    return stored if stored in (torch.bfloat16, torch.float16) else preferred
 
 
 def load_model(
-    spec: ModelSpec, device: Device, dtype: torch.dtype, max_model_len: int
+    spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int
 ) -> nn.Module:
-    """Load the weights onto ``device`` in the arrangement that it reads fastest.
+    """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
     Raises `ModelError` when weights are missing or the architecture does not let its attention
     be replaced.
@@ -102,9 +104,7 @@ def load_model(
             f"{type(model).__name__} computes its own attention, so the paged one cannot be put "
             "in: serve a model of an architecture that supports transformers' AttentionInterface"
         )
-    model = model.to(device.torch_device).eval().requires_grad_(requires_grad=False)
-    device.optimize(model)
-    return model  # type: ignore[no-any-return]
+    return model.to(device).eval().requires_grad_(requires_grad=False)  # type: ignore[no-any-return]
 
 
 def _read_config(source: str, name: str) -> PreTrainedConfig:
@@ -130,7 +130,7 @@ def _check_decoder_only(config: PreTrainedConfig, name: str) -> None:
 
 
 def _check_full_attention(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse layers whose state is not plain paged attention; a window that is never left is."""
+    """Refuse layers other than full attention. A window of ``max_model_len`` or more is full."""
     text = spec.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     if window is not None and window >= max_model_len:
@@ -155,7 +155,7 @@ def _check_complete(spec: ModelSpec, report: dict[str, Any]) -> None:
 
 
 def _eos_token_ids(source: str, config: PreTrainedConfig) -> frozenset[int]:
-    """End-of-sequence tokens: those of the generation settings where there are any."""
+    """End-of-sequence tokens: from the generation config if it has them, else the model config."""
     try:
         eos = GenerationConfig.from_pretrained(source).eos_token_id
     except OSError:

@@ -9,9 +9,9 @@ from typing import Any
 import attrs
 
 from trencadis.bucketing import BucketingConfig, BucketingError
-from trencadis.engine.checks import at_least, fraction
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.simulated.hardware import find_hardware
+from trencadis.engine.validators import at_least, fraction
 from trencadis.kvcache import DefragConfig, KVCacheError
 from trencadis.warmup import WarmupConfig, WarmupError
 

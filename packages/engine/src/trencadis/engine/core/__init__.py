@@ -1,0 +1,1 @@
+"""The engine core: its step loop, its process, the request table, thermal monitoring."""

@@ -1,0 +1,153 @@
+"""The engine core's process: receives messages, runs steps, sends tokens, until told to stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from concurrent.futures import Future
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
+from trencadis.engine.ipc.channel import CoreChannel
+from trencadis.engine.ipc.messages import (
+    Abort,
+    Add,
+    Control,
+    Controlled,
+    Failed,
+    Finish,
+    Ready,
+    Rejected,
+    StepDone,
+    Stop,
+    ToCore,
+)
+from trencadis.scheduler import BatchControlResult, ControlError
+
+if TYPE_CHECKING:
+    from trencadis.engine.core.engine_core import EngineCore
+
+logger = logging.getLogger("trencadis.engine")
+
+_IDLE_SECONDS = 1.0
+"""Period in which an idle core checks that its front is alive and sends its stats."""
+
+_WARMING_SECONDS = 0.1
+"""Period in which an idle core checks whether the next bucket can be warmed up."""
+
+
+@attrs.frozen
+class LogSettings:
+    """Log level and format of the core's process, taken from the front."""
+
+    level: int = logging.INFO
+    format: str = "%(levelname)s %(asctime)s %(name)s] %(message)s"
+    datefmt: str = "%m-%d %H:%M:%S"
+
+
+def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSettings) -> None:
+    """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
+    # Its own process group: Ctrl-C in a terminal does not reach the core, because the front decides
+    # when it ends, and killing the group also ends the compilers that the core has started.
+    os.setpgid(0, 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.basicConfig(level=log.level, format=log.format, datefmt=log.datefmt)
+    channel = CoreChannel(to_core, from_core)
+    front = os.getppid()
+    try:
+        _serve(config, channel, front)
+    except ConfigError as error:
+        channel.send(Failed("config", str(error)))
+    except ModelError as error:
+        channel.send(Failed("model", str(error)))
+    except Exception as error:
+        logger.exception("The engine core stops")
+        channel.send(Failed("internal", f"{type(error).__name__}: {error}"))
+    finally:
+        channel.close()
+
+
+def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
+    # Imported here because the front imports this module and must not wait for PyTorch.
+    from trencadis.engine.core.engine_core import EngineCore  # noqa: PLC0415
+
+    core = EngineCore(config)
+    try:
+        report = core.warm_up(stop=lambda: os.getppid() != front)
+        channel.send(
+            Ready(
+                max_model_len=core.max_model_len,
+                num_blocks=core.worker.limits.num_blocks,
+                block_size=config.block_size,
+                dtype=str(core.worker.dtype).removeprefix("torch."),
+                device=core.device.name,
+                num_buckets=core.worker.num_buckets,
+                warmup_seconds=report.seconds if report is not None else 0.0,
+            )
+        )
+        _loop(core, channel, front)
+    finally:
+        core.close()
+
+
+def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
+    orders: _Orders = {}
+    while os.getppid() == front:
+        for message in channel.receive(_receive_timeout(core)):
+            if isinstance(message, Stop):
+                return
+            _handle(core, channel, message, orders)
+        core.advance_warm_up()
+        tokens = core.step() if core.has_work else []
+        _send_results(orders, channel)
+        channel.send(StepDone(tuple(tokens), core.stats))
+    logger.warning("The front is gone: the engine core stops")
+
+
+def _receive_timeout(core: EngineCore) -> float:
+    """Seconds to wait for the next message."""
+    if core.has_work:
+        return core.pause_s
+    return _WARMING_SECONDS if core.is_warming_up else _IDLE_SECONDS
+
+
+_Orders = dict[int, Future[BatchControlResult]]
+"""Results of orders that were not sent yet, by order number."""
+
+
+def _handle(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Orders) -> None:
+    if isinstance(message, Add):
+        try:
+            core.add(message.key, message.prompt_token_ids, message.params, message.priority)
+        except EngineOverloaded as error:
+            channel.send(Rejected(message.key, str(error), overloaded=True))
+        except InvalidRequest as error:
+            channel.send(Rejected(message.key, str(error), field=error.field))
+    elif isinstance(message, Abort):
+        for key in message.keys:
+            core.abort(key)
+    elif isinstance(message, Finish):
+        core.finish(message.key, message.index)
+    elif isinstance(message, Control):
+        try:
+            orders[message.number] = core.control(message.order)
+        except InvalidRequest as error:
+            channel.send(Controlled(message.number, None, str(error), error.field))
+
+
+def _send_results(orders: _Orders, channel: CoreChannel) -> None:
+    """Send the results of orders that have been carried out or refused."""
+    for number, future in tuple(orders.items()):
+        if not future.done():
+            continue
+        del orders[number]
+        error = future.exception()
+        if error is None:
+            channel.send(Controlled(number, future.result()))
+        else:
+            field = "target_temp_c" if isinstance(error, ControlError) else "max_num_seqs"
+            channel.send(Controlled(number, None, str(error), field))

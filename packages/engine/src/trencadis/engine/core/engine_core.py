@@ -1,0 +1,216 @@
+"""The engine core: schedules, executes and samples one step at a time.
+
+`EngineCore` is synchronous and does no communication. `core_process` runs it in its own process
+for servers; `LLM` runs it in the caller's process for offline batches.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.core.request_check import check_request
+from trencadis.engine.core.request_table import RequestTable
+from trencadis.engine.core.thermal_monitor import ThermalMonitor
+from trencadis.engine.devices import Device, select_device
+from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.ipc.messages import NewToken
+from trencadis.engine.outputs import EngineStats
+from trencadis.engine.runner.host_swap import swap_governor
+from trencadis.engine.runner.worker import Worker
+from trencadis.engine.sampling_params import SamplingParams
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
+from trencadis.scheduler import (
+    BatchControl,
+    BatchControlResult,
+    Scheduler,
+    StepTiming,
+)
+from trencadis.warmup import WarmupReport
+
+STALLED_SECONDS = 0.01
+"""Pause after a step in which no sequence could run."""
+
+
+class EngineCore:
+    """Loads a model and serves requests step by step. Not thread-safe.
+
+    ``device`` and ``thermal`` replace those that ``config`` names. Raises `ModelError` or
+    `ConfigError` when the model cannot be served under ``config``.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device | None = None,
+        thermal: ThermalMonitor | None = None,
+    ) -> None:
+        self.config = config
+        self.device = device if device is not None else _device(config)
+        # Before the weights are loaded, so that a wrong policy name is reported within a second.
+        self._thermal = thermal or ThermalMonitor.from_config(
+            config, self.device.temperature_source
+        )
+        self.worker = Worker(config, self.device)
+        self.spec = self.worker.spec
+        self.max_model_len = self.worker.limits.max_model_len
+        self.pause_s = 0.0
+        self._num_steps = 0
+        self._num_prefill_tokens = 0
+        self._running_limit = config.max_num_seqs
+        self.blocks = BlockManager(
+            CacheConfig(
+                num_blocks=self.worker.limits.num_blocks,
+                block_size=config.block_size,
+                num_host_blocks=self.worker.cache.num_host_blocks,
+                enable_prefix_caching=config.enable_prefix_caching,
+            ),
+            governor=swap_governor(config, self.worker.block_bytes),
+        )
+        grids = self.worker.grids
+        self.scheduler = Scheduler(
+            self.worker.limits.scheduler_config(
+                max_waiting=config.max_waiting,
+                max_chunk_tokens=grids.max_chunk_tokens if grids else None,
+                policy=config.scheduling_policy,
+            ),
+            self.blocks,
+            thermal=self._thermal.guard,
+            defragmenter=Defragmenter(self.blocks, config.defrag),
+        )
+        rng = random.Random(config.seed)
+        self.requests = RequestTable(self.scheduler, self.spec.eos_token_ids, rng)
+        self._thermal.start()
+
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
+        """Warm up before serving, as ``config.warmup`` says.
+
+        Returns None where the rest is warmed up in the background, or nothing is. ``stop`` is
+        polled before each bucket; True ends the warm-up.
+        """
+        return self.worker.warm_up(stop)
+
+    @property
+    def is_warming_up(self) -> bool:
+        """Whether buckets are left for the background warm-up."""
+        background = self.worker.background
+        return background is not None and background.is_running
+
+    def advance_warm_up(self) -> None:
+        """Warm up the next bucket in the background, if any is left and the core has time."""
+        if self.worker.background is not None:
+            self.worker.background.advance(idle=not self.has_work)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    @property
+    def stats(self) -> EngineStats:
+        runner = self.worker.runner
+        return EngineStats(
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+            num_swapped=self.scheduler.num_swapped,
+            num_preemptions=self.scheduler.num_preemptions,
+            num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
+            num_recomputes=self.scheduler.num_recomputes,
+            max_running=self._running_limit,
+            used_blocks=self.blocks.pool.num_used_blocks,
+            total_blocks=self.blocks.pool.num_usable_blocks,
+            highest_block_in_use=self.blocks.pool.highest_used_block,
+            steps=self._num_steps,
+            prompt_tokens=self.requests.num_prompt_tokens,
+            generation_tokens=self.requests.num_generation_tokens,
+            computed_prefill_tokens=self._num_prefill_tokens,
+            padded_tokens=runner.padded_tokens,
+            bucket_misses=runner.bucket_misses,
+            buckets=self.worker.num_buckets,
+            ready_buckets=runner.num_ready_buckets,
+            cold_forwards=runner.forward_runner.cold_forwards,
+            compilations=runner.forward_runner.compilations,
+            thermal=self._thermal.stats,
+        )
+
+    def add(
+        self,
+        key: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int = 0,
+    ) -> None:
+        """Add a request under ``key`` to the waiting queue.
+
+        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
+        """
+        check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
+        limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
+        self.requests.add(key, prompt_token_ids, params, priority, limit)
+
+    def abort(self, key: str) -> None:
+        """End a request and free its blocks. An unknown key is ignored: the request has ended."""
+        self.requests.abort(key)
+
+    def finish(self, key: str, index: int) -> None:
+        """End sample ``index`` of a request, because the front found a stop string."""
+        self.requests.finish(key, index)
+
+    def control(self, order: BatchControl) -> Future[BatchControlResult]:
+        """Queue an order, which is carried out at the start of the next step.
+
+        See `Scheduler.control`. Raises `InvalidRequest` for a ``max_num_seqs`` above the one that
+        the engine was started with, since its buckets end there.
+        """
+        limit = self.config.max_num_seqs
+        if order.max_num_seqs is not None and order.max_num_seqs > limit:
+            raise InvalidRequest(
+                f"max_num_seqs {order.max_num_seqs} is above {limit}, for which this engine was "
+                "prepared: start it with more",
+                "max_num_seqs",
+            )
+        return self.scheduler.control(order)
+
+    def step(self) -> list[NewToken]:
+        """Run one step; returns the new tokens.
+
+        Afterwards ``pause_s`` is how many seconds to wait before the next step: above 0 only when
+        no sequence could run, because of swap transfers or a lowered running limit.
+        """
+        output = self.scheduler.schedule()
+        stalled = output.is_empty and not output.moves
+        self.pause_s = STALLED_SECONDS if stalled else 0.0
+        began = time.perf_counter()
+        computed = self.worker.runner.run(output)
+        sampled = self.requests.sample(output, computed)
+        compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
+        updates = self.scheduler.update(
+            output,
+            sampled.token_ids,
+            logprobs=sampled.logprobs,
+            candidates=sampled.candidates,
+            timing=StepTiming(
+                # A step with decodes does not tell how long its prefill chunks took.
+                prompts_s=None if output.decodes else compute_s,
+                swap_out_s=computed.swap_s.get(Direction.OUT),
+                swap_in_s=computed.swap_s.get(Direction.IN),
+            ),
+        )
+        self._num_steps += 1
+        for chunk in output.prompts:
+            self._num_prefill_tokens += len(chunk.token_ids)
+        self._running_limit = output.max_running
+        return self.requests.report(updates, sampled)
+
+    def close(self) -> None:
+        """Stop reading temperatures."""
+        self._thermal.stop()
+
+
+def _device(config: EngineConfig) -> Device:
+    return select_device(
+        config.device, Path(config.compile_cache) if config.compile_cache else None
+    )

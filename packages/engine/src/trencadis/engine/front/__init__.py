@@ -1,0 +1,1 @@
+"""What callers use: AsyncEngine, LLM, request streams, tokenizer, incremental detokenizer."""

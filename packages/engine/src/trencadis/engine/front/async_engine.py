@@ -1,0 +1,276 @@
+"""The asynchronous front: serves many callers on one event loop; the core is another process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import attrs
+
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.core.core_process import LogSettings
+from trencadis.engine.errors import (
+    EngineDead,
+    EngineError,
+    EngineOverloaded,
+    InvalidRequest,
+)
+from trencadis.engine.front.core_client import CoreClient
+from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.ipc.messages import (
+    Abort,
+    Add,
+    Control,
+    Controlled,
+    Failed,
+    Finish,
+    Ready,
+    Rejected,
+    StepDone,
+    Stop,
+)
+from trencadis.engine.models.checkpoint import locate
+from trencadis.engine.outputs import CompletionDelta, EngineStats
+from trencadis.engine.sampling_params import SamplingParams
+from trencadis.scheduler import BatchControl, BatchControlResult
+
+if TYPE_CHECKING:
+    from trencadis.engine.front.tokenizer import Tokenizer
+
+logger = logging.getLogger("trencadis.engine")
+
+_STOP_SECONDS = 10.0
+"""Time for the core to end by itself before its process is killed."""
+
+_ORDER_SECONDS = 60.0
+"""Longest wait for an order. A step takes seconds only where it compiles."""
+
+
+class AsyncEngine:
+    """Serves requests on one event loop. Create it with `start`, end it with `stop`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        tokenizer: Tokenizer,
+        core: CoreClient,
+        ready: Ready,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.stats = EngineStats(total_blocks=ready.num_blocks - 1, max_running=config.max_num_seqs)
+        self._ready = ready
+        self._core = core
+        self._requests: dict[str, _Request] = {}
+        self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
+        self._numbers = itertools.count()
+        self._failure: str | None = None
+        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+
+    @classmethod
+    async def start(cls, config: EngineConfig, log: LogSettings | None = None) -> AsyncEngine:
+        """Start the core, load the model and warm up; returns when requests can be served.
+
+        Raises `ConfigError` or `ModelError` when the model cannot be served, `EngineDead` when
+        the core fails for another reason.
+        """
+        source = await asyncio.to_thread(locate, config.model)
+        core = CoreClient(config, log or LogSettings())
+        try:
+            loading = asyncio.to_thread(_load_tokenizer, source)
+            tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
+        except BaseException:
+            await core.end()
+            raise
+        return cls(config, tokenizer, core, ready)
+
+    async def stop(self) -> None:
+        """End the core. Requests that still run end with `EngineDead`."""
+        self._fail("the engine was stopped")
+        self._reader.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._reader
+        if self._core.is_alive:
+            await self._core.send(Stop())
+        await self._core.end(_STOP_SECONDS)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output, tokens."""
+        return self._ready.max_model_len
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients send as ``model``."""
+        return self.config.name
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """Device, dtype, size of the cache, number of buckets, warm-up time in seconds."""
+        return {
+            name: getattr(self._ready, name)
+            for name in (
+                "device",
+                "dtype",
+                "num_blocks",
+                "block_size",
+                "num_buckets",
+                "warmup_seconds",
+            )
+        }
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self._failure is None and self._core.is_alive
+
+    async def check_health(self) -> None:
+        """Raises `EngineDead` when requests cannot be served any more."""
+        if not self.is_alive:
+            raise EngineDead(self._failure or "the engine core is gone: restart the server")
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Yield the new text and tokens of each sample, until the last sample ends.
+
+        With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
+        Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
+        `EngineOverloaded` or `EngineDead`.
+        """
+        await self.check_health()
+        number = next(self._numbers)
+        name = request_id if request_id is not None else f"request-{number}"
+        # Keys are never reused, so a late token of an ended request cannot reach another one.
+        key = f"{name}/{number}"
+        prompt = tuple(prompt_token_ids)
+        queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
+        stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
+        self._requests[key] = _Request(stream, queue)
+        try:
+            await self._core.send(Add(key, prompt, params, priority))
+            unfinished = params.n
+            while unfinished:
+                delta = await queue.get()
+                if isinstance(delta, EngineError):
+                    raise delta
+                unfinished -= delta.finish_reason is not None
+                yield delta
+        finally:
+            await self._abort(key)
+
+    async def abort(self, request_id: str) -> None:
+        """End every sample of a request. Its generator yields their last deltas and ends."""
+        for key, request in tuple(self._requests.items()):
+            if request.stream.request_id == request_id:
+                request.stream.abort()
+                await self._abort(key)
+
+    async def control(self, order: BatchControl) -> BatchControlResult:
+        """Carry out an operator's order at the start of the next step; returns its result.
+
+        Raises `InvalidRequest`, naming the field, for an order that cannot be carried out,
+        `EngineOverloaded` where no step ends within a minute, and `EngineDead`.
+        """
+        await self.check_health()
+        number = next(self._numbers)
+        self._orders[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._core.send(Control(number, order))
+            return await asyncio.wait_for(self._orders[number], _ORDER_SECONDS)
+        except asyncio.TimeoutError:
+            raise EngineOverloaded(
+                f"the order was not carried out within {_ORDER_SECONDS:.0f} s, and will be when "
+                "the step under way ends: see /metrics before it is given again"
+            ) from None
+        finally:
+            del self._orders[number]
+
+    async def _abort(self, key: str) -> None:
+        """Abort a request in the core, unless it has ended there."""
+        if self._requests.pop(key, None) is not None and self.is_alive:
+            await self._core.send(Abort((key,)))
+
+    async def _read(self) -> None:
+        """Read the core's messages and pass each to the request that it belongs to."""
+        try:
+            while True:
+                message = await self._core.receive()
+                if isinstance(message, StepDone):
+                    await self._deliver(message)
+                elif isinstance(message, Rejected):
+                    self._reject(message)
+                elif isinstance(message, Controlled):
+                    self._resolve_order(message)
+                elif isinstance(message, Failed):
+                    raise EngineDead(message.message)
+        except EngineError as error:
+            logger.error("The engine stops serving: %s", error)
+            self._fail(f"{error}: restart the server")
+        except Exception as error:
+            # Nobody reads the core's messages from here on, so every waiting caller must fail.
+            logger.exception("The engine stops serving")
+            self._fail(f"{type(error).__name__}: {error}: restart the server")
+
+    async def _deliver(self, step: StepDone) -> None:
+        self.stats = step.stats
+        for token in step.tokens:
+            request = self._requests.get(token.key)
+            if request is None:
+                continue  # aborted after the core had sent the token
+            if request.stream.push(token):  # ended by a stop string, which the core cannot see
+                await self._core.send(Finish(token.key, token.index))
+            if request.stream.finished:
+                del self._requests[token.key]
+
+    def _reject(self, message: Rejected) -> None:
+        request = self._requests.pop(message.key, None)
+        if request is not None:
+            request.queue.put_nowait(
+                EngineOverloaded(message.message)
+                if message.overloaded
+                else InvalidRequest(message.message, message.field)
+            )
+
+    def _resolve_order(self, message: Controlled) -> None:
+        order = self._orders.get(message.number)
+        if order is None or order.done():
+            return  # its caller has stopped waiting
+        result = message.result
+        if result is not None:
+            names = dict.fromkeys(key.rpartition("/")[0] for key in result.evicted_request_ids)
+            order.set_result(attrs.evolve(result, evicted_request_ids=tuple(names)))
+        else:
+            order.set_exception(InvalidRequest(message.message, message.field))
+
+    def _fail(self, reason: str) -> None:
+        if self._failure is None:
+            self._failure = reason
+        for request in self._requests.values():
+            request.queue.put_nowait(EngineDead(self._failure))
+        self._requests.clear()
+        for order in self._orders.values():
+            if not order.done():
+                order.set_exception(EngineDead(self._failure))
+
+
+@attrs.frozen
+class _Request:
+    """A running request. Its generator reads ``queue``, at most one delta per generated token."""
+
+    stream: RequestStream
+    queue: asyncio.Queue[CompletionDelta | EngineError]
+
+
+def _load_tokenizer(source: str) -> Tokenizer:
+    from trencadis.engine.front.tokenizer import Tokenizer  # noqa: PLC0415  (imports transformers)
+
+    return Tokenizer.load(source)

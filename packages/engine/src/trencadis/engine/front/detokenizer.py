@@ -1,0 +1,85 @@
+"""Incremental detokenization: complete characters only, stop strings removed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from tokenizers.decoders import DecodeStream
+
+from trencadis.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trencadis.engine.front.tokenizer import Tokenizer
+
+_CONTEXT = 8
+"""Prompt tokens given to the decoder, so that the first new token keeps its leading space."""
+
+
+class IncrementalDetokenizer:
+    """The text of one sample, token by token.
+
+    Text is held back while its last character is incomplete, or while its end may be the beginning
+    of a stop string.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, params: SamplingParams, prompt_token_ids: Sequence[int]
+    ) -> None:
+        self._tokenizer = tokenizer.backend
+        self._skip_special = params.skip_special_tokens
+        self._stream = DecodeStream(list(prompt_token_ids[-_CONTEXT:]), self._skip_special)
+        self._pending_ids: list[int] = []
+        self._stop = params.stop
+        self._keep_stop = params.include_stop_str_in_output
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._held = ""
+
+    def push(self, token_id: int) -> tuple[str, str | None]:
+        """Add a token; returns the text that is now final, and the stop string that matched."""
+        self._num_tokens += 1
+        piece = self._stream.step(self._tokenizer, token_id)
+        if piece is None:
+            self._pending_ids.append(token_id)
+            return "", None
+        self._pending_ids.clear()
+        self._held += piece
+        return self._release()
+
+    def finish(self) -> str:
+        """The text still held back. Call it when generation ends without a stop string."""
+        tail, self._held = self._held, ""
+        if self._pending_ids:
+            tail += self._tokenizer.decode(
+                self._pending_ids, skip_special_tokens=self._skip_special
+            )
+            self._pending_ids.clear()
+        return tail
+
+    def _release(self) -> tuple[str, str | None]:
+        if not self._stop:
+            text, self._held = self._held, ""
+            return text, None
+        found = self._first_stop()
+        if found is not None and self._num_tokens > self._min_tokens:
+            position, stop = found
+            text = self._held[: position + len(stop) * self._keep_stop]
+            self._held = ""
+            return text, stop
+        keep = max(_overlap(self._held, stop) for stop in self._stop)
+        cut = len(self._held) - keep
+        text, self._held = self._held[:cut], self._held[cut:]
+        return text, None
+
+    def _first_stop(self) -> tuple[int, str] | None:
+        hits = [(self._held.find(stop), stop) for stop in self._stop]
+        return min((hit for hit in hits if hit[0] >= 0), default=None)
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,101 @@
+"""One request in the front: takes tokens from the core, emits text deltas for each sample."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import attrs
+
+from trencadis.engine.front.sample_stream import SampleStream
+from trencadis.engine.ipc.messages import NewToken
+from trencadis.engine.outputs import CompletionDelta
+from trencadis.engine.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from trencadis.engine.front.tokenizer import Tokenizer
+
+
+class RequestStream:
+    """Calls ``emit`` with the deltas of each sample; the last one has the finish reason.
+
+    With ``best_of`` above ``n`` and with beam search, the results are known only at the end. Each
+    is then emitted as one delta, and the best has index 0. Samples are ranked here, not in the
+    scheduler, because stop strings are found here: tokens after a stop string must not count.
+    """
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        tokenizer: Tokenizer,
+        emit: Callable[[CompletionDelta], None],
+    ) -> None:
+        self.request_id = request_id
+        self._params = params
+        self._emit = emit
+        # For beam search the core reports only the n results, not every beam.
+        count = params.n if params.use_beam_search else params.width
+        self._samples = [
+            SampleStream(request_id, index, prompt_token_ids, params, tokenizer)
+            for index in range(count)
+        ]
+        self._held: list[list[CompletionDelta]] = [[] for _ in range(count)]
+
+    @property
+    def finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(sample.finished for sample in self._samples)
+
+    def push(self, token: NewToken) -> bool:
+        """Add a token. True if a stop string ended the sample: the core cannot see it."""
+        sample = self._samples[token.index]
+        if sample.finished:
+            return False  # the core sent it before it knew that a stop string ended the sample
+        delta = sample.push(token)
+        if not self._params.chooses:
+            self._emit(delta)
+        else:
+            self._held[token.index].append(delta)
+            if self.finished:
+                self._emit_best()
+        return delta.finish_reason is not None and token.finish_reason is None
+
+    def abort(self) -> None:
+        """End every sample with the text it has so far; unranked samples end with no text."""
+        if self._params.chooses:
+            samples = self._samples[: self._params.n]
+            ended = [attrs.evolve(sample.abort(), text="") for sample in samples]
+        else:
+            ended = [sample.abort() for sample in self._samples if not sample.finished]
+        for delta in ended:
+            self._emit(delta)
+
+    def _emit_best(self) -> None:
+        ranked = self._held
+        if not self._params.use_beam_search:
+            ranked = sorted(self._held, key=_mean_logprob, reverse=True)
+        for rank, deltas in enumerate(ranked[: self._params.n]):
+            self._emit(self._joined(deltas, rank))
+
+    def _joined(self, deltas: Sequence[CompletionDelta], index: int) -> CompletionDelta:
+        last = deltas[-1]
+        logprobs = () if self._params.logprobs is None else sum((d.logprobs for d in deltas), ())
+        return CompletionDelta(
+            self.request_id,
+            index,
+            "".join(delta.text for delta in deltas),
+            tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            logprobs,
+            last.finish_reason,
+            last.stop_reason,
+            last.num_prompt_tokens,
+            last.num_cached_tokens,
+        )
+
+
+def _mean_logprob(deltas: Sequence[CompletionDelta]) -> float:
+    """Mean log-probability of a sample's tokens, by which OpenAI's API ranks ``best_of``."""
+    logprobs = [position.chosen.logprob for delta in deltas for position in delta.logprobs]
+    return sum(logprobs) / len(logprobs)

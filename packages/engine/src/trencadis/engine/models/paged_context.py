@@ -1,0 +1,89 @@
+"""What one forward pass reads from and writes to the paged KV cache.
+
+A forward pass carries one `PagedContext` through the model as the keyword ``paged``: a
+`PromptContext` for prefill chunks, a `DecodeContext` for decode steps.
+
+Letters in shapes: B sequences, Q padded query length, C context blocks per sequence, N blocks of
+the cache prefix, E extra (block, sequence) pairs, S block size, H query heads, K key-value heads,
+G = H / K, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import attrs
+import torch
+
+MASKED = -1e30
+"""Score of a masked position: finite, so that a block with no valid position yields no NaN."""
+
+PROMPT_KERNEL = "prompt_attention"
+"""Attribute of an attention module that holds a device's own prefill kernel. It is called like
+``torch.nn.functional.scaled_dot_product_attention``."""
+
+LayerRun = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+"""Computes one decoder layer. Arguments: the layer's index, the layer's own forward function, and
+the positional and keyword arguments that the model passed to the layer."""
+
+
+class LayerCaches(Protocol):
+    """Keys and values of each layer, ``[blocks, K, S, D]``. Block 0 is the padding block."""
+
+    def key(self, layer: int) -> torch.Tensor: ...
+
+    def value(self, layer: int) -> torch.Tensor: ...
+
+
+@attrs.frozen(eq=False)
+class PromptContext:
+    """Where a padded batch of prefill chunks writes, and the context that it reads.
+
+    ``write_blocks``, ``write_offsets``: ``[B * Q]``; padding tokens write to block 0.
+    ``context_blocks``: ``[B, C]``, None if no chunk has context. ``mask``: ``[B, 1, Q, C * S + Q]``
+    bool, true where a query attends; None without context, where a causal mask suffices because
+    padding follows every real token.
+    """
+
+    cache: LayerCaches
+    batch: int
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    context_blocks: torch.Tensor | None = None
+    mask: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    """Computes the decoder layers in place of the model's own code; None for eager."""
+
+
+@attrs.frozen(eq=False)
+class DecodeContext:
+    """Where one token per sequence writes, and which sequence owns each block that is read.
+
+    ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the batch row that a
+    block belongs to, B for a block without an owner. ``readers``: ``[N + E]``, the row whose query
+    attends to the block: its owner, or any row where there is none. ``bias``:
+    ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
+    the cache prefix, read in place. ``extra_blocks``: ``[E]``, blocks that are gathered because a
+    further sequence shares them; None if there are none.
+    """
+
+    cache: LayerCaches
+    prefix_blocks: int
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    owners: torch.Tensor
+    readers: torch.Tensor
+    bias: torch.Tensor
+    extra_blocks: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    """Computes the decoder layers in place of the model's own code; None for eager."""
+
+
+PagedContext = PromptContext | DecodeContext
+
+
+def paged_tensors(paged: PagedContext) -> list[str]:
+    """Names of the fields that hold tensors. They depend only on the shape."""
+    names = (field.name for field in attrs.fields(type(paged)))
+    return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]

@@ -1,0 +1,1 @@
+"""Model execution: worker (load, memory plan, warm-up), model runner, padded batches, sampler."""

@@ -1,0 +1,148 @@
+"""Runs one padded batch through the model: graph replay, compiled layers, or eager."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Generator
+
+import attrs
+import torch
+from torch import nn
+
+from trencadis.engine.devices import Device, Graph
+from trencadis.engine.models.decoder_layers import DecoderLayers, Recording
+from trencadis.engine.models.paged_context import LayerRun
+from trencadis.engine.runner.model_input import ModelInput
+from trencadis.engine.runner.shapes import ForwardShape
+from trencadis.kvcache.tensors import KVCache
+
+logger = logging.getLogger("trencadis.engine")
+
+
+class ForwardRunner:
+    """Runs the model on padded batches and knows which shapes are warmed up.
+
+    ``compiled``: compile the decoder layers for each shape. Once `start_serving` was called, a
+    forward pass in a shape that was not warmed up is *cold*: it runs eagerly where the device can,
+    or is compiled first if ``compile_cold`` is set or the device cannot run a new shape otherwise.
+    ``cold_forwards`` counts these passes, ``compilations`` what the device compiled in live
+    traffic. Each is logged as a warning.
+    """
+
+    def __init__(
+        self, model: nn.Module, device: Device, cache: KVCache, *, compiled: bool = False
+    ) -> None:
+        self.compile_cold = False
+        self.cold_forwards = 0
+        self.compilations = 0
+        self._model = model
+        self._device = device
+        self._layers = DecoderLayers(model, cache) if compiled else None
+        self._warmed_up: set[ForwardShape] = set()
+        self._layer_runs: dict[ForwardShape, LayerRun] = {}
+        self._graphs: dict[ForwardShape, Graph] = {}
+        self._serving = False
+        self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
+        """Whether the first forward pass in a new shape costs more than the following ones."""
+
+    def start_serving(self) -> None:
+        """Warm-up has ended: forward passes from now on are live traffic."""
+        self._serving = True
+
+    @torch.inference_mode()
+    def run(self, batch: ModelInput) -> torch.Tensor:
+        """Logits ``[num_rows, vocabulary]``, on the host where the host samples."""
+        if not self._serving or not self.needs_warmup:
+            return self._run(batch)
+        cold = batch.shape not in self._warmed_up
+        self.cold_forwards += cold
+        if cold and not self.compile_cold and self._device.dynamic_shapes:
+            logger.warning("%s was not warmed up and runs eagerly", batch.shape)
+            return self._run(batch)
+        with self.count_compilations(batch.shape):
+            if cold and self.compile_cold:
+                self.prepare(batch)
+            return self._run(batch)
+
+    @contextlib.contextmanager
+    def count_compilations(self, cause: object) -> Generator[None, None, None]:
+        """Count and log what the device compiles within this context, in live traffic.
+
+        ``cause`` is what was not warmed up, for the log line.
+        """
+        before, started = self._device.num_compilations(), time.monotonic()
+        yield
+        compiled = self._device.num_compilations() - before
+        # With background warm-up in a thread, compilations of that thread must not be counted;
+        # such devices run cold shapes eagerly, so there is nothing else to count.
+        if compiled and self._serving and (self.compile_cold or not self._device.dynamic_shapes):
+            self.compilations += compiled
+            logger.warning(
+                "%s was not warmed up: %d compilations in live traffic, %.2f s",
+                cause,
+                compiled,
+                time.monotonic() - started,
+            )
+
+    @torch.inference_mode()
+    def prepare(self, batch: ModelInput) -> None:
+        """Compile for the shape of ``batch``, then run it once."""
+        if self._layers is not None and batch.shape not in self._layer_runs:
+            self._layer_runs[batch.shape] = self._compile(batch, self._layers)
+        self._run(batch)
+        self._warmed_up.add(batch.shape)
+
+    @torch.inference_mode()
+    def capture(self, batch: ModelInput) -> None:
+        """Capture a graph for the shape of ``batch``. Later batches of this shape replay it."""
+        captured = self._with_layer_run(batch)
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
+            return self._compute(captured.with_tensors(tensors))
+
+        self._graphs[batch.shape] = self._device.capture(run, batch.tensors)
+        self._warmed_up.add(batch.shape)
+
+    def release(self, shape: ForwardShape) -> None:
+        """Release the graph of this shape."""
+        self._graphs.pop(shape).release()
+
+    def _compile(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
+        recording = Recording()
+        self._compute(_with(batch, recording))
+        module, inputs = layers.trace(recording)
+        return layers.run_with(self._device.compile(module, inputs), recording.prefix_blocks)
+
+    def _run(self, batch: ModelInput) -> torch.Tensor:
+        graph = self._graphs.get(batch.shape)
+        if graph is None:
+            rows = self._compute(self._with_layer_run(batch))
+        else:
+            rows = graph.replay(batch.tensors)
+        self._device.mark_step()
+        if not self._device.dynamic_shapes:
+            # All rows are copied: a slice on the device would be compiled for each length.
+            return rows.cpu()[: batch.num_rows]
+        rows = rows[: batch.num_rows]
+        return rows if graph is None else rows.clone()  # the next replay overwrites the output
+
+    def _with_layer_run(self, batch: ModelInput) -> ModelInput:
+        layer_run = self._layer_runs.get(batch.shape)
+        return batch if layer_run is None else _with(batch, layer_run)
+
+    def _compute(self, batch: ModelInput) -> torch.Tensor:
+        out = self._model(
+            input_ids=batch.token_ids,
+            position_ids=batch.position_ids,
+            use_cache=False,
+            logits_to_keep=batch.logit_rows,
+            paged=batch.paged,
+        )
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+
+def _with(batch: ModelInput, layer_run: LayerRun) -> ModelInput:
+    return attrs.evolve(batch, paged=attrs.evolve(batch.paged, layer_run=layer_run))

@@ -1,0 +1,114 @@
+"""The bucket grids that an engine warms up: from the user's settings, or a small default grid."""
+
+from __future__ import annotations
+
+import logging
+
+import attrs
+
+from trencadis.bucketing import (
+    BucketGrid,
+    BucketingConfig,
+    decode_grid,
+    linear_range,
+    prompt_grid,
+)
+from trencadis.engine.runner.limits import ServingLimits
+from trencadis.kvcache import ceil_div
+
+logger = logging.getLogger("trencadis.engine")
+
+
+@attrs.frozen
+class Grids:
+    """The buckets that prefill and decode batches are padded to."""
+
+    prompt: BucketGrid
+    decode: BucketGrid
+
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of both phases."""
+        return len(self.prompt) + len(self.decode)
+
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of the largest query bucket."""
+        return self.prompt.values("query")[-1]
+
+
+def build_grids(config: BucketingConfig | None, limits: ServingLimits) -> Grids:
+    """Both grids. Logs their axes as seed 002 does. Raises `BucketingError`."""
+    grids = small_grids(limits) if config is None else configured_grids(config, limits)
+    for grid in (grids.prompt, grids.decode):
+        for line in grid.describe():
+            logger.info(line)
+    why = (
+        "few, because this device runs a new shape without compiling it; "
+        "VLLM_PROMPT_* and VLLM_DECODE_* variables choose others"
+        if config is None
+        else "from the VLLM_* bucketing settings"
+    )
+    logger.info("%d prompt and %d decode buckets (%s)", len(grids.prompt), len(grids.decode), why)
+    return grids
+
+
+def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
+    """The grids that the user's settings describe."""
+    return Grids(
+        prompt_grid(
+            config,
+            max_model_len=limits.max_model_len,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_num_seqs=limits.max_num_seqs,
+            block_size=limits.block_size,
+        ),
+        decode_grid(
+            config,
+            max_num_seqs=limits.max_num_seqs,
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            max_model_len=limits.max_model_len,
+        ),
+    )
+
+
+def small_grids(limits: ServingLimits) -> Grids:
+    """A grid of few buckets, for a device that runs a new shape within milliseconds.
+
+    Every axis doubles or quadruples. Prefill chunks with context run one sequence at a time: their
+    attention covers the padded context, so a batch of unequal contexts would be mostly padding.
+    """
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    context = ceil_div(limits.max_model_len, limits.block_size)
+    prompt = BucketGrid(
+        {
+            "batch": _doubling(1, min(4, limits.max_num_seqs)),
+            "query": _doubling(min(64, longest), longest),
+            "context_blocks": (0, *_quartering(context, 3)),
+        },
+        filters=(
+            lambda b: b["batch"] * b["query"] <= limits.max_num_batched_tokens or b["batch"] == 1,
+            lambda b: b["context_blocks"] == 0 or b["batch"] == 1,
+        ),
+        phase="prompt",
+    )
+    decode = BucketGrid(
+        {
+            "batch": _doubling(1, limits.max_num_seqs),
+            "blocks": _quartering(limits.num_blocks, 5),
+        },
+        phase="decode",
+    )
+    return Grids(prompt, decode)
+
+
+def _doubling(smallest: int, largest: int) -> tuple[int, ...]:
+    """``smallest``, twice that, … and ``largest``: the ramp-up of seed 002 alone."""
+    return linear_range(smallest, largest, largest)
+
+
+def _quartering(largest: int, count: int) -> tuple[int, ...]:
+    """``largest``, a quarter of it, a sixteenth, …: at most ``count`` sizes, none below 4."""
+    sizes = {ceil_div(largest, 4**i) for i in range(count)}
+    return tuple(sorted(size for size in sizes if size >= min(4, largest)))

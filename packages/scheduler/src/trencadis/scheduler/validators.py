@@ -1,0 +1,119 @@
+"""Validators of settings. An error names the field, the accepted values and the value given.
+
+A validator is a frozen value with public bounds, so that other layers (an HTTP schema, a command
+line) derive their bounds from it: ``attrs.fields(Config).some_field.validator.low``.
+
+A bool is never an integer or a number. NaN and infinities are never numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import attrs
+
+from trencadis.scheduler.errors import ConfigError, SchedulerError
+
+
+@attrs.frozen
+class IntegerValidator:
+    """Accepts integers from ``low`` to ``high`` (None: no upper bound)."""
+
+    low: int
+    high: int | None
+    optional: bool
+    error: type[SchedulerError]
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None and self.optional:
+            return
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        if not is_integer or value < self.low or (self.high is not None and value > self.high):
+            raise self.error(f"{attribute.name} must be {self}, got {value!r}")
+
+    def __str__(self) -> str:
+        bounds = f"of at least {self.low}"
+        if self.high is not None:
+            bounds = f"from {self.low} to {self.high}"
+        return f"an integer {bounds}{' or None' if self.optional else ''}"
+
+
+@attrs.frozen
+class NumberValidator:
+    """Accepts finite numbers from ``low`` to ``high`` (None: no bound on that side).
+
+    ``exclusive_low``: ``low`` itself is refused.
+    """
+
+    low: float | None
+    high: float | None
+    exclusive_low: bool
+    optional: bool
+    error: type[SchedulerError]
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value is None and self.optional:
+            return
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or not self._is_within_bounds(value):
+            raise self.error(f"{attribute.name} must be {self}, got {value!r}")
+
+    def _is_within_bounds(self, value: float) -> bool:
+        if self.low is not None and (
+            value < self.low or (self.exclusive_low and value == self.low)
+        ):
+            return False
+        return self.high is None or value <= self.high
+
+    def __str__(self) -> str:
+        bounds = []
+        if self.low is not None:
+            bounds.append(f"above {self.low:g}" if self.exclusive_low else f"at least {self.low:g}")
+        if self.high is not None:
+            bounds.append(f"at most {self.high:g}")
+        text = f"a finite number, {' and '.join(bounds)}" if bounds else "a finite number"
+        return f"{text}{', or None' if self.optional else ''}"
+
+
+@attrs.frozen
+class ChoiceValidator:
+    """Accepts the values in ``accepted``."""
+
+    accepted: tuple[Any, ...]
+    error: type[SchedulerError]
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if value not in self.accepted:
+            raise self.error(f"{attribute.name} must be {self}, got {value!r}")
+
+    def __str__(self) -> str:
+        return f"one of {', '.join(map(str, self.accepted))}"
+
+
+def integer(
+    low: int,
+    high: int | None = None,
+    *,
+    optional: bool = False,
+    error: type[SchedulerError] = ConfigError,
+) -> IntegerValidator:
+    """Accepts integers from ``low`` to ``high``, and None where ``optional``."""
+    return IntegerValidator(low, high, optional, error)
+
+
+def number(
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    exclusive_low: bool = False,
+    optional: bool = False,
+    error: type[SchedulerError] = ConfigError,
+) -> NumberValidator:
+    """Accepts finite numbers from ``low`` to ``high``, and None where ``optional``."""
+    return NumberValidator(low, high, exclusive_low, optional, error)
+
+
+def one_of(*accepted: Any, error: type[SchedulerError] = ConfigError) -> ChoiceValidator:
+    """Accepts these values only."""
+    return ChoiceValidator(accepted, error)
