@@ -37,7 +37,7 @@ VALUES = {
 """The text of a flag, and the value it gives its field."""
 
 NO_SETTING = {"-h", "--help", "--model", "--trace", "--rate-scale", "--num-requests"}
-NO_SETTING |= {"--json", "--plot"}
+NO_SETTING |= {"--json", "--plot", "--version"}
 FLAGS = [
     (field.name, flag)
     for field in attrs.fields(SimulationConfig)

@@ -1,7 +1,4 @@
-"""A simulated device for capture, and the profile of the long run of its properties.
-
-pytest packages/warmup --hypothesis-profile=soak
-"""
+"""A simulated device for capture."""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import pytest
-from hypothesis import settings
 
 from trencadis.bucketing import Bucket
 from trencadis.warmup import Phase
-
-settings.register_profile("soak", max_examples=10_000, deadline=None)
 
 Cost: TypeAlias = Callable[[Phase, Bucket], int]
 

@@ -142,12 +142,8 @@ def cases(draw: st.DrawFn) -> Case:
 
 # If the budget holds fewer than three of the largest graph, an unpredictable graph may take the
 # memory of one that a packing with known sizes would choose. benchmarks/warmup_capture.py measures
-# how often. The number of examples is the profile's: `soak` has
-# 10,000.
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(case=cases())
-def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, case: Case) -> None:
-    device = graph_device(case.cost)
+# how often.
+def check_budget(device: Any, case: Case) -> None:
     report = run(device, case).report
     assert device.used <= case.budget.total
     captured = {(phase, b) for phase in Phase for b in report.captured(phase)}
@@ -157,6 +153,19 @@ def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, case
     assert len(decided) == len(set(decided)) == sum(map(len, case.buckets.values()))
     if case.kind in {"linear", "stepped"} and case.budget.total >= 3 * case.largest:
         assert device.used >= 0.95 * perfect(case)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_budget_holds_and_is_used_as_if_costs_were_known(graph_device: Any, case: Case) -> None:
+    check_budget(graph_device(case.cost), case)
+
+
+@pytest.mark.soak
+@settings(max_examples=10_000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(case=cases())
+def test_budget_holds_in_10_000_cases(graph_device: Any, case: Case) -> None:
+    check_budget(graph_device(case.cost), case)
 
 
 @settings(deadline=None, max_examples=100)

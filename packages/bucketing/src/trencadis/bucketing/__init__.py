@@ -1,5 +1,7 @@
 """Shape buckets for compiled LLM serving: ranges, grids, and grids fitted to real traffic."""
 
+from typing import TYPE_CHECKING
+
 from trencadis.bucketing.axis_config import AxisConfig
 from trencadis.bucketing.bucket import Bucket
 from trencadis.bucketing.bucket_file import read_bucket_file, write_bucket_file
@@ -35,3 +37,15 @@ __all__ = [
     "sequence_grid",
     "write_bucket_file",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-bucketing")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

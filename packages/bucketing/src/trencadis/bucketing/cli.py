@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from trencadis.bucketing import __version__
 from trencadis.bucketing.commands import fit_trace, plot_trace, show_grids
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
 from trencadis.bucketing.errors import BucketingError
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="trencadis-buckets", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(required=True)
     _add_show(commands)
     _add_fit(commands)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from trencadis.engine.models.default_model import default_model
     from trencadis.scheduler import BatchControl, BatchControlResult
 
+    __version__: str
+
 _LOADED_ON_USE = {
     "AsyncEngine": ".front.async_engine",
     "BatchControl": "trencadis.scheduler",
@@ -77,8 +79,11 @@ __all__ = [
     "default_model",
 ]
 
+if not TYPE_CHECKING:  # a type checker that sees it accepts every misspelt name
 
-def __getattr__(name: str) -> Any:
-    if name not in _LOADED_ON_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LOADED_ON_USE[name], __name__), name)
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version("trencadis-engine")
+        if name not in _LOADED_ON_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_LOADED_ON_USE[name], __name__), name)

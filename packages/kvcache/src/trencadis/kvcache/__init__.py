@@ -1,5 +1,7 @@
 """Bookkeeping for a paged KV cache: blocks, prefix cache, swap and defragmentation."""
 
+from typing import TYPE_CHECKING
+
 from trencadis.kvcache.bandwidth import BandwidthGovernor
 from trencadis.kvcache.block_keys import PrefixKeys, RequestHasher
 from trencadis.kvcache.block_pool import BlockPool
@@ -69,3 +71,15 @@ __all__ = [
     "split_to_plan_sizes",
     "warm_up_defragmenter",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-kvcache")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

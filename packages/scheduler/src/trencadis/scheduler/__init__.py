@@ -4,6 +4,8 @@ Thermal policies are in `trencadis.scheduler.thermal`, temperature sources in
 `trencadis.scheduler.telemetry`.
 """
 
+from typing import TYPE_CHECKING
+
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult
@@ -52,3 +54,15 @@ __all__ = [
     "ThermalGuard",
     "UnservableRequest",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-scheduler")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

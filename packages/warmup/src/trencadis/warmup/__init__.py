@@ -1,5 +1,7 @@
 """Warm-up for runtimes with compiled shapes: every bucket ready before traffic arrives."""
 
+from typing import TYPE_CHECKING
+
 from trencadis.warmup.background import BackgroundWarmup, Progress
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
@@ -60,3 +62,15 @@ __all__ = [
     "warm_up",
     "warm_up_sampler",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-warmup")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

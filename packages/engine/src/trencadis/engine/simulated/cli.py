@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from trencadis.bucketing import BucketingError
+from trencadis.engine import __version__
 from trencadis.engine.errors import ConfigError, EngineError
 from trencadis.engine.settings import add_flags, environment_help, given_flags
 from trencadis.engine.simulated.config import SimulationConfig
@@ -78,6 +79,7 @@ def flag_parser() -> argparse.ArgumentParser:
         epilog=f"environment:\n{environment_help(SimulationConfig)}\n{_EXAMPLE}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--model", required=True, metavar="CONFIG.json", help="of the model's checkpoint"
     )

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import attrs
 
+from trencadis.scheduler import __version__
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import TelemetryError
 from trencadis.scheduler.telemetry.registry import SOURCES, open_source
@@ -68,6 +69,7 @@ def _tls(options: argparse.Namespace) -> ServerTls | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="thermal-sidecar", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--source",
         required=True,
