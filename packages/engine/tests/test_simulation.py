@@ -232,7 +232,7 @@ def test_sums_hold_under_any_load(
         ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0"),
         ({"ambient_c": float("nan")}, "ambient_c must be a number above -50, got nan"),
         ({"max_model_len": 200_000}, "max_model_len 200000 is above .* 131072"),
-        ({"num_blocks": 100_000}, "num_blocks 100000 is above the .* has room for"),
+        ({"num_blocks": 100_000}, "num_blocks 100000 is above the .* that fit gaudi"),
         ({"num_blocks": 3}, "3 blocks of 128 tokens cannot hold one sequence"),
         ({"gpu_memory_utilization": 1e-5}, "do not hold two blocks"),
         ({"block_size": 100}, "block_size must be a power of two"),

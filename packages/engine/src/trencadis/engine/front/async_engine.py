@@ -218,7 +218,7 @@ class AsyncEngine:
             logger.error("The engine stops serving: %s", error)
             self._fail(f"{error}: restart the server")
         except Exception as error:
-            # Nobody reads the core's messages from here on, so every waiting caller must fail.
+            # The core's messages are not read from here on, so every waiting caller must fail.
             logger.exception("The engine stops serving")
             self._fail(f"{type(error).__name__}: {error}: restart the server")
 

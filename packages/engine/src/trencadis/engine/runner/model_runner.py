@@ -138,8 +138,10 @@ class ModelRunner:
         return self._device.free_memory()
 
     def _shapes(self, phase: Phase, bucket: Bucket) -> list[ForwardShape]:
-        """The shapes that batches of a bucket have: a decode bucket has one without and one with
-        room for shared blocks."""
+        """The shapes that batches of a bucket have.
+
+        A decode bucket has two: without gathered blocks, and with as many as it has blocks.
+        """
         if phase is Phase.PROMPT:
             return [PromptShape(*bucket.shape)]
         shape = self._decode_shape(*bucket.shape)
@@ -164,7 +166,7 @@ class ModelRunner:
         return build_prompt(chunks, shape, self._cache, self._device.torch_device)
 
     def _decode_batches(self, decodes: Scheduled) -> Iterator[tuple[Scheduled, ModelInput]]:
-        """One batch; several where the sequences share more blocks than a bucket has room for."""
+        """One batch; several where the sequences share more blocks than the bucket can gather."""
         exact = decode_shape(decodes)
         shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)

@@ -125,7 +125,7 @@ class Simulation:
         if configured is not None and configured > fitting:
             raise ConfigError(
                 f"num_blocks {configured} is above the {fitting} blocks of "
-                f"{format_bytes(block_bytes)} that {self.hardware.name} has room for: lower it"
+                f"{format_bytes(block_bytes)} that fit {self.hardware.name}: lower it"
             )
         return num_cache_blocks(
             self.config,
