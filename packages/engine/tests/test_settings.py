@@ -6,7 +6,7 @@ import argparse
 import subprocess
 import sys
 from fnmatch import fnmatch
-from typing import Any
+from typing import Any, get_args
 
 import attrs
 import pytest
@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 import trencadis.engine
 from trencadis.bucketing import BucketingConfig
-from trencadis.engine import ConfigError, EngineConfig
+from trencadis.engine import ConfigError, EngineConfig, devices
+from trencadis.engine.config import DEVICES, SchedulingPolicy
 from trencadis.engine.settings import (
     add_flags,
     environment_help,
@@ -33,6 +34,7 @@ from trencadis.engine.settings import (
 from trencadis.engine.simulated import SimulationConfig
 from trencadis.engine.validators import integer, number, one_of
 from trencadis.kvcache import DefragConfig
+from trencadis.scheduler.config import QueuePolicy
 from trencadis.warmup import WarmupConfig
 
 
@@ -260,3 +262,12 @@ def test_the_settings_load_no_numpy() -> None:
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"
+
+
+def test_the_devices_that_can_be_named_are_those_there_are() -> None:
+    """`config` does not import the devices, so it repeats their names."""
+    assert set(DEVICES) == set(devices.DEVICES)
+
+
+def test_the_scheduling_policies_are_those_of_the_scheduler() -> None:
+    assert get_args(SchedulingPolicy) == get_args(QueuePolicy)

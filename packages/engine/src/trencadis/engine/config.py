@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from trencadis.kvcache import DefragConfig
     from trencadis.warmup import WarmupConfig
 
+DEVICES = ("cpu", "cuda", "hpu")
+"""The devices of `trencadis.engine.devices`, which is not imported here because it needs torch."""
+
 DEFAULT_SWAP_SPACE = 4.0
 """GiB, as in ``vllm serve --swap-space``."""
 
@@ -188,12 +191,12 @@ class EngineConfig(CapacitySettings):
     )
     device: str = attrs.field(
         default="auto",
-        validator=one_of("auto", "cpu", "cuda", "hpu", "simulated"),
+        validator=one_of("auto", *DEVICES, "simulated"),
         metadata=setting(
             "--device",
             metavar="NAME",
             group=MODEL,
-            help="auto, cpu, cuda or hpu",
+            help=f"auto, {', '.join(DEVICES[:-1])} or {DEVICES[-1]}",
         ),
     )
     kv_cache_memory: int | None = attrs.field(

@@ -1,6 +1,7 @@
 """The devices that a model can run on. No code outside this package depends on which one.
 
-To add a device: a `Device` subclass in a module of its own, and its name in `_DEVICES`.
+To add a device: a `Device` subclass in a module of its own, a row in `DEVICES`, and its name in
+`trencadis.engine.config.DEVICES`.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ __all__ = ["CPUDevice", "CUDADevice", "Device", "Graph", "HPUDevice", "select_de
 
 logger = logging.getLogger("trencadis.engine")
 
-_DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu": HPUDevice}
+DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu": HPUDevice}
 
 
 def select_device(name: str, compile_cache: Path | None = None) -> Device:
@@ -36,9 +37,9 @@ def select_device(name: str, compile_cache: Path | None = None) -> Device:
         raise ConfigError(
             "device simulated serves traces alone: use the command trencadis-simulate"
         )
-    if name not in _DEVICES:
-        raise ConfigError(f"device must be auto, {', '.join(_DEVICES)}, got {name!r}")
-    return HPUDevice(compile_cache) if name == "hpu" else _DEVICES[name]()
+    if name not in DEVICES:
+        raise ConfigError(f"device must be auto, {', '.join(DEVICES)}, got {name!r}")
+    return HPUDevice(compile_cache) if name == "hpu" else DEVICES[name]()
 
 
 def _best_device(compile_cache: Path | None) -> Device:
