@@ -1,4 +1,4 @@
-"""Allocation order: keep cached prefixes, or keep the decode step short?
+"""AllocStatus order: keep cached prefixes, or keep the decode step short?
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_eviction.py
 

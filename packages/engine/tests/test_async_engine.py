@@ -76,7 +76,7 @@ async def settled(engine: AsyncEngine) -> None:
     """Wait, for a bounded time, until the core has nothing left to serve."""
     for _ in range(200):
         stats = engine.stats
-        if stats.num_running == stats.num_waiting == stats.used_blocks == 0:
+        if stats.num_running_seqs == stats.num_waiting_reqs == stats.num_used_blocks == 0:
             return
         await asyncio.sleep(0.05)
     raise AssertionError(f"still busy: {engine.stats}")
@@ -180,7 +180,7 @@ def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
                 collect(engine, [1, 2, 3], max_tokens=120, ignore_eos=True, n=4)
             )
             for _ in range(500):
-                if engine.stats.num_running:
+                if engine.stats.num_running_seqs:
                     break
                 await asyncio.sleep(0.01)
             os.kill(children()[0].pid, signal.SIGKILL)

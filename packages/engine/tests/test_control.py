@@ -109,7 +109,7 @@ async def heat_is_known_before_anything_is_served(engine: AsyncEngine) -> None:
     assert engine.stats.thermal is not None
     assert engine.stats.thermal.hottest_c == 71.0
     assert engine.stats.thermal.policy_active
-    assert engine.stats.steps == 0
+    assert engine.stats.num_steps == 0
 
 
 async def a_broken_policy_is_known_and_requests_are_served(engine: AsyncEngine) -> None:
@@ -125,7 +125,7 @@ async def orders_are_carried_out_while_requests_run(engine: AsyncEngine) -> None
     assert (nothing.previous_running, nothing.evicted_request_ids) == (0, ())
     calm = await generate(engine, "calm")
     task = asyncio.create_task(generate(engine, "mine"))
-    await until(lambda: engine.stats.num_running == 3)
+    await until(lambda: engine.stats.num_running_seqs == 3)
     dry = await engine.control(BatchControl(force_evict=1, dry_run=True))
     assert (dry.previous_running, dry.new_running) == (3, 0)
     assert dry.evicted_request_ids == ("mine",)
@@ -135,7 +135,7 @@ async def orders_are_carried_out_while_requests_run(engine: AsyncEngine) -> None
     assert done == attrs.evolve(dry, new_max_num_seqs=4)
     assert await task == calm
     assert engine.stats.num_preemptions >= 1
-    assert engine.stats.max_running == 4
+    assert engine.stats.max_running_seqs == 4
 
 
 async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:
@@ -164,13 +164,13 @@ async def an_order_is_not_waited_for_without_end(
 
 async def a_core_that_only_waits_does_not_spin(engine: AsyncEngine) -> None:
     task = asyncio.create_task(generate(engine, "mine"))
-    await until(lambda: engine.stats.num_running == 3)
+    await until(lambda: engine.stats.num_running_seqs == 3)
     began = time.monotonic()
     await engine.control(BatchControl(force_evict=3))  # which holds for seconds
-    before = engine.stats.steps
+    before = engine.stats.num_steps
     await asyncio.sleep(0.5)
-    assert engine.stats.num_swapped == 1
-    steps = engine.stats.steps - before
+    assert engine.stats.num_swapped_reqs == 1
+    steps = engine.stats.num_steps - before
     assert steps <= (time.monotonic() - began) / STALLED_SECONDS + 2
     assert (await engine.control(BatchControl(dry_run=True))).new_running == 0, "orders wake it"
     task.cancel()

@@ -96,7 +96,7 @@ def test_greedy_tokens_are_those_of_plain_generation(
     results = llm.generate(prompts(), GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
-    assert stats.used_blocks == 0
+    assert stats.num_used_blocks == 0
     assert (stats.num_preemptions > 0) == (changes.get("num_blocks") == 18)
     assert (stats.num_swaps > 0) == ("num_host_blocks" in changes)
 
@@ -108,8 +108,8 @@ def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[
     results = llm.generate(prompts(), GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
-    assert stats.bucket_misses == 0
-    assert stats.padded_tokens > stats.computed_prefill_tokens
+    assert stats.num_bucket_misses == 0
+    assert stats.num_padded_tokens > stats.num_prefill_tokens
 
 
 def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
@@ -118,7 +118,7 @@ def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path)
     assert report is not None
     assert core.worker.grids is not None
     assert len(report.executed) == len(core.worker.grids.prompt) + len(core.worker.grids.decode)
-    assert core.stats.used_blocks == 0
+    assert core.stats.num_used_blocks == 0
     assert not core.worker.cache.key(0)[1:].any(), "dummy batches write to the padding block alone"
 
 
@@ -138,11 +138,11 @@ def test_shared_prefix_is_computed_once_and_changes_no_token(tiny_model: Path) -
     for sharing in (True, False):
         llm = LLM(str(tiny_model), **settings(enable_prefix_caching=sharing, max_num_seqs=8))
         first = llm.generate([common], GREEDY)
-        before = llm.core.stats.computed_prefill_tokens
+        before = llm.core.stats.num_prefill_tokens
         results[sharing] = first + llm.generate(asked, GREEDY)
-        computed = llm.core.stats.computed_prefill_tokens - before
+        computed = llm.core.stats.num_prefill_tokens - before
         assert (computed < sum(map(len, asked)) / 3) == sharing
-        assert llm.core.stats.used_blocks == 0
+        assert llm.core.stats.num_used_blocks == 0
     assert results[True] == results[False]
 
 
@@ -169,7 +169,7 @@ def test_stop_string_ends_the_text_and_frees_the_blocks(tiny_model: Path) -> Non
     (stopped,) = llm.generate(["hello"], SamplingParams(temperature=0, max_tokens=20, stop=(stop,)))
     assert stopped.completions[0].finish_reason == "stop"
     assert stopped.completions[0].text == text[: text.find(stop)]
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
 
 
 def test_stop_token_ends_without_its_text(tiny_model: Path) -> None:
@@ -211,7 +211,7 @@ def test_abort_in_any_state_frees_every_block(tiny_model: Path) -> None:
             core.abort(f"{i}")
         core.abort("nobody")
         assert not core.has_work
-        assert core.stats.used_blocks == 0
+        assert core.stats.num_used_blocks == 0
 
 
 def test_full_queue_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
@@ -331,5 +331,5 @@ def test_prompt_tokens_are_counted_once_whatever_is_recomputed_or_sampled(
     llm.generate(prompts, params)
     stats = llm.core.stats
     assert stats.num_preemptions > 0
-    assert stats.prompt_tokens == 2 * length
-    assert stats.generation_tokens == 2 * 2 * 50
+    assert stats.num_prompt_tokens == 2 * length
+    assert stats.num_generation_tokens == 2 * 2 * 50

@@ -78,13 +78,14 @@ def test_a_sample_is_what_a_request_with_its_seed_would_be(
         (alone,) = llm.generate([PROMPT], attrs.evolve(SAMPLED, seed=7 + index))
         assert alone.completions == (one,)
     assert len({tuple(one) for one in tokens(together.completions)}) == 4
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
 
 
 def test_the_prompt_of_samples_is_computed_once(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **settings(enable_prefix_caching=False))
     llm.generate([PROMPT], attrs.evolve(SAMPLED, n=4))
-    assert llm.core.stats.computed_prefill_tokens <= len(PROMPT)
+    assert llm.core.stats.num_prefill_tokens <= len(PROMPT)
+    assert llm.core.stats.num_prompt_tokens == len(PROMPT)
 
 
 @pytest.mark.parametrize("host", [0, 64], ids=["recomputed", "swapped"])
@@ -105,7 +106,7 @@ def test_evictions_change_no_token(tiny_model: Path, params: SamplingParams, hos
     stats = driven.core.stats
     assert stats.num_preemptions == stats.num_swaps + stats.num_recomputes > 3
     assert (stats.num_swaps > 0) == (host > 0)
-    assert stats.used_blocks == 0
+    assert stats.num_used_blocks == 0
     assert driven.core.blocks.host_pool.num_free_blocks == host
 
 
@@ -134,7 +135,7 @@ def test_a_stop_string_ends_one_sample_and_the_others_go_on(tiny_model: Path) ->
     assert stopped.completions[1].text == texts[1].partition(stop)[0]
     assert stopped.completions[1].finish_reason == "stop"
     assert stopped.completions[2] == free.completions[2]
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
     assert not llm.core.has_work
 
 
@@ -147,7 +148,7 @@ def test_samples_that_all_meet_a_stop_string_leave_nothing_behind(tiny_model: Pa
         (stopped,) = llm.generate([PROMPT], attrs.evolve(wanted, stop=stops))
         assert all(one.finish_reason == "stop" for one in stopped.completions)
         assert not llm.core.has_work
-        assert llm.core.stats.used_blocks == 0
+        assert llm.core.stats.num_used_blocks == 0
 
 
 @pytest.mark.parametrize("leader", [True, False])
@@ -168,7 +169,7 @@ def test_a_sample_may_be_finished_while_its_group_is_computed_again(
     tokens += steps(core)
     wanted = 1 if leader else 0
     assert [token.token_id for token in tokens if token.index == wanted] == calm
-    assert core.stats.used_blocks == 0
+    assert core.stats.num_used_blocks == 0
 
 
 def steps(core: EngineCore) -> list[NewToken]:
@@ -212,7 +213,7 @@ def test_beams_are_those_of_transformers(
         for ours, theirs in zip(tokens(result.completions), expected, strict=True):
             assert ours == theirs[: len(ours)]
             assert not any(theirs[len(ours) :]), "padding alone"
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
 
 
 def test_a_request_in_any_state_is_aborted_whole(tiny_model: Path) -> None:
@@ -231,7 +232,7 @@ def test_a_request_in_any_state_is_aborted_whole(tiny_model: Path) -> None:
             core.abort("a")
             core.step()
             assert not core.has_work
-            assert core.stats.used_blocks == 0
+            assert core.stats.num_used_blocks == 0
 
 
 @pytest.mark.parametrize(

@@ -140,14 +140,14 @@ def test_heat_lowers_the_cap_and_changes_no_token(
     tiny_model: Path, sensor: Sensor, expected: dict[str, list[int]]
 ) -> None:
     core = start(tiny_model, sensor, proportional())
-    tokens = serve_until(core, lambda stats: stats.steps > 10)
-    assert core.stats.max_running == 8
+    tokens = serve_until(core, lambda stats: stats.num_steps > 10)
+    assert core.stats.max_running_seqs == 8
     sensor.degrees = 84.0
-    tokens |= serve_until(core, lambda stats: stats.max_running == 3)
+    tokens |= serve_until(core, lambda stats: stats.max_running_seqs == 3)
     assert core.stats.thermal is not None
     assert core.stats.thermal.hottest_c == pytest.approx(84.2, abs=0.2)
     sensor.degrees = 60.0
-    tokens |= serve_until(core, lambda stats: stats.max_running == 8)
+    tokens |= serve_until(core, lambda stats: stats.max_running_seqs == 8)
     assert_as_expected(tokens, expected)
     assert core.stats.num_preemptions > 0
     core.close()
@@ -162,13 +162,13 @@ def test_a_sensor_that_fails_counts_as_hot_until_it_is_mended(
     core = start(tiny_model, sensor, proportional())
     tokens = serve_until(core, lambda s: s.thermal is not None and s.thermal.sensor == "fresh")
     sensor.fault = fault
-    tokens |= serve_until(core, lambda stats: stats.max_running == 3)
+    tokens |= serve_until(core, lambda stats: stats.max_running_seqs == 3)
     thermal = core.stats.thermal
     assert thermal is not None
     assert (thermal.sensor, thermal.hottest_c) == ("failed", QUICK.assumed_hot_c)
     assert thermal.policy_active
     sensor.mend()
-    tokens |= serve_until(core, lambda stats: stats.max_running == 8)
+    tokens |= serve_until(core, lambda stats: stats.max_running_seqs == 8)
     assert_as_expected(tokens, expected)
     core.close()
 
@@ -178,7 +178,7 @@ def test_samples_that_arrive_in_lasting_heat_run_one_by_one(
 ) -> None:
     sensor.degrees = 99.0
     core = start(tiny_model, sensor, ProportionalThermalPolicy(target_temp_c=80.0))
-    while core.stats.max_running > 1:
+    while core.stats.max_running_seqs > 1:
         core.add("warm", (1,), SamplingParams(max_tokens=1))
         core.step()
     tokens: dict[str, list[int]] = {}
@@ -219,14 +219,14 @@ def test_a_policy_that_raises_is_out_of_service_and_serving_goes_on(
 ) -> None:
     core = start(tiny_model, sensor, Raising(where))
     with caplog.at_level(logging.ERROR):
-        tokens = serve_until(core, lambda stats: stats.steps > 20)
+        tokens = serve_until(core, lambda stats: stats.num_steps > 20)
     assert_as_expected(tokens, expected)
     thermal = core.stats.thermal
     assert thermal is not None
     assert (thermal.policy, thermal.policy_active) == ("Raising", False)
     assert "a bug in a policy" in thermal.fault
     assert "Raising is disabled" in caplog.text
-    assert core.stats.max_running == 8
+    assert core.stats.max_running_seqs == 8
     order = core.control(BatchControl(target_temp_c=70.0))
     core.step()
     assert isinstance(order.exception(), ControlError)

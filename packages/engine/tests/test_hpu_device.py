@@ -231,7 +231,7 @@ def serve_mixed(checkpoint, device, **changes):
 def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_model, caplog):
     found, core = serve_mixed(tiny_model, "hpu")
     stats = core.stats
-    assert (stats.compilations, stats.cold_forwards, stats.bucket_misses) == (0, 0, 0)
+    assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
     assert "was not warmed up" not in caplog.text
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
@@ -261,7 +261,7 @@ def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
 
     found, stats, compiled = serve("hpu")
     assert stats.num_swaps > 0
-    assert (compiled, stats.compilations) == (0, 0)
+    assert (compiled, stats.num_compilations) == (0, 0)
     assert found == serve("cpu")[0]
 
 
@@ -280,7 +280,7 @@ def test_the_host_waits_once_for_each_forward(lazy_gaudi, tiny_model, monkeypatc
 @pytest.mark.parametrize("how", [{}, {"compile": True, "max_num_seqs": 1}], ids=["", "compiled"])
 def test_a_warm_engine_in_eager_mode_compiles_nothing_either(eager_gaudi, tiny_model, how):
     found, core = serve_mixed(tiny_model, "hpu", **how)
-    assert (core.stats.compilations, core.stats.cold_forwards) == (0, 0)
+    assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
@@ -311,7 +311,7 @@ def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):
         return [answer.completions[0].token_ids for answer in answers], llm.core.stats
 
     found, stats = tokens("hpu")
-    assert stats.compilations == stats.cold_forwards == 0
+    assert stats.num_compilations == stats.num_cold_forwards == 0
     assert found == tokens("cpu")[0]
 
 

@@ -71,7 +71,7 @@ def beams_alone(reference: torch.nn.Module, prompt: list[int]) -> list[list[int]
     found = reference.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        num_beams=BEAMS.width,
+        num_beams=BEAMS.num_seqs,
         num_return_sequences=BEAMS.n,
         length_penalty=BEAMS.length_penalty,
         early_stopping=BEAMS.early_stopping,
@@ -124,7 +124,7 @@ def test_four_samples_are_the_same_with_and_without_evictions(
     driven(llm, monkeypatch, lambda step: step in (4, 9))
     assert tokens(llm.generate(PROMPTS[:3], SAMPLES)) == calm
     assert went_as_meant(llm, before)
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
 
 
 def test_beams_are_those_of_transformers_with_and_without_evictions(
@@ -135,7 +135,7 @@ def test_beams_are_those_of_transformers_with_and_without_evictions(
     driven(llm, monkeypatch, lambda step: step in (4, 9))
     assert tokens(llm.generate(PROMPTS, BEAMS)) == beams
     assert went_as_meant(llm, before)
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
 
 
 def test_evicted_in_the_middle_of_its_prompt_a_request_has_the_same_tokens(
@@ -151,11 +151,11 @@ def test_evicted_in_the_middle_of_its_prompt_a_request_has_the_same_tokens(
         max_new_tokens=6,
         min_new_tokens=6,
     )[0, len(prompt) :].tolist()
-    before, computed = evictions(llm), llm.core.stats.computed_prefill_tokens
+    before, computed = evictions(llm), llm.core.stats.num_prefill_tokens
     driven(llm, monkeypatch, lambda step: step in (2, 3))
     assert tokens(llm.generate([prompt], GREEDY)) == [[expected]]
     assert went_as_meant(llm, before)
-    computed = llm.core.stats.computed_prefill_tokens - computed
+    computed = llm.core.stats.num_prefill_tokens - computed
     if llm.core.blocks.config.num_host_blocks:
         assert computed <= len(prompt), "it went on where it was"
     else:

@@ -92,7 +92,7 @@ def test_served_at_once_under_pressure_every_token_is_that_of_generate(
     results = llm.generate(token_ids, GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     assert llm.core.stats.num_preemptions > 0
-    assert llm.core.stats.used_blocks == 0
+    assert llm.core.stats.num_used_blocks == 0
 
 
 def test_without_buckets_every_token_is_the_same(
@@ -119,7 +119,7 @@ def test_in_one_huge_bucket_every_token_is_the_same(
     # Every third, of 3 to 616 tokens: each chunk pays for the whole bucket.
     results = llm.generate(token_ids[::3], GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected[::3]
-    assert llm.core.stats.bucket_misses == 0
+    assert llm.core.stats.num_bucket_misses == 0
 
 
 def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token(
@@ -147,8 +147,8 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
         results = llm.generate([longest, *asked], GREEDY)[1:]
         assert [one.completions[0].token_ids for one in results] == reference
         assert spy.called == together, "defragmentation took place when it was on"
-        computed[together] = llm.core.stats.computed_prefill_tokens
-        assert llm.core.stats.used_blocks == 0
+        computed[together] = llm.core.stats.num_prefill_tokens
+        assert llm.core.stats.num_used_blocks == 0
     assert computed[True] < 0.7 * computed[False]
 
 

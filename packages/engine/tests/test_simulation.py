@@ -229,8 +229,8 @@ def test_sums_hold_under_any_load(
     [
         ({"device": "gaudi1"}, "device must be one of gaudi2, gaudi3, h100, h200"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer of at least 1"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be above 0"),
-        ({"ambient_c": float("nan")}, "ambient_c must be a temperature"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0"),
+        ({"ambient_c": float("nan")}, "ambient_c must be a number above -50, got nan"),
         ({"max_model_len": 200_000}, "max_model_len 200000 is above .* 131072"),
         ({"num_blocks": 100_000}, "num_blocks 100000 is above the .* has room for"),
         ({"num_blocks": 3}, "3 blocks of 128 tokens cannot hold one sequence"),

@@ -98,8 +98,8 @@ def test_after_a_full_warm_up_nothing_is_compiled(
     assert serve(core) == expected
     assert core.device.num_compilations() == ready
     stats = core.stats
-    assert (stats.compilations, stats.cold_forwards, stats.bucket_misses) == (0, 0, 0)
-    assert stats.ready_buckets == stats.buckets == 2
+    assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
+    assert stats.num_ready_buckets == stats.num_buckets == 2
 
 
 def test_a_second_start_finds_all_but_the_damaged_programs(
@@ -127,7 +127,7 @@ def test_without_warm_up_live_traffic_compiles_and_says_so(
     core = EngineCore(settings)
     core.warm_up()
     assert serve(core) == expected
-    assert core.stats.cold_forwards == 3
+    assert core.stats.num_cold_forwards == 3
     assert caplog.text.count("was not warmed up") == 3
 
 
@@ -150,12 +150,12 @@ def test_shapes_become_ready_behind_traffic(
     core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
     core.warm_up()
     first = core.stats
-    assert 2 <= first.ready_buckets < first.buckets
+    assert 2 <= first.num_ready_buckets < first.num_buckets
     assert serve(core) == expected
     deadline = time.monotonic() + 60
     while core.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
-    assert core.stats.ready_buckets == first.buckets
+    assert core.stats.num_ready_buckets == first.num_buckets
     assert serve(core) == expected
 
 
@@ -168,27 +168,27 @@ def test_requests_are_served_while_a_shape_is_being_compiled(
     core.warm_up()
     assert core.is_warming_up
     core.advance_warm_up()
-    before = core.stats.ready_buckets
+    before = core.stats.num_ready_buckets
     assert serve(core) == expected
-    assert before < core.stats.buckets
+    assert before < core.stats.num_buckets
     deadline = time.monotonic() + 120
     while core.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
         time.sleep(0.05)
-    assert core.stats.ready_buckets == core.stats.buckets
+    assert core.stats.num_ready_buckets == core.stats.num_buckets
     assert serve(core) == expected
-    assert core.stats.compilations == 0
+    assert core.stats.num_compilations == 0
 
 
 def test_traffic_holds_background_warm_up_up(tiny_model: Path) -> None:
     core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
     core.warm_up()
-    ready = core.stats.ready_buckets
+    ready = core.stats.num_ready_buckets
     core.add("a", COMMON, attrs.evolve(GREEDY, max_tokens=20))
     while core.has_work:
         core.advance_warm_up()
         core.step()
-    assert core.stats.ready_buckets == ready
+    assert core.stats.num_ready_buckets == ready
 
 
 def test_a_warm_up_that_is_told_to_stop_does(tiny_model: Path) -> None:

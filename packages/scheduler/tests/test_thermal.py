@@ -40,7 +40,7 @@ class View:
     """The view of a scheduler that a policy gets."""
 
     now_s: float = 0.0
-    num_running: int = 0
+    num_running_seqs: int = 0
     max_num_seqs: int = 100
 
     @property
@@ -146,15 +146,15 @@ def test_the_power_model_converges_from_the_prior() -> None:
 
 
 def test_the_power_policy_stays_within_its_budget() -> None:
-    policy, view = PowerBudgetPolicy(budget_w=400.0), View(num_running=100)
+    policy, view = PowerBudgetPolicy(budget_w=400.0), View(num_running_seqs=100)
     for second in range(60):
         if second % 3 == 0:  # the sensor is slower than the steps
-            watts = 110.0 + 4.0 * view.num_running
+            watts = 110.0 + 4.0 * view.num_running_seqs
         policy.on_power_reading(watts)
-        view.num_running = policy.get_max_running_seqs(view)
+        view.num_running_seqs = policy.get_max_running_seqs(view)
         view.now_s += 1.0
-    assert 110.0 + 4.0 * view.num_running <= 400.0
-    assert view.num_running >= 68
+    assert 110.0 + 4.0 * view.num_running_seqs <= 400.0
+    assert view.num_running_seqs >= 68
 
 
 def test_the_cap_does_not_rise_while_a_sensor_is_stale() -> None:
@@ -326,17 +326,17 @@ def test_the_policy_keeps_a_board_with_a_failing_fan_below_its_limit(
     board: object, fan: float
 ) -> None:
     """Policy and board without a scheduler; `benchmarks/thermal.py` has one."""
-    policy, view = ProportionalThermalPolicy(), View(max_num_seqs=200, num_running=200)
+    policy, view = ProportionalThermalPolicy(), View(max_num_seqs=200, num_running_seqs=200)
     model, unprotected = HeatModel(board, 32.0), HeatModel(board, 32.0)
     hottest, history, turns = 0.0, [], []
     for second in range(2400):
         model.fan = unprotected.fan = fan if second >= 300 else 1.0
         unprotected.step(1.0, 200)
-        hottest = max(hottest, model.step(1.0, view.num_running))
+        hottest = max(hottest, model.step(1.0, view.num_running_seqs))
         policy.on_temp_reading(0, round(model.chip_c))
         view.now_s = float(second)
-        view.num_running = policy.get_max_running_seqs(view)
-        history.append(view.num_running)
+        view.num_running_seqs = policy.get_max_running_seqs(view)
+        history.append(view.num_running_seqs)
     direction = 0
     for second in range(1, len(history)):
         now = (history[second] > history[second - 1]) - (history[second] < history[second - 1])

@@ -1,7 +1,8 @@
-"""``/v1/admin/batch``: who may give orders, what an order may say, and what is answered."""
+"""``/v1/admin/batch``: keys, fields of an order, responses."""
 
 from __future__ import annotations
 
+import attrs
 import httpx
 import pytest
 
@@ -46,7 +47,7 @@ async def test_the_seeds_own_call_needs_no_content_type(admin, engine):
     assert engine.orders == [BatchControl(target_temp_c=80.0, policy="largest_kv")]
 
 
-async def test_without_admin_keys_it_is_off_for_everybody(engine):
+async def test_without_admin_keys_every_request_is_refused(engine):
     for settings in ({}, {"api_keys": ["boss"]}):
         client = reach(engine, **settings)
         response = await client.post(PATH, json={}, headers=KEY)
@@ -58,7 +59,7 @@ async def test_without_admin_keys_it_is_off_for_everybody(engine):
 
 
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer user"}, {"Authorization": "x"}])
-async def test_a_key_of_its_own_opens_it_and_nothing_else(engine, headers):
+async def test_only_an_admin_key_is_accepted_and_only_here(engine, headers):
     client = reach(engine, api_keys=["user"], admin_keys=["boss"])
     response = await client.post(PATH, json={}, headers=headers)
     assert response.status_code == 401
@@ -93,14 +94,14 @@ async def test_a_bad_order_names_its_field(admin, engine, order, param):
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b"5", b"\xff", b'{"target_temp_c": NaN}'])
-async def test_what_is_no_order_is_refused(admin, engine, body):
+async def test_a_body_that_is_no_order_is_refused(admin, engine, body):
     response = await admin.post(PATH, content=body, headers=KEY)
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert not engine.orders
 
 
-async def test_what_the_engine_refuses_is_told(admin, engine):
+async def test_an_order_that_the_engine_refuses_is_an_error(admin, engine):
     engine.fails_with = InvalidRequest("target_temp_c needs a thermal policy", "target_temp_c")
     response = await admin.post(PATH, json={"target_temp_c": 80}, headers=KEY)
     assert response.status_code == 400
@@ -110,9 +111,27 @@ async def test_what_the_engine_refuses_is_told(admin, engine):
     assert response.status_code == 503
 
 
-async def test_it_is_described(admin):
+async def test_the_api_describes_the_order(admin):
     paths = (await admin.get("/openapi.json")).json()["paths"]
     body = paths[PATH]["post"]["requestBody"]["content"]["application/json"]["schema"]
-    assert set(body["properties"]) == {
-        *("max_num_seqs", "force_evict", "target_temp_c", "policy", "dry_run")
-    }
+    assert set(body["properties"]) == set(attrs.fields_dict(BatchControl))
+    for name, attribute in attrs.fields_dict(BatchControl).items():
+        assert body["properties"][name]["description"] == attribute.metadata["help"]
+    assert body["properties"]["policy"]["enum"] == [
+        *("lru", "largest_kv", "lowest_priority", "cheapest")
+    ]
+
+
+@pytest.mark.parametrize("name", ["max_num_seqs", "force_evict", "target_temp_c"])
+async def test_the_ranges_are_those_of_the_engine(admin, engine, name):
+    check = attrs.fields_dict(BatchControl)[name].validator
+    outside = [check.low if getattr(check, "exclusive_low", False) else check.low - 1]
+    if check.high is not None:
+        outside.append(check.high + 1)
+    for value in outside:
+        response = await admin.post(PATH, json={name: value}, headers=KEY)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == name
+    response = await admin.post(PATH, json={name: outside[0] + 1}, headers=KEY)
+    assert response.status_code == 200
+    assert engine.orders == [BatchControl(**{name: outside[0] + 1})]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from trencadis.server import create_app
-from trencadis.server.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 
 JSON = st.recursive(
     st.none()

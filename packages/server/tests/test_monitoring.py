@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import attrs
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trencadis.engine import ThermalStats
+from trencadis.engine import EngineStats, SamplingParams, ThermalStats
 from trencadis.server import ServerSettings, __version__, create_app
-from trencadis.server.metrics import RequestTimeline, ServingMetrics
+from trencadis.server.metrics.metric_tables import ENGINE_METRICS
+from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
 
 pytestmark = pytest.mark.asyncio
 
@@ -60,29 +62,65 @@ async def test_models(client, engine):
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("vllm:num_requests_running", 0),
-        ("vllm:num_requests_waiting", 2),
-        ("vllm:num_requests_swapped", 0),
-        ("vllm:kv_cache_usage_perc", 0.25),
-        ("vllm:gpu_cache_usage_perc", 0.25),
-        ("vllm:num_preemptions_total", 3),
-        ("vllm:prompt_tokens_total", 11),
-        ("vllm:generation_tokens_total", 13),
-        ("trencadis:padded_tokens_total", 17),
-        ("trencadis:bucket_misses_total", 19),
-        ("trencadis:highest_block_in_use", 7),
-        ("trencadis:swaps_total", 1),
-        ("trencadis:recomputes_total", 2),
-        ("trencadis:max_running_seqs", 32),
-        ("trencadis:kv_blocks_used", 5),
-        ("trencadis:kv_blocks_capacity", 20),
-    ],
-)
-async def test_what_the_engine_counts_is_read_from_its_snapshot(client, name, value):
-    assert (await samples(client))[name, None] == value
+ENGINE_VALUES = {
+    "vllm:num_requests_running": 0,
+    "vllm:num_requests_waiting": 2,
+    "vllm:num_requests_swapped": 6,
+    "trencadis:num_requests_preempted": 9,
+    "trencadis:running_seqs": 8,
+    "trencadis:max_running_seqs": 32,
+    "vllm:kv_cache_usage_perc": 0.25,
+    "vllm:gpu_cache_usage_perc": 0.25,
+    "trencadis:kv_blocks_used": 5,
+    "trencadis:kv_blocks_capacity": 20,
+    "trencadis:highest_block_in_use": 7,
+    "trencadis:buckets": 31,
+    "trencadis:ready_buckets": 30,
+    "vllm:num_preemptions_total": 3,
+    "trencadis:swaps_total": 1,
+    "trencadis:recomputes_total": 2,
+    "trencadis:engine_steps_total": 41,
+    "vllm:prompt_tokens_total": 11,
+    "trencadis:prefill_tokens_total": 12,
+    "vllm:generation_tokens_total": 13,
+    "trencadis:padded_tokens_total": 17,
+    "trencadis:bucket_misses_total": 19,
+    "trencadis:cold_forwards_total": 21,
+    "trencadis:compilations_total": 22,
+}
+
+
+async def test_engine_metrics_are_read_from_the_latest_statistics(client):
+    text = (await client.get("/metrics")).text
+    found = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if family.type in ("gauge", "counter")
+        and family.name.startswith(("vllm:", "trencadis:"))
+        and not sample.name.endswith("_created")
+        and sample.name != "vllm:request_success_total"
+    }
+    assert found == ENGINE_VALUES
+
+
+async def test_every_statistic_has_a_metric(engine):
+    """A field of EngineStats that no metric reads is dead, or its metric was forgotten."""
+
+    class Recorder:
+        def __init__(self, target):
+            self.target = target
+
+        def __getattr__(self, name):
+            read.add(name)
+            return getattr(self.target, name)
+
+    read = set()
+    stats = attrs.evolve(engine.stats, thermal=ThermalStats())
+    for metric in ENGINE_METRICS:
+        metric.read(Recorder(stats))
+    read |= {"num_used_blocks", "num_total_blocks"} if "cache_usage" in read else set()
+    assert read - {"cache_usage"} == set(attrs.fields_dict(EngineStats))
 
 
 async def test_heat_is_shown_where_it_is_measured(client, engine):
@@ -131,8 +169,8 @@ async def test_refused_requests_never_ended(client, engine):
 async def test_latencies_are_measured_by_the_clock(engine):
     now = 100.0
     metrics = ServingMetrics(engine, clock=lambda: now)
-    timeline = RequestTimeline(metrics, num_samples=1, num_prompt_tokens=4)
-    stream = engine.generate([1, 65, 66], _params(max_tokens=2))
+    timeline = RequestTimeline(metrics, num_choices=1, num_prompt_tokens=4)
+    stream = engine.generate([1, 65, 66], SamplingParams(max_tokens=2))
     async for delta in stream:
         now += 2.0
         timeline.observe(delta)
@@ -141,12 +179,6 @@ async def test_latencies_are_measured_by_the_clock(engine):
     assert value("vllm:time_to_first_token_seconds_sum", labels) == 2.0
     assert value("vllm:inter_token_latency_seconds_sum", labels) == 2.0
     assert value("vllm:e2e_request_latency_seconds_sum", labels) == 4.0
-
-
-def _params(**fields):
-    from trencadis.engine import SamplingParams
-
-    return SamplingParams(**fields)
 
 
 async def test_every_series_names_the_model_as_vllm_does(client):

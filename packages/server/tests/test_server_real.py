@@ -266,7 +266,7 @@ def test_an_operator_evicts_what_runs_and_it_goes_on(http, client, model):
 
     thread = threading.Thread(target=run)
     thread.start()
-    wait_until(lambda: metric(http, "vllm:num_requests_running") == 2)
+    wait_until(lambda: metric(http, "trencadis:running_seqs") == 2)
     order = {"force_evict": 1, "max_num_seqs": 4}
     done = http.post("/v1/admin/batch", json=order, headers=ADMIN).json()
     thread.join(60)

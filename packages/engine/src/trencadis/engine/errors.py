@@ -8,7 +8,14 @@ class EngineError(Exception):
 
 
 class ConfigError(EngineError, ValueError):
-    """A setting is out of range, or two settings contradict each other."""
+    """A setting is out of range, or two settings contradict each other.
+
+    ``field`` names the setting, or is None where no single setting is at fault.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ModelError(EngineError):

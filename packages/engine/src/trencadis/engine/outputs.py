@@ -1,4 +1,4 @@
-"""What a running request reports: one `CompletionDelta` per sample and step."""
+"""What the engine reports: deltas of running requests, and statistics."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from typing import Literal
 import attrs
 
 FinishReason = Literal["stop", "length", "abort"]
-"""``stop``: end-of-sequence token, stop token or stop string. ``length``: the token limit."""
+"""``stop``: end-of-sequence token, stop token or stop string. ``length``: the token limit.
+``abort``: the request was aborted."""
 
 SensorHealth = Literal["fresh", "stale", "failed"]
-"""How far temperatures can be trusted: read a moment ago, some seconds ago, or not at all."""
+"""``fresh``: the last reading is current. ``stale``: it is some seconds old. ``failed``: there is
+no usable reading."""
 
 
 @attrs.frozen
@@ -23,7 +25,8 @@ class TokenLogprob:
 
 @attrs.frozen
 class PositionLogprobs:
-    """Log-probabilities at one generated position: the chosen token, then the most likely ones."""
+    """Log-probabilities at one generated position: of the chosen token and of the most probable
+    tokens, the most probable first."""
 
     chosen: TokenLogprob
     top: tuple[TokenLogprob, ...] = ()
@@ -31,12 +34,13 @@ class PositionLogprobs:
 
 @attrs.frozen
 class CompletionDelta:
-    """What one sample of a request gained since its previous delta.
+    """New output of one answer of a request since its previous delta.
 
-    ``text`` holds only characters that can no longer change; it may be empty while a character
-    or a possible stop string is incomplete. ``index`` numbers the samples of a request (``n``).
-    The last delta of each sample, and no other, has a ``finish_reason``; ``stop_reason`` is the
-    stop string or stop token that matched, None for end-of-sequence and for other reasons.
+    ``index``: number of the answer, 0 to ``n - 1``. ``text``: new characters that later tokens
+    cannot change; it is empty while a character or a possible stop string is incomplete.
+    ``finish_reason``: set in the last delta of each answer only. ``stop_reason``: the stop string
+    or stop token that matched, otherwise None. ``num_cached_tokens``: prompt tokens that were
+    prefix hits.
     """
 
     request_id: str
@@ -52,12 +56,13 @@ class CompletionDelta:
 
 @attrs.frozen
 class ThermalStats:
-    """The devices' heat, and what is done about it.
+    """Temperatures, power and the thermal policy.
 
-    ``hottest_c`` is the temperature that counts, in degrees C (None: none was read yet),
-    ``power_w`` what all devices draw together, in watts. ``sensor`` says how far to trust them;
-    ``fault`` is what is wrong with a sensor or with the policy, "" where all is well. ``policy`` is
-    the policy's name, "" for none; it is not ``policy_active`` once it failed.
+    ``hottest_c``: temperature of the hottest device, degrees C; None before the first reading.
+    ``power_w``: power of all devices together, watts; None if it is not measured.
+    ``sensor``: how current the readings are. ``fault``: the error of the sensors or of the policy,
+    "" for none. ``policy``: name of the policy, "" for none. ``policy_active``: whether the policy
+    limits the running sequences; False after it failed.
     """
 
     hottest_c: float | None = None
@@ -70,40 +75,61 @@ class ThermalStats:
 
 @attrs.frozen
 class EngineStats:
-    """A snapshot of the engine core after a step, for metrics and health checks.
+    """Snapshot of the engine core after a step, for metrics and health checks.
 
-    ``num_running`` counts sequences, of which at most ``max_running`` may run now; ``num_waiting``
-    and ``num_swapped`` count requests. Preemptions are ``num_swaps`` and ``num_recomputes``.
-    ``prompt_tokens`` counts each prompt once; ``computed_prefill_tokens`` counts the tokens of all
-    prefill chunks, so cached tokens are left out and recomputed ones counted again.
-    ``thermal`` is what is known of the devices' heat, None where nobody measures it.
-    ``cold_forwards`` ran in shapes that were not warmed up, ``compilations`` happened in live
-    traffic; both are 0 after a full warm-up that covers what comes.
+    Now: requests (``_reqs``), sequences (``_seqs``) and KV blocks
+
+    - ``num_running_reqs``: requests with a sequence that runs. With ``n`` = 4 it is one request.
+    - ``num_running_seqs``: sequences that run.
+    - ``max_running_seqs``: the running limit. Operators and thermal policies lower it.
+    - ``num_waiting_reqs``: requests that have not started.
+    - ``num_swapped_reqs``: preempted requests whose KV cache is on the host.
+    - ``num_preempted_reqs``: preempted requests without KV cache, which wait to be recomputed.
+    - ``num_used_blocks``, ``num_total_blocks``: KV blocks on the device.
+    - ``highest_block_in_use``: highest id of a used KV block.
+    - ``num_buckets``, ``num_ready_buckets``: buckets, and those that are warmed up.
+    - ``thermal``: None if no temperature is measured.
+
+    Totals since the start
+
+    - ``num_preemptions``: preemptions. ``num_swaps`` of them swapped the KV cache out,
+      ``num_recomputes`` freed it.
+    - ``num_steps``: steps.
+    - ``num_prompt_tokens``: tokens of prompts; each prompt counts once, in full.
+    - ``num_prefill_tokens``: tokens computed in prefill. Prefix hits do not count; recomputed
+      tokens count again.
+    - ``num_generation_tokens``: tokens generated, of all sequences.
+    - ``num_padded_tokens``: tokens computed as padding.
+    - ``num_bucket_misses``: forward passes whose shape no bucket holds.
+    - ``num_cold_forwards``: forward passes in a shape that was not warmed up.
+    - ``num_compilations``: compilations while serving.
     """
 
-    num_running: int = 0
-    num_waiting: int = 0
-    num_swapped: int = 0
+    num_running_reqs: int = 0
+    num_running_seqs: int = 0
+    max_running_seqs: int = 0
+    num_waiting_reqs: int = 0
+    num_swapped_reqs: int = 0
+    num_preempted_reqs: int = 0
+    num_used_blocks: int = 0
+    num_total_blocks: int = 0
+    highest_block_in_use: int = 0
+    num_buckets: int = 0
+    num_ready_buckets: int = 0
+    thermal: ThermalStats | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
     num_recomputes: int = 0
-    max_running: int = 0
-    used_blocks: int = 0
-    total_blocks: int = 0
-    highest_block_in_use: int = 0
-    steps: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    computed_prefill_tokens: int = 0
-    padded_tokens: int = 0
-    bucket_misses: int = 0
-    buckets: int = 0
-    ready_buckets: int = 0
-    cold_forwards: int = 0
-    compilations: int = 0
-    thermal: ThermalStats | None = None
+    num_steps: int = 0
+    num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0
+    num_generation_tokens: int = 0
+    num_padded_tokens: int = 0
+    num_bucket_misses: int = 0
+    num_cold_forwards: int = 0
+    num_compilations: int = 0
 
     @property
     def cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
-        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+        return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0

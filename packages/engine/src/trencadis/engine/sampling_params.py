@@ -1,47 +1,37 @@
-"""How the next token is chosen and when generation ends: one frozen value per request.
+"""Sampling and stopping rules: one frozen value per request.
 
-Names, defaults and ranges are those of the OpenAI API where it has them and of ``vllm``'s
-``SamplingParams`` elsewhere, so that existing clients keep their meaning.
+Names, defaults and ranges are those of the OpenAI API where it defines the parameter, otherwise
+those of vLLM's ``SamplingParams``. The server's API derives names, ranges and descriptions of its
+request fields from this class.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import attrs
 
 from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.validators import integer, number, one_of
 
 MAX_LOGPROBS = 20
-"""Most alternatives per position: the limit of the OpenAI API for ``top_logprobs``."""
+"""Maximum number of alternatives per position: the OpenAI API's limit of ``top_logprobs``."""
 
 MAX_STOP_STRINGS = 16
+MAX_SEQUENCES = 128
+"""Maximum number of sequences of one request."""
+
+_INT32_MAX = 2**31 - 1
+_INT64_MAX = 2**63 - 1
+
+_integer = partial(integer, error=InvalidRequest)
+_number = partial(number, error=InvalidRequest)
 
 
-def _number(low: float, high: float, accepted: str) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        ok = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not ok or math.isnan(value) or not low <= value <= high:
-            raise InvalidRequest(
-                f"{attribute.name} must be {accepted}, got {value!r}", attribute.name
-            )
-
-    return check
-
-
-def _integer(low: int, high: float, accepted: str, *, optional: bool = False) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        ok = isinstance(value, int) and not isinstance(value, bool)
-        if not ok or not low <= value <= high:
-            raise InvalidRequest(
-                f"{attribute.name} must be {accepted}, got {value!r}", attribute.name
-            )
-
-    return check
+def _help(text: str) -> Mapping[str, str]:
+    return {"help": text}
 
 
 # With ``converter=tuple`` mypy does not know the element type, and refuses every argument.
@@ -57,92 +47,159 @@ def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
 class SamplingParams:
     """Sampling and stopping rules of one request.
 
-    ``temperature == 0`` is greedy. ``top_k`` 0 or -1 keeps the whole vocabulary. ``max_tokens``
-    None means up to the model's context. ``logprobs`` counts alternatives reported per position
-    (0 reports the chosen token alone, None nothing).
+    Each field's ``metadata["help"]`` describes it; each range is the ``low`` and ``high`` of the
+    field's validator.
 
-    ``n`` answers are wanted, of ``best_of`` samples (None: n) those with the highest mean
-    log-probability. With ``use_beam_search`` they are the best hypotheses of so many beams, by the
-    rules of ``transformers``: ``length_penalty`` is the power of the length that scores are divided
-    by, ``early_stopping`` True, False or ``"never"``. Beams are not drawn, so what shapes a draw
-    is refused with them (``temperature`` may be 0, or 1, which does nothing), and so are ``stop``
-    and ``logprobs``. Sample ``i`` draws with ``seed + i``.
+    Beam search follows ``transformers``. It draws no tokens and knows the text of a beam only at
+    its end, so parameters that shape a draw, ``stop`` and ``logprobs`` are refused with it.
 
-    Raises `InvalidRequest`, which names the parameter, on a value out of range.
+    Raises `InvalidRequest`, which names the parameter, on a value out of range and on parameters
+    that contradict each other.
     """
 
-    n: int = attrs.field(default=1, validator=_integer(1, 128, "an integer from 1 to 128"))
+    n: int = attrs.field(
+        default=1,
+        validator=_integer(1, MAX_SEQUENCES),
+        metadata=_help("Number of answers per prompt."),
+    )
     best_of: int | None = attrs.field(
-        default=None, validator=_integer(1, 128, "an integer from 1 to 128", optional=True)
+        default=None,
+        validator=_integer(1, MAX_SEQUENCES, optional=True),
+        metadata=_help(
+            "Number of sequences to generate, or of beams to search; the n answers are those with "
+            "the highest mean log-probability or beam score. Null: n."
+        ),
     )
-    use_beam_search: bool = False
+    use_beam_search: bool = attrs.field(
+        default=False,
+        metadata=_help("Search beams instead of drawing tokens."),
+    )
     length_penalty: float = attrs.field(
-        default=1.0, validator=_number(-100.0, 100.0, "from -100 to 100")
+        default=1.0,
+        validator=_number(-100.0, 100.0),
+        metadata=_help(
+            "Beam search: a hypothesis scores its summed log-probability divided by its length "
+            "to this power."
+        ),
     )
-    early_stopping: bool | Literal["never"] = attrs.field(default=False)
-    temperature: float = attrs.field(default=1.0, validator=_number(0.0, 2.0, "from 0 to 2"))
-    top_p: float = attrs.field(default=1.0, validator=_number(0.0, 1.0, "above 0, at most 1"))
-    top_k: int = attrs.field(default=0, validator=_integer(-1, math.inf, "-1, 0 or positive"))
-    min_p: float = attrs.field(default=0.0, validator=_number(0.0, 1.0, "from 0 to 1"))
+    early_stopping: bool | Literal["never"] = attrs.field(
+        default=False,
+        validator=one_of(True, False, "never", error=InvalidRequest),
+        metadata=_help(
+            "Beam search: true ends it at the first best_of finished hypotheses, false when no "
+            "running beam scores higher at its present length, 'never' when none could at any "
+            "length."
+        ),
+    )
+    temperature: float = attrs.field(
+        default=1.0,
+        validator=_number(0.0, 2.0),
+        metadata=_help("Divisor of the logits. 0: always the most probable token."),
+    )
+    top_p: float = attrs.field(
+        default=1.0,
+        validator=_number(0.0, 1.0, exclusive_low=True),
+        metadata=_help("Draw from the most probable tokens whose probabilities sum up to this."),
+    )
+    top_k: int = attrs.field(
+        default=0,
+        validator=_integer(-1, _INT32_MAX),
+        metadata=_help("Draw from this many most probable tokens. 0 or -1: from all."),
+    )
+    min_p: float = attrs.field(
+        default=0.0,
+        validator=_number(0.0, 1.0),
+        metadata=_help(
+            "Draw from tokens of at least this probability, relative to the most probable token."
+        ),
+    )
     seed: int | None = attrs.field(
-        default=None, validator=_integer(-(2**63), 2**63 - 1, "a 64-bit integer", optional=True)
+        default=None,
+        validator=_integer(-_INT64_MAX - 1, _INT64_MAX, optional=True),
+        metadata=_help("Seed of the draws; answer i draws with seed + i. Null: a random seed."),
     )
-    presence_penalty: float = attrs.field(default=0.0, validator=_number(-2.0, 2.0, "from -2 to 2"))
+    presence_penalty: float = attrs.field(
+        default=0.0,
+        validator=_number(-2.0, 2.0),
+        metadata=_help("Subtracted from the logit of each token that the output contains."),
+    )
     frequency_penalty: float = attrs.field(
-        default=0.0, validator=_number(-2.0, 2.0, "from -2 to 2")
+        default=0.0,
+        validator=_number(-2.0, 2.0),
+        metadata=_help(
+            "Subtracted from a token's logit once for each time that the output contains it."
+        ),
     )
     repetition_penalty: float = attrs.field(
-        default=1.0, validator=_number(0.0, 10.0, "above 0, at most 10")
+        default=1.0,
+        validator=_number(0.0, 10.0, exclusive_low=True),
+        metadata=_help(
+            "Divides the positive logits, and multiplies the negative ones, of tokens that prompt "
+            "or output contain."
+        ),
     )
     max_tokens: int | None = attrs.field(
-        default=16, validator=_integer(1, math.inf, "a positive integer", optional=True)
+        default=16,
+        validator=_integer(1, optional=True),
+        metadata=_help("Maximum number of output tokens. Null: the rest of the model's context."),
     )
-    min_tokens: int = attrs.field(default=0, validator=_integer(0, math.inf, "0 or positive"))
-    stop: tuple[str, ...] = attrs.field(default=(), converter=_strings)
-    stop_token_ids: tuple[int, ...] = attrs.field(default=(), converter=_token_ids)
-    ignore_eos: bool = False
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    min_tokens: int = attrs.field(
+        default=0,
+        validator=_integer(0, _INT32_MAX),
+        metadata=_help(
+            "Number of output tokens before an end-of-sequence or stop token may end an answer."
+        ),
+    )
+    stop: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_strings,
+        metadata=_help(f"At most {MAX_STOP_STRINGS} strings, each of which ends an answer."),
+    )
+    stop_token_ids: tuple[int, ...] = attrs.field(
+        default=(),
+        converter=_token_ids,
+        metadata=_help("Token ids, each of which ends an answer."),
+    )
+    ignore_eos: bool = attrs.field(
+        default=False,
+        metadata=_help("Continue after the model's end-of-sequence token."),
+    )
+    include_stop_str_in_output: bool = attrs.field(
+        default=False,
+        metadata=_help("Keep the stop string in the text of the answer."),
+    )
+    skip_special_tokens: bool = attrs.field(
+        default=True,
+        metadata=_help("Leave special tokens out of the text of the answer."),
+    )
     logprobs: int | None = attrs.field(
         default=None,
-        validator=_integer(0, MAX_LOGPROBS, f"from 0 to {MAX_LOGPROBS}", optional=True),
+        validator=_integer(0, MAX_LOGPROBS, optional=True),
+        metadata=_help(
+            "Number of most probable tokens to report per position, besides the chosen one. "
+            "Null: no log-probabilities."
+        ),
     )
-    logit_bias: Mapping[int, float] = attrs.field(factory=dict)
-
-    @top_p.validator
-    def _top_p_above_zero(self, _: object, value: float) -> None:
-        if value == 0.0:
-            raise InvalidRequest("top_p must be above 0, at most 1, got 0", "top_p")
-
-    @repetition_penalty.validator
-    def _repetition_penalty_above_zero(self, _: object, value: float) -> None:
-        if value == 0.0:
-            raise InvalidRequest(
-                "repetition_penalty must be above 0, at most 10, got 0", "repetition_penalty"
-            )
+    logit_bias: Mapping[int, float] = attrs.field(
+        factory=dict,
+        metadata=_help("Added to the logits: a number from -100 to 100 for each token id."),
+    )
 
     @stop.validator
-    def _stop_strings(self, _: object, value: tuple[str, ...]) -> None:
+    def _check_stop(self, _: object, value: tuple[str, ...]) -> None:
         if len(value) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in value):
             raise InvalidRequest(
                 f"stop must be at most {MAX_STOP_STRINGS} non-empty strings, got {value!r}", "stop"
             )
 
     @logit_bias.validator
-    def _bias_range(self, _: object, value: Mapping[int, float]) -> None:
+    def _check_logit_bias(self, _: object, value: Mapping[int, float]) -> None:
         for token, bias in value.items():
             if not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
                     f"logit_bias of token {token} must be from -100 to 100, got {bias!r}",
                     "logit_bias",
                 )
-
-    @early_stopping.validator
-    def _known_stopping(self, _: object, value: object) -> None:
-        if not isinstance(value, bool) and value != "never":
-            raise InvalidRequest(
-                f"early_stopping must be True, False or 'never', got {value!r}", "early_stopping"
-            )
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -153,18 +210,19 @@ class SamplingParams:
             raise InvalidRequest(
                 f"best_of {self.best_of} is below n {self.n}: raise it, or leave it out", "best_of"
             )
-        if self.seed is not None and self.seed + self.width > 2**63:
+        if self.seed is not None and self.seed + self.num_seqs > 2**63:
             raise InvalidRequest(
-                f"seed {self.seed} leaves no seed of their own for {self.width} samples", "seed"
+                f"seed {self.seed} is too large for {self.num_seqs} samples: seed + i must stay "
+                "below 2**63",
+                "seed",
             )
         if self.use_beam_search:
-            self._check_beams()
+            self._check_beam_search()
         else:
-            self._check_samples()
+            self._check_sampling()
 
-    def _check_beams(self) -> None:
-        """Nothing is drawn, and the text of a beam is not known before its search has ended."""
-        idle: dict[str, tuple[object, ...]] = {
+    def _check_beam_search(self) -> None:
+        without_effect: dict[str, tuple[object, ...]] = {
             "temperature": (0.0, 1.0),
             "top_p": (1.0,),
             "top_k": (0, -1),
@@ -172,29 +230,29 @@ class SamplingParams:
             "stop": ((),),
             "logprobs": (None,),
         }
-        for name, values in idle.items():
+        for name, values in without_effect.items():
             value = getattr(self, name)
             if value not in values:
                 raise InvalidRequest(
                     f"{name} {value!r} has no meaning with use_beam_search: leave it out", name
                 )
 
-    def _check_samples(self) -> None:
-        for name, idle in (("length_penalty", 1.0), ("early_stopping", False)):
-            if getattr(self, name) != idle:
+    def _check_sampling(self) -> None:
+        for name, without_effect in (("length_penalty", 1.0), ("early_stopping", False)):
+            if getattr(self, name) != without_effect:
                 raise InvalidRequest(f"{name} needs use_beam_search", name)
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Whether each token is the most probable one."""
         return self.temperature == 0.0
 
     @property
-    def width(self) -> int:
-        """Sequences that are generated, to take ``n`` of them: samples, or beams."""
+    def num_seqs(self) -> int:
+        """Number of sequences to generate: samples or beams."""
         return self.n if self.best_of is None else self.best_of
 
     @property
     def chooses(self) -> bool:
-        """Whether it is known only in the end which sequences are answers."""
-        return self.use_beam_search or self.width > self.n
+        """Whether the answers are known only after all sequences have ended."""
+        return self.use_beam_search or self.num_seqs > self.n

@@ -1,58 +1,153 @@
-"""Checks of settings: each refuses a value in words that name setting, value and bounds."""
+"""Validators of attrs fields. Each one refuses a value with the field's name, the value and the
+bounds.
+
+The bounds are attributes of the validator, so that help texts and the API's schema can be derived
+from them. ``error`` makes the exception from the message and the name of the field: an error class
+of this package, or any callable of that form.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from trencadis.engine.errors import ConfigError
 
-
-def at_least(low: int, *, optional: bool = False) -> Any:
-    """A whole number of at least ``low``, or None where that is ``optional``."""
-
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if optional and value is None:
-            return
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise ConfigError(
-                f"{attribute.name} must be an integer of at least {low}, got {value!r}"
-            )
-
-    return check
+ErrorFactory = Callable[[str, str], Exception]
 
 
-def fraction(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """A number above 0 and at most 1."""
-    if not isinstance(value, (int, float)) or not 0.0 < value <= 1.0:
-        raise ConfigError(f"{attribute.name} must be above 0 and at most 1, got {value!r}")
+@attrs.frozen
+class Integer:
+    """An integer from ``low`` to ``high``, both included; None is no bound. A bool is no integer.
 
-
-def positive(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    """A number above 0."""
-    if not _is_number(value) or value <= 0:
-        raise ConfigError(f"{attribute.name} must be above 0, got {value!r}")
-
-
-def not_negative(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    """A number of 0 or more."""
-    if not _is_number(value) or value < 0:
-        raise ConfigError(f"{attribute.name} must be 0 or more, got {value!r}")
-
-
-def longest_sequence(asked: int | None, made_for: int) -> int:
-    """Tokens of the longest sequence: as ``asked``, and no more than the model was made for.
-
-    Raises `ConfigError`.
+    ``optional`` also accepts None as the value.
     """
-    if asked is not None and asked > made_for:
-        raise ConfigError(
-            f"max_model_len {asked} is above what the model was made for, {made_for}: lower it"
-        )
-    return made_for if asked is None else asked
+
+    low: int | None
+    high: int | None
+    optional: bool
+    error: ErrorFactory
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        return _accepted("an integer", self.low, self.high)
+
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if self.optional and value is None:
+            return
+        if (
+            not isinstance(value, int)
+            or isinstance(value, bool)
+            or (self.low is not None and value < self.low)
+            or (self.high is not None and value > self.high)
+        ):
+            raise _refusal(self, attribute, value)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+@attrs.frozen
+class Number:
+    """A finite number from ``low`` to ``high``; None is no bound. A bool is no number.
+
+    ``exclusive_low`` refuses ``low`` itself. ``optional`` also accepts None as the value.
+    """
+
+    low: float | None
+    high: float | None
+    exclusive_low: bool
+    optional: bool
+    error: ErrorFactory
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        return _accepted("a number", self.low, self.high, self.exclusive_low)
+
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if self.optional and value is None:
+            return
+        if (
+            not isinstance(value, (int, float))
+            or isinstance(value, bool)
+            or not math.isfinite(value)
+            or (self.low is not None and value < self.low)
+            or (self.low is not None and self.exclusive_low and value == self.low)
+            or (self.high is not None and value > self.high)
+        ):
+            raise _refusal(self, attribute, value)
+
+
+@attrs.frozen
+class OneOf:
+    """One of ``choices``. 1 is not taken for True."""
+
+    choices: tuple[object, ...]
+    error: ErrorFactory
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        return f"one of {', '.join(map(str, self.choices))}"
+
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not any(isinstance(value, type(choice)) and value == choice for choice in self.choices):
+            raise _refusal(self, attribute, value)
+
+
+def integer(
+    low: int | None = None,
+    high: int | None = None,
+    *,
+    optional: bool = False,
+    error: ErrorFactory = ConfigError,
+) -> Integer:
+    """Validate an integer within bounds."""
+    return Integer(low, high, optional, error)
+
+
+def number(
+    low: float | None = None,
+    high: float | None = None,
+    *,
+    exclusive_low: bool = False,
+    optional: bool = False,
+    error: ErrorFactory = ConfigError,
+) -> Number:
+    """Validate a finite number within bounds."""
+    return Number(low, high, exclusive_low, optional, error)
+
+
+def one_of(*accepted: object, error: ErrorFactory = ConfigError) -> OneOf:
+    """Validate a value of a closed list."""
+    return OneOf(accepted, error)
+
+
+def power_of_two(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a power of two, such as 32."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
+        raise ConfigError(f"{attribute.name} must be a power of two, got {value!r}", attribute.name)
+
+
+def _refusal(
+    validator: Integer | Number | OneOf, attribute: attrs.Attribute[Any], value: object
+) -> Exception:
+    message = f"{attribute.name} must be {validator.accepted}, got {value!r}"
+    return validator.error(message, attribute.name)
+
+
+def _accepted(kind: str, low: float | None, high: float | None, exclusive_low: bool = False) -> str:
+    if low is None:
+        return kind if high is None else f"{kind} of at most {_bound(high)}"
+    if exclusive_low:
+        below = "" if high is None else f" and at most {_bound(high)}"
+        return f"{kind} above {_bound(low)}{below}"
+    if high is None:
+        return f"{kind} of at least {_bound(low)}"
+    return f"{kind} from {_bound(low)} to {_bound(high)}"
+
+
+def _bound(value: float) -> str:
+    return str(int(value)) if value == int(value) else str(value)

@@ -34,6 +34,9 @@ class AllocStatus(Enum):
     NEVER = "never"
 
 
+_NO_SWAPS = SwapCopies((), ())
+
+
 class BlockManager:
     """Allocates blocks to sequences, shares common content, and swaps sequences.
 
@@ -306,6 +309,8 @@ class BlockManager:
 
     def resume_swaps(self, now: float) -> SwapCopies:
         """The copies of earlier swaps that are due at ``now`` (seconds); call it every step."""
+        if not self._swapper.has_pending:
+            return _NO_SWAPS
         return SwapCopies(self._swapper.admit_outgoing(now), self._swapper.admit_incoming(now))
 
     def relocate(self, moves: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:

@@ -77,7 +77,7 @@ class SequenceTable:
 
     def resident(self, seq_id: int) -> SequenceState:
         """A sequence on the device. Raises `UnknownSequence` or `NotResident`."""
-        sequence = self[seq_id]
+        sequence = self._sequences.get(seq_id) or self[seq_id]
         if sequence.host_block_table is not None or sequence.num_pending_blocks:
             raise NotResident(f"sequence {seq_id} is not on the device: swap it in first")
         return sequence

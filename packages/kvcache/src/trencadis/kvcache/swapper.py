@@ -110,6 +110,11 @@ class Swapper:
             self._swap_in_sequence(sequence, sequence_hits, transfers)
         self.incoming.extend(transfers.values())
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether a transfer in either direction is pending."""
+        return bool(self.outgoing.transfers or self.incoming.transfers)
+
     def admit_outgoing(self, now: float) -> Copies:
         """The device-to-host copies due at time ``now``; releases their device blocks."""
         admitted = self.outgoing.admit(now)

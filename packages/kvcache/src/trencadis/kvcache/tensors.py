@@ -70,18 +70,20 @@ class KVCache:
         for name, size in sizes.items():
             require_at_least(name, size, 1, "pass a positive size")
         require_at_least("num_host_blocks", num_host_blocks, 0, "0 turns swapping off")
+        self.num_layers = num_layers
+        self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
+        self.block_size = block_size
         self.device = torch.device(device)
-        self._shape = (2, *sizes.values())
+        shape = (2, *sizes.values())
         num_parts = 2 * num_layers
         if separate_layers:
-            self._parts = tuple(
-                zeros(self._shape[2:], dtype, self.device) for _ in range(num_parts)
-            )
+            self._parts = tuple(zeros(shape[2:], dtype, self.device) for _ in range(num_parts))
             words: torch.Tensor | tuple[torch.Tensor, ...] = tuple(
                 _as_words(part) for part in self._parts
             )
         else:
-            self.data = zeros(self._shape, dtype, self.device)
+            self.data = zeros(shape, dtype, self.device)
             self._parts = self.data.flatten(0, 1).unbind()
             words = _as_words(self.data.view(num_parts, num_blocks, -1))
         host_shape = (num_host_blocks, num_parts, words[0][0].numel())
@@ -89,26 +91,6 @@ class KVCache:
         pinned = self.device.type == "cuda"
         self._host = zeros(host_shape, words[0].dtype, torch.device("cpu"), pinned=pinned)
         self._copier = copier_for(words, self._host)
-
-    @property
-    def num_layers(self) -> int:
-        """Number of layers, each with keys and values."""
-        return self._shape[1]
-
-    @property
-    def num_blocks(self) -> int:
-        """Number of device blocks, the padding block included."""
-        return self._shape[2]
-
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        return self._shape[4]
-
-    @property
-    def num_host_blocks(self) -> int:
-        """Number of host blocks."""
-        return self._host.shape[0]
 
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""

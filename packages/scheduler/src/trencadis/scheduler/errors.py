@@ -1,35 +1,39 @@
-"""The errors that this package raises on purpose."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
 
 class SchedulerError(Exception):
-    """Base of every error that the scheduler raises on purpose."""
+    """Base class of the errors of this package."""
 
 
 class ConfigError(SchedulerError, ValueError):
-    """A scheduler setting is out of range or contradicts another."""
+    """A setting is out of range or contradicts another setting."""
 
 
 class UnservableRequest(SchedulerError, ValueError):
-    """A request that could never run: empty, or longer than the model or the cache allows."""
+    """A request that can never run: invalid, or too large for the model or the KV cache."""
 
 
 class DuplicateRequest(SchedulerError, ValueError):
-    """A request id that is already waiting or running."""
+    """A request id that is already in the scheduler."""
 
 
 class QueueFull(SchedulerError):
-    """The queue of waiting requests is at its bound: try again later."""
+    """The waiting queue has reached ``max_waiting`` requests: try again later."""
 
 
 class StepOrderError(SchedulerError):
-    """``schedule()`` and ``update()`` were not called in turn, or with each other's values."""
+    """``schedule()`` and ``update()`` did not alternate, or ``update()`` got incomplete results."""
 
 
 class IllegalTransition(SchedulerError):
-    """A group was to change its status along an arrow that the state diagram does not have."""
+    """A status change that the state diagram of sequence groups does not have."""
 
 
-class ControlError(SchedulerError):
-    """A control event asks for what this scheduler cannot do."""
+class ControlError(SchedulerError, ValueError):
+    """An order that this scheduler cannot carry out. ``field`` names the field of the order."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field

@@ -1,4 +1,4 @@
-"""What a client asks for: a frozen `Request`, and how its output may branch."""
+"""Requests as a client submits them: frozen values."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from typing import Literal
 import attrs
 
 from trencadis.scheduler.errors import UnservableRequest
+from trencadis.scheduler.validators import integer, number, one_of
 
 
 class FinishReason(enum.Enum):
-    """Why a sequence ended. The values are those of the OpenAI API, and ``abort``."""
+    """Why a sequence finished: the values of the OpenAI API, and ``abort``."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -25,52 +26,52 @@ def _as_tuple(token_ids: Iterable[int]) -> tuple[int, ...]:
 
 @attrs.frozen(kw_only=True)
 class BeamSearch:
-    """Beam search with the scores and the stopping rules of ``transformers``.
+    """Parameters of beam search, with the scores and the stopping rules of ``transformers``.
 
-    A hypothesis of ``L`` generated tokens scores its summed log-probability over
-    ``L ** length_penalty``. ``early_stopping`` True ends as soon as there are ``width`` finished
-    hypotheses, False when the best running beam, scored at its present length, does not beat the
-    worst of them, ``"never"`` only when it could not at any length.
+    The score of a hypothesis of ``L`` generated tokens is its cumulative log-probability divided
+    by ``L ** length_penalty``. The search ends once there are ``width`` finished hypotheses and
+    ``early_stopping`` is True; or, for False, the best running beam scores below the worst
+    hypothesis at its current length; or, for ``"never"``, at any length. Raises
+    `UnservableRequest`.
     """
 
-    width: int
-    length_penalty: float = 1.0
-    early_stopping: bool | Literal["never"] = False
-
-    def __attrs_post_init__(self) -> None:
-        if self.width < 1:
-            raise UnservableRequest(f"beam width must be 1 or more, got {self.width}")
+    width: int = attrs.field(validator=integer(1, error=UnservableRequest))
+    length_penalty: float = attrs.field(default=1.0, validator=number(error=UnservableRequest))
+    early_stopping: bool | Literal["never"] = attrs.field(
+        default=False, validator=one_of(True, False, "never", error=UnservableRequest)
+    )
 
 
 @attrs.frozen(kw_only=True)
 class Request:
-    """One generation that a client asked for; token counts exclude the prompt.
+    """A generation request. Token counts exclude the prompt.
 
-    ``stop_token_ids`` end a sequence once ``min_tokens`` are generated (end-of-sequence tokens
-    are among them unless the client ignores those). ``max_tokens`` is a hard bound.
+    ``stop_token_ids`` finish a sequence once ``min_tokens`` are generated; EOS tokens belong to
+    them unless the client ignores EOS. ``max_tokens`` is a hard limit.
 
-    ``n`` results are wanted, of ``best_of`` samples (None: n) or of ``beam_search``. ``priority``
-    counts under the ``priority`` policy, lower first. ``extra_keys`` (adapter id, cache salt) keep
-    prompts with other keys from sharing cached prefixes. Raises `UnservableRequest`.
+    The client gets ``n`` results, chosen from ``best_of`` samples (None: n) or from
+    ``beam_search``. Under the ``priority`` policy, requests with a lower ``priority`` run first.
+    ``extra_keys`` (adapter id, cache salt): prompts share cached prefixes only if these are equal.
+    Raises `UnservableRequest`.
     """
 
     request_id: str
     prompt_token_ids: tuple[int, ...] = attrs.field(converter=_as_tuple, repr=False)
-    max_tokens: int
-    min_tokens: int = 0
+    max_tokens: int = attrs.field(validator=integer(1, error=UnservableRequest))
+    min_tokens: int = attrs.field(default=0, validator=integer(0, error=UnservableRequest))
     stop_token_ids: frozenset[int] = frozenset()
-    n: int = 1
-    best_of: int | None = None
+    n: int = attrs.field(default=1, validator=integer(1, error=UnservableRequest))
+    best_of: int | None = attrs.field(
+        default=None, validator=integer(1, optional=True, error=UnservableRequest)
+    )
     beam_search: BeamSearch | None = None
     priority: int = 0
     extra_keys: tuple[Hashable, ...] = ()
 
     def __attrs_post_init__(self) -> None:
-        if self.n < 1:
-            raise UnservableRequest(f"n must be 1 or more, got {self.n}")
-        if self.n > self.width:
+        if self.n > self.num_seqs:
             raise UnservableRequest(
-                f"n {self.n} is above the {self.width} sequences to choose from: "
+                f"n {self.n} is above the {self.num_seqs} sequences to choose from: "
                 "lower n or raise best_of or the beam width"
             )
         if self.beam_search is not None and self.best_of is not None:
@@ -79,8 +80,12 @@ class Request:
             )
 
     @property
-    def width(self) -> int:
-        """Sequences that run at once for this request, at most."""
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_seqs(self) -> int:
+        """Maximum number of sequences of this request that run at once."""
         if self.beam_search is not None:
             return self.beam_search.width
         return self.n if self.best_of is None else self.best_of

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trencadis.server.app import create_app
-    from trencadis.server.backend import ServingEngine, ServingTokenizer
+    from trencadis.server.engine_protocol import ServingEngine, ServingTokenizer
     from trencadis.server.launch import LaunchError, serve
     from trencadis.server.settings import ServerSettings
 
@@ -31,8 +31,8 @@ __all__ = [
 _HOMES = {
     "LaunchError": "launch",
     "ServerSettings": "settings",
-    "ServingEngine": "backend",
-    "ServingTokenizer": "backend",
+    "ServingEngine": "engine_protocol",
+    "ServingTokenizer": "engine_protocol",
     "create_app": "app",
     "serve": "launch",
 }

@@ -9,16 +9,16 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from trencadis.server import __version__
-from trencadis.server.auth import BearerAuth
-from trencadis.server.backend import ServingEngine
-from trencadis.server.body_limit import BodyLimit
-from trencadis.server.context import ServingContext
-from trencadis.server.errors import install_error_handlers
-from trencadis.server.metrics import ServingMetrics
-from trencadis.server.prompts import PromptEncoder
+from trencadis.server.engine_protocol import ServingEngine
+from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.http.auth import BearerAuth
+from trencadis.server.http.body_limit import BodyLimit
+from trencadis.server.http.error_handlers import install_error_handlers
+from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
+from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.health import health_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.settings import ServerSettings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,9 @@ logger = logging.getLogger("trencadis.engine")
 
 _IDLE_SECONDS = 1.0
 """Period in which an idle core checks that its front is alive and sends its stats."""
+
+_STATS_SECONDS = 0.1
+"""Period in which a busy core sends its stats."""
 
 _WARMING_SECONDS = 0.1
 """Period in which an idle core checks whether the next bucket can be warmed up."""
@@ -96,6 +100,7 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
 
 def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
     orders: _Orders = {}
+    stats_due_s = 0.0
     while os.getppid() == front:
         for message in channel.receive(_receive_timeout(core)):
             if isinstance(message, Stop):
@@ -104,7 +109,11 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
         core.advance_warm_up()
         tokens = core.step() if core.has_work else []
         _send_results(orders, channel)
-        channel.send(StepDone(tuple(tokens), core.stats))
+        now_s = time.monotonic()
+        stats = None
+        if now_s >= stats_due_s or not core.has_work:
+            stats, stats_due_s = core.stats, now_s + _STATS_SECONDS
+        channel.send(StepDone(tuple(tokens), stats))
     logger.warning("The front is gone: the engine core stops")
 
 
@@ -149,5 +158,5 @@ def _send_results(orders: _Orders, channel: CoreChannel) -> None:
         if error is None:
             channel.send(Controlled(number, future.result()))
         else:
-            field = "target_temp_c" if isinstance(error, ControlError) else "max_num_seqs"
+            field = error.field if isinstance(error, ControlError) else None
             channel.send(Controlled(number, None, str(error), field))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
+    SchedulerOutput,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -113,27 +114,29 @@ class EngineCore:
     def stats(self) -> EngineStats:
         runner = self.worker.runner
         return EngineStats(
-            num_running=self.scheduler.num_running,
-            num_waiting=self.scheduler.num_waiting,
-            num_swapped=self.scheduler.num_swapped,
+            num_running_reqs=self.scheduler.num_running,
+            num_running_seqs=self.scheduler.num_running_seqs,
+            max_running_seqs=self._running_limit,
+            num_waiting_reqs=self.scheduler.num_waiting,
+            num_swapped_reqs=self.scheduler.num_swapped,
+            num_preempted_reqs=self.scheduler.num_preempted,
+            num_used_blocks=self.blocks.pool.num_used_blocks,
+            num_total_blocks=self.blocks.pool.num_usable_blocks,
+            highest_block_in_use=self.blocks.pool.highest_used_block,
+            num_buckets=self.worker.num_buckets,
+            num_ready_buckets=runner.num_ready_buckets,
+            thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,
-            max_running=self._running_limit,
-            used_blocks=self.blocks.pool.num_used_blocks,
-            total_blocks=self.blocks.pool.num_usable_blocks,
-            highest_block_in_use=self.blocks.pool.highest_used_block,
-            steps=self._num_steps,
-            prompt_tokens=self.requests.num_prompt_tokens,
-            generation_tokens=self.requests.num_generation_tokens,
-            computed_prefill_tokens=self._num_prefill_tokens,
-            padded_tokens=runner.padded_tokens,
-            bucket_misses=runner.bucket_misses,
-            buckets=self.worker.num_buckets,
-            ready_buckets=runner.num_ready_buckets,
-            cold_forwards=runner.forward_runner.cold_forwards,
-            compilations=runner.forward_runner.compilations,
-            thermal=self._thermal.stats,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self.requests.num_prompt_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_generation_tokens=self.requests.num_generation_tokens,
+            num_padded_tokens=runner.padded_tokens,
+            num_bucket_misses=runner.bucket_misses,
+            num_cold_forwards=runner.forward_runner.cold_forwards,
+            num_compilations=runner.forward_runner.compilations,
         )
 
     def add(
@@ -192,22 +195,33 @@ class EngineCore:
             sampled.token_ids,
             logprobs=sampled.logprobs,
             candidates=sampled.candidates,
-            timing=StepTiming(
-                # A step with decodes does not tell how long its prefill chunks took.
-                prompts_s=None if output.decodes else compute_s,
-                swap_out_s=computed.swap_s.get(Direction.OUT),
-                swap_in_s=computed.swap_s.get(Direction.IN),
-            ),
+            timing=_timing(output, computed.swap_s, compute_s),
         )
         self._num_steps += 1
         for chunk in output.prompts:
             self._num_prefill_tokens += len(chunk.token_ids)
-        self._running_limit = output.max_running
+        self._running_limit = output.max_running_seqs
         return self.requests.report(updates, sampled)
 
     def close(self) -> None:
         """Stop reading temperatures."""
         self._thermal.stop()
+
+
+def _timing(
+    output: SchedulerOutput, swap_s: Mapping[Direction, float], compute_s: float
+) -> StepTiming | None:
+    """What a step tells about the costs of swap and prefill; None where it tells nothing.
+
+    A step with decodes does not tell how long its prefill chunks took.
+    """
+    if output.decodes and not swap_s:
+        return None
+    return StepTiming(
+        prompts_s=None if output.decodes else compute_s,
+        swap_out_s=swap_s.get(Direction.OUT),
+        swap_in_s=swap_s.get(Direction.IN),
+    )
 
 
 def _device(config: EngineConfig) -> Device:

@@ -24,7 +24,7 @@ def as_request(
     beams = None
     if params.use_beam_search:
         beams = BeamSearch(
-            width=params.width,
+            width=params.num_seqs,
             length_penalty=params.length_penalty,
             early_stopping=params.early_stopping,
         )

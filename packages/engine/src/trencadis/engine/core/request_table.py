@@ -129,8 +129,8 @@ class RequestTable:
             entry.unfinished.update(range(params.n))
             self._beam_searches[key] = entry
             return
-        entry.unfinished.update(range(params.width))
-        sequences = (sequence for group in entry.groups for sequence in group.live)
+        entry.unfinished.update(range(params.num_seqs))
+        sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
         for index, sequence in enumerate(sequences):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
             self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence)
@@ -187,13 +187,15 @@ class RequestTable:
             if sample is None:
                 search = self._beam_searches.get(update.request_id)
                 if search is not None:
-                    self._count_prompt(search)
+                    if not search.prompt_counted:
+                        self._count_prompt(search)
                     tokens.extend(self._hypothesis(search, update.seq_id))
                 continue
             entry = sample.entry
             if sample.index not in entry.unfinished:
                 continue
-            self._count_prompt(entry)
+            if not entry.prompt_counted:
+                self._count_prompt(entry)
             ended = update.finish_reason
             tokens.append(
                 NewToken(
@@ -201,7 +203,7 @@ class RequestTable:
                     sample.index,
                     update.token_id,
                     None if ended is None else ended.value,
-                    sample.sequence.num_cached_prompt_tokens,
+                    sample.sequence.num_cached_tokens,
                     step.tokens[update.seq_id].logprobs,
                 )
             )
@@ -213,9 +215,9 @@ class RequestTable:
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
         if key in self._entries:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
-        if params.chooses and params.width > self._max_num_seqs:
+        if params.chooses and params.num_seqs > self._max_num_seqs:
             raise InvalidRequest(
-                f"{params.width} sequences at once are above max_num_seqs {self._max_num_seqs}: "
+                f"{params.num_seqs} sequences at once are above max_num_seqs {self._max_num_seqs}: "
                 "ask for fewer",
                 "n" if params.best_of is None else "best_of",
             )
@@ -257,7 +259,7 @@ class RequestTable:
         live = {
             sequence.seq_id: (sequence, entry.params)
             for entry in self._beam_searches.values()
-            for sequence in entry.groups[0].live
+            for sequence in entry.groups[0].unfinished_seqs
         }
         ranked = rank_tokens(
             _select(logits, list(beams)),
@@ -284,7 +286,7 @@ class RequestTable:
         """All tokens of one result of a beam search that has just ended."""
         results = entry.groups[0].results
         index, result = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
-        cached = result.num_cached_prompt_tokens
+        cached = result.num_cached_tokens
         *tokens, last = result.output_token_ids
         for token_id in tokens:
             yield NewToken(entry.key, index, token_id, None, cached)
@@ -292,9 +294,8 @@ class RequestTable:
         self._end_sample(entry, index)
 
     def _count_prompt(self, entry: _Entry) -> None:
-        if not entry.prompt_counted:
-            entry.prompt_counted = True
-            self.num_prompt_tokens += entry.num_prompt_tokens
+        entry.prompt_counted = True
+        self.num_prompt_tokens += entry.num_prompt_tokens
 
     def _end_sample(self, entry: _Entry, index: int) -> None:
         """Mark a sample as ended. The last one removes the request."""

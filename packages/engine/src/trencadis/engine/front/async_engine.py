@@ -62,7 +62,9 @@ class AsyncEngine:
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.stats = EngineStats(total_blocks=ready.num_blocks - 1, max_running=config.max_num_seqs)
+        self.stats = EngineStats(
+            num_total_blocks=ready.num_blocks - 1, max_running_seqs=config.max_num_seqs
+        )
         self._ready = ready
         self._core = core
         self._requests: dict[str, _Request] = {}
@@ -221,7 +223,8 @@ class AsyncEngine:
             self._fail(f"{type(error).__name__}: {error}: restart the server")
 
     async def _deliver(self, step: StepDone) -> None:
-        self.stats = step.stats
+        if step.stats is not None:
+            self.stats = step.stats
         for token in step.tokens:
             request = self._requests.get(token.key)
             if request is None:

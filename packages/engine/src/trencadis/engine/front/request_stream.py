@@ -36,7 +36,7 @@ class RequestStream:
         self._params = params
         self._emit = emit
         # For beam search the core reports only the n results, not every beam.
-        count = params.n if params.use_beam_search else params.width
+        count = params.n if params.use_beam_search else params.num_seqs
         self._samples = [
             SampleStream(request_id, index, prompt_token_ids, params, tokenizer)
             for index in range(count)

@@ -100,10 +100,10 @@ class Controlled(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """The tokens of one step, and the core's stats after it."""
+    """The tokens of one step. ``stats`` follow ten times a second, and when the core is idle."""
 
     tokens: tuple[NewToken, ...]
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 ToCore = Add | Abort | Finish | Control | Stop

@@ -13,7 +13,7 @@ from pathlib import Path
 import platformdirs
 
 from trencadis.bucketing import BucketingError
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.config import EngineConfig, resolve_max_model_len
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
@@ -27,7 +27,6 @@ from trencadis.engine.runner.model_input import build_prompt
 from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.shapes import PromptShape
-from trencadis.engine.validators import longest_sequence
 from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import MemoryPlan, MemoryUse, WarmupError, WarmupReport, warm_up
@@ -46,7 +45,7 @@ class Worker:
         self.device = device
         self.background: BackgroundWarmupLoop | None = None
         self.spec = inspect_model(config.model)
-        self._max_model_len = longest_sequence(
+        self._max_model_len = resolve_max_model_len(
             config.max_model_len, self.spec.max_position_embeddings
         )
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype)

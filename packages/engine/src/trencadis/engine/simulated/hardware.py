@@ -12,7 +12,7 @@ from __future__ import annotations
 import attrs
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import fraction, not_negative, positive
+from trencadis.engine.validators import number
 from trencadis.scheduler.thermal import BOARDS, Board
 
 _GIB = 1 << 30
@@ -37,19 +37,19 @@ class Hardware:
 
     name: str
     board: Board
-    flops_per_s: float = attrs.field(validator=positive)
-    hbm_bytes: int = attrs.field(validator=positive)
-    hbm_bytes_per_s: float = attrs.field(validator=positive)
-    link_bytes_per_s: float = attrs.field(validator=positive)
-    launch_s: float = attrs.field(validator=not_negative)
-    compile_s: float = attrs.field(validator=not_negative)
-    capture_s: float = attrs.field(validator=not_negative)
-    graph_bytes: int = attrs.field(validator=not_negative)
+    flops_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    hbm_bytes: int = attrs.field(validator=number(0, exclusive_low=True))
+    hbm_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    link_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    launch_s: float = attrs.field(validator=number(0))
+    compile_s: float = attrs.field(validator=number(0))
+    capture_s: float = attrs.field(validator=number(0))
+    graph_bytes: int = attrs.field(validator=number(0))
     graph_keeps_activations: bool
-    compute_efficiency: float = attrs.field(default=0.6, validator=fraction)
-    hbm_efficiency: float = attrs.field(default=0.9, validator=fraction)
-    replay_s: float = attrs.field(default=50e-6, validator=not_negative)
-    sample_s: float = attrs.field(default=50e-6, validator=not_negative)
+    compute_efficiency: float = attrs.field(default=0.6, validator=number(0, 1, exclusive_low=True))
+    hbm_efficiency: float = attrs.field(default=0.9, validator=number(0, 1, exclusive_low=True))
+    replay_s: float = attrs.field(default=50e-6, validator=number(0))
+    sample_s: float = attrs.field(default=50e-6, validator=number(0))
 
 
 # Shares of the peak (defaults above). Compute: 260 of Gaudi 2's 432 TFLOP/s in the training of

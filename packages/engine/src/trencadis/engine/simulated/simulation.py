@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.bucketing import BucketingError
+from trencadis.engine.config import resolve_max_model_len
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.grids import Grids, configured_grids
 from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
@@ -23,7 +24,6 @@ from trencadis.engine.simulated.records import Records, Sample
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
-from trencadis.engine.validators import longest_sequence
 from trencadis.kvcache import (
     BandwidthGovernor,
     BlockManager,
@@ -191,7 +191,7 @@ class Simulation:
         """Run one step; returns the scheduler's decision and the number of finished requests."""
         output = self.scheduler.schedule()
         tokens = self.runner.run(output)
-        running = self.scheduler.num_running
+        running = self.scheduler.num_running_seqs
         updates = self.scheduler.update(output, tokens, timing=self.runner.timing)
         self.steps += 1
         self.heat.follow(running)
@@ -212,15 +212,15 @@ class Simulation:
         scheduler, board = self.scheduler, self.heat.model
         return Sample(
             at_s=self.clock() - self.started_s,
-            running=scheduler.num_running,
+            running=scheduler.num_running_seqs,
             waiting=scheduler.num_waiting,
-            swapped=scheduler.num_swapped,
+            swapped=scheduler.num_swapped + scheduler.num_preempted,
             used_blocks=self.blocks.pool.num_used_blocks,
             highest_block=self.blocks.pool.highest_used_block,
             tokens=self.records.tokens_since_last_sample(),
             temperature_c=board.chip_c,
             power_w=board.power_w,
-            running_limit=output.max_running,
+            running_limit=output.max_running_seqs,
         )
 
 
@@ -247,5 +247,5 @@ class _Arrivals:
 
 def _max_model_len(config: SimulationConfig, model: ModelShape, workload: Workload) -> int:
     """As configured, or the longest request of the workload."""
-    longest = longest_sequence(config.max_model_len, model.max_position_embeddings)
+    longest = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
     return longest if config.max_model_len else min(longest, max(2, workload.longest))

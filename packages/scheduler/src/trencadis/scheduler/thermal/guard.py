@@ -46,7 +46,7 @@ class ThermalGuard:
         try:
             state = self._read()
             if state.power_w is not None:
-                self.power_model.observe(state.power_w, scheduler.num_running)
+                self.power_model.observe(state.power_w, scheduler.num_running_seqs)
                 self.policy.on_power_reading(state.power_w)
             if state.hottest_c is not None:
                 self.policy.on_temp_reading(0, state.hottest_c)
@@ -77,7 +77,7 @@ class ThermalGuard:
             except Exception as error:  # as above
                 self._disable(error)
                 selected = []
-        left = count - sum(group.seats for group in selected)
+        left = count - sum(group.num_seqs for group in selected)
         rest = [group for group in running if group not in selected]
         return selected + first_victims(lru, rest, left)
 

@@ -22,7 +22,7 @@ class SchedulerView(Protocol):
         """The settings in force; ``max_num_seqs`` follows the operator's control requests."""
 
     @property
-    def num_running(self) -> int:
+    def num_running_seqs(self) -> int:
         """Running sequences."""
 
     @property

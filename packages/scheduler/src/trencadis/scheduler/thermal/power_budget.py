@@ -65,7 +65,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
         self._power_w = watts
 
     def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
-        self._observe(scheduler.num_running)
+        self._observe(scheduler.num_running_seqs)
         most = scheduler.scheduler_config.max_num_seqs
         target = max(min(self.min_seqs, most), min(most, self._num_affordable()))
         cap = most if self._cap is None else min(self._cap, most)

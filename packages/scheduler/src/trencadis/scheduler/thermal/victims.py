@@ -31,7 +31,7 @@ def lowest_priority(group: SequenceGroup) -> tuple[float, ...]:
 
 def cheapest(group: SequenceGroup) -> tuple[float, ...]:
     """Least swap traffic per saved watt first. Every sequence saves the same watts."""
-    return (group.get_num_kv_blocks() / group.seats, -group.arrival)
+    return (group.get_num_kv_blocks() / group.num_seqs, -group.arrival)
 
 
 VICTIM_ORDERS: Mapping[str, VictimKey] = {
@@ -61,5 +61,5 @@ def first_victims(
         if num_to_evict <= 0:
             break
         victims.append(group)
-        num_to_evict -= group.seats
+        num_to_evict -= group.num_seqs
     return victims

@@ -1,53 +1,60 @@
-"""``POST /v1/admin/batch``: what an operator orders, under a key of its own (seed 003)."""
+"""``POST /v1/admin/batch``: an operator's order to the engine (seed 003), under an admin key."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import attrs
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
 
 from trencadis.engine import BatchControl
-from trencadis.server.context import ServingContext
+from trencadis.server.api.attrs_fields import derived_field
+from trencadis.server.routes.context import ServingContext
 
 
-class BatchControlRequest(BaseModel):
-    """One order; all its parts take effect together. A field that is not known is an error here,
-    since what an operator mistypes must not pass for done."""
+def _batch_control_request() -> type[BaseModel]:
+    """`BatchControl` as a request body: the same fields, types, ranges and defaults.
 
-    model_config = ConfigDict(strict=True, extra="forbid")
+    Unknown fields are an error, so that an operator does not take a misspelt order for obeyed.
+    """
+    types = get_type_hints(BatchControl)
+    fields: dict[str, Any] = {}
+    for attribute in attrs.fields(BatchControl):
+        choices = getattr(attribute.validator, "accepted", None)
+        annotation = types[attribute.name] if choices is None else Literal[choices]
+        fields[attribute.name] = (annotation, derived_field(attribute, attribute.default))
+    config = ConfigDict(strict=True, extra="forbid")
+    return create_model("BatchControlRequest", __config__=config, **fields)
 
-    max_num_seqs: int | None = Field(default=None, ge=1)
-    force_evict: int | None = Field(default=None, ge=0)
-    target_temp_c: float | None = Field(default=None, gt=0, le=95)
-    policy: Literal["lru", "largest_kv", "lowest_priority", "cheapest"] = "lru"
-    dry_run: bool = False
+
+BatchControlRequest = _batch_control_request()
 
 
 def admin_router(context: ServingContext) -> APIRouter:
-    """Routes for operators. `BearerAuth` keeps others out."""
+    """The routes for operators. `BearerAuth` checks the admin key."""
     router = APIRouter(tags=["admin"])
     body = {"application/json": {"schema": BatchControlRequest.model_json_schema()}}
 
     @router.post("/v1/admin/batch", openapi_extra={"requestBody": {"content": body}})
     async def control_batch(request: Request) -> dict[str, Any]:
-        """Change how many sequences may run, evict some, or set the target temperature.
+        """Change how many sequences may run, preempt some, or set the target temperature.
 
-        Answers once it is done, at the top of the engine's next step.
+        The response comes after the order took effect, at the start of the engine's next step.
         """
-        # Read by hand: seed 003's call declares no JSON. The key keeps web pages out as well.
-        order = _order(await request.body())
+        # Not a FastAPI parameter, which needs a Content-Type: seed 003's call sends none. The
+        # admin key keeps web pages out.
+        order = _parse(await request.body())
         return attrs.asdict(await context.engine.control(order))
 
     return router
 
 
-def _order(body: bytes) -> BatchControl:
+def _parse(body: bytes) -> BatchControl:
     try:
-        wanted = BatchControlRequest.model_validate_json(body)
+        request = BatchControlRequest.model_validate_json(body)
     except ValidationError as error:
-        found = [{**one, "loc": ("body", *one["loc"])} for one in error.errors()]
-        raise RequestValidationError(found) from error
-    return BatchControl(**wanted.model_dump())
+        errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
+        raise RequestValidationError(errors) from error
+    return BatchControl(**request.model_dump())

@@ -2,153 +2,92 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import attrs
 from fastapi import APIRouter, Depends, Request, Response
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from trencadis.engine import PositionLogprobs
-from trencadis.server.content_type import json_only
-from trencadis.server.context import ServingContext, new_id
-from trencadis.server.event_stream import EventStream, answer_events, unless_disconnected
-from trencadis.server.generation import Answer, ChoiceDelta, Job, collect
-from trencadis.server.logprobs import completion_logprobs
-from trencadis.server.prompts import answer_budget
-from trencadis.server.protocol import CompletionRequest
-from trencadis.server.usage import Usage
+from trencadis.server.api.logprobs import completion_logprobs
+from trencadis.server.api.protocol import CompletionRequest
+from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
+from trencadis.server.http.content_type import require_json
+from trencadis.server.routes.context import ServingContext
+from trencadis.server.routes.generation_response import ResponseWriter, respond
 
 
 def completions_router(context: ServingContext) -> APIRouter:
-    """The route that continues texts."""
-    router = APIRouter(tags=["completions"], dependencies=[Depends(json_only)])
+    """The route for texts and token ids."""
+    router = APIRouter(tags=["completions"], dependencies=[Depends(require_json)])
 
     @router.post("/v1/completions", response_model=None)
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
-        """Continue one prompt or several, whole or as a stream of chunks."""
-        return await unless_disconnected(request.receive, _respond(context, body))
+        """Continue one or several prompts, in one response or as a stream of chunks."""
+        encode = context.encoder.completion
+        return await respond(context, request, body, encode, CompletionWriter)
 
     return router
 
 
-async def _respond(context: ServingContext, request: CompletionRequest) -> Response:
-    context.check_model(request.model)
-    jobs = await _jobs(context, request)
-    text = _Text(context, request, jobs)
-    deltas = context.start(jobs, text.id)
-    if request.stream:
-        await deltas.start()
-        events = answer_events(deltas, text.chunks, text.last_chunks)
-        return EventStream(events, deltas, context.settings.send_timeout, text.id)
-    answers = await collect(deltas, len(jobs) * request.num_samples, text.usage)
-    content = text.completion(answers).model_dump_json(exclude_unset=True)
-    return Response(content, media_type="application/json", headers={"X-Request-Id": text.id})
+class CompletionWriter(ResponseWriter[Completion]):
+    """Writes choices as texts. The first chunk of a choice repeats the prompt under ``echo``."""
 
+    id_prefix = "cmpl"
 
-async def _jobs(context: ServingContext, request: CompletionRequest) -> list[Job]:
-    # checked before the prompts are tokenised, which takes longer
-    context.check_token_ids(request.sampling_params(request.max_tokens, request.logprobs))
-    max_model_len = context.engine.max_model_len
-    jobs = []
-    for prompt in await context.encoder.completion(request):
-        budget = answer_budget(request.max_tokens, "max_tokens", prompt, max_model_len)
-        params = request.sampling_params(budget, request.logprobs)
-        jobs.append(Job(prompt, params, request.priority or 0))
-    return jobs
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._text_offsets: dict[int, int] = {}
+        """For each choice that has begun, the number of characters in the tokens so far."""
 
-
-@attrs.define
-class _Text:
-    """One text completion: its id, its time, its cost, and how its answers are written."""
-
-    context: ServingContext
-    request: CompletionRequest
-    jobs: Sequence[Job]
-    usage: Usage = attrs.field(init=False)
-    id: str = attrs.field(factory=lambda: new_id("cmpl"))
-    created: int = attrs.field(factory=lambda: int(time.time()))
-    offsets: dict[int, int] = attrs.field(factory=dict)
-    """Characters that each answer's tokens reached so far; one not here has not begun."""
-
-    def __attrs_post_init__(self) -> None:
-        self.usage = Usage(sum(len(job.prompt.token_ids) for job in self.jobs))
-
-    def completion(self, answers: Sequence[Answer]) -> Completion:
-        """All answers at once."""
+    def completion(self, choices: Sequence[FinishedChoice]) -> Completion:
         return Completion(
-            id=self.id,
             object="text_completion",
-            created=self.created,
-            model=self.context.engine.model_name,
-            choices=[self._choice(index, answer) for index, answer in enumerate(answers)],
+            choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.so_far(),
+            **self.header,
         )
 
-    def chunks(self, item: ChoiceDelta) -> Iterator[Completion]:
-        """What a streamed answer gained; its first chunk repeats the prompt if asked to."""
-        self.usage.add(item.prompt, item.delta)
-        text = item.delta.text
-        if item.choice not in self.offsets:
-            self.offsets[item.choice] = 0
-            text = self._echo(item.prompt) + text
-        if (
-            text
-            or item.finish_reason
-            or (item.delta.logprobs and self.request.logprobs is not None)
-        ):
-            yield self._chunk([self._growth(item, text)])
+    def make_chunk(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(object="text_completion", choices=choices, **self.header)
 
-    def last_chunks(self) -> Iterator[Completion]:
-        """What follows the answers: the token counts, where they were asked for."""
-        if self.request.usage_at_end:
-            last = self._chunk([])
-            last.usage = self.usage.so_far()
-            yield last
+    def new_choices(self, delta: ChoiceDelta) -> Iterator[CompletionChoice]:
+        text = delta.delta.text
+        if delta.choice not in self._text_offsets:
+            self._text_offsets[delta.choice] = 0
+            text = self.prompts[delta.prompt].echo + text
+        has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
+        if text or has_logprobs or delta.finish_reason:
+            yield self._new_choice(delta, text)
 
-    def _choice(self, index: int, answer: Answer) -> CompletionChoice:
-        vllms_own: dict[str, Any] = {"stop_reason": answer.stop_reason}
+    def _choice(self, index: int, choice: FinishedChoice) -> CompletionChoice:
+        prompt = self.prompts[index // self.request.num_choices]
+        vllm_fields: dict[str, Any] = {"stop_reason": choice.stop_reason}
         return CompletionChoice(
             index=index,
-            text=self._echo(index // self.request.num_samples) + answer.text,
-            logprobs=self._logprobs(answer.logprobs, 0),
-            finish_reason=answer.finish_reason,
-            **vllms_own,
+            text=prompt.echo + choice.text,
+            logprobs=self._logprobs(choice.logprobs, text_offset=0),
+            finish_reason=choice.finish_reason,
+            **vllm_fields,
         )
 
-    def _growth(self, item: ChoiceDelta, text: str) -> CompletionChoice:
-        logprobs = self._logprobs(item.delta.logprobs, self.offsets[item.choice])
+    def _new_choice(self, item: ChoiceDelta, text: str) -> CompletionChoice:
+        logprobs = self._logprobs(item.delta.logprobs, self._text_offsets[item.choice])
         if logprobs is not None:
-            self.offsets[item.choice] += sum(len(token) for token in logprobs.tokens or ())
+            self._text_offsets[item.choice] += sum(len(token) for token in logprobs.tokens or ())
         ended = item.finish_reason is not None
-        vllms_own: dict[str, Any] = {"stop_reason": item.delta.stop_reason} if ended else {}
-        # constructed unchecked: its type asks for the finish_reason that a chunk has not yet
+        vllm_fields: dict[str, Any] = {"stop_reason": item.delta.stop_reason} if ended else {}
+        # not validated: the type requires a finish_reason, which most chunks do not have
         return CompletionChoice.model_construct(
             index=item.choice,
             text=text,
             logprobs=logprobs,
             finish_reason=item.finish_reason,
-            **vllms_own,
+            **vllm_fields,
         )
 
-    def _chunk(self, choices: list[CompletionChoice]) -> Completion:
-        made = Completion(
-            id=self.id,
-            object="text_completion",
-            created=self.created,
-            model=self.context.engine.model_name,
-            choices=choices,
-        )
-        if self.request.usage_at_end:  # null until the end, says the API
-            made.usage = self.usage.so_far() if self.request.usage_throughout else None
-        return made
-
-    def _echo(self, prompt: int) -> str:
-        return self.jobs[prompt].prompt.text if self.request.echo else ""
-
-    def _logprobs(self, positions: Sequence[PositionLogprobs], offset: int) -> Logprobs | None:
-        if self.request.logprobs is None:
+    def _logprobs(self, positions: Sequence[PositionLogprobs], text_offset: int) -> Logprobs | None:
+        if self.request.num_logprobs is None:
             return None
-        return completion_logprobs(self.context.engine.tokenizer, positions, offset)
+        return completion_logprobs(self.tokenizer, positions, text_offset)

@@ -9,7 +9,7 @@ from prometheus_client.exposition import choose_encoder
 
 from trencadis.engine import EngineDead
 from trencadis.server import __version__
-from trencadis.server.context import ServingContext
+from trencadis.server.routes.context import ServingContext
 
 
 def health_router(context: ServingContext) -> APIRouter:

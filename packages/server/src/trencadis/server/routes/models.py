@@ -7,7 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from openai.types import Model
 
-from trencadis.server.context import ServingContext
+from trencadis.server.routes.context import ServingContext
 
 
 def models_router(context: ServingContext) -> APIRouter:

@@ -1,0 +1,1 @@
+"""The data that the OpenAI API defines: requests, messages, log-probabilities, token usage."""

@@ -1,0 +1,277 @@
+"""The request bodies: the OpenAI API's fields, and vLLM's extensions.
+
+Types are strict, as in the OpenAI API: ``"temperature": "0.5"`` is an error that names the field.
+A field that OpenAI or vLLM defines and this server does not support is refused (see
+`unsupported_fields`). An unknown field is ignored with a debug log line, as in vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+import attrs
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    SkipValidation,
+    model_validator,
+)
+from typing_extensions import Self
+
+from trencadis.engine import InvalidRequest, SamplingParams
+from trencadis.server.api.attrs_fields import derived_field
+from trencadis.server.api.chat_messages import ChatMessage, Text, check_characters
+from trencadis.server.api.unsupported_fields import refuse_unsupported
+
+MAX_CHOICES = 1024
+"""Maximum number of choices (prompts times ``n``) of one request."""
+
+_PARAMETERS = attrs.fields_dict(SamplingParams)
+
+_RESERVED_TEMPLATE_NAMES = frozenset(
+    {
+        *("messages", "conversation", "conversations", "chat_template", "tools", "documents"),
+        *("add_generation_prompt", "continue_final_message", "tokenize", "padding", "truncation"),
+        *("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+        *("tokenizer_kwargs", "processor_kwargs"),
+    }
+)
+
+
+def _parameter(name: str, *, default: Any = None) -> Any:
+    """A request field with the range and the description of a sampling parameter."""
+    return derived_field(_PARAMETERS[name], default)
+
+
+def _as_list(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _logit_bias(value: Any) -> dict[int, float] | None:
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise InvalidRequest("must map token ids to numbers")
+    biases: dict[int, float] = {}
+    for token, bias in value.items():
+        is_id = isinstance(token, int) or (token.isdecimal() and len(token) < 10)
+        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+        if not is_id or not is_number:
+            raise InvalidRequest(f"must map token ids to numbers, got {token!r}: {bias!r}")
+        biases[int(token)] = float(bias)
+    return biases
+
+
+def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
+    reserved = sorted(_RESERVED_TEMPLATE_NAMES & value.keys())
+    if reserved:
+        raise InvalidRequest(f"may not set {', '.join(reserved)}")
+    try:
+        check_characters(json.dumps(value, ensure_ascii=False))
+    except RecursionError:
+        raise InvalidRequest("is nested too deep") from None
+    return value
+
+
+def _prompts(value: Any) -> list[str | list[int]]:
+    """A prompt in any of the API's four forms, as a list of texts and of lists of token ids."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
+    prompts = [value] if type(value[0]) is int else value
+    if len(prompts) > MAX_CHOICES:
+        raise InvalidRequest(f"holds {len(prompts)} prompts, at most {MAX_CHOICES} may be sent")
+    for prompt in prompts:
+        _check_prompt(prompt)
+    return prompts
+
+
+def _check_prompt(prompt: Any) -> None:
+    if isinstance(prompt, str):
+        check_characters(prompt)
+    elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
+
+
+class StreamOptions(BaseModel):
+    """``include_usage`` adds a last event with the token counts. ``continuous_usage_stats`` (vLLM)
+    adds the counts so far to every event."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationRequest(BaseModel):
+    """The fields that completions and chat completions share.
+
+    The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    # sampling parameters
+    n: int | None = _parameter("n")
+    temperature: float | None = _parameter("temperature")
+    top_p: float | None = _parameter("top_p")
+    top_k: int | None = _parameter("top_k")
+    min_p: float | None = _parameter("min_p")
+    seed: int | None = _parameter("seed")
+    presence_penalty: float | None = _parameter("presence_penalty")
+    frequency_penalty: float | None = _parameter("frequency_penalty")
+    repetition_penalty: float | None = _parameter("repetition_penalty")
+    logit_bias: Annotated[
+        dict[int, float] | None, PlainValidator(_logit_bias, dict[str, float] | None)
+    ] = _parameter("logit_bias")
+    max_tokens: int | None = _parameter("max_tokens")
+    min_tokens: int | None = _parameter("min_tokens")
+    stop: Annotated[list[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
+        _parameter("stop")
+    )
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = _parameter(
+        "stop_token_ids"
+    )
+    ignore_eos: bool | None = _parameter("ignore_eos")
+    include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
+    skip_special_tokens: bool | None = _parameter("skip_special_tokens")
+    use_beam_search: bool | None = _parameter("use_beam_search")
+    length_penalty: float | None = _parameter("length_penalty")
+    early_stopping: SkipValidation[bool | Literal["never"] | None] = _parameter("early_stopping")
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        refuse_unsupported(self.model_extra or {})
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        return self
+
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
+
+    @property
+    def max_tokens_field(self) -> str:
+        """The field that limits the output."""
+        return "max_tokens"
+
+    @property
+    def requested_tokens(self) -> int | None:
+        """Maximum number of output tokens; None means the rest of the context."""
+        value: int | None = getattr(self, self.max_tokens_field)
+        return value
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Alternatives reported per position; None means no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def usage_at_end(self) -> bool:
+        """Whether a stream ends with an event of token counts."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_throughout(self) -> bool:
+        """Whether every event of a stream carries the token counts so far."""
+        return self.usage_at_end and bool(
+            self.stream_options and self.stream_options.continuous_usage_stats
+        )
+
+    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+        """The sampling parameters of this request, with another ``max_tokens``.
+
+        Raises `InvalidRequest` on a value out of range.
+        """
+        given = {
+            name: value
+            for name in _PARAMETERS.keys() & type(self).model_fields.keys()
+            if (value := getattr(self, name)) is not None
+        }
+        return SamplingParams(**{**given, "max_tokens": max_tokens, "logprobs": self.num_logprobs})
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """``POST /v1/chat/completions``. ``max_completion_tokens`` wins over ``max_tokens``."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    max_completion_tokens: int | None = _parameter("max_tokens")
+    logprobs: bool | None = None
+    top_logprobs: int | None = _parameter("logprobs")
+    # vLLM's own
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = (
+        None
+    )
+
+    @property
+    def max_tokens_field(self) -> str:
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @model_validator(mode="after")
+    def _check_chat(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", "top_logprobs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        return self
+
+
+class CompletionRequest(GenerationRequest):
+    """``POST /v1/completions``. ``max_tokens`` null means the rest of the context."""
+
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_prompts, str | list[str] | list[int] | list[list[int]]),
+    ]
+    max_tokens: int | None = _parameter("max_tokens", default=_PARAMETERS["max_tokens"].default)
+    echo: bool | None = None
+    logprobs: int | None = _parameter("logprobs")
+    best_of: int | None = _parameter("best_of")
+    # vLLM's own
+    add_special_tokens: bool | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _check_completion(self) -> Self:
+        generated = self.best_of or self.num_choices
+        if self.stream and generated > self.num_choices and not self.use_beam_search:
+            raise InvalidRequest(
+                f"the best of {generated} answers cannot be streamed: it is known only in the end",
+                "stream",
+            )
+        if self.echo and self.logprobs is not None:
+            raise InvalidRequest(
+                "echo with logprobs is not supported: log-probabilities are of new tokens alone",
+                "echo",
+            )
+        if len(self.prompt) * max(generated, self.num_choices) > MAX_CHOICES:
+            field = "n" if self.best_of is None else "best_of"
+            raise InvalidRequest(
+                f"{len(self.prompt)} prompts with {field} {generated} ask for more than "
+                f"{MAX_CHOICES} answers",
+                field,
+            )
+        return self

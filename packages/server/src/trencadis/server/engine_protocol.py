@@ -1,0 +1,100 @@
+"""The interface of an engine that this server needs. `trencadis.engine.AsyncEngine` has it.
+
+The protocols let tests run without a model, and let another runtime use this server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from typing import Any, Protocol
+
+from trencadis.engine import (
+    BatchControl,
+    BatchControlResult,
+    CompletionDelta,
+    EngineStats,
+    SamplingParams,
+)
+
+
+class ServingTokenizer(Protocol):
+    """Converts text to token ids and back. The server calls it from several threads: `encode` and
+    `render_chat` from one worker thread, `token_text` also from the event loop."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of token ids; ids are 0 to ``vocab_size - 1``."""
+        ...
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Return the text of token ids."""
+        ...
+
+    def token_text(self, token_id: int) -> str:
+        """Return the text of a single token, as log-probabilities report it."""
+        ...
+
+    def render_chat(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Apply the chat template and return the token ids of a conversation.
+
+        Raises `InvalidRequest` (field ``messages``) if the chat template rejects it.
+        """
+        ...
+
+
+class ServingEngine(Protocol):
+    """A running engine that serves one model."""
+
+    @property
+    def tokenizer(self) -> ServingTokenizer: ...
+
+    @property
+    def max_model_len(self) -> int:
+        """Maximum number of tokens of a prompt and its output together."""
+        ...
+
+    @property
+    def model_name(self) -> str: ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest snapshot."""
+        ...
+
+    async def check_health(self) -> None:
+        """Raise `EngineDead` if the engine has stopped."""
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """Yield the deltas of all ``params.n`` choices, interleaved.
+
+        Closing the generator aborts the request. A request with a lower ``priority`` runs first.
+        The first iteration raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`; later ones
+        raise `EngineDead`.
+        """
+        ...
+
+    async def control(self, order: BatchControl) -> BatchControlResult:
+        """Carry out an operator's order and return its effect.
+
+        Raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""HTTP below the API: keys, body limits, errors, server-sent events."""

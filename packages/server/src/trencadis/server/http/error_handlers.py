@@ -1,0 +1,89 @@
+"""Exception handlers of the app, and the error objects for invalid request bodies."""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from trencadis.engine import EngineError, InvalidRequest
+from trencadis.server.errors import ApiError, ClientDisconnectedError, as_api_error
+
+
+def install_error_handlers(app: FastAPI, retry_after: int) -> None:
+    """Make ``app`` answer every error with an OpenAI error object.
+
+    ``retry_after``: see `as_api_error`.
+    """
+
+    async def respond(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            api_error = _http_error(request, error)
+        elif isinstance(error, RequestValidationError):
+            api_error = _invalid_body(error.errors())
+        else:
+            api_error = as_api_error(error, retry_after)
+        return api_error.response()
+
+    async def ignore(_: Request, __: Exception) -> JSONResponse:
+        return JSONResponse(None, status_code=499)  # nginx's status for a client that disconnected
+
+    for kind in (ApiError, EngineError, HTTPException, RequestValidationError, Exception):
+        app.add_exception_handler(kind, respond)
+    app.add_exception_handler(ClientDisconnectedError, ignore)
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    where = f"{request.method} {request.url.path}"
+    messages = {
+        400: f"the body of {where} could not be read as JSON",
+        404: f"there is no {where}",
+        405: f"{where} is not allowed",
+    }
+    message = messages.get(error.status_code, str(error.detail))
+    return ApiError(error.status_code, message, headers=error.headers)
+
+
+def _invalid_body(errors: Sequence[Any]) -> ApiError:
+    first = errors[0]
+    cause = first.get("ctx", {}).get("error")
+    if isinstance(cause, InvalidRequest):
+        path = _field_path(first["loc"])
+        message = str(cause) if cause.field else f"{path}: {cause}"
+        return ApiError(400, message, param=cause.field or path, code="invalid_value")
+    return _invalid_field(first)
+
+
+def _invalid_field(error: Mapping[str, Any]) -> ApiError:
+    kind = error["type"]
+    if kind == "json_invalid":
+        position = error["loc"][-1]
+        reason = error.get("ctx", {}).get("error", "invalid JSON")
+        return ApiError(400, f"the body is not valid JSON: {reason} at character {position}")
+    param = _field_path(error["loc"])
+    if param is None:
+        return ApiError(400, "the body must be a JSON object", code="invalid_type")
+    if kind == "missing":
+        code = "missing_required_parameter"
+        return ApiError(400, f"{param} is required", param=param, code=code)
+    reason = str(error["msg"])
+    reason = reason[:1].lower() + reason[1:]
+    code = "invalid_type" if kind.endswith(("_type", "_parsing")) else "invalid_value"
+    given = reprlib.repr(error.get("input"))
+    return ApiError(400, f"{param}: {reason}, got {given}", param=param, code=code)
+
+
+def _field_path(location: Sequence[str | int]) -> str | None:
+    """``("body", "messages", 0, "role")`` as OpenAI writes it: ``messages[0].role``."""
+    path = ""
+    for part in location[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        else:
+            path += f".{part}" if path else part
+    return path or None

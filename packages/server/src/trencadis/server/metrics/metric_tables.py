@@ -1,0 +1,226 @@
+"""All metrics: name, kind, help text, and how the value is read.
+
+Metrics that vLLM also has carry its names, labels, meanings and histogram buckets
+(``vllm/v1/metrics/loggers.py``), so that dashboards and alerts for vLLM work. The other names begin
+with ``trencadis:``. Prometheus appends ``_total`` to the name of a counter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import attrs
+
+from trencadis.engine import EngineStats, ThermalStats
+
+SENSOR_HEALTH = ("fresh", "stale", "failed")
+
+ReadStats = Callable[[EngineStats], float | None]
+
+
+@attrs.frozen
+class EngineMetric:
+    """A metric that is read from the engine's latest statistics when Prometheus asks for it.
+
+    ``read`` returns None if there is no value now; the metric is left out then.
+    """
+
+    kind: Literal["gauge", "counter"]
+    name: str
+    help: str
+    read: ReadStats
+
+
+def _gauge(name: str, about: str, read: ReadStats) -> EngineMetric:
+    return EngineMetric("gauge", name, about, read)
+
+
+def _counter(name: str, about: str, read: ReadStats) -> EngineMetric:
+    return EngineMetric("counter", name, about, read)
+
+
+def _thermal(read: Callable[[ThermalStats], float | None]) -> ReadStats:
+    return lambda stats: None if stats.thermal is None else read(stats.thermal)
+
+
+ENGINE_METRICS = (
+    _gauge("vllm:num_requests_running", "Requests that run.", lambda s: s.num_running_reqs),
+    _gauge(
+        "vllm:num_requests_waiting",
+        "Requests that have not started.",
+        lambda s: s.num_waiting_reqs,
+    ),
+    _gauge(
+        "vllm:num_requests_swapped",
+        "Preempted requests whose KV cache is on the host.",
+        lambda s: s.num_swapped_reqs,
+    ),
+    _gauge(
+        "trencadis:num_requests_preempted",
+        "Preempted requests without KV cache, which wait to be recomputed.",
+        lambda s: s.num_preempted_reqs,
+    ),
+    _gauge(
+        "trencadis:running_seqs",
+        "Sequences that run. A request with n choices has n of them or more.",
+        lambda s: s.num_running_seqs,
+    ),
+    _gauge(
+        "trencadis:max_running_seqs",
+        "Maximum number of sequences that may run now.",
+        lambda s: s.max_running_seqs,
+    ),
+    _gauge(
+        "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda s: s.cache_usage
+    ),
+    _gauge(
+        "vllm:gpu_cache_usage_perc",
+        "Former name of vllm:kv_cache_usage_perc.",
+        lambda s: s.cache_usage,
+    ),
+    _gauge("trencadis:kv_blocks_used", "KV blocks in use.", lambda s: s.num_used_blocks),
+    _gauge(
+        "trencadis:kv_blocks_capacity", "KV blocks of the device.", lambda s: s.num_total_blocks
+    ),
+    _gauge(
+        "trencadis:highest_block_in_use",
+        "Highest id of a KV block in use. The cost of a decode step depends on it.",
+        lambda s: s.highest_block_in_use,
+    ),
+    _gauge("trencadis:buckets", "Buckets.", lambda s: s.num_buckets),
+    _gauge("trencadis:ready_buckets", "Buckets that are warmed up.", lambda s: s.num_ready_buckets),
+    _gauge(
+        "trencadis:temperature_celsius",
+        "Temperature of the hottest device, degrees C.",
+        _thermal(lambda t: t.hottest_c),
+    ),
+    _gauge(
+        "trencadis:power_watts",
+        "Power of all devices together, watts.",
+        _thermal(lambda t: t.power_w),
+    ),
+    _gauge(
+        "trencadis:sensor_health",
+        "State of the temperature readings. 0: current, 1: stale, 2: failed.",
+        _thermal(lambda t: SENSOR_HEALTH.index(t.sensor)),
+    ),
+    _gauge(
+        "trencadis:thermal_policy_active",
+        "1 if a thermal policy limits the running sequences. 0 if there is none or it failed.",
+        _thermal(lambda t: t.policy_active),
+    ),
+    _counter(
+        "vllm:prompt_tokens",
+        "Tokens of prompts. Each prompt counts once, in full.",
+        lambda s: s.num_prompt_tokens,
+    ),
+    _counter(
+        "trencadis:prefill_tokens",
+        "Tokens computed in prefill. Prefix hits do not count, recomputed tokens count again.",
+        lambda s: s.num_prefill_tokens,
+    ),
+    _counter("vllm:generation_tokens", "Tokens generated.", lambda s: s.num_generation_tokens),
+    _counter("vllm:num_preemptions", "Preemptions.", lambda s: s.num_preemptions),
+    _counter(
+        "trencadis:swaps",
+        "Preemptions that swapped the KV cache out to the host.",
+        lambda s: s.num_swaps,
+    ),
+    _counter(
+        "trencadis:recomputes", "Preemptions that freed the KV cache.", lambda s: s.num_recomputes
+    ),
+    _counter("trencadis:engine_steps", "Steps of the engine core.", lambda s: s.num_steps),
+    _counter(
+        "trencadis:padded_tokens", "Tokens computed as padding.", lambda s: s.num_padded_tokens
+    ),
+    _counter(
+        "trencadis:bucket_misses",
+        "Forward passes whose shape no bucket holds.",
+        lambda s: s.num_bucket_misses,
+    ),
+    _counter(
+        "trencadis:cold_forwards",
+        "Forward passes in a shape that was not warmed up.",
+        lambda s: s.num_cold_forwards,
+    ),
+    _counter("trencadis:compilations", "Compilations while serving.", lambda s: s.num_compilations),
+)
+
+
+@attrs.frozen
+class RequestEvent:
+    """A delta of one choice of a request, as metrics see it.
+
+    ``seconds`` is the time since the request arrived. ``token_seconds`` is the time since the
+    choice's previous tokens, None if there are no new or no previous ones. ``is_first`` marks the
+    first tokens of the request, ``is_last`` the last delta of the choice.
+    """
+
+    seconds: float
+    token_seconds: float | None
+    is_first: bool
+    is_last: bool
+    num_prompt_tokens: int
+    num_generation_tokens: int
+
+
+@attrs.frozen
+class RequestMetric:
+    """A histogram of values that are read from request events.
+
+    ``read`` returns None for an event without a value. ``buckets`` are upper bounds; None means
+    1, 2, 5, 10, … up to the model's context, for numbers of tokens.
+    """
+
+    name: str
+    help: str
+    buckets: tuple[float, ...] | None
+    read: Callable[[RequestEvent], float | None]
+
+
+REQUEST_METRICS = (
+    RequestMetric(
+        "vllm:time_to_first_token_seconds",
+        "Time from arrival to the first token.",
+        (
+            *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
+            *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
+        ),
+        lambda event: event.seconds if event.is_first else None,
+    ),
+    RequestMetric(
+        "vllm:inter_token_latency_seconds",
+        "Time between two tokens.",
+        (
+            *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
+            *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+        ),
+        lambda event: event.token_seconds,
+    ),
+    RequestMetric(
+        "vllm:e2e_request_latency_seconds",
+        "Time from arrival to the last token.",
+        (
+            *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+            *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+        ),
+        lambda event: event.seconds if event.is_last else None,
+    ),
+    RequestMetric(
+        "vllm:request_prompt_tokens",
+        "Prompt tokens of a finished choice.",
+        None,
+        lambda event: event.num_prompt_tokens if event.is_last else None,
+    ),
+    RequestMetric(
+        "vllm:request_generation_tokens",
+        "Tokens of a finished choice.",
+        None,
+        lambda event: event.num_generation_tokens if event.is_last else None,
+    ),
+)
+
+FINISHED_REASONS = ("stop", "length", "abort", "error")
+REQUEST_SUCCESS = ("vllm:request_success", "Finished choices, by reason.", "finished_reason")
+"""The only counter with a label of its own: name, help text, label."""

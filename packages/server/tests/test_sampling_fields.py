@@ -1,0 +1,115 @@
+"""The request fields and `SamplingParams`: the same names, ranges and values."""
+
+from __future__ import annotations
+
+import json
+
+import attrs
+import pytest
+from pydantic import ValidationError
+
+from trencadis.engine import InvalidRequest, SamplingParams
+from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+
+FIELDS = attrs.fields_dict(SamplingParams)
+BOUNDED = [name for name, field in FIELDS.items() if hasattr(field.validator, "low")]
+BODIES = {
+    ChatCompletionRequest: {"messages": [{"role": "user", "content": "a"}]},
+    CompletionRequest: {"prompt": "a"},
+}
+NOT_IN_CHAT = {"best_of"}
+"""Sampling parameters that the OpenAI API defines for completions alone."""
+
+VALUES = {
+    "early_stopping": "never",
+    "logit_bias": {"5": 2.5},
+    "stop": ["x"],
+    "stop_token_ids": [7],
+}
+"""JSON values other than the default, of parameters without bounds that are no flags."""
+
+WITH_BEAMS = {"length_penalty", "early_stopping"}
+"""Parameters that need use_beam_search."""
+
+
+def parse(model, **fields):
+    return model.model_validate_json(json.dumps({**BODIES[model], **fields}))
+
+
+def fields_of(model):
+    return [name for name in FIELDS if model is CompletionRequest or name not in NOT_IN_CHAT]
+
+
+def sent_value(name):
+    """A JSON value of a parameter that is accepted and is not its default."""
+    field = FIELDS[name]
+    if name in VALUES:
+        return VALUES[name]
+    if name in BOUNDED:
+        steps = (3, 2, 1, 0.7, 0.5)
+        return next(step for step in steps if is_accepted(field, step) and step != field.default)
+    return not field.default
+
+
+def is_accepted(field, value):
+    try:
+        field.validator(None, field, value)
+    except InvalidRequest:
+        return False
+    return True
+
+
+CASES = [(model, name) for model in BODIES for name in fields_of(model)]
+
+
+@pytest.mark.parametrize(("model", "name"), CASES)
+def test_every_sampling_parameter_that_is_sent_arrives(model, name):
+    value = sent_value(name)
+    chat_logprobs = name == "logprobs" and model is ChatCompletionRequest
+    fields = {"logprobs": True, "top_logprobs": value} if chat_logprobs else {name: value}
+    request = parse(model, **fields, **({"use_beam_search": True} if name in WITH_BEAMS else {}))
+    params = request.sampling_params(request.requested_tokens)
+    expected = {int(k): v for k, v in value.items()} if isinstance(value, dict) else value
+    arrived = getattr(params, name)
+    assert (list(arrived) if isinstance(arrived, tuple) else arrived) == expected
+
+
+@pytest.mark.parametrize("model", BODIES)
+def test_a_request_without_sampling_fields_has_the_defaults(model):
+    assert parse(model).sampling_params(SamplingParams().max_tokens) == SamplingParams()
+
+
+def bound_cases():
+    for model in BODIES:
+        for name in fields_of(model):
+            if name in BOUNDED:
+                field = name
+                if model is ChatCompletionRequest and name == "logprobs":
+                    field = "top_logprobs"
+                yield model, name, field
+    yield ChatCompletionRequest, "max_tokens", "max_completion_tokens"
+
+
+@pytest.mark.parametrize(("model", "name", "field"), list(bound_cases()))
+def test_the_ranges_are_those_of_the_sampling_parameters(model, name, field):
+    check = FIELDS[name].validator
+    outside = [bound for bound in (check.low, check.high) if bound is not None]
+    if check.low is not None:
+        outside[0] -= 0 if getattr(check, "exclusive_low", False) else 1
+    if check.high is not None:
+        outside[-1] += 1
+    assert outside
+    for value in outside:
+        with pytest.raises(InvalidRequest):
+            SamplingParams(**{name: value})
+        with pytest.raises(ValidationError) as caught:
+            parse(model, **{field: value})
+        assert {error["loc"] for error in caught.value.errors()} == {(field,)}
+
+
+def test_every_sampling_parameter_is_described():
+    for name in FIELDS:
+        help_text = FIELDS[name].metadata["help"]
+        assert CompletionRequest.model_fields[name].description == help_text
+        if name not in {*NOT_IN_CHAT, "logprobs"}:
+            assert ChatCompletionRequest.model_fields[name].description == help_text
