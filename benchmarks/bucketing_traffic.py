@@ -1,4 +1,4 @@
-"""What bucketing strategies pad of real traffic: fitted on its first half, judged on its second.
+"""Padding of the bucketing strategies on real traffic: fitted to one half, judged on the other.
 
 Prints the tables of packages/bucketing/README.md as Markdown:
 
@@ -7,6 +7,7 @@ Prints the tables of packages/bucketing/README.md as Markdown:
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -16,13 +17,13 @@ from trencadis.bucketing import Trace, compare_strategies
 DATA = Path(__file__).parent / "data" / "azure_2023.npz"
 STEP = 128
 CONTEXT = 131_072
-"""Of Llama 3.1, and the setting that this library is judged by."""
+"""The context of Llama 3.1, in tokens."""
 SHORTER = 16_384
 WINDOW_SECONDS, MAX_NUM_SEQS = 1.0, 16
 
 
 def main() -> None:
-    """Print the table for the whole context, then the same for grids that end sooner."""
+    """Print the table for the full context, then the table for grids that end sooner."""
     arrays = np.load(DATA)
     traces = {
         f"azure_{name}": Trace(
@@ -38,10 +39,10 @@ def main() -> None:
     print_header()
     for name, rows in batches.items():
         print_row(name, rows, CONTEXT)
-    print("\nGrids that end sooner, at the longest prompt of the trace or at a common setting:\n")
+    print("\nGrids that end at the longest prompt of the trace, or at a common setting:\n")
     print_header()
     for name, rows in batches.items():
-        for served in (-(-int(rows[:, 1].max()) // STEP) * STEP, SHORTER):
+        for served in (math.ceil(rows[:, 1].max() / STEP) * STEP, SHORTER):
             print_row(f"{name}, {served:,}", rows, served)
 
 
@@ -52,20 +53,20 @@ def print_header() -> None:
 
 
 def print_row(label: str, batches: np.ndarray, served: int) -> None:
-    """One trace: padding of every strategy on the second half, with its graphs."""
+    """Print one row: the padding and the graphs of every strategy on the second half of a trace."""
     seen, judged = np.array_split(batches, [len(batches) // 2])
     maxima = (int(batches[:, 0].max()), served)
     rows = compare_strategies(seen, judged, step=STEP, maxima=maxima)
-    found = {row.strategy: row for row in rows}
+    results = {row.strategy: row for row in rows}
     hindsight = {
         row.strategy: row for row in compare_strategies(judged, judged, step=STEP, maxima=maxima)
     }
-    cells = [f"{found['lin'].padding:.1%} ({found['lin'].graphs:,})"]
+    cells = [f"{results['lin'].padding:.1%} ({results['lin'].graphs:,})"]
     for rule in ("exp", "pad"):
-        fit = found[f"fit as {rule}"]
-        ratio = fit.padding / found[rule].padding
-        best = hindsight[f"fit as {rule}"].padding / found[rule].padding
-        cells.append(f"{found[rule].padding:.1%} ({found[rule].graphs:,})")
+        fit = results[f"fit as {rule}"]
+        ratio = fit.padding / results[rule].padding
+        best = hindsight[f"fit as {rule}"].padding / results[rule].padding
+        cells.append(f"{results[rule].padding:.1%} ({results[rule].graphs:,})")
         cells.append(f"**{fit.padding:.1%}**, {ratio:.2f} × ({best:.2f})")
     print(f"| {label} | {' | '.join(cells)} |")
 

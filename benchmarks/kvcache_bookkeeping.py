@@ -1,8 +1,8 @@
-"""What the bookkeeping of a step costs, and that it depends on what changes alone.
+"""The time of the bookkeeping of a step, which depends only on what the step changes.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_bookkeeping.py
 
-Times are medians; the last table repeats a step of the same size in ever larger caches.
+Times are medians. The last table repeats a step of the same size in larger and larger caches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import median
 
-from trencadis.kvcache import BlockManager, CacheConfig, DefragConfig, Defragmenter
+from trencadis.kvcache import (
+    BlockManager,
+    CacheConfig,
+    DefragConfig,
+    Defragmenter,
+    ceil_div,
+    lay_out,
+)
 
 SEQUENCES = 256
 PROMPT = 2048
@@ -49,7 +56,7 @@ def allocate_and_free(block_size: int, *, caching: bool) -> None:
 
     def act() -> None:
         for seq_id, tokens in enumerate(all_tokens):
-            manager.allocate(seq_id, tokens, hashes=keys[seq_id])
+            manager.allocate(seq_id, tokens, prefix_keys=keys[seq_id])
         for seq_id in range(SEQUENCES):
             manager.free(seq_id)
 
@@ -61,8 +68,8 @@ def allocate_and_free(block_size: int, *, caching: bool) -> None:
 
 
 def decode(block_size: int, steps: int = 1000) -> None:
-    """``steps`` decode steps of all sequences, in rounds, with the layout of each step's batch."""
-    per_sequence = -(-(PROMPT + steps) // block_size)
+    """``steps`` decode steps of all sequences, with the layout of the batch in each step."""
+    per_sequence = ceil_div(PROMPT + steps, block_size)
     manager = BlockManager(
         CacheConfig(num_blocks=SEQUENCES * per_sequence + 1, block_size=block_size)
     )
@@ -71,14 +78,16 @@ def decode(block_size: int, steps: int = 1000) -> None:
     appends, layouts = [], []
     for _ in range(steps):
         start = time.perf_counter()
-        if not manager.can_append_all(batch):
-            raise SystemExit("the cache is too small for this benchmark")
         for seq_id in batch:
             manager.append(seq_id, (7,))
         for seq_id in batch:
             manager.mark_computed(seq_id, manager.num_tokens(seq_id))
         appended = time.perf_counter()
-        manager.decode_layout(batch)
+        lay_out(
+            [manager.block_table(seq_id) for seq_id in batch],
+            [manager.num_tokens(seq_id) for seq_id in batch],
+            block_size,
+        )
         appends.append(appended - start)
         layouts.append(time.perf_counter() - appended)
     print(

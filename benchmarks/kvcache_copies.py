@@ -1,11 +1,10 @@
-"""Throughput of block copies against a plain ``tensor.copy_`` of as many bytes.
+"""Throughput of block copies, relative to a plain ``tensor.copy_`` of the same number of bytes.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_copies.py [cpu|cuda|hpu]
 
-Plans: what the defragmenter makes of a churned pool, a swap of whole sequences, and blocks drawn at
-random with no two neighbours, the worst there is. Each is timed in turn with the plain copy, so
-that a busy machine slows both; the ratio is that of the medians. 1.00 is the speed of the plain
-copy.
+Plans: a defragmentation of a fragmented pool, a swap of four sequences, and random blocks (the
+worst case). Each plan is timed alternately with the plain copy, so that other load on the machine
+slows both. The ratio is the ratio of the medians; 1.00 is the speed of the plain copy.
 """
 
 from __future__ import annotations
@@ -40,20 +39,20 @@ MODELS = {
 
 
 def churned(num_moves: int) -> list[BlockCopy]:
-    """A defragmentation after sequences of some blocks each have come and gone."""
+    """The copies of a defragmentation after many sequences were freed in random order."""
     rng = random.Random(2)
     manager = BlockManager(
         CacheConfig(num_blocks=NUM_BLOCKS, block_size=1, enable_prefix_caching=False)
     )
     alive: list[int] = []
-    free = manager.num_free_blocks
-    while manager.num_free_blocks > 20:
+    free = manager.pool.num_free_blocks
+    while manager.pool.num_free_blocks > 20:
         seq_id, length = len(alive) + 1, rng.randint(2, 16)
         manager.allocate(seq_id, [1] * length)
         manager.mark_computed(seq_id, length)
         alive.append(seq_id)
     rng.shuffle(alive)
-    while free - manager.num_free_blocks > 2.4 * num_moves:
+    while free - manager.pool.num_free_blocks > 2.4 * num_moves:
         manager.free(alive.pop())
     plan = Defragmenter(manager, DefragConfig(threshold=0)).defragment()
     return list(plan.copies) if plan else []
@@ -65,7 +64,7 @@ def scattered(num_moves: int) -> list[BlockCopy]:
 
 
 def sequences(num_moves: int) -> list[BlockCopy]:
-    """Four sequences, each in one piece on the device, to the lowest host blocks."""
+    """A swap out of four sequences, each contiguous on the device, to the lowest host blocks."""
     length = num_moves // 4
     device = [start + i for start in (300, 20, 410, 150) for i in range(length)]
     return [BlockCopy(src, dst) for dst, src in enumerate(device)]

@@ -1,21 +1,20 @@
-"""Bytes moved by defragmentation: this library, and a defragmenter beside the block tables.
+"""Bytes copied by defragmentation: this library, and a defragmenter with a second mapping.
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_defrag.py
 
-The same traffic is given to both. The baseline follows the rule of the Gaudi plugin for vLLM
-(vllm_gaudi/extension/defragmentation.py): blocks are handed out in the order in which they became
-free; a second mapping from the pool's ids to physical ones is kept beside it; when the highest
-physical block in use is more than 32 above their number, the highest used and the lowest free
-blocks change places, at most 512 at a time.
+Both get the same traffic. The baseline follows the rule of the vLLM plugin for Gaudi
+(vllm_gaudi/extension/defragmentation.py). It allocates blocks in the order in which they were
+freed. A second mapping maps the ids of the pool to physical blocks. When the highest used
+physical block is more than 32 blocks above the number of used blocks, the highest used and the
+lowest free blocks are exchanged, at most 512 at a time.
 
-In its first releases the plugin exchanged their content, a copy each way; later ones copy one way
-only where prefix caching is off. They read contiguously, and so defragment, only where it is off,
-unless the user forces both. So the comparison of like with like is that without prefix caching;
-with it, cached content moved aside is a second copy for either side, and its worth is the prompt
-tokens that need not be computed again.
+The first releases of the plugin exchange the content with two copies. Later releases copy one way
+if prefix caching is off. The plugin uses contiguous attention, and with it defragmentation, only
+if prefix caching is off, unless the user forces both. So the main comparison is without prefix
+caching. With prefix caching, cached content that is kept needs a second copy on both sides; the
+benefit is the number of prompt tokens that are not recomputed.
 
-A block brought down is a used one that was given a lower id. Padding to compiled sizes is not
-counted.
+A moved block is a used block that moved to a lower id. Padding to compiled sizes is not counted.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ MIB_PER_BLOCK = 16
 
 @attrs.define
 class Outcome:
-    """What one side did under the traffic; ``highest`` is summed over the steps."""
+    """The totals of one side. ``highest`` is the sum of the highest used block over the steps."""
 
     copies: int = 0
-    brought_down: int = 0
+    num_moved: int = 0
     highest: int = 0
     prompt_tokens: int = 0
     computed_tokens: int = 0
 
-    def add_plan(self, copies: int, brought_down: int) -> None:
+    def add_plan(self, copies: int, num_moved: int) -> None:
         self.copies += copies
-        self.brought_down += brought_down
+        self.num_moved += num_moved
 
     def add_prompt(self, tokens: int, cached: int) -> None:
         self.prompt_tokens += tokens
@@ -56,13 +55,13 @@ class Outcome:
 
     @property
     def mib_per_block(self) -> float:
-        """MiB moved for each block brought down."""
-        return MIB_PER_BLOCK * self.copies / self.brought_down
+        """MiB copied per moved block."""
+        return MIB_PER_BLOCK * self.copies / self.num_moved
 
     def line(self, base: Outcome) -> str:
-        """The outcome, beside that of the baseline."""
+        """The totals, with ratios to the baseline."""
         return (
-            f"{self.brought_down:6d} down {self.copies:6d} copies"
+            f"{self.num_moved:6d} moved {self.copies:6d} copies"
             f" {self.mib_per_block:5.1f} MiB each ({self.mib_per_block / base.mib_per_block:.2f})"
             f"  in all {self.copies / base.copies:.2f}"
             f"  mean highest {self.highest / STEPS:5.1f}"
@@ -110,11 +109,11 @@ class Ours:
             if seq_id in self.manager:
                 self.manager.mark_computed(seq_id, self.manager.num_tokens(seq_id))
         self.touched.clear()
-        self.outcome.highest += self.manager.highest_in_use
+        self.outcome.highest += self.manager.pool.highest_used_block
 
 
 class SecondMapping:
-    """Blocks handed out oldest-free first, with a defragmenter that maps them once more."""
+    """A pool that allocates the oldest free block, and a defragmenter with a second mapping."""
 
     def __init__(self, *, prefix_caching: bool, exchange: bool = True) -> None:
         self.prefix_caching = prefix_caching
@@ -201,7 +200,7 @@ class SecondMapping:
 
 
 def drive(cache: Cache, *, reuse: float, users: int = 48) -> None:
-    """A step is one token for every running sequence; ``reuse`` is the share that comes back."""
+    """Each step appends one token to every running sequence. ``reuse`` is the follow-up share."""
     rng = random.Random(11)
     ids = count(1)
     running: dict[int, tuple[list[int], int]] = {}
@@ -231,8 +230,8 @@ def drive(cache: Cache, *, reuse: float, users: int = 48) -> None:
 
 
 def compare(title: str, sides: dict[str, Cache], *, reuse: float) -> list[Outcome]:
-    """Drive all sides with the same traffic; the first is the baseline."""
-    print(f"\n{title}; {reuse:.0%} of the sequences come back")
+    """Run all sides with the same traffic. The first side is the baseline."""
+    print(f"\n{title}; {reuse:.0%} of the sequences follow up")
     outcomes: list[Outcome] = []
     for name, side in sides.items():
         drive(side, reuse=reuse)
@@ -266,7 +265,7 @@ def main() -> None:
         extra_copies = kept.copies - evicted.copies
         if extra_copies:
             saved = evicted.computed_tokens - kept.computed_tokens
-            print(f"  each further copy saves {saved / extra_copies:.0f} tokens of prefill")
+            print(f"  each additional copy saves {saved / extra_copies:.0f} tokens of prefill")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
-"""Which free block next: keep cached prefixes, or keep the decode step short?
+"""AllocStatus order: keep cached prefixes, or keep the decode step short?
 
     PYTHONPATH=packages/kvcache/src python benchmarks/kvcache_eviction.py
 
-Users with a shared system prompt ask, read, and ask again in 70 % or in none of the cases, under a
-load that comes and goes. The same traffic is replayed with two policies of allocation, which
-differ in ``decode_buckets`` alone,
+Users with a shared system prompt send a request, and a follow-up request in 70 % or 0 % of the
+cases. The load alternates between high and low. The same traffic is replayed with two allocation
+policies, which differ only in ``decode_buckets``:
 
-- spill:  an empty block anywhere is taken before a cached one is evicted;
-- bucket: a cached block inside the decode bucket in use is evicted before the prefix grows into
-  the next bucket;
+- spill: allocate an empty block beyond the decode bucket before evicting a cached block;
+- bucket: evict a cached block inside the decode bucket before allocating a block beyond it.
 
-and without a defragmenter, or with one that keeps cached content in its way as measured reuse
-suggests (the default), that keeps all of it, or that keeps none.
+Each policy runs without a defragmenter, and with a defragmenter that keeps cached content by the
+measured reuse rate (the default), keeps all of it, or keeps none.
 
-Costs are those of an 8-billion-parameter model in bfloat16 with 128-token blocks: a prompt token
-computed is 2 * 8e9 operations at 400e12 per second, a block read by a decode step is 16 MiB at
-2.45e12 bytes per second, a block copied is read and written. A decode step always reads up to the
-end of its bucket.
+Costs are those of an 8-billion-parameter model in bfloat16 with 128-token blocks: a computed
+prompt token is 2 * 8e9 operations at 400e12 per second; a block that a decode step reads is 16
+MiB at 2.45e12 bytes per second; a copied block is read and written. A decode step always reads up
+to the end of its bucket.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from collections import deque
 
 import attrs
 
-from trencadis.kvcache import Allocation, BlockManager, CacheConfig, DefragConfig, Defragmenter
+from trencadis.kvcache import AllocStatus, BlockManager, CacheConfig, DefragConfig, Defragmenter
 
 BLOCK = 128
 NUM_BLOCKS = 1519
@@ -46,7 +45,7 @@ DEFRAGMENTERS = {
 
 @attrs.define
 class Conversation:
-    """One user: asks, reads the answer, perhaps asks again after a while."""
+    """A user who sends a request, reads the answer and may send a follow-up request."""
 
     seq_id: int
     rng: random.Random
@@ -80,7 +79,7 @@ class Outcome:
 
 
 class Replay:
-    """The traffic of a number of users, against one manager."""
+    """The traffic of a number of users on one block manager."""
 
     def __init__(
         self,
@@ -123,7 +122,7 @@ class Replay:
             self.waiting.append(user)
         while self.waiting and len(self.running) < users:
             user = self.waiting[0]
-            if self.manager.can_allocate(user.history) is not Allocation.OK:
+            if self.manager.can_allocate(user.history) is not AllocStatus.OK:
                 break
             self.running.append(self.waiting.popleft())
             cached = self.manager.allocate(user.seq_id, user.history)
@@ -132,7 +131,7 @@ class Replay:
 
     def grow(self) -> None:
         for user in list(self.running):
-            if not self.manager.can_append(user.seq_id):
+            if self.manager.blocks_to_append(user.seq_id) > self.manager.pool.num_free_blocks:
                 self.leave(user)
                 self.waiting.appendleft(user)
                 continue
@@ -145,7 +144,7 @@ class Replay:
 
     def compute(self, step: int) -> None:
         if self.running:
-            bucket = bisect_left(self.real, self.manager.highest_in_use + 1)
+            bucket = bisect_left(self.real, self.manager.pool.highest_used_block + 1)
             self.outcome.decode_steps += 1
             self.outcome.blocks_read += self.real[bucket]
         for user in list(self.running):
@@ -167,7 +166,7 @@ def main() -> None:
     print(f"{NUM_BLOCKS} blocks of {BLOCK} tokens, decode buckets every 128, {STEPS} steps")
     for returning in (0.7, 0.0):
         for load in (16, 64, 128):
-            print(f"\n{returning:.0%} ask again, {load} users")
+            print(f"\n{returning:.0%} follow up, {load} users")
             for name, defrag in DEFRAGMENTERS.items():
                 for policy, bounds in {"spill": (), "bucket": buckets}.items():
                     result = Replay(buckets, bounds, defrag, returning).run(load)

@@ -1,11 +1,12 @@
-"""Thermal soak: does the policy hold the temperature, and what does that cost?
+"""Thermal soak: does the policy hold the temperature, and how much throughput does that cost?
 
     PYTHONPATH=packages/kvcache/src:packages/scheduler/src python benchmarks/thermal.py [--no-plots]
 
-A real `Scheduler` serves an endless queue on a heat model of one board, or of eight that warm each
-other. A step lasts a second. 35 minutes of each: normal operation, air that gets warmer in steps,
-a fan that fails, a hot neighbour; once without and once with the proportional policy. Writes
-``packages/scheduler/docs/thermal_<board>_<event>.png`` and the table of the package's README.
+A real `Scheduler` serves an endless queue on a heat model of one board, or of eight boards that
+heat each other. A step takes a second. Each event runs for 35 minutes, once without and once with
+the proportional policy: normal operation, air that gets warmer in steps, a fan failure, and a hot
+neighbour. Writes ``packages/scheduler/docs/thermal_<board>_<event>.png`` and prints the table of
+the package's README.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ DWELL_S = 5.0
 IMAGES = Path(__file__).parent.parent / "packages" / "scheduler" / "docs"
 
 Air = Callable[[float], tuple[float, float]]
-"""From seconds to the temperature of the air, degrees C, and the share of the air flow."""
+"""From the time in seconds to the air temperature in degrees C and the share of the air flow."""
 
 
 def normal(_: float) -> tuple[float, float]:
@@ -45,12 +46,12 @@ def fan_failure(t: float) -> tuple[float, float]:
 
 
 EVENTS: dict[str, Air] = {"normal": normal, "warm air": warm_air, "fan failure": fan_failure}
-"""And "hot neighbour", which has eight boards and is run by `group_soak`."""
+"""Events of one board. `run` adds "hot neighbour", which has eight boards."""
 
 
 @attrs.define
 class Reading:
-    """What a sensor says: whole degrees, as NVML and HLML give them."""
+    """The reading of a sensor, rounded to 1 degree as NVML and HLML do."""
 
     hottest_c: float
     may_raise_cap: bool = True
@@ -59,13 +60,13 @@ class Reading:
 
 @attrs.define
 class Trace:
-    """One run: seconds, degrees C of the hottest chip, caps, running sequences."""
+    """One run: times in seconds, degrees C of the hottest chip, caps, running sequences."""
 
     at_s: list[float] = attrs.field(factory=list)
     chip_c: list[float] = attrs.field(factory=list)
     cap: list[int] = attrs.field(factory=list)
     running: list[int] = attrs.field(factory=list)
-    evictions: int = 0
+    preemptions: int = 0
     tokens: int = 0
 
     @property
@@ -73,24 +74,19 @@ class Trace:
         return max(self.chip_c)
 
     def reversals(self) -> list[float]:
-        """When the cap began to rise after it fell, or to fall after it rose; seconds."""
-        turns, direction = [], 0
+        """Times in seconds at which the cap began to rise after a fall, or fall after a rise."""
+        reversals, direction = [], 0
         for at, (before, after) in zip(self.at_s[1:], itertools.pairwise(self.cap), strict=True):
             now = (after > before) - (after < before)
             if now and direction and now != direction:
-                turns.append(at)
+                reversals.append(at)
             direction = now or direction
-        return turns
+        return reversals
 
     def worst_reversals(self, window_s: float = DWELL_S) -> int:
-        """The most reversals in any window."""
-        turns = self.reversals()
-        return max((sum(t <= u < t + window_s for u in turns) for t in turns), default=0)
-
-    def spread_c(self, since_s: float) -> float:
-        """Degrees between the hottest and the coolest moment from then on."""
-        tail = [c for t, c in zip(self.at_s, self.chip_c, strict=True) if t >= since_s]
-        return max(tail) - min(tail)
+        """The most reversals in any window of that length."""
+        times = self.reversals()
+        return max((sum(t <= u < t + window_s for u in times) for t in times), default=0)
 
 
 def soak(
@@ -119,30 +115,30 @@ def soak(
                 )
             )
         output = scheduler.schedule()
-        sampled = {one.seq_id: 1 for one in (*output.prompts, *output.decodes) if one.samples}
+        sampled = {item.seq_id: 1 for item in (*output.prompts, *output.decodes) if item.samples}
         trace.tokens += len(scheduler.update(output, sampled))
         for index, model in enumerate(models):
             model.ambient_c, model.fan = air(now, index)
-            model.step(STEP_S, scheduler.num_running)
+            model.step(STEP_S, scheduler.num_running_seqs)
         hottest = max(model.chip_c for model in models)
         reading = Reading(float(round(hottest)))
         trace.at_s.append(now)
         trace.chip_c.append(hottest)
-        trace.cap.append(output.max_running)
-        trace.running.append(scheduler.num_running)
-    trace.evictions = scheduler.num_preemptions
+        trace.cap.append(output.max_running_seqs)
+        trace.running.append(scheduler.num_running_seqs)
+    trace.preemptions = scheduler.num_preemptions
     return trace
 
 
 def run(board: Board, event: str, on: bool) -> Trace:
-    """One board through one event, or eight of them beside a hot neighbour."""
+    """Run one board through one event, or eight boards next to a hot neighbour."""
     if event != "hot neighbour":
         model = HeatModel(board, *EVENTS[event](0.0))
         return soak([model], lambda t, _: EVENTS[event](t), on)
     models = [HeatModel(board, 32.0) for _ in range(8)]
 
     def air(t: float, index: int) -> tuple[float, float]:
-        # Device 3 breathes the exhaust of something else for twenty minutes.
+        # Board 3 gets the warm exhaust of another machine for twenty minutes.
         return 32.0 + (16.0 if index == 3 and 300 <= t < 1500 else 0.0), 1.0
 
     return soak(models, air, on)
@@ -180,7 +176,7 @@ def main() -> None:
     parser.add_argument("--no-plots", action="store_true")
     parser.add_argument("--boards", nargs="*", default=list(BOARDS))
     arguments = parser.parse_args()
-    print("| board, event | off | on | TjMax | reversals in 5 s | evictions | tokens |")
+    print("| board, event | off | on | TjMax | reversals in 5 s | preemptions | tokens |")
     print("|---|---|---|---|---|---|---|")
     for name in arguments.boards:
         for event in (*EVENTS, "hot neighbour"):
@@ -188,7 +184,7 @@ def main() -> None:
             off, on = run(board, event, False), run(board, event, True)
             print(
                 f"| {name}, {event} | {off.hottest_c:.1f} °C | {on.hottest_c:.1f} °C "
-                f"| {board.max_c:.0f} °C | {on.worst_reversals()} | {on.evictions} "
+                f"| {board.max_c:.0f} °C | {on.worst_reversals()} | {on.preemptions} "
                 f"| {on.tokens / off.tokens:.0%} |"
             )
             if not arguments.no_plots:

@@ -1,12 +1,12 @@
-"""Does an idle thermal policy cost anything? p99 time to first token, with it and without.
+"""The cost of an idle thermal policy: p99 TTFT with the policy over p99 TTFT without it.
 
     python benchmarks/thermal_ttft.py [--rounds 4] [--requests 100]
 
-Two engine cores over the small default model serve the same requests in lockstep, step by step in
-turn, so that a machine whose speed drifts drifts for both. In one a proportional policy reads a
-recorded sensor, always cool; the other has none. Then they change places, since the weights of one
-may lie in better memory, and the two ratios are averaged (geometrically) into a round's. A core's
-time is the sum of its own steps; the time to first token runs from the step before which a request
+Two engine cores with the small default model serve the same requests. They take their steps in
+turn, so that changes in the machine's speed affect both. One core has a proportional policy that
+reads a recorded sensor, which is always cool; the other has none. Then they swap roles, because
+the weights of one may be in faster memory. The ratio of a round is the geometric mean of both. The
+time of a core is the sum of its own steps. TTFT starts with the first step after the request
 arrives. Seed 003 allows 20 % more at p99, this project 5 %.
 """
 
@@ -39,7 +39,7 @@ ARRIVAL_STEPS = 2
 
 @attrs.define
 class Lane:
-    """A core, the seconds that it has worked, and when each request arrived and was answered."""
+    """A core, the seconds of its steps, and the times of each request's arrival and first token."""
 
     core: EngineCore
     worked_s: float = 0.0
@@ -53,7 +53,7 @@ class Lane:
     def step(self) -> None:
         began = time.perf_counter()
         tokens = self.core.step()
-        _ = self.core.stats  # as its process does for the front
+        _ = self.core.stats  # as the core process does after each step
         self.worked_s += time.perf_counter() - began
         for token in tokens:
             self.first_s.setdefault(token.key, self.worked_s)
@@ -71,12 +71,12 @@ def main() -> None:
         recording.write_text("\n".join(["time_s,device,temperature_c,power_w", *lines]))
         watches = [_watch(recording) for _ in range(2)]
         cores = [_core(watch) for watch in watches]
-        _serve(cores, 10)  # warm, and not counted
+        _serve(cores, 10)  # warm-up, not counted
         ratios = []
         for _ in range(options.rounds):
-            found = [_ratio(cores, watches, on, options.requests) for on in (0, 1)]
-            ratios.append(math.sqrt(found[0] * found[1]))
-            print(f"{ratios[-1]:.3f}  (of {found[0]:.3f} and {found[1]:.3f})", flush=True)
+            pair = [_ratio(cores, watches, on, options.requests) for on in (0, 1)]
+            ratios.append(math.sqrt(pair[0] * pair[1]))
+            print(f"{ratios[-1]:.3f}  (of {pair[0]:.3f} and {pair[1]:.3f})", flush=True)
         for core in cores:
             core.close()
     print(f"p99 time to first token, policy on and idle / off: {statistics.median(ratios):.3f}")
@@ -92,7 +92,7 @@ def _watch(recording: Path) -> ThermalMonitor:
 
 def _core(watch: ThermalMonitor) -> EngineCore:
     settings = {"max_model_len": 256, "max_num_seqs": 16, "max_num_batched_tokens": 128}
-    core = EngineCore(EngineConfig(model=default_model(), **settings), heat=watch)
+    core = EngineCore(EngineConfig(model=default_model(), **settings), thermal=watch)
     core.warm_up()
     return core
 
@@ -100,7 +100,7 @@ def _core(watch: ThermalMonitor) -> EngineCore:
 def _ratio(
     cores: Sequence[EngineCore], watches: Sequence[ThermalMonitor], on: int, requests: int
 ) -> float:
-    """p99 of the core that has the policy, over that of the other."""
+    """p99 TTFT of the core with the policy over p99 TTFT of the other."""
     for number, watch in enumerate(watches):
         assert watch.guard is not None
         watch.guard.policy = ProportionalThermalPolicy() if number == on else None
@@ -109,7 +109,7 @@ def _ratio(
 
 
 def _serve(cores: Sequence[EngineCore], requests: int) -> list[float]:
-    """p99 of each core, milliseconds."""
+    """p99 TTFT of each core, in milliseconds."""
     gc.collect()
     rng = np.random.default_rng(0)
     lanes = [Lane(core) for core in cores]

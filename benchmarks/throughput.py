@@ -1,10 +1,10 @@
-"""Output tokens per second beside transformers' own ``generate``: same weights, dtype and prompts.
+"""Output tokens per second, next to transformers' ``generate``: same weights, dtype and prompts.
 
     nox -s bench                       # the small default model
     python benchmarks/throughput.py --model PATH_OR_HUB_ID --dtype float32
 
-The two are timed in turn within each round, so that a machine whose speed drifts drifts for both;
-the ratio is taken round by round, and medians are printed.
+Both are timed in turn within each round, so that changes in the machine's speed affect both. The
+ratio is computed per round; medians are printed.
 """
 
 from __future__ import annotations
@@ -77,14 +77,14 @@ def main() -> None:
 def _measure(
     load: Load, llm: LLM, peer: torch.nn.Module, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Tokens per second of both, round by round; a first round is not counted."""
+    """Tokens per second of both, per round; the first round is not counted."""
     torch.manual_seed(0)
     ids = torch.randint(100, 40_000, (load.requests, load.prompt))
     params = SamplingParams(temperature=0.0, max_tokens=load.output, min_tokens=load.output)
 
     def ours() -> None:
         results = llm.generate(ids.tolist(), params)
-        assert all(len(one.completions[0].token_ids) == load.output for one in results)
+        assert all(len(result.completions[0].token_ids) == load.output for result in results)
 
     def theirs() -> None:
         out = peer.generate(

@@ -1,26 +1,33 @@
-"""How much of its budget does graph capture use, beside a packing that knows every graph's size?
+"""How much of its budget does graph capture use, relative to a packing that knows all sizes?
 
     PYTHONPATH=packages/bucketing/src:packages/warmup/src \\
         python benchmarks/warmup_capture.py [CASES]
 
-Random grids, budgets, shares and orders. The true cost of a graph follows its shape exactly
-(linear), in steps of an allocator (stepped: multiples of a unit, powers of two, or a step along
-the length), with up to 30 % of noise (noisy), or not at all (adversarial). Both pack in the same
-order, in the same two passes. Printed per kind: the least, the first percentile and the mean of
-the bytes captured over those that perfect knowledge captures; the captures that were released
-again, per case; and how far the worst of those went past the budget, as a share of it.
+Grids, budgets, shares and orders are random. There are four kinds of true costs of a graph:
 
-``short`` counts the cases below 95 % of the perfect packing; in brackets, of these, the ones whose
-budget holds at least three of the largest graph: otherwise few graphs decide, and one that could
-not be foreseen takes the place of another.
+- linear: an exact function of its shape;
+- stepped: that function rounded by an allocator, to multiples of a unit, to powers of two, or in
+  steps of the length;
+- noisy: that function with up to 30 % of noise;
+- adversarial: independent of the shape.
 
-Exits with 1 where what stays captured exceeds a budget, a bucket is captured twice, or a case in
+Both packings capture in the same order, in the same two passes. For each kind, the table has the
+minimum, the first percentile and the mean of the bytes captured over those of the perfect packing;
+the captures that were released again, per case; and the 99th percentile of how far a capture
+exceeded the budget before it was released, as a share of the budget.
+
+``short`` counts the cases below 95 % of the perfect packing. In brackets are those of them whose
+budget holds at least three of the largest graph. With a smaller budget a few graphs decide, and a
+graph of unexpected size takes the place of another.
+
+The exit status is 1 if captured graphs exceed a budget, a bucket is captured twice, or a case in
 brackets has linear or stepped costs.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sys
 from collections.abc import Callable
@@ -37,7 +44,7 @@ Cost = Callable[[Bucket], int]
 
 
 class SimulatedRuntime:
-    """A device on which graphs have true costs that capture must find out."""
+    """A device whose graphs have true costs, which are known only after a capture."""
 
     def __init__(self, costs: dict[Phase, Cost], free: int) -> None:
         self.costs, self.free = costs, free
@@ -46,10 +53,10 @@ class SimulatedRuntime:
         self.most_used = 0
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Not part of this measurement."""
+        """Does nothing: execution is not measured."""
 
     def synchronize(self) -> None:
-        """Nothing is asynchronous here."""
+        """Does nothing: the simulated device is synchronous."""
 
     def free_memory(self) -> int:
         return self.free - sum(self.held.values())
@@ -93,10 +100,10 @@ def draw_steps(linear: Cost, rng: random.Random) -> Cost:
     step = 128 * 2 ** rng.randint(1, 4)
     return rng.choice(
         (
-            lambda bucket: -(-linear(bucket) // unit) * unit,
+            lambda bucket: math.ceil(linear(bucket) / unit) * unit,
             lambda bucket: 1 << max(1, linear(bucket)).bit_length(),
             lambda bucket: linear(
-                Bucket(bucket.axes, (bucket["batch"], -(-bucket["seq"] // step) * step))
+                Bucket(bucket.axes, (bucket["batch"], math.ceil(bucket["seq"] / step) * step))
             ),
         )
     )
@@ -125,7 +132,7 @@ def draw_case(kind: str, rng: random.Random) -> Case:
 
 
 def perfect(case: Case) -> int:
-    """Bytes that the same two passes capture, knowing what each graph takes."""
+    """Bytes that the same two passes capture if the cost of every graph is known."""
     queues = {
         phase: capture_order(case.strategies[phase])(case.buckets[phase], lambda _: 0.0)
         for phase in Phase
@@ -148,7 +155,14 @@ def perfect(case: Case) -> int:
 
 @attrs.frozen
 class Outcome:
-    """Of one case: bytes captured over those of the perfect packing, and what it took."""
+    """The result of one case.
+
+    Attributes:
+        use: bytes captured over those of the perfect packing.
+        released: captures that were released again.
+        excess: how far the captures exceeded the budget, as a share of it.
+        few: the budget holds fewer than three of the largest graph.
+    """
 
     use: float
     released: int
@@ -181,14 +195,14 @@ def main(cases: int) -> int:
     for kind in KINDS:
         rng = random.Random(kind)
         outcomes = [measure(draw_case(kind, rng)) for _ in range(cases // len(KINDS))]
-        use = np.array([one.use for one in outcomes])
-        short = [one for one in outcomes if one.use < 0.95]
-        unexcused = sum(not one.few for one in short)
+        use = np.array([outcome.use for outcome in outcomes])
+        short = [outcome for outcome in outcomes if outcome.use < 0.95]
+        unexcused = sum(not outcome.few for outcome in short)
         print(
             f"{kind:<12} {len(outcomes):>6} {use.min():>7.1%} {np.quantile(use, 0.01):>7.1%} "
             f"{use.mean():>7.1%} {f'{len(short)} ({unexcused})':>9} "
-            f"{np.mean([one.released for one in outcomes]):>9.2f} "
-            f"{np.quantile([one.excess for one in outcomes], 0.99):>7.1%}"
+            f"{np.mean([outcome.released for outcome in outcomes]):>9.2f} "
+            f"{np.quantile([outcome.excess for outcome in outcomes], 0.99):>7.1%}"
         )
         failed |= kind in {"linear", "stepped"} and unexcused > 0
     return int(failed)

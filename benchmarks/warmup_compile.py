@@ -1,7 +1,7 @@
-"""Compiling every bucket: the first start beside the second, and what live traffic then meets.
+"""Compiling every bucket: the first start next to the second, and the TTFT of live traffic after.
 
-Each start is a process of its own, on one cache directory. After it, the same mixed load of
-requests runs twice: a run that compiled anything would be slower than the next.
+Both starts are separate processes with the same cache directory. After each start, the same mixed
+load of requests runs twice: a run that compiled anything would be slower than the next run.
 
     python benchmarks/warmup_compile.py [--requests 200] [--model DIRECTORY]
 """
@@ -24,7 +24,7 @@ from trencadis.engine import AsyncEngine, EngineConfig, SamplingParams, default_
 
 CLIENTS = 12
 COMMON = tuple(range(100, 228))
-"""How some of the prompts begin, so that blocks are shared while they are decoded."""
+"""The common prefix of some prompts, so that sequences share blocks while they decode."""
 
 KINDS = (
     SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True),
@@ -104,7 +104,7 @@ async def _start(arguments: argparse.Namespace) -> dict[str, float]:
 
 
 async def _run(engine: AsyncEngine, requests: int) -> list[float]:
-    """Seconds to the first token of each of so many requests from a dozen clients."""
+    """TTFT of every request, in seconds, with `CLIENTS` concurrent clients."""
     rng = np.random.default_rng(0)
     waiting = [_request(rng, number) for number in range(requests)]
     waiting.reverse()

@@ -1,46 +1,23 @@
-"""The house stands as drawn: imports between packages run downwards, and public names only."""
+"""The packages are built as drawn in ``house.py``.
+
+Between packages, imports run downwards and take public names only. Inside a package, a room (a
+subfolder or a module) imports only from lower floors, and nothing imports in a circle.
+"""
 
 from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from drawing import import_circles, imports_of_itself, missing_from_drawing, upward_imports
+from house import ALLOWED, APART, CEILING_DIVISION, FLOORS, LIGHT, OPTIONAL, VAGUE_NAMES
+from structure import packages
 
 ROOT = Path(__file__).parent.parent
-
-ALLOWED = {
-    "bucketing": set(),
-    "kvcache": set(),
-    "warmup": {"bucketing"},
-    "scheduler": {"kvcache"},
-    "engine": {"bucketing", "kvcache", "warmup", "scheduler"},
-    "server": {"engine"},
-}
-"""Who may import whom; docs/architecture.md draws it. The engine stands on the ground floor's
-values (buckets, block copies, the cache's tensors), which warmup and scheduler pass through it."""
-
-APART = {"engine.validators", "kvcache.tensors", "scheduler.thermal", "scheduler.telemetry"}
-"""Public although not in their package's ``__init__``: what not every user of the package needs."""
-
-LIGHT = {
-    "bucketing": {"attrs", "numpy"},
-    "kvcache": {"attrs", "numpy"},
-    "warmup": {"attrs", "numpy"},
-    "scheduler": {"attrs", "numpy"},
-}
-"""What the four small libraries may need of others when they are imported."""
-
-OPTIONAL = {
-    "bucketing.plot": {"matplotlib"},
-    "kvcache.tensors": {"torch"},
-    "kvcache.copiers": {"torch"},
-    "kvcache.memory": {"torch"},
-    "scheduler.telemetry.sidecar": {"grpc", "google"},
-}
-"""Modules that need an extra, and what it brings; nothing else in the package loads them."""
+PACKAGES = packages(ROOT)
 
 STANDARD = set(sys.stdlib_module_names)
 
@@ -113,6 +90,60 @@ def test_small_libraries_load_nothing_heavy(package: str) -> None:
         assert roots <= LIGHT[package] | (extra or set()), module
         if extra is None:
             assert not [name for name in loaded if extra_of(name) is not None], module
+
+
+def test_every_package_has_its_floors_drawn() -> None:
+    assert set(PACKAGES) == set(ALLOWED)
+    assert {name.partition(".")[0] for name in FLOORS} == set(ALLOWED)
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_every_room_of_a_package_is_drawn_and_built(package: str) -> None:
+    _assert_none(missing_from_drawing(PACKAGES[package], FLOORS))
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_a_room_imports_only_from_lower_floors(package: str) -> None:
+    _assert_none(upward_imports(PACKAGES[package], FLOORS) + imports_of_itself(PACKAGES[package]))
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_nothing_imports_in_a_circle(package: str) -> None:
+    _assert_none(import_circles(PACKAGES[package]))
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_no_module_has_a_vague_name(package: str) -> None:
+    names = PACKAGES[package].modules
+    _assert_none([name for name in names if name.rpartition(".")[2] in VAGUE_NAMES])
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_ceiling_division_is_written_in_one_module(package: str) -> None:
+    offences = [
+        f"{path}:{node.lineno}: {ast.unparse(node)}"
+        for path in PACKAGES[package].modules.values()
+        if path.stem != CEILING_DIVISION
+        for node in ast.walk(ast.parse(path.read_text()))
+        if _is_ceiling_division(node)
+    ]
+    _assert_none(offences)
+
+
+def _is_ceiling_division(node: ast.AST) -> bool:
+    """Whether a node is ``-(-a // b)``."""
+    return (
+        isinstance(node, ast.UnaryOp)
+        and isinstance(node.op, ast.USub)
+        and isinstance(node.operand, ast.BinOp)
+        and isinstance(node.operand.op, ast.FloorDiv)
+        and isinstance(node.operand.left, ast.UnaryOp)
+        and isinstance(node.operand.left.op, ast.USub)
+    )
+
+
+def _assert_none(offences: Sequence[str]) -> None:
+    assert not offences, "\n".join([f"{len(offences)} offences:", *offences])
 
 
 def test_every_package_is_typed_versioned_and_described() -> None:

@@ -1,4 +1,4 @@
-"""Properties are not timed: a busy machine takes longer."""
+"""Property tests have no deadline, because a busy machine takes longer."""
 
 from hypothesis import settings
 

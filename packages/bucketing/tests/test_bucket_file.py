@@ -1,4 +1,4 @@
-"""Bucket files: what a line may say, and that no line is ever run."""
+"""Bucket files: the syntax of a line, and that no line is evaluated."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ sizes = st.lists(st.integers(1, 9999), min_size=1, max_size=4, unique=True).map(
 
 
 @given(st.lists(st.tuples(sizes, sizes, sizes), min_size=1, max_size=3))
-def test_what_is_written_is_read(
+def test_a_written_file_is_read_back(
     tmp_path_factory: pytest.TempPathFactory, products: list[tuple[list[int], ...]]
 ) -> None:
     path = tmp_path_factory.mktemp("files") / "buckets.txt"
@@ -59,16 +59,16 @@ def test_what_is_written_is_read(
         ("1, 128, 0, 0", "is not a shape of three sizes"),
         ("(1, 128,", "is not a shape: write"),
         ("(" * 5000, "is not a shape: write"),
-        ("(1, 128.0, 0)", "a size that is no whole number"),
-        ("(1, True, 0)", "a size that is no whole number"),
-        ("(1, [[128]], 0)", "a size that is no whole number"),
-        ("(1, __import__('os').getpid(), 0)", "a size that is no whole number"),
-        ("(1, print(1), 0)", "a size that is no whole number"),
-        ("(1, range(1, 2, 3, 4), 0)", "a size that is no whole number"),
+        ("(1, 128.0, 0)", "a size that is not an integer"),
+        ("(1, True, 0)", "a size that is not an integer"),
+        ("(1, [[128]], 0)", "a size that is not an integer"),
+        ("(1, __import__('os').getpid(), 0)", "a size that is not an integer"),
+        ("(1, print(1), 0)", "a size that is not an integer"),
+        ("(1, range(1, 2, 3, 4), 0)", "a size that is not an integer"),
         ("(1, range(128, 64), 0)", "a list or range without sizes"),
         ("(1, [], 0)", "a list or range without sizes"),
         ("(1, range(1, 9, 0), 0)", "a range of step 0"),
-        ("(1, range(10**9), 0)", "a size that is no whole number"),
+        ("(1, range(10**9), 0)", "a size that is not an integer"),
         ("(1, range(100000000000000000000000), 0)", "a range of more than"),
         ("(range(1, 9999), range(1, 9999), 0)", "more than 1048576 buckets"),
         ("(0, 128, 0)", "a batch or query below 1"),
@@ -76,15 +76,10 @@ def test_what_is_written_is_read(
         ("(1, 128, -1)", "a context below 0"),
     ],
 )
-def test_a_bad_line_is_an_error_with_its_number_or_a_warning(
-    tmp_path: Path, line: str, message: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_bad_line_is_an_error_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     path = written(tmp_path, f"# one\n(1, 128, 0)\n{line}\n(2, 128, 0)\n")
     with pytest.raises(BucketingError, match=f"line 3: .*{message}"):
         read_bucket_file(path)
-    assert read_bucket_file(path, strict=False) == ((1, 128, 0), (2, 128, 0))
-    assert "line 3" in caplog.text
-    assert message in caplog.text
 
 
 def test_a_file_without_buckets_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The command: what it prints and writes, and how it fails."""
+"""The command: what it prints and writes, and its errors."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 
 from trencadis.bucketing import TrafficRecorder, read_bucket_file
 from trencadis.bucketing.cli import main
+from trencadis.bucketing.config import describe_axis_settings, describe_variables
 
 
 @pytest.fixture(autouse=True)
@@ -67,7 +68,7 @@ def test_fit_prints_a_table_and_writes_a_bucket_file(
     assert shapes[-1] == (1, 2048, 8)
 
 
-def test_fit_gathers_batches_or_takes_recorded_ones(
+def test_fit_collects_batches_or_reads_recorded_ones(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["fit", str(trace), "--window", "1", "--max-num-seqs", "4"]) == 0
@@ -80,7 +81,7 @@ def test_fit_gathers_batches_or_takes_recorded_ones(
     assert main(["fit", str(saved), "--max", "4096"]) == 0
     assert capsys.readouterr().out != gathered
     assert main(["fit", str(saved), "--holdout", "0.5"]) == 2
-    assert "has no order to hold out the end of" in capsys.readouterr().err
+    assert "no end to hold out: omit --holdout" in capsys.readouterr().err
 
 
 def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
@@ -92,17 +93,25 @@ def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
         output.unlink()
 
 
+def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", "--help"])
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for name, meaning in {**describe_variables(), **describe_axis_settings()}.items():
+        assert f"{name} {meaning}" in lines
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["fit", "missing.csv"], "missing.csv"),
         (["show", "--strategy", "fit"], "set VLLM_PROMPT_BUCKETING_TRAFFIC"),
-        (["show", "--block-size", "0"], "block_size 0 must be a whole number"),
+        (["show", "--block-size", "0"], "block_size 0 must be an integer"),
         (["fit", "{trace}", "--max", "100"], "raise the maxima"),
         (["fit", "{trace}", "--window", "-1"], "in windows of -1.0: raise them"),
     ],
 )
-def test_what_cannot_be_used_is_said_in_a_line(
+def test_an_error_is_a_single_line(
     trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([argument.format(trace=trace) for argument in arguments]) == 2
@@ -122,4 +131,4 @@ def test_an_option_out_of_range_is_named(
     with pytest.raises(SystemExit) as stopped:
         main(["fit", str(trace), f"{option}={value}"])
     assert stopped.value.code == 2
-    assert f"argument {option}: {value!r} is no" in capsys.readouterr().err
+    assert f"argument {option}: {value!r} is not" in capsys.readouterr().err

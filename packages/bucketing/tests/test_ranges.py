@@ -1,4 +1,4 @@
-"""Ranges: the plugin's numbers, the laws they keep, and what is turned away."""
+"""Ranges: the plugin's numbers, properties, and errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trencadis.bucketing import (
     padding_aware_range,
 )
 
-# Facts of vllm-project/vllm-gaudi: data/README.md says how they came about.
+# Results of vllm-project/vllm-gaudi; data/README.md says how they were recorded.
 PLUGIN = json.loads((Path(__file__).parent / "data" / "plugin_ranges.json").read_text())
 
 
@@ -40,7 +40,7 @@ def test_linear_range_has_the_plugins_numbers(settings: list[int], expected: lis
 def test_exponential_range_has_the_plugins_numbers(
     settings: list[int], expected: list[int]
 ) -> None:
-    # Where rounding to a step carries the plugin's last two values past max, it gives max twice.
+    # The plugin gives max twice where rounding lifts its last two values above max.
     assert exponential_range(*settings) == tuple(dict.fromkeys(expected))
 
 
@@ -131,11 +131,11 @@ RANGES: dict[str, Callable[..., tuple[int, ...]]] = {
         ((1, 0, 128), "step 0 never reaches max 128: give a step of 1 or more"),
         ((1, -2, 128), "step -2 never reaches max 128"),
         ((-1, 2, 128), "min -1 is negative: give 0 or more"),
-        ((1, 2, math.nan), "max nan is not a whole number: give an int"),
-        ((1.5, 2, 8), "min 1.5 is not a whole number"),
+        ((1, 2, math.nan), "max nan is not an integer: give an int"),
+        ((1.5, 2, 8), "min 1.5 is not an integer"),
     ],
 )
-def test_a_bad_setting_is_named_with_its_remedy(
+def test_a_bad_setting_is_an_error_with_the_remedy(
     make: Callable[..., tuple[int, ...]], settings: tuple[Any, ...], message: str
 ) -> None:
     with pytest.raises(BucketingError, match=message):

@@ -1,4 +1,4 @@
-"""The README keeps its word: what it shows is what one gets."""
+"""The README: its examples run, and its tables match the code."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import re
 from pathlib import Path
 
 import pytest
+
+from trencadis.bucketing.config import describe_axis_settings, describe_variables
+from trencadis.bucketing.strategies import STRATEGIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
@@ -22,3 +25,20 @@ def test_examples_run_as_pasted(
     with contextlib.redirect_stdout(printed):
         exec(compile(code, "README.md", "exec"), {})  # noqa: S102 - our own
     assert printed.getvalue() == shown
+
+
+@pytest.mark.parametrize(
+    ("title", "meanings"),
+    [("variable", describe_variables()), ("in place of `*`", describe_axis_settings())],
+    ids=["variables", "axis settings"],
+)
+def test_tables_of_variables_are_those_of_the_settings(
+    title: str, meanings: dict[str, str]
+) -> None:
+    rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in meanings.items())
+    assert f"| {title} | meaning |\n|---|---|\n{rows}\n" in README
+
+
+def test_every_strategy_has_its_range_in_the_table() -> None:
+    named = re.findall(r"^\| `\w+\(.*?\)` \| `(\w+)`", README, re.MULTILINE)
+    assert list(dict.fromkeys(named)) == list(STRATEGIES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 
 import pytest
@@ -118,16 +119,16 @@ configs = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(configs, limits)
-def test_every_prompt_that_can_come_has_a_bucket(
+def test_every_reachable_prompt_shape_has_a_bucket(
     config: BucketingConfig, limits: dict[str, int]
 ) -> None:
     grid = prompt_grid(config, **limits)
-    assert grid.cover() == ()
+    assert grid.coverage_gaps() == ()
     block, model_len = limits["block_size"], limits["max_model_len"]
     batches, queries, contexts = (grid.values(axis) for axis in grid.axes)
     alone = least_at_or_above(batches, 1)
     for context in range(model_len):
-        blocks = -(-context // block)
+        blocks = math.ceil(context / block)
         for query in range(1, min(queries[-1], model_len - context) + 1):
             if blocks > contexts[-1]:
                 continue
@@ -141,14 +142,14 @@ def test_every_prompt_that_can_come_has_a_bucket(
 
 @settings(max_examples=60, deadline=None)
 @given(configs, limits, st.integers(1, 40))
-def test_every_decode_batch_that_can_come_has_a_bucket(
+def test_every_reachable_decode_shape_has_a_bucket(
     config: BucketingConfig, limits: dict[str, int], num_blocks: int
 ) -> None:
     del limits["max_num_batched_tokens"]
     grid = decode_grid(config, num_blocks=num_blocks, **limits)
-    assert grid.cover() == ()
+    assert grid.coverage_gaps() == ()
     batches, counts = (grid.values(axis) for axis in grid.axes)
-    most = -(-limits["max_model_len"] // limits["block_size"])
+    most = math.ceil(limits["max_model_len"] / limits["block_size"])
     for batch, blocks in itertools.product(range(1, batches[-1] + 1), range(1, counts[-1] + 1)):
         if config.contiguous_pa or batch <= blocks <= batch * most:
             assert grid.find((batch, blocks)) is not None
@@ -156,7 +157,7 @@ def test_every_decode_batch_that_can_come_has_a_bucket(
         assert counts[-1] == num_blocks
 
 
-def test_a_range_that_stops_short_of_max_is_completed() -> None:
+def test_a_range_that_ends_below_max_gets_max() -> None:
     config = BucketingConfig(strategy="lin")
     grid = sequence_grid("prompt", config, max_num_seqs=3, max_model_len=1000, block_size=128)
     assert grid.values("seq") == (128, 256, 384, 512, 640, 768, 896, 1000)
@@ -171,17 +172,17 @@ def test_a_maximum_of_the_user_is_kept() -> None:
     assert grid.values("query")[-1] == 512
     assert grid.values("batch")[-1] == 8
     assert grid.find((1, 513, 0)) is None
-    assert (1, 4096, 32) in grid.cover(limits=(1, 4096, 32))
+    assert (1, 4096, 32) in grid.coverage_gaps(limits=(1, 4096, 32))
 
 
-def test_a_minimum_past_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_minimum_above_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
     config = BucketingConfig(decode_blocks=AxisConfig(min=4096))
     grid = decode_grid(config, max_num_seqs=8, num_blocks=1519, block_size=128, max_model_len=4096)
     assert grid.values("blocks") == (1519,)
-    assert "blocks bucket min 4096 is lowered to 1519" in caplog.text
+    assert "blocks bucket min 4096 is lowered to 1519, the largest size" in caplog.text
 
 
-def test_phases_may_have_strategies_of_their_own() -> None:
+def test_each_phase_can_have_its_own_strategy() -> None:
     config = BucketingConfig(strategy="exp", prompt_strategy="lin", decode_strategy="pad")
     limits = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 128}
     prompt = prompt_grid(config, max_num_batched_tokens=1024, **limits)
@@ -203,7 +204,7 @@ def test_more_context_costs_more_and_so_does_padding() -> None:
 
 
 class FromFile:
-    """One bucket file for the tests below."""
+    """A bucket file, and the grids made from it."""
 
     def __init__(self, folder: Path, *lines: str) -> None:
         path = folder / "buckets.txt"
@@ -234,20 +235,20 @@ def test_a_bucket_file_makes_both_grids(tmp_path: Path) -> None:
     assert [bucket.shape for bucket in file.decode()] == [*itertools.product((4, 8), (32, 64))]
 
 
-def test_a_bucket_file_is_held_to_the_limits(tmp_path: Path) -> None:
+def test_shapes_of_a_bucket_file_keep_the_limits(tmp_path: Path) -> None:
     file = FromFile(tmp_path, "([1, 4], [512, 4096], [0, 7, 99])")
     # 4 × 512 new tokens are over the budget; 512 behind 8 blocks are over the model's length,
     # while 7 blocks may hold as little as 6 and a token.
     assert [bucket.shape for bucket in file.prompt()] == [(1, 512, 0), (1, 1024, 0)]
 
 
-def test_a_phase_that_the_file_leaves_out_has_its_strategy(tmp_path: Path) -> None:
+def test_a_phase_that_the_file_does_not_list_uses_its_strategy(tmp_path: Path) -> None:
     file = FromFile(tmp_path, "(1, 128, 0)")
     assert len(file.prompt()) == 1
     assert "Decode bucket config" in file.decode().describe()[0]
 
 
-def test_a_file_has_no_place_in_a_sequence_grid(tmp_path: Path) -> None:
+def test_a_bucket_file_for_a_sequence_grid_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BucketingError, match="unset VLLM_BUCKETING_FROM_FILE"):
         sequence_grid(
             "prompt",
@@ -279,12 +280,12 @@ def test_fit_follows_the_traffic(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     saved = str(tmp_path / "traffic.json")
     recorded().save(saved)
     grid = prompt_grid(BucketingConfig(strategy="fit", prompt_traffic=saved), **LIMITS)
-    assert grid.cover() == ()
+    assert grid.coverage_gaps() == ()
     assert grid.find((3, 700, 0)) == Bucket(grid.axes, (3, 768, 0))
     assert grid.values("batch") == (1, 3, 8)
     assert grid.values("query") == (128, 256, 768, 4096)
     assert grid.values("context_blocks") == (0, 5, 32)
-    assert "2 of 83 recorded shapes are past the limits" in caplog.text
+    assert "2 of 83 recorded shapes are above the limits" in caplog.text
     again = prompt_grid(BucketingConfig(strategy="fit"), traffic=recorded(), **LIMITS)
     assert again.buckets == grid.buckets
 
@@ -302,7 +303,7 @@ def test_fit_keeps_to_the_budget_and_the_minimum() -> None:
     assert grid.values("context_blocks") == (32,)
 
 
-def test_fit_to_lengths_alone_leaves_the_other_axes_to_exp() -> None:
+def test_an_axis_without_recorded_traffic_uses_exp() -> None:
     traffic = TrafficRecorder(("blocks",))
     traffic.record((40,), 9)
     limits = {"max_num_seqs": 8, "num_blocks": 64, "block_size": 128, "max_model_len": 4096}
@@ -311,7 +312,7 @@ def test_fit_to_lengths_alone_leaves_the_other_axes_to_exp() -> None:
     assert grid.values("batch") == (1, 2, 4, 8)
 
 
-def test_fit_without_traffic_says_what_to_set() -> None:
+def test_fit_without_usable_traffic_is_an_error_with_the_remedy() -> None:
     config = BucketingConfig(decode_strategy="fit")
     limits = {"max_num_seqs": 8, "num_blocks": 64, "block_size": 128, "max_model_len": 4096}
     with pytest.raises(BucketingError, match="set VLLM_DECODE_BUCKETING_TRAFFIC to a file"):
@@ -326,18 +327,18 @@ def test_fit_without_traffic_says_what_to_set() -> None:
 
 @pytest.mark.parametrize("name", ["max_model_len", "max_num_seqs", "block_size"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])
-def test_a_limit_that_is_no_positive_number_is_an_error(name: str, value: object) -> None:
+def test_a_limit_that_is_not_a_positive_integer_is_an_error(name: str, value: object) -> None:
     limits = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 128, name: value}
     for make in (
         lambda: sequence_grid("decode", BucketingConfig(), **limits),
         lambda: prompt_grid(BucketingConfig(), max_num_batched_tokens=1, **limits),
         lambda: decode_grid(BucketingConfig(), num_blocks=1, **limits),
     ):
-        with pytest.raises(BucketingError, match=f"{name} {value} must be a whole number"):
+        with pytest.raises(BucketingError, match=f"{name} {value} must be an integer"):
             make()
 
 
-def test_a_maximum_of_nothing_is_an_error() -> None:
+def test_a_maximum_of_0_is_an_error() -> None:
     config = BucketingConfig(prompt_batch=AxisConfig(max=0))
     with pytest.raises(BucketingError, match="batch bucket max 0 leaves nothing to run"):
         prompt_grid(config, **LIMITS)

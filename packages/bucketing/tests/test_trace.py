@@ -1,4 +1,4 @@
-"""Traces: the formats they come in, and the line that is wrong."""
+"""Traces: the formats that are read, and errors with their line."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_json_lines(tmp_path: Path) -> None:
     assert trace.outputs is None
 
 
-def test_a_column_of_any_name(tmp_path: Path) -> None:
+def test_the_length_column_can_be_named(tmp_path: Path) -> None:
     path = written(tmp_path, "trace.csv", "id,n\n1,64.0\n2,3\n")
     trace = read_trace(path, column="n")
     assert trace.lengths.tolist() == [64, 3]
@@ -59,17 +59,17 @@ def test_a_column_of_any_name(tmp_path: Path) -> None:
         ("a.csv", "", "has no requests"),
         ("a.csv", "ContextTokens\n", "has no requests"),
         ("a.csv", "n\n1\n", "line 2 has columns n: name the one with the prompt length"),
-        ("a.csv", "length\n1\nnan\n", "line 3: length 'nan' is no whole number"),
-        ("a.csv", "length\n1\ninf\n", "line 3: length 'inf' is no whole number"),
+        ("a.csv", "length\n1\nnan\n", "line 3: length 'nan' is not an integer"),
+        ("a.csv", "length\n1\ninf\n", "line 3: length 'inf' is not an integer"),
         ("a.csv", "length\n1.5\n", "line 2: length '1.5'"),
         ("a.csv", "length\n0\n", "line 2: length '0'"),
         ("a.csv", "length\n-4\n", "line 2: length '-4'"),
         ("a.csv", "length,n\n4\n,5\n", "line 3: length ''"),
-        ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is no time"),
-        ("a.csv", "length,timestamp\n4,inf\n", "line 2: 'inf' is no time"),
-        ("a.csv", "length,output_length\n4,0\n4,-1\n", "line 3: length '-1' is no whole number"),
-        ("a.jsonl", "{\n", "line 1 is no JSON"),
-        ("a.jsonl", "[1]\n", "line 1 is no JSON object"),
+        ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is not a time"),
+        ("a.csv", "length,timestamp\n4,inf\n", "line 2: 'inf' is not a time"),
+        ("a.csv", "length,output_length\n4,0\n4,-1\n", "line 3: length '-1' is not an integer"),
+        ("a.jsonl", "{\n", "line 1 is not JSON"),
+        ("a.jsonl", "[1]\n", "line 1 is not a JSON object"),
         ("a.jsonl", '{"length": 1}\n{"n": 1}\n', "line 2 has columns n"),
         ("a.jsonl", '{"length": true}\n', "line 1: length True"),
     ],
@@ -82,14 +82,14 @@ def test_a_bad_trace_is_an_error_with_its_line(
 
 
 @pytest.mark.parametrize("name", ["trace.csv", "trace.jsonl"])
-def test_what_is_no_text_is_told_so(tmp_path: Path, name: str) -> None:
+def test_a_binary_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    with pytest.raises(BucketingError, match="is no text"):
+    with pytest.raises(BucketingError, match="is not a text file"):
         read_trace(path)
 
 
-def test_batches_gather_what_arrives_together(tmp_path: Path) -> None:
+def test_batches_collect_the_requests_of_a_window(tmp_path: Path) -> None:
     text = "arrival,length\n" + "".join(
         f"{arrival},{length}\n"
         for arrival, length in ((5.2, 9), (0.1, 1), (0.9, 3), (0.5, 2), (5.3, 4), (2.0, 7))

@@ -317,4 +317,19 @@ def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
     config = settings(num_blocks=None, kv_cache_memory=100_000)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
-    assert core.worker.num_blocks == 100_000 // block_bytes
+    assert core.worker.limits.num_blocks == 100_000 // block_bytes
+
+
+@pytest.mark.parametrize("length", [1, 10])
+def test_prompt_tokens_are_counted_once_whatever_is_recomputed_or_sampled(
+    tiny_model: Path, length: int
+) -> None:
+    """As vLLM's ``prompt_tokens_total``: cached, recomputed and shared tokens do not change it."""
+    llm = LLM(str(tiny_model), **settings(num_blocks=20, max_num_seqs=4))
+    prompts = [tuple(range(50 + i, 50 + i + length)) for i in range(2)]
+    params = SamplingParams(n=2, max_tokens=50, seed=0, ignore_eos=True)
+    llm.generate(prompts, params)
+    stats = llm.core.stats
+    assert stats.num_preemptions > 0
+    assert stats.num_prompt_tokens == 2 * length
+    assert stats.num_generation_tokens == 2 * 2 * 50

@@ -107,7 +107,7 @@ def test_evictions_change_no_token(tiny_model: Path, params: SamplingParams, hos
     assert stats.num_preemptions == stats.num_swaps + stats.num_recomputes > 3
     assert (stats.num_swaps > 0) == (host > 0)
     assert stats.num_used_blocks == 0
-    assert driven.core.blocks.num_free_host_blocks == host
+    assert driven.core.blocks.host_pool.num_free_blocks == host
 
 
 def test_best_of_gives_the_samples_with_the_highest_mean_logprob(tiny_model: Path) -> None:

@@ -83,7 +83,7 @@ def start(model: Path, sensor: Sensor, policy: object) -> EngineCore:
         num_host_blocks=64,
         warmup="none",
     )
-    return EngineCore(config, heat=ThermalMonitor(TemperatureReader(sensor, QUICK), policy))
+    return EngineCore(config, thermal=ThermalMonitor(TemperatureReader(sensor, QUICK), policy))
 
 
 def serve_until(core: EngineCore, condition: Callable[[EngineStats], bool]) -> dict[str, list[int]]:

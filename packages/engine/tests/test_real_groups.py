@@ -71,7 +71,7 @@ def beams_alone(reference: torch.nn.Module, prompt: list[int]) -> list[list[int]
     found = reference.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        num_beams=BEAMS.width,
+        num_beams=BEAMS.num_seqs,
         num_return_sequences=BEAMS.n,
         length_penalty=BEAMS.length_penalty,
         early_stopping=BEAMS.early_stopping,

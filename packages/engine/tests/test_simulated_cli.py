@@ -8,12 +8,41 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import pytest
 
-from trencadis.engine.simulated.cli import main
+from trencadis.engine.settings import given_flags
+from trencadis.engine.simulated import SimulationConfig
+from trencadis.engine.simulated.cli import flag_parser, main
 
 DATA = Path(__file__).parent / "data"
 MODEL, TRACE = str(DATA / "llama-3.1-8b.json"), str(DATA / "azure_conv_excerpt.csv")
+
+
+VALUES = {
+    "device": ("h100", "h100"),
+    "max_model_len": ("512", 512),
+    "max_num_seqs": ("7", 7),
+    "max_num_batched_tokens": ("64", 64),
+    "max_waiting": ("3", 3),
+    "block_size": ("16", 16),
+    "num_blocks": ("99", 99),
+    "gpu_memory_utilization": ("0.5", 0.5),
+    "swap_space": ("1.5", 3 << 29),
+    "seed": ("5", 5),
+    "thermal_policy": ("power", "power"),
+    "thermal_options": ("x=1", {"x": 1}),
+    "ambient_c": ("20", 20.0),
+}
+"""The text of a flag, and the value it gives its field."""
+
+NO_SETTING = {"-h", "--help", "--model", "--trace", "--rate-scale", "--num-requests"}
+NO_SETTING |= {"--json", "--plot", "--version"}
+FLAGS = [
+    (field.name, flag)
+    for field in attrs.fields(SimulationConfig)
+    for flag in field.metadata["flags"]
+]
 
 
 def arguments(*more: str, **changes: str) -> list[str]:
@@ -41,7 +70,7 @@ def test_two_runs_write_the_same_json(tmp_path: Path) -> None:
     content = json.loads(files[0].read_text())
     assert content["generated_tokens"] == content["asked_tokens"] > 0
     assert content["between_tokens_s"]["p50"] < content["first_token_s"]["p50"]
-    assert len(content["moments"]["at_s"]) == len(content["moments"]["temperature_c"]) > 0
+    assert len(content["samples"]["at_s"]) == len(content["samples"]["temperature_c"]) > 0
 
 
 def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -51,10 +80,25 @@ def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path
     report = json.loads(file.read_text())
     assert report["num_blocks"] == 150
     assert report["block_bytes"] == 64 * 131_072
-    assert max(report["moments"]["running"]) <= 4
+    assert max(report["samples"]["running"]) <= 4
     heat = ("--thermal-policy", "proportional", "--thermal-option", "target_temp_c=500")
     assert main(arguments(*heat)) == 2
     assert "target_temp_c" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "flag"), FLAGS)
+def test_a_flag_reaches_its_setting(name: str, flag: str) -> None:
+    text, value = VALUES[name]
+    args = flag_parser().parse_args(arguments(flag, text))
+    config = SimulationConfig.from_env({}, **given_flags(args, SimulationConfig))
+    default = SimulationConfig(device="gaudi3")
+    assert config == attrs.evolve(default, **{name: value})
+    assert config != default
+
+
+def test_every_flag_belongs_to_a_setting_or_names_a_file() -> None:
+    flags = {flag for action in flag_parser()._actions for flag in action.option_strings}
+    assert flags == {flag for _, flag in FLAGS} | NO_SETTING
 
 
 def test_a_picture_is_a_png(tmp_path: Path) -> None:

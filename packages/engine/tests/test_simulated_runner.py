@@ -19,7 +19,7 @@ from trencadis.engine.simulated import (
     find_hardware,
     read_model_shape,
 )
-from trencadis.kvcache import BlockCopy, Direction, MovePlan
+from trencadis.kvcache import BlockCopy, CopyPlan, Direction
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
 from trencadis.warmup import GraphRuntime, MemoryPlan, Phase, warm_up
 
@@ -158,7 +158,7 @@ def test_a_shape_past_the_grid_is_served_and_counted() -> None:
 
 
 def test_copies_take_the_time_of_their_way() -> None:
-    device, moves = Device(), MovePlan()
+    device, moves = Device(), CopyPlan()
     for direction, count in ((Direction.OUT, 10), (Direction.IN, 20), (Direction.WITHIN, 30)):
         moves.add(direction, [BlockCopy(i, 100 + i) for i in range(count)])
     device.runner.run(SchedulerOutput(1, moves=moves))

@@ -19,10 +19,10 @@ def test_no_interval_sees_more_than_the_rate_and_one_window(
     per_block, rate, window = setting
     governor = BandwidthGovernor(per_block, rate, window)
     now, history = 0.0, []
-    for pause, wanted in requests:
+    for pause, num_blocks in requests:
         now += pause
-        granted = governor.grant(wanted, now)
-        assert 0 <= granted <= wanted
+        granted = governor.grant(num_blocks, now)
+        assert 0 <= granted <= num_blocks
         history.append((now, granted * per_block))
     for first in range(len(history)):
         moved = 0
@@ -31,7 +31,7 @@ def test_no_interval_sees_more_than_the_rate_and_one_window(
             assert moved <= rate * (time - history[first][0] + window) * (1 + 1e-9)
 
 
-def test_what_is_wanted_is_granted_in_the_end() -> None:
+def test_all_requested_blocks_are_granted_eventually() -> None:
     governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
     assert [governor.grant(5, now) for now in (0.0, 0.0, 0.5, 1.0, 2.0, 12.0)] == [2, 0, 0, 1, 1, 2]
 
@@ -57,6 +57,6 @@ def test_the_default_is_the_limit_of_seed_003() -> None:
         {"bytes_per_block": 10, "bytes_per_s": 10.0, "window_s": 0.5},
     ],
 )
-def test_a_limit_that_could_never_let_a_block_through_is_refused(settings: dict[str, Any]) -> None:
+def test_a_burst_smaller_than_a_block_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidSetting):
         BandwidthGovernor(**settings)

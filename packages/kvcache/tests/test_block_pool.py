@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trencadis.kvcache import BlockPool, InvalidBlock, OutOfBlocks
-from trencadis.kvcache.prefix import BlockKey
+from trencadis.kvcache.block_keys import BlockKey
 
 
 def key(name: str) -> BlockKey:
@@ -11,16 +11,16 @@ def key(name: str) -> BlockKey:
 
 
 def take(pool: BlockPool, count: int) -> list[int]:
-    return [pool.take() for _ in range(count)]
+    return [pool.allocate() for _ in range(count)]
 
 
 def cache(pool: BlockPool, block: int) -> None:
     """Leave a used block free, with content that the index knows."""
-    pool.index.register(key(str(block)), block)
+    pool.prefix_index.register(key(str(block)), block)
     pool.release(block)
 
 
-def test_the_lowest_free_block_comes_first_and_never_the_padding_block() -> None:
+def test_the_lowest_free_block_is_allocated_and_never_the_padding_block() -> None:
     pool = BlockPool(8)
     assert take(pool, 4) == [1, 2, 3, 4]
     pool.release(3)
@@ -28,27 +28,27 @@ def test_the_lowest_free_block_comes_first_and_never_the_padding_block() -> None
     assert take(pool, 3) == [2, 3, 5]
 
 
-def test_a_pool_that_is_used_up_says_so_and_stays_as_it_was() -> None:
+def test_an_exhausted_pool_raises_and_does_not_change() -> None:
     pool = BlockPool(3)
     take(pool, 2)
     with pytest.raises(OutOfBlocks, match="all 2 blocks are in use"):
-        pool.take()
-    assert (pool.num_used, pool.num_free, pool.highest_in_use) == (2, 0, 2)
+        pool.allocate()
+    assert (pool.num_used_blocks, pool.num_free_blocks, pool.highest_used_block) == (2, 0, 2)
 
 
 def test_a_shared_block_is_free_after_its_last_reference() -> None:
     pool = BlockPool(4)
-    block = pool.take()
+    block = pool.allocate()
     pool.share(block)
     assert pool.is_shared(block)
     pool.release(block)
-    assert (pool.ref_count(block), pool.num_used) == (1, 1)
+    assert (pool.ref_count(block), pool.num_used_blocks) == (1, 1)
     pool.release(block)
-    assert (pool.ref_count(block), pool.num_used) == (0, 0)
+    assert (pool.ref_count(block), pool.num_used_blocks) == (0, 0)
 
 
 @pytest.mark.parametrize("block", [0, -1, 8, 99])
-def test_foreign_ids_are_refused(block: int) -> None:
+def test_ids_outside_the_pool_are_refused(block: int) -> None:
     pool = BlockPool(8)
     for operation in (pool.share, pool.release, pool.ref_count):
         with pytest.raises(InvalidBlock, match=f"block {block} is not one of 1 to 7"):
@@ -57,11 +57,11 @@ def test_foreign_ids_are_refused(block: int) -> None:
 
 def test_a_double_free_is_refused() -> None:
     pool = BlockPool(4)
-    block = pool.take()
+    block = pool.allocate()
     pool.release(block)
-    with pytest.raises(InvalidBlock, match="more than once"):
+    with pytest.raises(InvalidBlock, match="block 1 is not in use: it was released more often"):
         pool.release(block)
-    assert pool.num_free == 3
+    assert pool.num_free_blocks == 3
 
 
 def test_an_empty_block_cannot_be_shared() -> None:
@@ -69,15 +69,15 @@ def test_an_empty_block_cannot_be_shared() -> None:
         BlockPool(4).share(2)
 
 
-def test_cached_blocks_are_free_but_evicted_last_and_oldest_first() -> None:
+def test_cached_blocks_are_free_and_evicted_after_the_empty_ones_oldest_first() -> None:
     pool = BlockPool(5)
     take(pool, 4)
     for block in (3, 1, 2):
         cache(pool, block)
-    assert (pool.num_free, pool.num_cached) == (3, 3)
+    assert (pool.num_free_blocks, pool.num_cached_blocks) == (3, 3)
     pool.release(4)
     assert take(pool, 4) == [4, 3, 1, 2]
-    assert len(pool.index) == 0
+    assert len(pool.prefix_index) == 0
 
 
 def test_a_cached_block_that_is_shared_again_keeps_its_content() -> None:
@@ -86,35 +86,35 @@ def test_a_cached_block_that_is_shared_again_keeps_its_content() -> None:
     cache(pool, 1)
     cache(pool, 2)
     pool.share(1)
-    assert pool.take() == 2
-    assert 1 in pool.index
+    assert pool.allocate() == 2
+    assert 1 in pool.prefix_index
 
 
-def test_highest_in_use_follows_every_change() -> None:
+def test_highest_used_block_follows_every_release() -> None:
     pool = BlockPool(2000)
     blocks = take(pool, 1500)
     for block in reversed(blocks[1:]):
         pool.release(block)
-        assert pool.highest_in_use == block - 1
+        assert pool.highest_used_block == block - 1
     pool.release(1)
-    assert pool.highest_in_use == 0
+    assert pool.highest_used_block == 0
 
 
-def test_with_decode_buckets_a_cached_block_inside_goes_before_an_empty_one_beyond() -> None:
+def test_with_decode_buckets_a_cached_block_inside_is_evicted_first() -> None:
     pool = BlockPool(16, decode_buckets=(4, 8))
     take(pool, 3)
     cache(pool, 2)
     # The bucket of 4 blocks, padding included, has no empty block left.
-    assert pool.take() == 2
-    assert pool.take() == 4
+    assert pool.allocate() == 2
+    assert pool.allocate() == 4
 
 
 def test_without_decode_buckets_nothing_is_evicted_while_a_block_is_empty() -> None:
     pool = BlockPool(16)
     take(pool, 3)
     cache(pool, 2)
-    assert pool.take() == 4
-    assert 2 in pool.index
+    assert pool.allocate() == 4
+    assert 2 in pool.prefix_index
 
 
 def test_with_decode_buckets_the_oldest_of_all_buckets_inside_is_evicted() -> None:
@@ -126,16 +126,16 @@ def test_with_decode_buckets_the_oldest_of_all_buckets_inside_is_evicted() -> No
     assert take(pool, 4) == [6, 2, 1, 8]
 
 
-def test_relocation_takes_references_and_content_along() -> None:
+def test_relocation_moves_references_and_content() -> None:
     pool = BlockPool(8)
     take(pool, 5)
     pool.share(5)
-    pool.index.register(key("content"), 5)
+    pool.prefix_index.register(key("content"), 5)
     pool.release(2)
     pool.relocate(5, 2, keep=False)
-    assert (pool.ref_count(5), pool.ref_count(2), pool.highest_in_use) == (0, 2, 4)
-    assert pool.index.find(key("content")) == 2
-    assert pool.take() == 5
+    assert (pool.ref_count(5), pool.ref_count(2), pool.highest_used_block) == (0, 2, 4)
+    assert pool.prefix_index.lookup(key("content")) == 2
+    assert pool.allocate() == 5
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -144,11 +144,11 @@ def test_relocation_onto_cached_content_exchanges_or_evicts_it(keep: bool) -> No
     take(pool, 5)
     cache(pool, 2)
     pool.relocate(5, 2, keep=keep)
-    assert pool.index.find(key("2")) == (5 if keep else None)
-    assert pool.num_cached == keep
+    assert pool.prefix_index.lookup(key("2")) == (5 if keep else None)
+    assert pool.num_cached_blocks == keep
 
 
-def test_relocation_goes_from_a_used_block_to_a_free_one_only() -> None:
+def test_relocation_moves_only_a_used_block_to_a_free_block() -> None:
     pool = BlockPool(8)
     take(pool, 2)
     for src, dst in ((1, 2), (3, 4), (5, 1)):

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
-from trencadis.kvcache import CacheConfig, InvalidSetting, UnsupportedLayer, require_paged_attention
+from trencadis.kvcache import CacheConfig, DefragConfig, InvalidSetting, ceil_div
 
 
 @pytest.mark.parametrize(
@@ -37,12 +38,44 @@ def test_a_bad_setting_is_named_with_its_value(setting: str, value: object) -> N
     assert str(value) in str(error.value)
 
 
-def test_layers_of_full_attention_are_accepted() -> None:
-    require_paged_attention(["full_attention", "attention"])
-    require_paged_attention([])
+def test_the_variables_of_seed_000_set_the_config() -> None:
+    assert DefragConfig.from_env({}) == DefragConfig()
+    config = DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " 8 ", "VLLM_DEBUG": "defrag"})
+    assert config == DefragConfig(threshold=8, debug=True)
+    assert DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " "}) == DefragConfig()
 
 
-@pytest.mark.parametrize("kind", ["sliding_attention", "mamba", "linear_attention", "recurrent"])
-def test_other_layers_are_refused_by_number_and_kind(kind: str) -> None:
-    with pytest.raises(UnsupportedLayer, match=f"layer 1 is '{kind}'"):
-        require_paged_attention(["full_attention", kind])
+@pytest.mark.parametrize("value", ["1", "false", "maybe"])
+def test_with_graphs_is_accepted_and_logged_as_without_effect(
+    value: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "trencadis.kvcache"):
+        assert DefragConfig.from_env({"VLLM_DEFRAG_WITH_GRAPHS": value}) == DefragConfig()
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("VLLM_DEFRAG_WITH_GRAPHS has no effect")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("VLLM_DEFRAG_THRESHOLD", "many"),
+        ("VLLM_DEFRAG_THRESHOLD", "-3"),
+    ],
+)
+def test_a_bad_variable_is_named_with_its_value(name: str, value: str) -> None:
+    with pytest.raises(InvalidSetting, match=f"{name} .*'{value}'"):
+        DefragConfig.from_env({name: value})
+
+
+@pytest.mark.parametrize("setting", ["threshold", "keep_from"])
+@pytest.mark.parametrize("value", [-1, float("nan"), "3"])
+def test_a_bad_defrag_setting_is_named(setting: str, value: Any) -> None:
+    with pytest.raises(InvalidSetting, match=setting):
+        DefragConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("dividend", "divisor", "quotient"), [(0, 4, 0), (1, 4, 1), (4, 4, 1), (5, 4, 2)]
+)
+def test_ceil_div_rounds_up(dividend: int, divisor: int, quotient: int) -> None:
+    assert ceil_div(dividend, divisor) == quotient

@@ -1,24 +1,32 @@
-"""The state machine checks every layout that it comes by; here are the shapes and the padding."""
+"""Shapes and padding of decode layouts. The state machine checks the layouts of many batches."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from trencadis.kvcache import BlockManager, CacheConfig, InvalidSetting
+from trencadis.kvcache import BlockManager, CacheConfig, DecodeLayout, InvalidSetting, lay_out
+
+BLOCK_SIZE = 4
 
 
-def make() -> BlockManager:
-    manager = BlockManager(CacheConfig(num_blocks=32, block_size=4))
+def lay_out_batch(seq_ids: list[int], num_blocks: int | None = None) -> DecodeLayout:
+    """Sequences 1 and 2 share two full blocks; sequence 3 has one token."""
+    manager = BlockManager(CacheConfig(num_blocks=32, block_size=BLOCK_SIZE))
     for seq_id in (1, 2):
         manager.allocate(seq_id, range(10))
         manager.mark_computed(seq_id, 10)
     manager.allocate(3, [7])
-    return manager
+    return lay_out(
+        [manager.block_table(seq_id) for seq_id in seq_ids],
+        [manager.num_tokens(seq_id) for seq_id in seq_ids],
+        BLOCK_SIZE,
+        num_blocks,
+    )
 
 
-def test_a_shared_block_is_its_first_rows_and_an_extra_pair_of_the_others() -> None:
-    layout = make().decode_layout([2, 1, 3])
+def test_the_first_row_owns_a_shared_block_and_other_rows_get_extra_pairs() -> None:
+    layout = lay_out_batch([2, 1, 3])
     assert layout.owner.tolist() == [-1, 0, 0, 1, 0, 2]
     assert layout.used.tolist() == [0, 4, 4, 2, 2, 1]
     assert layout.extra_block.tolist() == [1, 2]
@@ -28,26 +36,26 @@ def test_a_shared_block_is_its_first_rows_and_an_extra_pair_of_the_others() -> N
 
 
 def test_blocks_of_sequences_outside_the_batch_have_no_owner() -> None:
-    layout = make().decode_layout([3])
+    layout = lay_out_batch([3])
     assert layout.owner.tolist() == [-1] * 5 + [0]
     assert layout.num_extra == 0
 
 
 def test_the_prefix_is_padded_to_a_bucket() -> None:
-    layout = make().decode_layout([1], num_blocks=8)
+    layout = lay_out_batch([1], num_blocks=8)
     assert layout.owner.tolist() == [-1, 0, 0, 0, -1, -1, -1, -1]
     assert layout.used.tolist() == [0, 4, 4, 2, 0, 0, 0, 0]
     with pytest.raises(InvalidSetting, match="num_blocks 3 ends before block 3"):
-        make().decode_layout([1], num_blocks=3)
+        lay_out_batch([1], num_blocks=3)
 
 
-def test_an_empty_batch_reads_the_padding_block_alone() -> None:
-    layout = make().decode_layout([])
+def test_an_empty_batch_reads_only_the_padding_block() -> None:
+    layout = lay_out_batch([])
     assert layout.owner.tolist() == [-1]
     assert layout.num_extra == 0
 
 
 def test_every_array_is_of_32_bit_integers() -> None:
-    layout = make().decode_layout([1, 2])
+    layout = lay_out_batch([1, 2])
     for array in (layout.owner, layout.used, layout.extra_block, layout.extra_owner):
         assert array.dtype == np.int32

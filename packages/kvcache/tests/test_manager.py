@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from trencadis.kvcache import (
-    Allocation,
+    AllocStatus,
     BlockCopy,
     BlockManager,
     CacheConfig,
@@ -37,19 +37,20 @@ def table(manager: BlockManager, seq_id: int) -> list[int]:
 
 def state(manager: BlockManager) -> object:
     return (
-        manager.num_free_blocks,
-        manager.highest_in_use,
+        manager.pool.num_free_blocks,
+        manager.pool.highest_used_block,
         [manager.pool.ref_count(block) for block in range(1, manager.config.num_blocks)],
-        [(s.seq_id, list(s.tokens), s.table.view.tolist()) for s in manager._sequences],
+        [(s.seq_id, list(s.token_ids), s.block_table.view.tolist()) for s in manager._sequences],
     )
 
 
-def test_a_prompt_gets_slots_for_all_its_tokens_up_front() -> None:
+def test_allocate_reserves_slots_for_all_tokens_of_a_prompt() -> None:
     manager = make()
     assert manager.allocate(1, PROMPT) == 0
     assert table(manager, 1) == [1, 2, 3]
     assert manager.num_tokens(1) == 10
-    assert (manager.num_used_blocks, manager.num_free_blocks, manager.highest_in_use) == (3, 12, 3)
+    pool = manager.pool
+    assert (pool.num_used_blocks, pool.num_free_blocks, pool.highest_used_block) == (3, 12, 3)
 
 
 def test_the_block_table_cannot_be_written() -> None:
@@ -73,22 +74,22 @@ def test_nothing_is_shared_before_it_is_computed() -> None:
     assert manager.allocate(2, PROMPT) == 4
 
 
-def test_a_full_hit_leaves_a_token_to_compute_in_a_block_of_its_own() -> None:
+def test_a_fully_cached_prompt_recomputes_its_last_block() -> None:
     manager = make()
     compute(manager, 1, PROMPT[:8])
     assert manager.allocate(2, PROMPT[:8]) == 4
     assert table(manager, 2) == [1, 3]
 
 
-def test_content_is_found_after_its_sequence_is_gone() -> None:
+def test_content_stays_cached_after_its_sequence_is_freed() -> None:
     manager = make()
     compute(manager, 1, PROMPT)
     manager.free(1)
-    assert manager.num_free_blocks == manager.num_total_blocks
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
     assert manager.allocate(2, PROMPT) == 8
 
 
-def test_generated_tokens_are_found_as_well() -> None:
+def test_generated_tokens_are_cached() -> None:
     manager = make()
     compute(manager, 1, PROMPT)
     for token in range(20, 26):
@@ -99,18 +100,18 @@ def test_generated_tokens_are_found_as_well() -> None:
 
 
 @pytest.mark.parametrize("length", [10, 3])
-def test_other_extra_keys_share_nothing(length: int) -> None:
+def test_different_extra_keys_share_nothing(length: int) -> None:
     manager = make()
-    manager.allocate(1, PROMPT[:length], hashes=manager.hasher(PROMPT[:length], ("tenant",)))
+    manager.allocate(1, PROMPT[:length], prefix_keys=manager.hasher(PROMPT[:length], ("tenant",)))
     manager.mark_computed(1, length)
     manager.append(1, [7] * 9)
     manager.mark_computed(1, length + 9)
-    whole = PROMPT[:length] + [7] * 9
+    tokens = PROMPT[:length] + [7] * 9
     manager.free(1)
-    assert manager.can_allocate(whole, extra_keys=("other",)) is Allocation.OK
-    assert manager.allocate(2, whole) == 0
-    assert manager.allocate(3, whole, extra_keys=("other",)) == 0
-    assert manager.allocate(4, [*whole, 99], extra_keys=("tenant",)) == (length + 9) // 4 * 4
+    assert manager.can_allocate(tokens, extra_keys=("other",)) is AllocStatus.OK
+    assert manager.allocate(2, tokens) == 0
+    assert manager.allocate(3, tokens, extra_keys=("other",)) == 0
+    assert manager.allocate(4, [*tokens, 99], extra_keys=("tenant",)) == (length + 9) // 4 * 4
 
 
 def test_without_prefix_caching_nothing_is_shared() -> None:
@@ -118,7 +119,7 @@ def test_without_prefix_caching_nothing_is_shared() -> None:
     compute(manager, 1, PROMPT)
     assert manager.allocate(2, PROMPT) == 0
     manager.free(1)
-    assert manager.pool.num_cached == 0
+    assert manager.pool.num_cached_blocks == 0
 
 
 def test_after_a_reset_nothing_computed_before_is_shared() -> None:
@@ -133,25 +134,25 @@ def test_after_a_reset_nothing_computed_before_is_shared() -> None:
     assert manager.allocate(4, [50, *PROMPT]) == 0
 
 
-def test_a_prompt_fits_now_later_or_never() -> None:
+def test_alloc_status_is_ok_later_or_never() -> None:
     manager = make(9, watermark=0.25)
-    assert manager.can_allocate(range(32)) is Allocation.OK
-    assert manager.can_allocate(range(33)) is Allocation.NEVER
+    assert manager.can_allocate(range(32)) is AllocStatus.OK
+    assert manager.can_allocate(range(33)) is AllocStatus.NEVER
     manager.allocate(1, PROMPT)
-    assert manager.can_allocate(range(12)) is Allocation.OK
-    assert manager.can_allocate(range(13)) is Allocation.LATER
+    assert manager.can_allocate(range(12)) is AllocStatus.OK
+    assert manager.can_allocate(range(13)) is AllocStatus.LATER
 
 
-def test_blocks_that_others_use_need_no_room() -> None:
+def test_prefix_hits_on_used_blocks_need_no_free_blocks() -> None:
     manager = make(5, watermark=0)
     compute(manager, 1, PROMPT)
-    assert manager.can_allocate(range(50, 60)) is Allocation.LATER
-    assert manager.can_allocate(PROMPT) is Allocation.OK
+    assert manager.can_allocate(range(50, 60)) is AllocStatus.LATER
+    assert manager.can_allocate(PROMPT) is AllocStatus.OK
     assert manager.allocate(2, PROMPT) == 8
-    assert manager.num_free_blocks == 0
+    assert manager.pool.num_free_blocks == 0
 
 
-def test_cached_blocks_that_are_hit_do_need_room() -> None:
+def test_prefix_hits_on_cached_blocks_need_free_blocks() -> None:
     manager = make(4, watermark=0)
     compute(manager, 1, PROMPT)
     manager.free(1)
@@ -160,7 +161,7 @@ def test_cached_blocks_that_are_hit_do_need_room() -> None:
         manager.allocate(3, PROMPT)
 
 
-def test_append_takes_a_block_only_when_the_last_is_full() -> None:
+def test_append_allocates_a_block_only_when_the_last_block_is_full() -> None:
     manager = make()
     manager.allocate(1, PROMPT)
     assert [manager.blocks_to_append(1, n) for n in (0, 1, 2, 3, 6, 7)] == [0, 0, 0, 1, 1, 2]
@@ -198,31 +199,21 @@ def test_a_fork_at_a_block_boundary_copies_nothing() -> None:
     assert (table(manager, 1), table(manager, 2)) == ([1, 2, 4], [1, 2, 3])
 
 
-def test_many_samples_share_the_prompt_and_are_freed_one_by_one() -> None:
+def test_many_samples_share_the_prompt_and_are_freed_separately() -> None:
     manager = make()
     compute(manager, 0, PROMPT)
     for child in range(1, 6):
         manager.fork(0, child)
-    assert manager.num_used_blocks == 3
+    assert manager.pool.num_used_blocks == 3
     for child in range(6):
         manager.append(child, [child])
-    assert manager.num_used_blocks == 2 + 6
+    assert manager.pool.num_used_blocks == 2 + 6
     for child in range(6):
         manager.free(child)
-    assert manager.num_used_blocks == 0
+    assert manager.pool.num_used_blocks == 0
 
 
-def test_a_whole_batch_is_asked_for_at_once() -> None:
-    manager = make(8, watermark=0)
-    for seq_id in (1, 2, 3):
-        compute(manager, seq_id, [seq_id] * 8)
-    assert manager.num_free_blocks == 1
-    assert manager.can_append_all([1])
-    assert not manager.can_append_all([1, 2])
-    assert manager.can_append_all([])
-
-
-def test_the_unfinished_slots_of_a_fork_would_be_written_twice_so_it_is_refused() -> None:
+def test_a_sequence_with_uncomputed_slots_cannot_be_forked() -> None:
     manager = make()
     manager.allocate(1, PROMPT)
     manager.mark_computed(1, 9)
@@ -236,7 +227,7 @@ def test_the_unfinished_slots_of_a_fork_would_be_written_twice_so_it_is_refused(
         (lambda m: m.allocate(1, [5]), DuplicateSequence),
         (lambda m: m.allocate(9, []), InvalidSetting),
         (lambda m: m.allocate(9, range(400)), OutOfBlocks),
-        (lambda m: m.allocate(9, [5], hashes=m.hasher(PROMPT)), InvalidSetting),
+        (lambda m: m.allocate(9, [5], prefix_keys=m.hasher(PROMPT)), InvalidSetting),
         (lambda m: m.allocate(9, [1 << 40]), OverflowError),
         (lambda m: m.append(7, [5]), UnknownSequence),
         (lambda m: m.append(1, [5] * 400), OutOfBlocks),
@@ -256,11 +247,9 @@ def test_the_unfinished_slots_of_a_fork_would_be_written_twice_so_it_is_refused(
         (lambda m: m.swap_out([1, 7]), UnknownSequence),
         (lambda m: m.swap_in([1]), KVCacheError),
         (lambda m: m.swap_in([7]), UnknownSequence),
-        (lambda m: m.decode_layout([1, 7]), UnknownSequence),
-        (lambda m: m.decode_layout([1], num_blocks=3), InvalidSetting),
     ],
 )
-def test_what_cannot_be_done_is_a_typed_error_and_changes_nothing(
+def test_an_impossible_operation_raises_a_typed_error_and_changes_nothing(
     operation: Any, error: type[Exception]
 ) -> None:
     manager = make()
@@ -278,4 +267,4 @@ def test_a_second_free_is_refused() -> None:
     manager.free(1)
     with pytest.raises(UnknownSequence, match="sequence 1 has no blocks"):
         manager.free(1)
-    assert manager.num_free_blocks == manager.num_total_blocks
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks

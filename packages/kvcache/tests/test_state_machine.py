@@ -1,7 +1,7 @@
-"""Everything at once, against a plain dictionary of what each sequence's tokens are.
+"""All operations in random order, checked against a dictionary of each sequence's tokens.
 
-The tensors are really written and read: the vector at a position is a hash of all tokens up to
-it, so a block that is shared, moved or swapped wrongly shows at once.
+The tensors are written and read. The vector at a position is a hash of all tokens up to it, so a
+block that is shared, moved or swapped wrongly has wrong values.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ torch = pytest.importorskip("torch")
 
 from trencadis.kvcache import (
     NO_OWNER,
-    Allocation,
+    AllocStatus,
     BandwidthGovernor,
     BlockManager,
     CacheConfig,
+    CopyPlan,
     DefragConfig,
     Defragmenter,
     Direction,
-    MovePlan,
     NotComputed,
     NotResident,
     NotSwapped,
@@ -42,8 +42,10 @@ from trencadis.kvcache import (
     OutOfHostBlocks,
     RequestHasher,
     UnknownSequence,
+    ceil_div,
+    lay_out,
 )
-from trencadis.kvcache.prefix import blake2b_digest
+from trencadis.kvcache.block_keys import blake2b_digest
 from trencadis.kvcache.tensors import KVCache
 
 SIZE = 4
@@ -51,22 +53,22 @@ LAYERS = 2
 
 
 def colliding_digest(parent: bytes, content: bytes) -> bytes:
-    """Two digests in all: nearly every look-up finds a candidate that is wrong."""
+    """Only two digests: nearly every lookup returns a wrong candidate."""
     return bytes([(sum(parent) + sum(content)) % 2])
 
 
 def fingerprints(tokens: list[int], tenant: str) -> torch.Tensor:
     """One number per position that depends on every token up to it."""
-    state, found = hash(tenant) % 997, []
+    state, values = hash(tenant) % 997, []
     for token in tokens:
         state = (state * 31 + token + 1) % (1 << 40)
-        found.append(float(state))
-    return torch.tensor(found, dtype=torch.float64)
+        values.append(float(state))
+    return torch.tensor(values, dtype=torch.float64)
 
 
 @attrs.define
 class Model:
-    """What a sequence should be."""
+    """The expected state of a sequence."""
 
     tokens: list[int]
     tenant: str
@@ -80,7 +82,7 @@ PROMPTS = st.builds(
     st.integers(0, 18),
     st.lists(st.integers(0, 1), max_size=4),
 )
-"""Prompts of up to 18 tokens that have a good chance of a common prefix."""
+"""Prompts of up to 18 tokens that often have a common prefix."""
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -138,7 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.next_id = 1
         self.now = 0.0
         self.generation = 0
-        self.plan = MovePlan()
+        self.plan = CopyPlan()
 
     # ---- rules ----
 
@@ -150,15 +152,15 @@ class CacheMachine(RuleBasedStateMachine):
     def allocate(self, prompt: list[int], tenant: str, hashed: bool) -> None:
         extra: dict[str, Any] = {"extra_keys": (tenant,)}
         if hashed:
-            extra = {"hashes": self.manager.hasher(prompt, (tenant,))}
+            extra = {"prefix_keys": self.manager.hasher(prompt, (tenant,))}
         verdict = self.manager.can_allocate(prompt, **extra)
         seq_id, self.next_id = self.next_id, self.next_id + 1
-        if verdict is not Allocation.OK:
-            if -(-len(prompt) // SIZE) > self.manager.num_total_blocks:
-                assert verdict is Allocation.NEVER
+        if verdict is not AllocStatus.OK:
+            if ceil_div(len(prompt), SIZE) > self.manager.pool.num_usable_blocks:
+                assert verdict is AllocStatus.NEVER
             else:
-                assert verdict is Allocation.LATER
-                assert self.manager.num_used_blocks > 0
+                assert verdict is AllocStatus.LATER
+                assert self.manager.pool.num_used_blocks > 0
             return
         cached = self.manager.allocate(seq_id, prompt, **extra)
         assert 0 <= cached < len(prompt)
@@ -182,15 +184,14 @@ class CacheMachine(RuleBasedStateMachine):
             return
         self.compute(seq_id, len(model.tokens))
         needed = self.manager.blocks_to_append(seq_id, len(tokens))
-        free = self.manager.num_free_blocks
-        if not self.manager.can_append(seq_id, len(tokens)):
-            assert needed > free
+        free = self.manager.pool.num_free_blocks
+        if needed > free:
             with pytest.raises(OutOfBlocks):
                 self.manager.append(seq_id, tokens)
             assert self.manager.num_tokens(seq_id) == len(model.tokens)
             return
         self.plan.add(Direction.WITHIN, self.manager.append(seq_id, tokens))
-        assert self.manager.num_free_blocks == free - needed
+        assert self.manager.pool.num_free_blocks == free - needed
         model.tokens += tokens
 
     @precondition(lambda self: self.model)
@@ -230,7 +231,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.plan.add(Direction.OUT, self.manager.swap_out(group, self.now))
         for seq_id in group:
             self.model[seq_id].on_host = True
-            assert self.manager.last_access(seq_id) == self.now
             with pytest.raises(NotResident):
                 self.manager.append(seq_id, [0])
 
@@ -257,13 +257,13 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule()
     def defragment(self) -> None:
-        before, used = self.manager.highest_in_use, self.manager.num_used_blocks
+        before, used = self.manager.pool.highest_used_block, self.manager.pool.num_used_blocks
         plan = self.defragmenter.defragment()
         if plan is None:
             return
         self.plan.add(Direction.WITHIN, plan.padded_copies)
         assert before - self.defragmenter.config.threshold > used
-        assert self.manager.highest_in_use == plan.highest_after == used
+        assert self.manager.pool.highest_used_block == plan.highest_after == used
         assert self.defragmenter.defragment() is None
 
     @rule(chance=st.integers(0, 9))
@@ -271,13 +271,13 @@ class CacheMachine(RuleBasedStateMachine):
         if chance != 7:
             return
         self.manager.reset_prefix_cache()
-        assert self.manager.pool.num_cached == 0
+        assert self.manager.pool.num_cached_blocks == 0
         self.generation += 1
 
     @rule()
     def flush(self) -> None:
         self.cache.carry_out(self.plan)
-        self.plan = MovePlan()
+        self.plan = CopyPlan()
 
     # ---- invariants ----
 
@@ -285,24 +285,25 @@ class CacheMachine(RuleBasedStateMachine):
     def blocks_are_accounted_for(self) -> None:
         if not hasattr(self, "manager"):
             return
-        pool, space = self.manager.pool, self.manager._space
+        pool, host_pool = self.manager.pool, self.manager.host_pool
+        swapper = self.manager._swapper
         refs = Counter(
             block for seq_id in self.model for block in self.manager.block_table(seq_id).tolist()
         )
-        refs.update(transfer.device for transfer in space.outgoing)
+        refs.update(transfer.device_block for transfer in swapper.outgoing)
         for block in range(1, pool.num_blocks):
             assert pool.ref_count(block) == refs[block]
-        assert pool.num_used == len(refs)
-        assert pool.num_free == pool.num_blocks - 1 - len(refs)
-        assert pool.highest_in_use == max(refs, default=0)
+        assert pool.num_used_blocks == len(refs)
+        assert pool.num_free_blocks == pool.num_blocks - 1 - len(refs)
+        assert pool.highest_used_block == max(refs, default=0)
         hosts = Counter(
             host
             for seq_id in self.model
-            for host in self.manager._sequences[seq_id].host_table or ()
+            for host in self.manager._sequences[seq_id].host_block_table or ()
         )
-        hosts.update(transfer.host for transfer in space.incoming)
-        assert all(space.ref_count(host) == hosts[host] for host in range(len(space._refs)))
-        assert space.num_free == self.manager.config.num_host_blocks - len(hosts)
+        hosts.update(transfer.host_block for transfer in swapper.incoming)
+        assert all(host_pool.ref_count(host) == hosts[host] for host in range(host_pool.num_blocks))
+        assert host_pool.num_free_blocks == self.manager.config.num_host_blocks - len(hosts)
 
     @invariant()
     def contents_are_right(self) -> None:
@@ -311,7 +312,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert not self.cache.data[:, :, 0].any(), "the padding block was written"
         for seq_id, model in self.model.items():
             assert self.manager.num_tokens(seq_id) == len(model.tokens)
-            assert self.manager.num_computed_tokens(seq_id) == model.computed
+            assert self.manager._sequences[seq_id].num_computed_tokens == model.computed
             if self.manager.is_resident(seq_id):
                 self.check_contents(seq_id, model)
 
@@ -320,7 +321,11 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         batch = [seq_id for seq_id in self.model if self.manager.is_resident(seq_id)]
-        layout = self.manager.decode_layout(batch)
+        layout = lay_out(
+            [self.manager.block_table(seq_id) for seq_id in batch],
+            [self.manager.num_tokens(seq_id) for seq_id in batch],
+            SIZE,
+        )
         pairs = [
             (block, row, used)
             for block, (row, used) in enumerate(zip(layout.owner, layout.used, strict=True))
@@ -339,9 +344,9 @@ class CacheMachine(RuleBasedStateMachine):
             return
         for seq_id in self.model:
             self.manager.free(seq_id)
-        assert self.manager.num_free_blocks == self.manager.num_total_blocks
-        assert self.manager.num_free_host_blocks == self.manager.config.num_host_blocks
-        assert self.manager.highest_in_use == 0
+        assert self.manager.pool.num_free_blocks == self.manager.pool.num_usable_blocks
+        assert self.manager.host_pool.num_free_blocks == self.manager.config.num_host_blocks
+        assert self.manager.pool.highest_used_block == 0
 
     # ---- helpers ----
 

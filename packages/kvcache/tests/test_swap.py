@@ -21,7 +21,7 @@ PROMPT = list(range(10))
 
 
 def make(num_blocks: int = 16, num_host_blocks: int = 8, **settings: Any) -> BlockManager:
-    """One block per second, two at a burst, if ``governed``."""
+    """``governed`` limits swaps to one block per second with bursts of two."""
     governor = None
     if settings.pop("governed", False):
         governor = BandwidthGovernor(bytes_per_block=1, bytes_per_s=1, window_s=2)
@@ -36,27 +36,29 @@ def compute(manager: BlockManager, seq_id: int, tokens: list[int]) -> None:
     manager.mark_computed(seq_id, len(tokens))
 
 
-def use_up_the_device(manager: BlockManager) -> None:
-    manager.allocate(99, [77] * 4 * manager.num_free_blocks)
+def num_computed_tokens(manager: BlockManager, seq_id: int) -> int:
+    return manager._sequences[seq_id].num_computed_tokens
 
 
-def test_a_sequence_moves_to_the_host_and_back() -> None:
+def use_all_device_blocks(manager: BlockManager) -> None:
+    manager.allocate(99, [77] * 4 * manager.pool.num_free_blocks)
+
+
+def test_a_sequence_is_swapped_out_and_in() -> None:
     manager = make(enable_prefix_caching=False)
     compute(manager, 1, PROMPT)
     assert manager.swap_out([1], now=3.5) == ((1, 0), (2, 1), (3, 2))
-    assert manager.num_used_blocks == 0
-    assert manager.num_free_host_blocks == 5
+    assert manager.pool.num_used_blocks == 0
+    assert manager.host_pool.num_free_blocks == 5
     assert not manager.is_resident(1)
-    assert manager.last_access(1) == 3.5
     manager.allocate(2, [9])
     assert manager.swap_in([1], now=4.0) == ((0, 2), (1, 3), (2, 4))
     assert manager.block_table(1).tolist() == [2, 3, 4]
-    assert (manager.num_tokens(1), manager.num_computed_tokens(1)) == (10, 10)
-    assert manager.num_free_host_blocks == 8
-    assert manager.last_access(1) == 4.0
+    assert (manager.num_tokens(1), num_computed_tokens(manager, 1)) == (10, 10)
+    assert manager.host_pool.num_free_blocks == 8
 
 
-def test_only_computed_blocks_move() -> None:
+def test_only_computed_blocks_are_copied() -> None:
     manager = make()
     manager.allocate(1, PROMPT)
     manager.mark_computed(1, 5)
@@ -64,10 +66,10 @@ def test_only_computed_blocks_move() -> None:
     manager.reset_prefix_cache()
     assert len(manager.swap_in([1])) == 2
     assert len(manager.block_table(1)) == 3
-    assert manager.num_computed_tokens(1) == 5
+    assert num_computed_tokens(manager, 1) == 5
 
 
-def test_what_a_group_shares_moves_once_and_stays_shared() -> None:
+def test_blocks_shared_by_a_group_are_copied_once_and_stay_shared() -> None:
     manager = make(enable_prefix_caching=False)
     compute(manager, 1, PROMPT)
     manager.fork(1, 2)
@@ -78,51 +80,51 @@ def test_what_a_group_shares_moves_once_and_stays_shared() -> None:
     first, second = manager.block_table(1).tolist(), manager.block_table(2).tolist()
     assert first[:2] == second[:2]
     assert first[2] != second[2]
-    assert manager.num_used_blocks == 4
+    assert manager.pool.num_used_blocks == 4
 
 
-def test_what_is_on_the_host_already_is_not_moved_again() -> None:
+def test_content_on_the_host_is_not_copied_out_again() -> None:
     manager = make()
     compute(manager, 1, PROMPT)
     compute(manager, 2, [*PROMPT, 50])
     assert len(manager.swap_out([1])) == 3
     assert manager.swap_out([2]) == ((4, 3),)
-    assert manager.num_free_host_blocks == 4
+    assert manager.host_pool.num_free_blocks == 4
 
 
-def test_what_is_still_cached_on_the_device_is_not_moved_back() -> None:
+def test_content_cached_on_the_device_is_not_copied_in() -> None:
     manager = make()
     compute(manager, 1, PROMPT)
     manager.swap_out([1])
-    # The two full blocks are cached; the unfinished one is not known to anybody.
+    # The two full blocks are cached; the partial one has no key.
     assert len(manager.swap_in([1])) == 1
-    assert manager.num_free_host_blocks == 8
+    assert manager.host_pool.num_free_blocks == 8
 
 
-def test_what_another_sequence_still_uses_stays_on_the_device() -> None:
+def test_blocks_of_another_sequence_stay_on_the_device() -> None:
     manager = make()
     compute(manager, 1, PROMPT)
     compute(manager, 2, PROMPT)
     manager.swap_out([1])
-    assert manager.num_used_blocks == 3
+    assert manager.pool.num_used_blocks == 3
     assert manager.swap_in([1]) == ((2, 3),)
     assert manager.block_table(1).tolist()[:2] == manager.block_table(2).tolist()[:2]
 
 
-def test_room_for_a_swap_out_is_room_on_the_host() -> None:
+def test_a_swap_out_needs_free_host_blocks() -> None:
     manager = make(num_host_blocks=2)
     compute(manager, 1, PROMPT[:8])
     compute(manager, 2, [7, *PROMPT])
-    use_up_the_device(manager)
+    use_all_device_blocks(manager)
     assert manager.can_swap_out([1])
     assert not manager.can_swap_out([2])
     with pytest.raises(OutOfHostBlocks, match="3 host blocks are needed and 2 are free"):
         manager.swap_out([2])
     assert manager.is_resident(2)
-    assert manager.num_free_host_blocks == 2
+    assert manager.host_pool.num_free_blocks == 2
 
 
-def test_room_for_a_swap_in_is_room_on_the_device_with_the_watermark() -> None:
+def test_a_swap_in_needs_free_device_blocks_above_the_watermark() -> None:
     manager = make(num_blocks=9, watermark=0.25)
     compute(manager, 1, PROMPT)
     manager.swap_out([1])
@@ -149,52 +151,51 @@ def test_a_swapped_sequence_cannot_run_and_a_resident_one_cannot_be_swapped_in()
         lambda: manager.mark_computed(1, 10),
         lambda: manager.swap_out([1]),
         lambda: manager.can_swap_out([1]),
-        lambda: manager.decode_layout([1]),
-        lambda: manager.can_append(1),
+        lambda: manager.blocks_to_append(1),
     ):
         with pytest.raises(NotResident):
             operation()
 
 
-def test_freeing_a_swapped_sequence_frees_the_host() -> None:
+def test_freeing_a_swapped_sequence_frees_its_host_blocks() -> None:
     manager = make()
     compute(manager, 1, PROMPT)
     manager.swap_out([1])
     manager.free(1)
-    assert manager.num_free_host_blocks == 8
+    assert manager.host_pool.num_free_blocks == 8
 
 
-def test_deferred_moves_follow_in_order_and_hold_their_blocks_until_then() -> None:
+def test_deferred_swap_outs_follow_in_order_and_keep_their_device_blocks_used() -> None:
     manager = make(governed=True, enable_prefix_caching=False)
     compute(manager, 1, PROMPT)
     compute(manager, 2, PROMPT[:4])
     assert manager.swap_out([1], now=0.0) == ((1, 0), (2, 1))
     assert manager.swap_out([2], now=0.0) == ()
-    assert manager.num_used_blocks == 2
+    assert manager.pool.num_used_blocks == 2
     assert not manager.can_swap_in([1])
-    with pytest.raises(NotSwapped, match="on its way to the host"):
+    with pytest.raises(NotSwapped, match="swap out of sequence 1 is not complete"):
         manager.swap_in([1], now=0.0)
     assert manager.resume_swaps(now=1.0) == (((3, 2),), ())
     assert manager.can_swap_in([1])
     assert not manager.can_swap_in([2])
     assert manager.resume_swaps(now=2.0) == (((4, 3),), ())
-    assert manager.num_used_blocks == 0
+    assert manager.pool.num_used_blocks == 0
 
 
-def test_a_sequence_on_its_way_in_runs_only_when_all_of_it_is_there() -> None:
+def test_a_sequence_is_resident_only_after_its_last_copy() -> None:
     manager = make(governed=True, enable_prefix_caching=False)
     compute(manager, 1, PROMPT)
     manager.swap_out([1], now=0.0)
     manager.resume_swaps(now=1.0)
     assert manager.swap_in([1], now=3.0) == ((0, 1), (1, 2))
     assert not manager.is_resident(1)
-    assert manager.num_free_host_blocks == 7
+    assert manager.host_pool.num_free_blocks == 7
     assert manager.resume_swaps(now=4.0) == ((), ((2, 3),))
     assert manager.is_resident(1)
-    assert manager.num_free_host_blocks == 8
+    assert manager.host_pool.num_free_blocks == 8
 
 
-def test_what_is_not_there_yet_is_not_shared() -> None:
+def test_content_of_a_pending_swap_in_is_not_shared() -> None:
     manager = make(governed=True)
     compute(manager, 1, PROMPT[:9])
     manager.swap_out([1], now=0.0)
@@ -206,7 +207,7 @@ def test_what_is_not_there_yet_is_not_shared() -> None:
     assert manager.allocate(3, PROMPT[:9]) == 0
 
 
-def test_what_came_back_is_shared_again() -> None:
+def test_content_is_shared_again_after_a_swap_in() -> None:
     manager = make(num_blocks=5)
     compute(manager, 1, PROMPT)
     manager.swap_out([1])
@@ -216,15 +217,15 @@ def test_what_came_back_is_shared_again() -> None:
     assert manager.allocate(3, PROMPT) == 8
 
 
-@pytest.mark.parametrize("where", ["host", "on its way"])
-def test_after_a_reset_what_was_swapped_out_is_not_shared(where: str) -> None:
+@pytest.mark.parametrize("where", ["host", "swapping in"])
+def test_after_a_reset_swapped_content_is_not_shared(where: str) -> None:
     manager = make(num_blocks=32, num_host_blocks=16, governed=True)
     compute(manager, 1, PROMPT)
     manager.swap_out([1], now=0.0)
     manager.resume_swaps(now=9.0)
     compute(manager, 2, [70] * 4 * 31)
     manager.free(2)
-    if where == "on its way":
+    if where == "swapping in":
         manager.swap_in([1], now=9.0)
         manager.reset_prefix_cache()
         manager.resume_swaps(now=99.0)
@@ -240,7 +241,7 @@ def test_after_a_reset_what_was_swapped_out_is_not_shared(where: str) -> None:
 
 
 @pytest.mark.parametrize("direction", ["out", "in"])
-def test_an_abort_on_the_way_cancels_what_is_left_of_it(direction: str) -> None:
+def test_freeing_a_sequence_cancels_its_pending_transfers(direction: str) -> None:
     manager = make(governed=True, enable_prefix_caching=False)
     compute(manager, 1, PROMPT)
     manager.swap_out([1], now=0.0)
@@ -248,12 +249,12 @@ def test_an_abort_on_the_way_cancels_what_is_left_of_it(direction: str) -> None:
         manager.resume_swaps(now=5.0)
         manager.swap_in([1], now=5.0)
     manager.free(1)
-    assert manager.num_free_blocks == manager.num_total_blocks
-    assert manager.num_free_host_blocks == 8
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
+    assert manager.host_pool.num_free_blocks == 8
     assert manager.resume_swaps(now=99.0) == ((), ())
 
 
-def test_planned_moves_follow_blocks_that_are_defragmented() -> None:
+def test_pending_transfers_follow_defragmented_blocks() -> None:
     manager = make(governed=True, enable_prefix_caching=False)
     manager.allocate(1, [1] * 32)
     compute(manager, 2, PROMPT)

@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from trencadis.kvcache import BlockCopy, Direction, InvalidBlock, InvalidSetting, MovePlan, copiers
-from trencadis.kvcache.copiers import SideStream, StagedCopier
+from trencadis.kvcache import BlockCopy, CopyPlan, Direction, InvalidBlock, InvalidSetting, copiers
+from trencadis.kvcache.copiers import StagedCopier, SwapStream
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 
 BLOCKS = 6
 DEVICES = ["cpu", "staged", "layerwise", *(["cuda"] if torch.cuda.is_available() else [])]
-"""``staged`` is what accelerators do, with the streams of the processor, which do nothing, and
-``layerwise`` what those do that have a tensor for each layer's keys and values."""
+"""``staged`` is the copier of accelerators with CPU streams, which do nothing. ``layerwise`` is the
+copier of accelerators with separate tensors for each layer's keys and values."""
 
 
 def make(device: str = "cpu", **changes: Any) -> KVCache:
@@ -35,7 +35,7 @@ def make(device: str = "cpu", **changes: Any) -> KVCache:
     cache = KVCache(**(settings | changes))
     if device == "staged":
         words = cache._copier._blocks.transpose(0, 1)
-        cache._copier = StagedCopier(words, cache._host, SideStream(torch.cpu))
+        cache._copier = StagedCopier(words, cache._host, SwapStream(torch.cpu))
     return cache
 
 
@@ -71,7 +71,7 @@ def test_the_cache_is_zero_at_first_and_its_views_are_contiguous(device: str) ->
             assert view[:3].flatten(0, 1).data_ptr() == view.data_ptr()
 
 
-def test_separate_layers_are_no_views() -> None:
+def test_separate_layers_are_not_views() -> None:
     cache = make("layerwise")
     assert not any(part._is_view() for part in parts(cache))
     assert len({part.data_ptr() for part in parts(cache)}) == 2 * cache.num_layers
@@ -104,7 +104,9 @@ def test_the_bytes_of_a_block_are_those_of_seed_000() -> None:
     ),
     st.sampled_from(DEVICES),
 )
-def test_copies_happen_at_once_and_touch_nothing_else(copies: list[BlockCopy], device: str) -> None:
+def test_copies_are_carried_out_at_once_and_change_no_other_block(
+    copies: list[BlockCopy], device: str
+) -> None:
     cache = make(device)
     before = fill(cache)
     expected = before.clone()
@@ -165,7 +167,9 @@ def test_a_swapped_block_can_be_overwritten_at_once(device: str) -> None:
     assert torch.equal(contents(cache), before)
 
 
-def test_little_staging_memory_takes_the_layers_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_little_staging_memory_the_layers_are_copied_in_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(copiers, "STAGING_BYTES", 1)
     cache = make("staged")
     before = fill(cache)
@@ -174,7 +178,7 @@ def test_little_staging_memory_takes_the_layers_in_parts(monkeypatch: pytest.Mon
 
 
 class RecordedStreams:
-    """A device module that writes down who waits for whom."""
+    """A device module that records which stream waits for which."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
@@ -208,11 +212,11 @@ class RecordedStreams:
 
 
 @pytest.mark.parametrize("direction", [Direction.OUT, Direction.IN])
-def test_swaps_wait_for_the_computation_and_the_next_use_waits_for_them(
+def test_swaps_wait_for_the_compute_stream_and_it_waits_for_the_swaps(
     direction: Direction,
 ) -> None:
     cache, streams = make("staged"), RecordedStreams()
-    cache._copier._side = SideStream(streams)  # type: ignore[union-attr]
+    cache._copier._swap_stream = SwapStream(streams)  # type: ignore[union-attr]
     cache.carry_out([(direction, [BlockCopy(1, 2)])])
     assert streams.log == ["side waits for main", "side begins", "side marks", "side ends"]
     cache.copy([BlockCopy(1, 2)])
@@ -221,10 +225,10 @@ def test_swaps_wait_for_the_computation_and_the_next_use_waits_for_them(
     assert len(streams.log) == 5
 
 
-def test_the_moves_of_a_step_are_carried_out_in_order(device: str) -> None:
+def test_the_batches_of_a_plan_are_carried_out_in_order(device: str) -> None:
     cache = make(device)
     before = fill(cache)
-    plan = MovePlan()
+    plan = CopyPlan()
     plan.add(Direction.OUT, [BlockCopy(1, 0)])
     plan.add(Direction.WITHIN, [BlockCopy(2, 1)])
     plan.add(Direction.WITHIN, [BlockCopy(1, 3)])
@@ -234,7 +238,7 @@ def test_the_moves_of_a_step_are_carried_out_in_order(device: str) -> None:
     assert torch.equal(contents(cache), before[[0, 2, 1, 2, 4, 5]])
 
 
-def test_nothing_to_do_is_done() -> None:
+def test_empty_batches_change_nothing() -> None:
     cache = make()
     before = fill(cache)
     for act in (cache.copy, cache.swap_out, cache.swap_in, cache.carry_out):
@@ -244,7 +248,7 @@ def test_nothing_to_do_is_done() -> None:
 
 @pytest.mark.parametrize("copy", [BlockCopy(6, 1), BlockCopy(1, 6), BlockCopy(-1, 1)])
 @pytest.mark.parametrize("direction", list(Direction))
-def test_foreign_ids_are_refused_before_anything_is_copied(
+def test_ids_outside_the_cache_are_refused_before_any_copy(
     copy: BlockCopy, direction: Direction
 ) -> None:
     cache = make()
@@ -260,7 +264,7 @@ def test_every_size_is_at_least_one(size: str) -> None:
         make("cpu", **{size: 0})
 
 
-def test_the_host_may_have_no_blocks_but_not_fewer() -> None:
+def test_the_number_of_host_blocks_is_at_least_zero() -> None:
     assert make(num_host_blocks=0).num_host_blocks == 0
     with pytest.raises(InvalidSetting, match="num_host_blocks"):
         make(num_host_blocks=-1)

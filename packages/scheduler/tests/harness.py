@@ -1,7 +1,7 @@
-"""A model and a cache made of dictionaries, to run schedulers on in tests.
+"""A model and a KV cache made of dictionaries, to test schedulers.
 
-What the model sees is what the moves and the block tables brought to where it looks, not what a
-sequence believes: a block that is lost, mixed up or overwritten changes the tokens that follow.
+The model reads its context through the moves and the block tables, not from the sequences. So a
+block that is lost, exchanged or overwritten changes the tokens that follow.
 """
 
 from __future__ import annotations
@@ -26,8 +26,13 @@ VOCABULARY = 17
 STOP = 3
 
 
+def num_scheduled_tokens(output: SchedulerOutput) -> int:
+    """Tokens that a step computes, without padding."""
+    return sum(len(scheduled.token_ids) for scheduled in (*output.prompts, *output.decodes))
+
+
 def next_token(tokens: Sequence[int], sample: int) -> int:
-    """A token that depends on every token before it, and on which sample it is for."""
+    """A token that depends on every token before it and on the index of the sample."""
     return hash((*tokens, 1000 + sample)) % VOCABULARY
 
 
@@ -37,12 +42,12 @@ def top_tokens(tokens: Sequence[int], count: int) -> tuple[Candidate, ...]:
         Candidate(token, -(hash((*tokens, token)) % 100_003) / 20_000 - token * 1e-7)
         for token in range(VOCABULARY)
     ]
-    return tuple(sorted(scored, key=lambda one: -one.logprob)[:count])
+    return tuple(sorted(scored, key=lambda candidate: -candidate.logprob)[:count])
 
 
 @attrs.define
 class Memory:
-    """Device and host blocks: what token is where."""
+    """The KV cache: which token each slot of the device and host blocks holds."""
 
     block_size: int
     device: dict[tuple[int, int], int] = attrs.field(factory=dict)
@@ -68,7 +73,7 @@ class Memory:
 
 @attrs.define
 class Runner:
-    """Carries out steps. ``sample_of`` tells which sample of its request a sequence is."""
+    """Executes steps. ``sample_of``: the index of each sample in its request, by sequence id."""
 
     scheduler: Scheduler
     memory: Memory
@@ -76,7 +81,9 @@ class Runner:
 
     def add(self, request: Request) -> SequenceGroup:
         group = self.scheduler.add(request).group
-        self.sample_of.update({one.seq_id: i for i, one in enumerate(group.live)})
+        self.sample_of.update(
+            {sequence.seq_id: i for i, sequence in enumerate(group.unfinished_seqs)}
+        )
         return group
 
     def step(self) -> tuple[SchedulerOutput, tuple[SequenceUpdate, ...]]:
@@ -84,23 +91,23 @@ class Runner:
         return output, self.finish(output)
 
     def finish(self, output: SchedulerOutput) -> tuple[SequenceUpdate, ...]:
-        """Compute a step that has been scheduled."""
+        """Execute a scheduled step."""
         self.memory.carry_out(output)
         sampled: dict[int, int] = {}
         logprobs: dict[int, float] = {}
         candidates: dict[int, tuple[Candidate, ...]] = {}
         size, device = self.memory.block_size, self.memory.device
-        for one in (*output.decodes, *output.prompts):
-            table = [int(block) for block in one.block_table]
-            context = tuple(device[table[i // size], i % size] for i in range(one.start))
-            for position, token in enumerate(one.token_ids, one.start):
-                assert table[position // size] != 0, "the padding block is nobody's"
+        for scheduled in (*output.decodes, *output.prompts):
+            table = [int(block) for block in scheduled.block_table]
+            context = tuple(device[table[i // size], i % size] for i in range(scheduled.start))
+            for position, token in enumerate(scheduled.token_ids, scheduled.start):
+                assert table[position // size] != 0, "no sequence has the padding block"
                 device[table[position // size], position % size] = token
-            seen = (*context, *one.token_ids)
-            if one.samples and one.num_candidates:
-                candidates[one.seq_id] = top_tokens(seen, one.num_candidates)
+            seen = (*context, *scheduled.token_ids)
+            if scheduled.samples and scheduled.num_candidates:
+                candidates[scheduled.seq_id] = top_tokens(seen, scheduled.num_candidates)
                 continue
-            for seq_id in one.sample_ids:
+            for seq_id in scheduled.sample_ids:
                 sampled[seq_id] = next_token(seen, self.sample_of[seq_id])
                 logprobs[seq_id] = -(sampled[seq_id] % 7) / 3
         return self.scheduler.update(output, sampled, logprobs=logprobs, candidates=candidates)
@@ -110,18 +117,20 @@ class Runner:
             if not self.scheduler.has_work:
                 return
             self.step()
-        raise AssertionError(f"there is still work after {max_steps} steps")
+        raise AssertionError(f"requests are unfinished after {max_steps} steps")
 
 
 def outcome(group: SequenceGroup) -> list[tuple[tuple[int, ...], FinishReason | None]]:
-    """What the client gets."""
-    return [(tuple(one.output_token_ids), one.finish_reason) for one in group.results]
+    """The tokens and finish reason of each result."""
+    return [
+        (tuple(sequence.output_token_ids), sequence.finish_reason) for sequence in group.results
+    ]
 
 
 def alone(
     request: Request, max_model_len: int
 ) -> list[tuple[tuple[int, ...], FinishReason | None]]:
-    """What a request gets with a machine to itself, each prompt in one piece."""
+    """The outcome of a request that runs alone, with its prompt in one chunk."""
     blocks = BlockManager(CacheConfig(num_blocks=4000, block_size=4, enable_prefix_caching=False))
     config = SchedulerConfig(
         max_num_seqs=request.num_seqs, max_num_batched_tokens=4096, max_model_len=max_model_len

@@ -1,4 +1,4 @@
-"""Beam search: scores, ends and ranks; equal to transformers' own on the same model."""
+"""Beam search: scores, stopping and ranks; equal to transformers on the same model."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trencadis.scheduler import (
     StepOrderError,
     UnservableRequest,
 )
-from trencadis.scheduler.beams import BeamTracker
+from trencadis.scheduler.beams import BeamSearchState
 
 
 def request(**fields: object) -> Request:
@@ -35,19 +35,19 @@ def make(num_blocks: int = 65, **settings: int) -> tuple[Runner, BlockManager]:
     return Runner(scheduler, Memory(4)), blocks
 
 
-def test_one_token_that_ends_leaves_the_other_beams_running() -> None:
+def test_a_stop_token_finishes_one_hypothesis_and_the_other_beams_continue() -> None:
     wanted = request(beam_search=BeamSearch(width=2), stop_token_ids=frozenset({9}))
-    beams = BeamTracker(wanted, BeamSearch(width=2), max_output=8)
+    beams = BeamSearchState(wanted, BeamSearch(width=2), max_output=8)
     offered = [Candidate(9, -0.1), Candidate(5, -0.5), Candidate(6, -1.0), Candidate(7, -2.0)]
-    going_on = beams.advance([()], [0.0], [offered])
-    assert [one.token_id for one in going_on] == [5, 6]
-    assert [found.output_token_ids for found in beams.hypotheses] == [(9,)]
+    running = beams.advance([()], [0.0], [offered])
+    assert [beam.token_id for beam in running] == [5, 6]
+    assert [hypothesis.output_token_ids for hypothesis in beams.hypotheses] == [(9,)]
     assert beams.hypotheses[0].finish_reason is FinishReason.STOP
 
 
-def test_an_end_outside_the_best_width_is_not_a_hypothesis() -> None:
+def test_a_stop_token_below_the_best_width_is_not_a_hypothesis() -> None:
     search = BeamSearch(width=1)
-    beams = BeamTracker(request(stop_token_ids=frozenset({9})), search, max_output=8)
+    beams = BeamSearchState(request(stop_token_ids=frozenset({9})), search, max_output=8)
     beams.advance([()], [0.0], [[Candidate(5, -0.1), Candidate(9, -0.2)]])
     assert beams.hypotheses == []
 
@@ -57,7 +57,7 @@ def test_width_one_follows_the_most_probable_token() -> None:
     group = runner.add(request(beam_search=BeamSearch(width=1)))
     runner.run()
     assert len(outcome(group)[0][0]) == 8
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_a_beam_search_reports_its_best_n_at_its_end() -> None:
@@ -69,18 +69,21 @@ def test_a_beam_search_reports_its_best_n_at_its_end() -> None:
     while runner.scheduler.has_work:
         reported.append(runner.step()[1])
     assert all(updates == () for updates in reported[:-1])
-    assert [one.seq_id for one in reported[-1]] == [one.seq_id for one in group.results]
-    scores = [one.cumulative_logprob / one.num_output_tokens for one in group.results]
+    assert [update.seq_id for update in reported[-1]] == [beam.seq_id for beam in group.results]
+    scores = [
+        sequence.cumulative_logprob / sequence.num_output_tokens for sequence in group.results
+    ]
     assert len(scores) == 2
     assert scores == sorted(scores, reverse=True)
 
 
-def test_beams_take_their_width_in_seats_from_the_start() -> None:
+def test_a_beam_search_counts_its_width_from_its_prefill_on() -> None:
     runner, _ = make()
     runner.add(request(beam_search=BeamSearch(width=3)))
     runner.add(short_request("b", beam_search=BeamSearch(width=2)))
     runner.step()
-    assert (runner.scheduler.num_running, runner.scheduler.num_waiting) == (3, 1)
+    scheduler = runner.scheduler
+    assert (scheduler.num_running, scheduler.num_running_seqs, scheduler.num_waiting) == (1, 3, 1)
 
 
 def test_a_beam_without_candidates_is_an_error() -> None:
@@ -149,30 +152,32 @@ def test_hypotheses_are_those_of_transformers(
             beam_search=BeamSearch(width=width, length_penalty=penalty, early_stopping=early),
             stop_token_ids=frozenset({STOP}),
         )
-        found = search_with(model, torch, wanted)
+        actual = search_with(model, torch, wanted)
         cropped = [
             tuple(row[: len(prompt) + len(tokens)].tolist()[len(prompt) :])
-            for row, tokens in zip(expected, found, strict=True)
+            for row, tokens in zip(expected, actual, strict=True)
         ]
-        assert found == cropped
+        assert actual == cropped
 
 
 def search_with(model: object, torch: object, wanted: Request) -> list[tuple[int, ...]]:
-    """Beam search through a scheduler, with every forward from the first token on."""
+    """Beam search through a scheduler; every forward pass computes the complete sequence."""
     runner, _ = make(max_num_seqs=wanted.num_seqs)
     scheduler = runner.scheduler
     group = scheduler.add(wanted).group
     while scheduler.has_work:
         output = scheduler.schedule()
         candidates = {}
-        for one in (*output.prompts, *output.decodes):
-            tokens = next(s.token_ids for s in group.live if s.seq_id == one.seq_id)
+        for scheduled in (*output.prompts, *output.decodes):
+            tokens = next(
+                s.token_ids for s in group.unfinished_seqs if s.seq_id == scheduled.seq_id
+            )
             with torch.no_grad():
                 logits = model(torch.tensor([tokens])).logits[0, -1].float()
-            top = torch.log_softmax(logits, -1).topk(min(one.num_candidates, 24))
-            candidates[one.seq_id] = tuple(
+            top = torch.log_softmax(logits, -1).topk(min(scheduled.num_candidates, 24))
+            candidates[scheduled.seq_id] = tuple(
                 Candidate(token, logprob)
                 for logprob, token in zip(top.values.tolist(), top.indices.tolist(), strict=True)
             )
         scheduler.update(output, {}, candidates=candidates)
-    return [tuple(one.output_token_ids) for one in group.results]
+    return [tuple(sequence.output_token_ids) for sequence in group.results]

@@ -1,8 +1,9 @@
-"""What a step decides: budgets, order, chunks, preemption, ends and refusals."""
+"""What a step decides: budgets, order, chunks, preemption, finished and refused requests."""
 
 from __future__ import annotations
 
 import pytest
+from harness import num_scheduled_tokens
 
 from trencadis.kvcache import BlockManager, CacheConfig
 from trencadis.scheduler import (
@@ -39,7 +40,11 @@ def request(name: str, length: int = 4, **fields: object) -> Request:
 
 def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, tuple[SequenceUpdate, ...]]:
     output = scheduler.schedule()
-    sampled = {one.seq_id: token for one in (*output.prompts, *output.decodes) if one.samples}
+    sampled = {
+        scheduled.seq_id: token
+        for scheduled in (*output.prompts, *output.decodes)
+        if scheduled.samples
+    }
     return output, scheduler.update(output, sampled)
 
 
@@ -47,14 +52,14 @@ def test_prompt_is_computed_then_decoded_until_max_tokens() -> None:
     scheduler, blocks = make()
     scheduler.add(request("a", 5, max_tokens=3))
     first, updates = run(scheduler)
-    assert [list(one.token_ids) for one in first.prompts] == [[0, 1, 2, 3, 4]]
+    assert [list(scheduled.token_ids) for scheduled in first.prompts] == [[0, 1, 2, 3, 4]]
     assert updates[0].token_id == 7
     second, _ = run(scheduler)
     assert (second.decodes[0].start, list(second.decodes[0].token_ids)) == (5, [7])
     _, last = run(scheduler)
     assert last[0].finish_reason is FinishReason.LENGTH
     assert not scheduler.has_work
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_long_prompt_is_computed_in_chunks_and_samples_after_the_last() -> None:
@@ -84,7 +89,7 @@ def test_decodes_come_before_prompts_in_the_token_budget() -> None:
     output, _ = run(scheduler)
     assert len(output.decodes) == 1
     assert len(output.prompts[0].token_ids) == 5
-    assert output.num_tokens == 6
+    assert num_scheduled_tokens(output) == 6
 
 
 def test_no_more_sequences_run_than_allowed() -> None:
@@ -92,7 +97,7 @@ def test_no_more_sequences_run_than_allowed() -> None:
     for name in "abc":
         scheduler.add(request(name, 2))
     run(scheduler)
-    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    assert (scheduler.num_running_seqs, scheduler.num_waiting) == (2, 1)
 
 
 def test_first_come_is_first_served() -> None:
@@ -103,23 +108,23 @@ def test_first_come_is_first_served() -> None:
     assert order == ["a", "b", "c"]
 
 
-def test_youngest_is_preempted_when_blocks_run_out_and_resumes_with_its_tokens() -> None:
+def test_the_latest_group_is_preempted_when_blocks_run_out_and_recomputed_with_its_tokens() -> None:
     scheduler, blocks = make(num_blocks=5, block_size=2, max_model_len=8)
     scheduler.add(request("old", 4, max_tokens=4))
     young = scheduler.add(request("young", 3, max_tokens=4))
     run(scheduler)
     output, _ = run(scheduler)
-    assert output.preempted == (young.seq_id,)
-    assert (scheduler.num_running, scheduler.num_swapped) == (1, 1)
+    assert output.preempted_seq_ids == (young.seq_id,)
+    assert (scheduler.num_running_seqs, scheduler.num_preempted) == (1, 1)
     assert scheduler.num_preemptions == scheduler.num_recomputes == 1
     assert young.token_ids == [0, 1, 2, 7]
-    while scheduler.num_swapped:
+    while scheduler.num_preempted:
         resumed, _ = run(scheduler)
     assert list(resumed.prompts[0].token_ids) == [0, 1, 2, 7]
     while scheduler.has_work:
         run(scheduler)
     assert len(young.output_token_ids) == 4
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_stop_token_ends_only_after_min_tokens() -> None:
@@ -145,7 +150,7 @@ def test_abort_frees_everything_in_any_state(steps: int) -> None:
     assert scheduler.abort("a")
     assert sequence.finish_reason is FinishReason.ABORT
     assert not scheduler.has_work
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
     assert not scheduler.abort("a")
 
 
@@ -155,7 +160,7 @@ def test_abort_while_a_step_runs_drops_its_token() -> None:
     output = scheduler.schedule()
     scheduler.abort("a")
     assert scheduler.update(output, {sequence.seq_id: 7}) == ()
-    assert blocks.num_free_blocks == blocks.num_total_blocks
+    assert blocks.pool.num_free_blocks == blocks.pool.num_usable_blocks
 
 
 def test_request_id_may_be_used_again_once_it_is_finished() -> None:

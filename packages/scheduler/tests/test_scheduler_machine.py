@@ -1,4 +1,4 @@
-"""Whatever arrives, leaves, heats up and runs short: nothing is lost and no token changes."""
+"""Random arrivals, aborts, heat and shortage: no request is lost and no token changes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 
 import attrs
 import pytest
-from harness import STOP, Memory, Runner, alone, outcome
+from harness import STOP, Memory, Runner, alone, num_scheduled_tokens, outcome
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
@@ -39,7 +39,7 @@ from trencadis.scheduler import (
     SequenceStatus,
     ThermalGuard,
 )
-from trencadis.scheduler.thermal import ProportionalThermalPolicy
+from trencadis.scheduler.thermal import VICTIM_ORDERS, ProportionalThermalPolicy
 
 MAX_LEN = 24
 SIZE = 4
@@ -71,7 +71,7 @@ branching = st.one_of(
 
 
 class Machine(RuleBasedStateMachine):
-    """Drives a scheduler with every feature on, on a cache whose content is checked."""
+    """Drives a scheduler with all features on a KV cache whose content is checked."""
 
     @initialize(
         num_blocks=st.integers(26, 40),
@@ -84,7 +84,7 @@ class Machine(RuleBasedStateMachine):
         token_s=st.sampled_from([0.0, 1.0]),
         defragments=st.booleans(),
     )
-    def start(
+    def configure(
         self,
         num_blocks: int,
         num_host_blocks: int,
@@ -131,10 +131,10 @@ class Machine(RuleBasedStateMachine):
             clock=lambda: self.now,
         )
         self.runner = Runner(self.scheduler, Memory(SIZE))
-        self.live: dict[str, SequenceGroup] = {}
+        self.unfinished: dict[str, SequenceGroup] = {}
         self.cut: dict[int, int] = {}
         self.names = 0
-        self.last_cap = max_num_seqs
+        self.last_limit = max_num_seqs
         self.swaps: list[tuple[float, int]] = []
 
     @rule(
@@ -162,35 +162,35 @@ class Machine(RuleBasedStateMachine):
             priority=priority,
             **branches,
         )
-        self.live[request.request_id] = self.runner.add(request)
+        self.unfinished[request.request_id] = self.runner.add(request)
 
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
-        if self.live:
-            name = data.draw(st.sampled_from(sorted(self.live)))
+        if self.unfinished:
+            name = data.draw(st.sampled_from(sorted(self.unfinished)))
             assert self.scheduler.abort(name)
-            assert self.live.pop(name).finish_reason is FinishReason.ABORT
+            assert self.unfinished.pop(name).finish_reason is FinishReason.ABORT
 
     @rule(data=st.data())
     def finish(self, data: st.DataObject) -> None:
         samples = [
-            one.seq_id
-            for group in self.live.values()
-            if group.beams is None
-            for one in group.live
-            if one.num_output_tokens
+            sample.seq_id
+            for group in self.unfinished.values()
+            if group.beam_state is None
+            for sample in group.unfinished_seqs
+            if sample.num_output_tokens
         ]
         if samples:
-            one = self.sequence(data.draw(st.sampled_from(samples)))
-            self.cut[one.seq_id] = one.num_output_tokens
-            assert self.scheduler.finish(one.seq_id)
-            if one.group.finish_reason is FinishReason.ABORT:
-                assert all(other.seq_id in self.cut for other in one.group.live)
-                del self.live[one.request_id]
+            sample = self.sequence(data.draw(st.sampled_from(samples)))
+            self.cut[sample.seq_id] = sample.num_output_tokens
+            assert self.scheduler.finish(sample.seq_id)
+            if sample.group.finish_reason is FinishReason.ABORT:
+                assert all(other.seq_id in self.cut for other in sample.group.unfinished_seqs)
+                del self.unfinished[sample.request_id]
 
     def sequence(self, seq_id: int) -> Sequence:
-        every = (one for group in self.live.values() for one in group.live)
-        return next(one for one in every if one.seq_id == seq_id)
+        every = (sample for group in self.unfinished.values() for sample in group.unfinished_seqs)
+        return next(sample for sample in every if sample.seq_id == seq_id)
 
     @rule(degrees=st.sampled_from([20.0, 79.0, 82.0, 86.0, 100.0]), trusted=st.booleans())
     def change_temperature(self, degrees: float, trusted: bool) -> None:
@@ -199,10 +199,10 @@ class Machine(RuleBasedStateMachine):
     @rule(
         max_num_seqs=st.none() | st.integers(1, 6),
         force_evict=st.none() | st.integers(0, 4),
-        policy=st.sampled_from(["lru", "largest_kv", "lowest_priority", "cheapest"]),
+        policy=st.sampled_from(list(VICTIM_ORDERS)),
         dry_run=st.booleans(),
     )
-    def order(
+    def control(
         self, max_num_seqs: int | None, force_evict: int | None, policy: str, dry_run: bool
     ) -> None:
         future: Future[BatchControlResult] = self.scheduler.control(
@@ -219,10 +219,10 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def abort_and_swap(self, data: st.DataObject) -> None:
-        if self.live:
-            names = data.draw(st.lists(st.sampled_from(sorted(self.live)), max_size=3))
+        if self.unfinished:
+            names = data.draw(st.lists(st.sampled_from(sorted(self.unfinished)), max_size=3))
             running = self.scheduler.abort_and_swap(names)
-            assert all(self.live[name].status is SequenceStatus.RUNNING for name in running)
+            assert all(self.unfinished[name].status is SequenceStatus.RUNNING for name in running)
 
     @rule(seconds=st.sampled_from([-50.0, 0.0, 0.05, 0.5, 7.0]))
     def pass_time(self, seconds: float) -> None:
@@ -238,33 +238,33 @@ class Machine(RuleBasedStateMachine):
         self.now += 0.02
         self.steady += 0.02
         output = self.scheduler.schedule()
-        assert output.num_tokens <= self.config.max_num_batched_tokens
-        # A reading is answered within two steps: the batch keeps this step's cap or the last's.
-        assert self.scheduler.num_running <= max(output.max_running, self.last_cap)
-        self.last_cap = output.max_running
+        assert num_scheduled_tokens(output) <= self.config.max_num_batched_tokens
+        # The running limit holds within two steps: that of this step or that of the last one.
+        assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
+        self.last_limit = output.max_running_seqs
         self.check_traffic(output)
         self.runner.finish(output)
-        for name, group in tuple(self.live.items()):
+        for name, group in tuple(self.unfinished.items()):
             if group.finish_reason is not None:
-                del self.live[name]
+                del self.unfinished[name]
                 self.check_finished(group)
 
     def check_finished(self, group: SequenceGroup) -> None:
         assert group.status is SequenceStatus.FINISHED
-        if not any(one.seq_id in self.cut for one in group.finished):
+        if not any(sequence.seq_id in self.cut for sequence in group.finished_seqs):
             assert outcome(group) == alone(group.request, MAX_LEN)
             return
         every = attrs.evolve(group.request, n=group.request.num_seqs, best_of=None)
         expected = alone(every, MAX_LEN)
-        for one in group.finished:
-            tokens, reason = expected[self.runner.sample_of[one.seq_id]]
-            got = tuple(one.output_token_ids)
-            if one.seq_id in self.cut:
-                # It may have gone on a little, for the sake of the others, and not otherwise.
-                assert len(got) >= self.cut[one.seq_id]
+        for sequence in group.finished_seqs:
+            tokens, reason = expected[self.runner.sample_of[sequence.seq_id]]
+            got = tuple(sequence.output_token_ids)
+            if sequence.seq_id in self.cut:
+                # It may have got more tokens until its group had forked.
+                assert len(got) >= self.cut[sequence.seq_id]
                 assert got == tokens[: len(got)]
             else:
-                assert (got, one.finish_reason) == (tokens, reason)
+                assert (got, sequence.finish_reason) == (tokens, reason)
 
     def check_traffic(self, output: object) -> None:
         moved = sum(len(copies) for way, copies in output.moves if way is not Direction.WITHIN)
@@ -277,13 +277,19 @@ class Machine(RuleBasedStateMachine):
             assert total <= RATE * (self.steady - at + WINDOW_S) + 1e-6
 
     @invariant()
-    def queues_hold_exactly_the_live_ones(self) -> None:
+    def counters_agree_with_the_status_of_every_group(self) -> None:
         if hasattr(self, "scheduler"):
-            states = [group.status for group in self.live.values()]
+            states = [group.status for group in self.unfinished.values()]
             assert self.scheduler.num_waiting == states.count(SequenceStatus.WAITING)
             assert self.scheduler.num_swapped == states.count(SequenceStatus.SWAPPED)
-            running = [g for g in self.live.values() if g.status is SequenceStatus.RUNNING]
-            assert self.scheduler.num_running == sum(group.seats for group in running)
+            assert self.scheduler.num_preempted == states.count(SequenceStatus.PREEMPTED)
+            running = [
+                group
+                for group in self.unfinished.values()
+                if group.status is SequenceStatus.RUNNING
+            ]
+            assert self.scheduler.num_running == len(running)
+            assert self.scheduler.num_running_seqs == sum(group.num_seqs for group in running)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -292,19 +298,19 @@ class Machine(RuleBasedStateMachine):
         self.scheduler.control(BatchControl(max_num_seqs=self.config.max_num_seqs))
         self.now += 60.0
         self.steady += 60.0
-        for _ in range(200 + 60 * len(self.live)):
-            if not self.live:
+        for _ in range(200 + 60 * len(self.unfinished)):
+            if not self.unfinished:
                 break
-            self.pass_time(1.0)  # the policy lets the batch grow again bit by bit
+            self.pass_time(1.0)  # the thermal policy raises its limit in several steps
             self.step()
-        assert not self.live, "every admitted request finishes"
+        assert not self.unfinished, "every admitted request finishes"
         self.step()
         self.step()
-        assert self.blocks.num_free_blocks == self.blocks.num_total_blocks
-        assert self.blocks.num_free_host_blocks == self.blocks.config.num_host_blocks
+        assert self.blocks.pool.num_free_blocks == self.blocks.pool.num_usable_blocks
+        assert self.blocks.host_pool.num_free_blocks == self.blocks.config.num_host_blocks
 
 
-def test_no_token_changes_and_nothing_is_lost() -> None:
+def test_no_token_changes_and_no_request_is_lost() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(
@@ -317,7 +323,7 @@ def test_no_token_changes_and_nothing_is_lost() -> None:
 
 
 @pytest.mark.soak
-def test_no_token_changes_and_nothing_is_lost_in_the_long_run() -> None:
+def test_no_token_changes_and_no_request_is_lost_in_a_long_run() -> None:
     run_state_machine_as_test(
         Machine,
         settings=settings(

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("grpc")
 pytest.importorskip("google.protobuf")
 
+import attrs
 import grpc
 
 from trencadis.scheduler.errors import ConfigError
@@ -35,7 +36,9 @@ from trencadis.scheduler.telemetry import (
 from trencadis.scheduler.telemetry.sidecar import cli, wire
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
 from trencadis.scheduler.telemetry.sidecar.client import SidecarSource
-from trencadis.scheduler.telemetry.sidecar.server import SidecarConfig, SidecarServer
+from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
+from trencadis.scheduler.telemetry.sidecar.server import SidecarServer
+from trencadis.scheduler.telemetry.sidecar.tls import ClientTls, ServerTls
 
 QUICK = Backoff(initial_s=0.02, max_s=0.1)
 
@@ -59,7 +62,7 @@ class ScriptedSource(TemperatureSource):
 
 
 def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
-    """What ``condition`` returns once it is true; a `SensorError` counts as not yet."""
+    """Wait until ``condition`` is true and return its value. A `SensorError` counts as false."""
     deadline_s = time.monotonic() + timeout_s
     while time.monotonic() < deadline_s:
         try:
@@ -68,7 +71,7 @@ def eventually(condition: Callable[[], Any], timeout_s: float = 20.0) -> Any:
         except SensorError:
             pass
         time.sleep(0.005)
-    raise AssertionError("waited in vain")
+    raise AssertionError("the condition did not become true in time")
 
 
 def fault_of(client: TemperatureSource) -> str:
@@ -103,7 +106,7 @@ def client(port: int, **options: Any) -> Iterator[SidecarSource]:
         source.close()
 
 
-def test_readings_arrive_as_they_were_taken_and_grow_old_on_the_way() -> None:
+def test_readings_arrive_unchanged_and_with_their_age() -> None:
     sent = [Reading(0, 61.5, 350.25, age_s=2.0), Reading(7, float("nan"), None)]
     with sidecar(ScriptedSource(*sent)) as port, client(port) as source:
         first, second = eventually(source.read)
@@ -114,19 +117,19 @@ def test_readings_arrive_as_they_were_taken_and_grow_old_on_the_way() -> None:
     assert eventually(lambda: sidecar_threads() == [])
 
 
-def test_the_sidecars_own_fault_is_told() -> None:
+def test_a_fault_of_the_sidecars_source_reaches_the_client() -> None:
     sensor = ScriptedSource(Reading(0, 60.0))
     with sidecar(sensor) as port, client(port) as source:
         eventually(source.read)
         sensor.says = SensorError("GPU is lost")
-        assert eventually(lambda: "its scripted: GPU is lost" in fault_of(source))
+        assert eventually(lambda: "source scripted: GPU is lost" in fault_of(source))
         sensor.says = ZeroDivisionError("bug")
         assert eventually(lambda: "ZeroDivisionError: bug" in fault_of(source))
         sensor.says = [Reading(0, 62.0)]
         assert eventually(source.read)[0].temperature_c == 62.0
 
 
-def test_before_the_sidecar_is_there_the_client_waits_and_then_connects() -> None:
+def test_a_client_started_before_the_sidecar_connects_later() -> None:
     port = free_port()
     with client(port) as source:
         assert "unavailable" in eventually(
@@ -149,7 +152,7 @@ def test_a_policy_sees_a_sidecar_die_and_come_back() -> None:
             assert reader.state().hottest_c == 64.0
 
 
-def test_one_caller_too_many_is_refused_and_served_when_another_leaves() -> None:
+def test_a_client_above_the_limit_is_refused_until_another_disconnects() -> None:
     with sidecar(ScriptedSource(Reading(0, 60.0)), max_streams=1) as port:
         with client(port) as served:
             eventually(served.read)
@@ -160,14 +163,14 @@ def test_one_caller_too_many_is_refused_and_served_when_another_leaves() -> None
             assert eventually(later.read)
 
 
-def test_a_caller_that_leaves_frees_its_place_long_before_the_next_round() -> None:
+def test_a_client_that_disconnects_frees_its_stream_at_once() -> None:
     with sidecar(ScriptedSource(Reading(0, 60.0)), max_streams=1, period_s=3600.0) as port:
         for _ in range(3):
             with client(port) as source:
                 assert eventually(source.read)
 
 
-def test_a_round_that_waits_grows_older() -> None:
+def test_the_age_of_a_round_grows() -> None:
     waiting = wire.Round((Reading(0, 60.0, age_s=1.0),), "", "nvml", taken_at_s=10.0)
     assert waiting.aged(14.0) == [Reading(0, 60.0, age_s=5.0)]
     received = wire.from_message(wire.to_message(waiting, 14.0), now_s=100.0)
@@ -182,7 +185,7 @@ def test_a_stopped_server_leaves_no_stream_thread_or_source_open() -> None:
     assert eventually(lambda: sidecar_threads() == [])
 
 
-def test_a_stream_that_nobody_reads_holds_no_queue() -> None:
+def test_a_slow_stream_gets_the_newest_round() -> None:
     sensor = ScriptedSource(Reading(0, 60.0))
     with sidecar(sensor) as port, grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
         watch = channel.unary_stream(
@@ -197,7 +200,7 @@ def test_a_stream_that_nobody_reads_holds_no_queue() -> None:
         stream.cancel()
 
 
-def test_two_sidecars_cannot_take_the_same_port() -> None:
+def test_two_sidecars_cannot_use_the_same_port() -> None:
     with sidecar(ScriptedSource()) as port:
         source = ScriptedSource()
         second = SidecarServer(source, SidecarConfig(listen=f"127.0.0.1:{port}"))
@@ -206,7 +209,7 @@ def test_two_sidecars_cannot_take_the_same_port() -> None:
         assert source.closed.is_set()
 
 
-def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
+def test_a_unix_socket_is_served(tmp_path: Path) -> None:
     address = f"unix:{tmp_path / 'thermal.sock'}"
     with sidecar(ScriptedSource(Reading(0, 60.0)), listen=address):
         source = open_source(f"sidecar:{address}")
@@ -214,7 +217,7 @@ def test_a_unix_socket_serves_too(tmp_path: Path) -> None:
         source.close()
 
 
-def test_backoff_grows_to_its_bound_and_no_further() -> None:
+def test_backoff_grows_to_its_bound() -> None:
     plain = Backoff(initial_s=1.0, factor=2.0, max_s=10.0, jitter=0.0)
     rng = random.Random(0)
     assert [plain.delay_s(n, rng) for n in (1, 2, 3, 4, 5, 10**9)] == [1, 2, 4, 8, 10, 10]
@@ -228,15 +231,15 @@ def test_backoff_grows_to_its_bound_and_no_further() -> None:
     ("make", "named"),
     [
         (lambda: SidecarConfig(listen="0.0.0.0:50061"), "no TLS"),
-        (lambda: SidecarConfig(period_s=0), "period_s"),
-        (lambda: SidecarConfig(max_streams=0), "max_streams"),
+        (lambda: SidecarConfig(period_s=0), "period_s must be .* at least 0.01 .*, got 0"),
+        (lambda: SidecarConfig(max_streams=0), "max_streams must be .* from 1 to 1024, got 0"),
         (lambda: SidecarSource("node7"), "'node7' has no port"),
         (lambda: open_source("sidecar:"), "has no port"),
-        (lambda: Backoff(initial_s=0), "initial_s"),
-        (lambda: Backoff(jitter=1.0), "jitter"),
+        (lambda: Backoff(initial_s=0), "initial_s must be .* above 0, got 0"),
+        (lambda: Backoff(jitter=1.0), "jitter must be .*, got 1.0"),
     ],
 )
-def test_a_bad_setting_is_named(make: Callable[[], object], named: str) -> None:
+def test_an_invalid_setting_is_named(make: Callable[[], object], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         make()
 
@@ -248,7 +251,7 @@ def free_port() -> int:
 
 
 class Process:
-    """The console script in a process of its own, playing a recording."""
+    """The sidecar in its own process, with a recording as source."""
 
     def __init__(self, recording: Path, port: int) -> None:
         self.process = subprocess.Popen(
@@ -273,7 +276,7 @@ def recording(tmp_path: Path, celsius: float) -> Path:
     return path
 
 
-def test_a_killed_sidecar_that_is_restarted_is_found_again(tmp_path: Path) -> None:
+def test_the_client_reconnects_to_a_restarted_sidecar(tmp_path: Path) -> None:
     port = free_port()
     with client(port) as source:
         first = Process(recording(tmp_path, 61.0), port)
@@ -297,7 +300,7 @@ def test_a_killed_sidecar_that_is_restarted_is_found_again(tmp_path: Path) -> No
         (["--source", "nvml", "--max-streams", "0"], "max_streams"),
     ],
 )
-def test_a_wrong_flag_ends_the_sidecar_with_a_reason(
+def test_a_wrong_flag_ends_the_sidecar_with_an_error(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     arguments: list[str],
@@ -306,3 +309,18 @@ def test_a_wrong_flag_ends_the_sidecar_with_a_reason(
     monkeypatch.setattr(signal, "pthread_sigmask", lambda how, signals: None)
     assert cli.main(arguments) == 2
     assert message in capsys.readouterr().err
+
+
+def test_every_flag_has_the_default_of_its_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    settings = attrs.fields_dict(SidecarConfig)
+    for name in ("listen", "period_s", "max_streams"):
+        assert f"{settings[name].metadata['help']} Default: {settings[name].default}." in text
+
+
+@pytest.mark.parametrize("settings", [SidecarConfig, Backoff, ServerTls, ClientTls])
+def test_every_setting_has_a_help_sentence(settings: type) -> None:
+    for field in attrs.fields(settings):
+        assert field.metadata["help"].endswith("."), field.name

@@ -1,4 +1,4 @@
-"""The generated code is what protoc writes from the .proto that lies beside it."""
+"""The generated code is what protoc writes for ``temperature.proto``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ pytest.importorskip("grpc_tools")
 from trencadis.scheduler.telemetry import regenerate
 
 
-def test_what_is_checked_in_is_what_protoc_writes() -> None:
+def test_the_stored_code_is_what_protoc_writes() -> None:
     assert regenerate.main(["--check"]) == 0
 
 
-def test_a_difference_is_found_and_named(
+def test_a_difference_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(regenerate, "GENERATED", tmp_path)
@@ -26,4 +26,4 @@ def test_a_difference_is_found_and_named(
     stale.write_text(stale.read_text(encoding="utf-8") + "# edited\n", encoding="utf-8")
     capsys.readouterr()
     assert regenerate.main(["--check"]) == 1
-    assert "temperature_pb2.py is not what protoc writes" in capsys.readouterr().err
+    assert "temperature_pb2.py differs from protoc's output" in capsys.readouterr().err

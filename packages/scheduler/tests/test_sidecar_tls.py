@@ -20,7 +20,8 @@ from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry import Reading, SensorError, TemperatureSource
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
 from trencadis.scheduler.telemetry.sidecar.client import SidecarSource
-from trencadis.scheduler.telemetry.sidecar.server import SidecarConfig, SidecarServer
+from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
+from trencadis.scheduler.telemetry.sidecar.server import SidecarServer
 from trencadis.scheduler.telemetry.sidecar.tls import ClientTls, ServerTls
 
 
@@ -33,7 +34,7 @@ class SteadySource(TemperatureSource):
         return [Reading(0, 60.0)]
 
 
-class Papers:
+class Certificates:
     """An authority with a certificate for the sidecar and one for a client, as PEM files."""
 
     def __init__(self, directory: Path) -> None:
@@ -54,21 +55,21 @@ class Papers:
 
 
 @pytest.fixture(scope="module")
-def papers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return Papers(tmp_path_factory.mktemp("ours"))
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("certificates"))
 
 
 @pytest.fixture(scope="module")
-def strangers(tmp_path_factory: pytest.TempPathFactory) -> Papers:
-    return Papers(tmp_path_factory.mktemp("theirs"))
+def other_certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
+    return Certificates(tmp_path_factory.mktemp("other"))
 
 
 @contextmanager
-def sidecar(papers: Papers, mutual: bool) -> Iterator[int]:
+def sidecar(certificates: Certificates, mutual: bool) -> Iterator[int]:
     tls = ServerTls(
-        certificate=papers.server[0],
-        key=papers.server[1],
-        client_authority=papers.authority if mutual else None,
+        certificate=certificates.server[0],
+        key=certificates.server[1],
+        client_authority=certificates.authority if mutual else None,
     )
     config = SidecarConfig(listen="127.0.0.1:0", period_s=0.01, tls=tls)
     server = SidecarServer(SteadySource(), config)
@@ -79,7 +80,7 @@ def sidecar(papers: Papers, mutual: bool) -> Iterator[int]:
 
 
 def answer(port: int, tls: ClientTls | None, until: Callable[[str], bool]) -> str:
-    """What a client hears: "readings", or the reason why not."""
+    """The first result of a client that satisfies ``until``: "readings", or a fault."""
     backoff = Backoff(initial_s=0.02, max_s=0.1)
     source = SidecarSource(f"localhost:{port}", tls=tls, backoff=backoff)
     deadline_s = time.monotonic() + 20.0
@@ -87,64 +88,74 @@ def answer(port: int, tls: ClientTls | None, until: Callable[[str], bool]) -> st
         while True:
             try:
                 source.read()
-                heard = "readings"
+                result = "readings"
             except SensorError as error:
-                heard = str(error)
-            if until(heard):
-                return heard
-            assert time.monotonic() < deadline_s, heard
+                result = str(error)
+            if until(result):
+                return result
+            assert time.monotonic() < deadline_s, result
             time.sleep(0.005)
     finally:
         source.close()
 
 
-def served(heard: str) -> bool:
-    return heard == "readings"
+def served(result: str) -> bool:
+    return result == "readings"
 
 
-def refused(heard: str) -> bool:
-    assert heard != "readings"
-    return "unavailable" in heard
+def refused(result: str) -> bool:
+    assert result != "readings"
+    return "unavailable" in result
 
 
-def test_tls_serves_whoever_knows_the_authority(papers: Papers) -> None:
-    with sidecar(papers, mutual=False) as port:
-        assert answer(port, ClientTls(authority=papers.authority), served)
+def test_tls_serves_clients_that_trust_the_authority(certificates: Certificates) -> None:
+    with sidecar(certificates, mutual=False) as port:
+        assert answer(port, ClientTls(authority=certificates.authority), served)
 
 
-def test_a_certificate_of_another_name_is_taken_only_when_told(papers: Papers) -> None:
-    with sidecar(papers, mutual=False) as port:
-        tls = ClientTls(authority=papers.authority, server_name="elsewhere")
+def test_a_certificate_of_another_name_needs_server_name(certificates: Certificates) -> None:
+    with sidecar(certificates, mutual=False) as port:
+        tls = ClientTls(authority=certificates.authority, server_name="elsewhere")
         assert answer(port, tls, refused)
-        tls = ClientTls(authority=papers.authority, server_name="localhost")
+        tls = ClientTls(authority=certificates.authority, server_name="localhost")
         assert answer(port, tls, served)
 
 
-def test_a_sidecar_of_another_authority_is_not_believed(papers: Papers, strangers: Papers) -> None:
-    with sidecar(strangers, mutual=False) as port:
-        assert answer(port, ClientTls(authority=papers.authority), refused)
+def test_a_sidecar_of_another_authority_is_refused(
+    certificates: Certificates, other_certificates: Certificates
+) -> None:
+    with sidecar(other_certificates, mutual=False) as port:
+        assert answer(port, ClientTls(authority=certificates.authority), refused)
 
 
-def test_plain_text_gets_nothing_from_tls(papers: Papers) -> None:
-    with sidecar(papers, mutual=False) as port:
+def test_a_client_without_tls_is_refused(certificates: Certificates) -> None:
+    with sidecar(certificates, mutual=False) as port:
         assert answer(port, None, refused)
 
 
-def test_mutual_tls_serves_only_clients_of_its_authority(papers: Papers, strangers: Papers) -> None:
-    with sidecar(papers, mutual=True) as port:
-        ours = ClientTls(
-            authority=papers.authority, certificate=papers.client[0], key=papers.client[1]
+def test_mutual_tls_serves_only_clients_of_its_authority(
+    certificates: Certificates, other_certificates: Certificates
+) -> None:
+    with sidecar(certificates, mutual=True) as port:
+        own = ClientTls(
+            authority=certificates.authority,
+            certificate=certificates.client[0],
+            key=certificates.client[1],
         )
-        assert answer(port, ours, served)
-        theirs = ClientTls(
-            authority=papers.authority, certificate=strangers.client[0], key=strangers.client[1]
+        assert answer(port, own, served)
+        other = ClientTls(
+            authority=certificates.authority,
+            certificate=other_certificates.client[0],
+            key=other_certificates.client[1],
         )
-        assert answer(port, theirs, refused)
-        assert answer(port, ClientTls(authority=papers.authority), refused)
+        assert answer(port, other, refused)
+        assert answer(port, ClientTls(authority=certificates.authority), refused)
 
 
-def test_missing_files_and_half_a_pair_are_settings(papers: Papers, tmp_path: Path) -> None:
+def test_missing_files_and_a_certificate_without_key_are_errors(
+    certificates: Certificates, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"certificate '.*nowhere\.pem' is no file"):
-        ServerTls(certificate=tmp_path / "nowhere.pem", key=papers.server[1])
+        ServerTls(certificate=tmp_path / "nowhere.pem", key=certificates.server[1])
     with pytest.raises(ConfigError, match="needs its key"):
-        ClientTls(certificate=papers.client[0])
+        ClientTls(certificate=certificates.client[0])

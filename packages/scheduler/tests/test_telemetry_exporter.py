@@ -31,7 +31,7 @@ DCGM_FI_DEV_POWER_USAGE{gpu="0",UUID="GPU-604ac76c"} 512.347
 DCGM_FI_DEV_POWER_USAGE{gpu="1",UUID="GPU-71bbe2f0"} 140737488355330
 DCGM_FI_DEV_XID_ERRORS{gpu="0" this line is broken
 """
-"""By the sample in NVIDIA's dcgm-exporter documentation, its blank values included."""
+"""From the sample in NVIDIA's dcgm-exporter documentation, with its blank values."""
 
 GAUDI_PAGE = """\
 # TYPE habanalabs_temperature_onchip gauge
@@ -61,7 +61,7 @@ class Page(BaseHTTPRequestHandler):
             self.wfile.write(chunk)
 
     def log_message(self, format: str, *args: object) -> None:
-        """Quiet."""
+        """No log."""
 
 
 class Exporter:
@@ -90,19 +90,19 @@ def seen(source: Any) -> list[tuple[int, float, float | None]]:
     return [(r.device, r.temperature_c, r.power_w) for r in source.read()]
 
 
-def test_dcgm_is_read_and_its_blanks_are_not_values(exporter: Exporter) -> None:
+def test_dcgm_is_read_and_blank_values_are_skipped(exporter: Exporter) -> None:
     exporter.shows(DCGM_PAGE)
     assert seen(open_source(f"exporter:{exporter.url}")) == [(0, 61.0, 512.347), (1, 74.0, None)]
 
 
-def test_the_names_that_dcgm_4_6_gave_its_fields_are_read_too(exporter: Exporter) -> None:
+def test_the_field_names_of_dcgm_4_6_are_read(exporter: Exporter) -> None:
     exporter.shows(
         'DCGM_FI_DEV_GPU_TEMP_CELSIUS{gpu="0"} 61\nDCGM_FI_DEV_BOARD_POWER_WATTS{gpu="0"} 512.5\n'
     )
     assert seen(ExporterSource(exporter.url)) == [(0, 61.0, 512.5)]
 
 
-def test_a_device_without_the_sensor_asked_for_is_left_out(exporter: Exporter) -> None:
+def test_a_device_without_the_selected_sensor_is_skipped(exporter: Exporter) -> None:
     exporter.shows(DCGM_PAGE)
     assert [r[:2] for r in seen(ExporterSource(exporter.url, sensor=Sensor.MEMORY))] == [(0, 83.0)]
     hottest = seen(ExporterSource(exporter.url, sensor=Sensor.HOTTEST))
@@ -125,7 +125,7 @@ def test_rocm_is_read_with_and_without_its_prefix(exporter: Exporter) -> None:
     assert seen(ExporterSource(exporter.url)) == [(0, 60.0, 612.0)]  # MI2xx has the edge only
 
 
-def test_a_nan_passes_through_to_whoever_judges(exporter: Exporter) -> None:
+def test_a_nan_is_passed_on_to_the_plausibility_check(exporter: Exporter) -> None:
     exporter.shows('DCGM_FI_DEV_GPU_TEMP{gpu="0"} NaN\n')
     (reading,) = ExporterSource(exporter.url).read()
     assert reading.temperature_c != reading.temperature_c
@@ -141,12 +141,12 @@ def test_a_label_without_an_index_is_named(exporter: Exporter) -> None:
 @pytest.mark.parametrize(
     ("page", "status", "message"),
     [
-        ("", 200, "shows no temperature of DCGM, Gaudi, ROCm"),
-        ("node_load1 0.5\n", 200, "shows no temperature"),
+        ("", 200, "has no temperature of DCGM, Gaudi, ROCm"),
+        ("node_load1 0.5\n", 200, "has no temperature"),
         (DCGM_PAGE, 503, "does not answer: Service Unavailable"),
         ('DCGM_FI_DEV_GPU_TEMP{gpu="0"} warm\n', 200, "not in Prometheus' text format"),
-        ('DCGM_FI_DEV_GPU_TEMP{gpu="0"} 2147483634\n', 200, "shows no temperature"),
-        ('DCGM_FI_DEV_POWER_USAGE{gpu="0"} 90\n', 200, "shows no chip temperature"),
+        ('DCGM_FI_DEV_GPU_TEMP{gpu="0"} 2147483634\n', 200, "has no temperature"),
+        ('DCGM_FI_DEV_POWER_USAGE{gpu="0"} 90\n', 200, "has no chip temperature"),
     ],
 )
 def test_a_page_without_temperatures_is_a_sensor_error(
@@ -163,7 +163,7 @@ def test_an_exporter_that_is_down_is_a_sensor_error(exporter: Exporter) -> None:
         ExporterSource(exporter.url, timeout_s=1.0).read()
 
 
-def test_a_page_that_drips_is_given_up_in_time(exporter: Exporter) -> None:
+def test_a_slow_page_times_out(exporter: Exporter) -> None:
     enough = threading.Event()
 
     def drip() -> Iterator[bytes]:
@@ -176,7 +176,7 @@ def test_a_page_that_drips_is_given_up_in_time(exporter: Exporter) -> None:
     enough.set()
 
 
-def test_a_page_without_end_is_given_up(
+def test_a_page_above_the_size_limit_is_an_error(
     exporter: Exporter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(exporter_module, "MAX_BYTES", 1000)
@@ -186,6 +186,6 @@ def test_a_page_without_end_is_given_up(
 
 
 @pytest.mark.parametrize("url", ["", "localhost:9400", "file:///etc/hostname", "ftp://host/x"])
-def test_only_web_addresses_are_taken(url: str) -> None:
+def test_only_http_addresses_are_accepted(url: str) -> None:
     with pytest.raises(ConfigError, match="neither http nor https"):
         ExporterSource(url)

@@ -1,17 +1,21 @@
-"""What a policy sees of sensors that vanish, lie, freeze and jump, and of a clock that steps back.
+"""The state for sensors that fail, freeze, jump or are implausible, and for backward clock steps.
 
-No thread and no real time here: the reader is polled by hand, on a clock that the test moves.
+No thread and no real time: the test polls the reader and advances its clock.
 """
 
 from __future__ import annotations
 
 import math
+import re
+from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trencadis.scheduler import telemetry
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry import (
     Health,
@@ -23,10 +27,11 @@ from trencadis.scheduler.telemetry import (
     TemperatureState,
     hottest_of_group,
 )
+from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 
 
 class ScriptedSource(TemperatureSource):
-    """Says what the test last told it to; an exception is raised."""
+    """Returns the readings that the test has set, or raises its exception."""
 
     def __init__(self) -> None:
         self.says: list[Reading] | Exception = []
@@ -46,7 +51,7 @@ class ScriptedSource(TemperatureSource):
 
 
 class Bench:
-    """A reader, its source and its clock, in the test's hand."""
+    """A reader with a source and a clock that the test controls."""
 
     def __init__(self, **settings: Any) -> None:
         self.now_s = 1000.0
@@ -71,7 +76,7 @@ class Bench:
         return self.reader.state()
 
 
-def test_a_good_reading_is_fresh_and_the_hottest_device_counts() -> None:
+def test_a_plausible_reading_is_fresh_and_the_hottest_device_counts() -> None:
     state = Bench().says(Reading(0, 61.0, 400.5), Reading(1, 74.5, 500.25))
     assert state.health is Health.FRESH
     assert state.hottest_c == 74.5
@@ -80,22 +85,22 @@ def test_a_good_reading_is_fresh_and_the_hottest_device_counts() -> None:
     assert state.fault == ""
 
 
-def test_before_the_first_reading_nothing_is_known_and_nothing_may_rise() -> None:
+def test_before_the_first_reading_the_temperature_is_unknown_and_the_cap_may_not_rise() -> None:
     state = Bench().reader.state()
     assert (state.health, state.hottest_c, state.may_raise_cap) == (Health.STALE, None, False)
 
 
-def test_a_source_that_never_answers_counts_as_hot_in_the_end() -> None:
+def test_a_source_that_never_answers_fails_safe() -> None:
     bench = Bench()
     assert bench.fails(SensorError("no driver")).fault == "no driver"
     state = bench.wait(bench.config.failed_after_s + 1)
     assert (state.health, state.hottest_c) == (Health.FAILED, bench.config.assumed_hot_c)
 
 
-def test_a_sensor_that_disappears_is_held_then_counts_as_hot() -> None:
+def test_a_lost_sensor_is_held_and_then_fails_safe() -> None:
     bench = Bench()
     bench.says(Reading(0, 60.0), Reading(1, 70.0))
-    assert bench.says(Reading(0, 60.5)).health is Health.FRESH  # one lost sample is no matter
+    assert bench.says(Reading(0, 60.5)).health is Health.FRESH  # a single lost sample
 
     held = bench.says(Reading(0, 61.0), after_s=5.0)
     assert (held.health, held.hottest_c, held.may_raise_cap) == (Health.STALE, 70.0, False)
@@ -106,7 +111,7 @@ def test_a_sensor_that_disappears_is_held_then_counts_as_hot() -> None:
     assert [device.health for device in failed.devices] == [Health.FRESH, Health.FAILED]
 
 
-def test_a_stale_sensor_does_not_hide_another_device_that_is_hot() -> None:
+def test_a_stale_sensor_does_not_hide_a_hot_device() -> None:
     bench = Bench()
     bench.says(Reading(0, 60.0), Reading(1, 70.0))
     for celsius in (75.0, 82.0, 88.0):
@@ -114,13 +119,13 @@ def test_a_stale_sensor_does_not_hide_another_device_that_is_hot() -> None:
     assert (state.health, state.hottest_c) == (Health.STALE, 88.0)
 
 
-def test_a_failed_device_hotter_than_assumed_stays_as_hot_as_it_was() -> None:
+def test_a_failed_device_above_the_fail_safe_temperature_keeps_its_own() -> None:
     bench = Bench()
     bench.says(Reading(0, 99.0))
     assert bench.wait(60.0).hottest_c == 99.0
 
 
-def test_a_sensor_that_comes_back_is_fresh_again() -> None:
+def test_a_recovered_sensor_is_fresh() -> None:
     bench = Bench()
     bench.says(Reading(0, 60.0))
     bench.fails(SensorError("GPU is lost"), after_s=60.0)
@@ -128,25 +133,25 @@ def test_a_sensor_that_comes_back_is_fresh_again() -> None:
     assert (state.health, state.hottest_c) == (Health.FRESH, 63.0)
 
 
-@pytest.mark.parametrize("nonsense", [math.nan, math.inf, -math.inf, 0.0, -40.0, 126.0, 2**63])
-def test_an_impossible_temperature_is_not_believed(nonsense: float) -> None:
+@pytest.mark.parametrize("impossible", [math.nan, math.inf, -math.inf, 0.0, -40.0, 126.0, 2**63])
+def test_an_impossible_temperature_is_rejected(impossible: float) -> None:
     bench = Bench()
     bench.says(Reading(0, 66.0))
-    soon = bench.says(Reading(0, nonsense))
+    soon = bench.says(Reading(0, impossible))
     assert (soon.health, soon.hottest_c) == (Health.FRESH, 66.0)
-    late = bench.says(Reading(0, nonsense), after_s=5.0)
+    late = bench.says(Reading(0, impossible), after_s=5.0)
     assert (late.health, late.hottest_c) == (Health.STALE, 66.0)
     assert "impossible temperature" in late.fault
 
 
-def test_a_source_error_and_a_crash_of_the_source_are_states_too() -> None:
+def test_an_error_and_a_crash_of_the_source_become_states() -> None:
     bench = Bench()
     bench.says(Reading(0, 66.0))
     assert bench.fails(SensorError("driver gone"), after_s=6.0).fault == "device 0: driver gone"
     assert bench.fails(ZeroDivisionError("bug")).fault == "device 0: ZeroDivisionError: bug"
 
 
-def test_one_wild_sample_is_ignored() -> None:
+def test_a_single_outlier_is_rejected() -> None:
     bench = Bench()
     bench.says(Reading(0, 50.0))
     assert bench.says(Reading(0, 110.0)).hottest_c == 50.0
@@ -155,7 +160,7 @@ def test_one_wild_sample_is_ignored() -> None:
 
 
 @pytest.mark.parametrize(("before", "level"), [(93.0, 20.0), (30.0, 98.0)])
-def test_a_jump_that_stays_is_believed_after_three_readings(before: float, level: float) -> None:
+def test_a_jump_is_accepted_after_three_readings(before: float, level: float) -> None:
     bench = Bench()
     bench.says(Reading(0, before))
     assert bench.says(Reading(0, level)).hottest_c == before
@@ -164,7 +169,7 @@ def test_a_jump_that_stays_is_believed_after_three_readings(before: float, level
     assert (state.health, state.hottest_c) == (Health.FRESH, level + 2)
 
 
-def test_a_sensor_that_jumps_about_is_never_believed() -> None:
+def test_inconsistent_jumps_are_never_accepted() -> None:
     bench = Bench(max_slew_c_per_s=0.5)
     bench.says(Reading(0, 60.0))
     for celsius in (110.0, 10.0, 115.0, 12.0, 111.0, 9.0):
@@ -173,13 +178,13 @@ def test_a_sensor_that_jumps_about_is_never_believed() -> None:
     assert "jumped from 60 to 9 °C" in state.fault
 
 
-def test_a_fast_but_physical_rise_is_believed_at_once() -> None:
+def test_a_fast_but_plausible_rise_is_accepted_at_once() -> None:
     bench = Bench()
     bench.says(Reading(0, 45.0))
     assert bench.says(Reading(0, 75.0)).hottest_c == 75.0
 
 
-def test_a_frozen_sensor_goes_stale_and_then_fails() -> None:
+def test_a_frozen_sensor_becomes_stale_and_then_fails() -> None:
     bench = Bench(period_s=1.0)
     stuck = Reading(0, 71.0, 512.347)
     seen = [bench.says(stuck).health for _ in range(200)]
@@ -196,16 +201,16 @@ def test_an_idle_device_that_reports_whole_degrees_is_not_frozen() -> None:
     assert all(state.health is Health.FRESH for state in states)
 
 
-def test_a_sample_that_its_source_kept_is_as_old_as_it_is() -> None:
+def test_the_age_of_a_buffered_sample_counts() -> None:
     bench = Bench()
     assert bench.says(Reading(0, 60.0, age_s=2.0)).age_s == 2.0
     for older in (59.0, 59.5, 60.5):
         state = bench.says(Reading(0, older, age_s=40.0))
-    assert (state.hottest_c, state.age_s) == (60.0, 5.0)  # what is known is newer
+    assert (state.hottest_c, state.age_s) == (60.0, 5.0)  # the accepted reading is newer
     assert bench.says(Reading(0, 60.0, age_s=8.0), after_s=5.0).health is Health.STALE
 
 
-def test_a_clock_that_steps_back_makes_readings_doubtful_until_the_next() -> None:
+def test_a_clock_that_steps_back_makes_the_state_stale_until_the_next_reading() -> None:
     bench = Bench()
     bench.says(Reading(0, 60.0))
     stepped = bench.wait(-500.0)
@@ -213,28 +218,28 @@ def test_a_clock_that_steps_back_makes_readings_doubtful_until_the_next() -> Non
     assert stepped.fault == "device 0: the clock stepped back"
     assert stepped.age_s >= 0
     assert bench.says(Reading(0, 61.0)).health is Health.FRESH
-    assert bench.wait(10.0).health is Health.STALE  # and time goes on from there
+    assert bench.wait(10.0).health is Health.STALE
 
 
-def test_a_clock_that_leaps_ahead_is_not_trusted_with_old_readings() -> None:
+def test_a_clock_that_jumps_ahead_makes_readings_too_old() -> None:
     bench = Bench()
     bench.says(Reading(0, 60.0))
     assert bench.wait(3600.0).health is Health.FAILED
     assert bench.says(Reading(0, 61.0)).health is Health.FRESH
 
 
-def test_only_the_devices_asked_for_count() -> None:
+def test_only_the_configured_devices_count() -> None:
     bench = Bench(devices=(2, 3))
     state = bench.says(Reading(0, 99.0), Reading(2, 60.0), Reading(3, 61.0))
     assert (state.hottest_c, [device.device for device in state.devices]) == (61.0, [2, 3])
 
 
-def test_a_device_asked_for_that_never_shows_is_not_forgotten() -> None:
+def test_a_configured_device_without_readings_fails_safe() -> None:
     bench = Bench(devices=(0, 1))
     assert bench.says(Reading(0, 60.0), after_s=31.0).hottest_c == 95.0
 
 
-def test_power_is_unknown_as_soon_as_one_device_does_not_measure_it() -> None:
+def test_power_is_unknown_if_a_device_does_not_measure_it() -> None:
     assert Bench().says(Reading(0, 60.0, 300.0), Reading(1, 60.0)).power_w is None
 
 
@@ -254,7 +259,7 @@ def test_power_is_unknown_as_soon_as_one_device_does_not_measure_it() -> None:
         max_size=30,
     )
 )
-def test_no_input_makes_a_step_raise_or_a_policy_see_nonsense(script: list[Any]) -> None:
+def test_no_input_raises_or_yields_an_implausible_temperature(script: list[Any]) -> None:
     bench = Bench()
     for item in script:
         if isinstance(item, Reading):
@@ -274,20 +279,20 @@ def all_reduce_of(*others: list[float]) -> Any:
     return lambda own: [max(column) for column in zip(own, *others, strict=True)]
 
 
-def test_over_a_group_the_hottest_rank_counts() -> None:
+def test_the_hottest_rank_of_a_group_counts() -> None:
     own = Bench().says(Reading(0, 60.0))
     state = hottest_of_group(own, all_reduce_of([85.0, 0.0, 0.2], [59.0, 0.0, 0.1]))
     assert (state.hottest_c, state.health) == (85.0, Health.FRESH)
 
 
-def test_over_a_group_the_worst_health_counts() -> None:
+def test_the_worst_health_of_a_group_counts() -> None:
     own = Bench().says(Reading(0, 60.0))
     state = hottest_of_group(own, all_reduce_of([95.0, 2.0, 40.0]))
     assert (state.hottest_c, state.health, state.may_raise_cap) == (95.0, Health.FAILED, False)
     assert state.fault == "another rank's sensors are failed"
 
 
-def test_a_group_that_knows_nothing_yet_says_so() -> None:
+def test_a_group_without_readings_is_unknown() -> None:
     own = Bench().reader.state()
     state = hottest_of_group(own, all_reduce_of([-273.15, 1.0, 0.0]))
     assert state.hottest_c is None
@@ -296,20 +301,37 @@ def test_a_group_that_knows_nothing_yet_says_so() -> None:
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"period_s": 0}, "period_s"),
+        ({"period_s": 0}, "period_s must be a finite number, above 0, got 0"),
         ({"period_s": 6.0}, "period_s 6.0 must be below stale_after_s 5.0"),
         ({"stale_after_s": 31.0}, "stale_after_s 31.0 must be below failed_after_s 30.0"),
-        ({"failed_after_s": math.nan}, "failed_after_s"),
+        ({"failed_after_s": math.nan}, "failed_after_s must be a finite number"),
         ({"assumed_hot_c": 130.0}, "assumed_hot_c 130.0 must be below max_c 125.0"),
-        ({"frozen_after_s": 1000.0}, "frozen_after_s"),
-        ({"confirmations": 0}, "confirmations"),
-        ({"confirmations": True}, "confirmations"),
+        ({"frozen_after_s": 1000.0}, "frozen_after_s 1000.0 must be below frozen_coarse_after_s"),
+        ({"confirmations": 0}, "confirmations must be an integer of at least 1, got 0"),
+        ({"confirmations": True}, "confirmations must be an integer of at least 1, got True"),
         ({"devices": ()}, "devices"),
         ({"devices": (0, 0)}, "devices"),
         ({"devices": (-1,)}, "devices"),
     ],
 )
-def test_a_bad_setting_is_named(settings: dict[str, Any], named: str) -> None:
+def test_an_invalid_setting_is_named(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError) as error:
         ReaderConfig(**settings)
     assert named in str(error.value)
+
+
+def test_every_setting_has_a_help_sentence() -> None:
+    for field in attrs.fields(ReaderConfig):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+def test_a_failed_device_is_at_least_as_hot_as_any_target() -> None:
+    assert ReaderConfig().assumed_hot_c >= MAX_TARGET_C
+
+
+def test_the_readme_quotes_the_defaults() -> None:
+    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
+    quoted = re.findall(r"`(\w+)` \((\d+) (?:s|°C)\)", readme)
+    assert len(quoted) >= 6
+    for name, value in quoted:
+        assert float(value) == getattr(ReaderConfig(), name), name

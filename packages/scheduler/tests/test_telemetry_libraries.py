@@ -1,23 +1,27 @@
-"""NVML and HLML through their real Python bindings, over a native library made of Python.
+"""NVML and HLML through their real Python bindings, with a native library written in Python.
 
-The bindings' own code runs: names, argument types, error classes. Only the shared object that
-talks to the driver is replaced. Beside them psutil, whose one function is replaced.
+The code of the bindings runs: names, argument types, error classes. Only the shared library is
+replaced. Also psutil, with its one function replaced, and the registry of sources.
 """
 
 from __future__ import annotations
 
 import ctypes
+import pkgutil
+import re
 import subprocess
 import sys
 from collections import namedtuple
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from trencadis.scheduler import telemetry
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry import MissingExtra, Sensor, SensorError, open_source
+from trencadis.scheduler.telemetry import SOURCES, MissingExtra, Sensor, SensorError, open_source
 from trencadis.scheduler.telemetry.hlml import HlmlSource
 from trencadis.scheduler.telemetry.nvml import NvmlSource
 from trencadis.scheduler.telemetry.sensors import HostSensorSource
@@ -27,7 +31,7 @@ UNINITIALIZED, NOT_SUPPORTED, ALREADY_INITIALIZED, IS_LOST = 1, 3, 5, 15
 
 
 class Board:
-    """One accelerator as its driver sees it. A float is a temperature, an int an error code."""
+    """One accelerator, as its driver reports it. None: not supported."""
 
     def __init__(self, chip: int, memory: int | None = 60, milliwatts: int | None = 350_250):
         self.chip = chip
@@ -37,7 +41,7 @@ class Board:
 
 
 def put(reference: Any, value: int | None, lost: bool = False) -> int:
-    """What a native function does with an out parameter: fill it and return a code."""
+    """Fill an out parameter and return a code, as a native function does."""
     if lost:
         return IS_LOST
     if value is None:
@@ -47,7 +51,7 @@ def put(reference: Any, value: int | None, lost: bool = False) -> int:
 
 
 class NativeNvml:
-    """libnvidia-ml.so.1, as much of it as is called."""
+    """The functions of libnvidia-ml.so.1 that are called."""
 
     def __init__(self, boards: list[Board], init: int = 0) -> None:
         self.boards = boards
@@ -95,7 +99,7 @@ class NativeNvml:
 
 
 class OldNativeNvml(NativeNvml):
-    """A driver from before nvmlDeviceGetTemperatureV."""
+    """A driver without nvmlDeviceGetTemperatureV."""
 
     def __getattribute__(self, name: str) -> Any:
         if name == "nvmlDeviceGetTemperatureV":
@@ -109,7 +113,7 @@ class OldNativeNvml(NativeNvml):
 
 
 class NativeHlml:
-    """libhlml.so, as much of it as is called."""
+    """The functions of libhlml.so that are called."""
 
     def __init__(self, boards: list[Board], init: int = 0) -> None:
         self.boards = boards
@@ -176,7 +180,7 @@ def test_nvml_reads_every_device_with_its_power_in_watts(nvml: Callable[[Any], A
     assert (native.inits, native.shutdowns) == (1, 1)
 
 
-def test_nvml_of_an_older_driver_is_read_too(nvml: Callable[[Any], Any]) -> None:
+def test_nvml_of_an_older_driver_is_read(nvml: Callable[[Any], Any]) -> None:
     nvml(OldNativeNvml([Board(58)]))
     assert NvmlSource().read()[0].temperature_c == 58.0
 
@@ -184,14 +188,14 @@ def test_nvml_of_an_older_driver_is_read_too(nvml: Callable[[Any], Any]) -> None
 @pytest.mark.parametrize(
     ("sensor", "expected"), [(Sensor.CHIP, 61.0), (Sensor.MEMORY, 83.0), (Sensor.HOTTEST, 83.0)]
 )
-def test_nvml_reads_the_sensor_that_is_asked_for(
+def test_nvml_reads_the_selected_sensor(
     nvml: Callable[[Any], Any], sensor: Sensor, expected: float
 ) -> None:
     nvml(NativeNvml([Board(61, memory=83)]))
     assert NvmlSource(sensor).read()[0].temperature_c == expected
 
 
-def test_an_nvml_board_without_that_sensor_or_a_wattmeter(nvml: Callable[[Any], Any]) -> None:
+def test_an_nvml_board_without_memory_sensor_and_power(nvml: Callable[[Any], Any]) -> None:
     nvml(NativeNvml([Board(61, memory=None, milliwatts=None)]))
     assert NvmlSource(Sensor.HOTTEST).read()[0] == NvmlSource().read()[0]
     assert NvmlSource().read()[0].power_w is None
@@ -199,7 +203,7 @@ def test_an_nvml_board_without_that_sensor_or_a_wattmeter(nvml: Callable[[Any], 
         NvmlSource(Sensor.MEMORY).read()
 
 
-def test_an_nvml_device_that_falls_off_the_bus_leaves_the_others(
+def test_a_lost_nvml_device_is_skipped(
     nvml: Callable[[Any], Any],
 ) -> None:
     native = nvml(NativeNvml([Board(61), Board(70)]))
@@ -208,7 +212,7 @@ def test_an_nvml_device_that_falls_off_the_bus_leaves_the_others(
     assert [reading.device for reading in source.read()] == [1]
 
 
-def test_nvml_starts_again_after_every_device_was_lost(nvml: Callable[[Any], Any]) -> None:
+def test_nvml_is_initialized_again_after_all_devices_were_lost(nvml: Callable[[Any], Any]) -> None:
     native = nvml(NativeNvml([Board(61)]))
     source = NvmlSource()
     native.boards[0].lost = True
@@ -219,7 +223,7 @@ def test_nvml_starts_again_after_every_device_was_lost(nvml: Callable[[Any], Any
     assert (native.inits, native.shutdowns) == (2, 1)
 
 
-def test_nvml_without_a_driver_is_a_sensor_error_and_may_come_later(
+def test_nvml_without_a_driver_is_a_sensor_error_until_it_is_loaded(
     nvml: Callable[[Any], Any],
 ) -> None:
     native = nvml(NativeNvml([Board(61)], init=9))
@@ -230,9 +234,9 @@ def test_nvml_without_a_driver_is_a_sensor_error_and_may_come_later(
     assert source.read()[0].temperature_c == 61.0
 
 
-def test_nvml_with_no_device_says_so(nvml: Callable[[Any], Any]) -> None:
+def test_nvml_without_devices_is_a_sensor_error(nvml: Callable[[Any], Any]) -> None:
     nvml(NativeNvml([]))
-    with pytest.raises(SensorError, match="nvml shows no device"):
+    with pytest.raises(SensorError, match="nvml lists no device"):
         NvmlSource().read()
 
 
@@ -247,14 +251,14 @@ def test_hlml_reads_every_device_with_its_power_in_watts(hlml: Callable[[Any], A
     assert native.shutdowns == 1
 
 
-def test_hlml_reads_the_memory_where_the_driver_knows_it(hlml: Callable[[Any], Any]) -> None:
+def test_hlml_reads_the_memory_if_the_driver_supports_it(hlml: Callable[[Any], Any]) -> None:
     hlml(NativeHlml([Board(55, memory=72)]))
     assert HlmlSource(Sensor.MEMORY).read()[0].temperature_c == 72.0
     hlml(NativeHlml([Board(55, memory=None)]))
     assert HlmlSource(Sensor.HOTTEST).read()[0].temperature_c == 55.0
 
 
-def test_hlml_that_somebody_else_started_is_ready(hlml: Callable[[Any], Any]) -> None:
+def test_hlml_that_is_already_initialized_is_ready(hlml: Callable[[Any], Any]) -> None:
     hlml(NativeHlml([Board(55)], init=ALREADY_INITIALIZED))
     assert HlmlSource().read()[0].temperature_c == 55.0
 
@@ -307,14 +311,26 @@ class _Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
+def test_every_registered_source_loads_and_is_in_the_readme() -> None:
+    for extra in ("prometheus_client", "psutil", "pynvml", "pyhlml", "grpc", "google.protobuf"):
+        pytest.importorskip(extra)
+    for kind, path in SOURCES.items():
+        assert callable(pkgutil.resolve_name(path)), kind
+    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)[`:]", readme, re.MULTILINE)
+    assert [row for row in rows if row.islower()] == list(SOURCES)
+
+
 @pytest.mark.parametrize("spec", ["", "nvidia-smi", "http://localhost:9400/metrics"])
-def test_an_unknown_source_is_an_error_that_lists_the_known(spec: str) -> None:
+def test_an_unknown_source_is_an_error_that_lists_the_known_ones(spec: str) -> None:
     with pytest.raises(ConfigError, match="use one of nvml, hlml, sensors, exporter"):
         open_source(spec)
 
 
-def test_an_unknown_sensor_is_an_error_that_lists_the_known() -> None:
-    with pytest.raises(ConfigError, match="use one of chip, memory, hottest"):
+def test_an_unknown_sensor_is_an_error_that_lists_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match="sensor 'gpu' is unknown: use one of chip, memory, hottest"
+    ):
         open_source("nvml:gpu")
 
 
@@ -328,7 +344,7 @@ def test_telemetry_itself_imports_no_optional_library() -> None:
 
 
 Temperature = namedtuple("shwtemp", ["label", "current", "high", "critical"])
-"""psutil's own named tuple, by its documentation."""
+"""psutil's named tuple, from its documentation."""
 
 
 def with_sensors(monkeypatch: pytest.MonkeyPatch, **chips: list[float | None]) -> None:
@@ -340,19 +356,21 @@ def with_sensors(monkeypatch: pytest.MonkeyPatch, **chips: list[float | None]) -
     monkeypatch.setattr(psutil, "sensors_temperatures", lambda: found, raising=False)
 
 
-def test_the_hosts_hottest_cpu_sensor_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hottest_cpu_sensor_of_the_host_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     with_sensors(monkeypatch, coretemp=[51.0, 62.5, None], nvme=[80.0])
     assert [(r.device, r.temperature_c) for r in HostSensorSource().read()] == [(0, 62.5)]
 
 
-def test_chips_that_are_asked_for_count_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_the_selected_chips_count(monkeypatch: pytest.MonkeyPatch) -> None:
     with_sensors(monkeypatch, coretemp=[51.0], nvme=[44.0])
     assert open_source("sensors:nvme").read()[0].temperature_c == 44.0
-    with pytest.raises(SensorError, match="no temperature for inlet: it has coretemp, nvme"):
+    with pytest.raises(
+        SensorError, match="no temperature for inlet: its sensors are coretemp, nvme"
+    ):
         open_source("sensors:inlet").read()
 
 
-def test_a_host_without_known_chips_is_as_hot_as_its_hottest(
+def test_without_known_chips_the_hottest_sensor_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with_sensors(monkeypatch, acpitz=[40.0, 46.0])
@@ -361,7 +379,7 @@ def test_a_host_without_known_chips_is_as_hot_as_its_hottest(
 
 def test_a_host_without_sensors_is_a_sensor_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with_sensors(monkeypatch)
-    with pytest.raises(SensorError, match="no sensors at all"):
+    with pytest.raises(SensorError, match="its sensors are none"):
         HostSensorSource().read()
     monkeypatch.setitem(sys.modules, "psutil", ModuleType("psutil"))
     with pytest.raises(SensorError, match="operating system"):

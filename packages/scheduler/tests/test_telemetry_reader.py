@@ -1,4 +1,4 @@
-"""The reader's thread: it never makes a step wait, and it ends when it is told to."""
+"""The reader's thread: it never blocks a step, and it ends with `stop`."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ class CountingSource(TemperatureSource):
 
 
 class HangingSource(CountingSource):
-    """Answers once, then hangs as a driver does, until the test lets go."""
+    """Answers once, then blocks, as a driver may, until the test releases it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.let_go = threading.Event()
+        self.released = threading.Event()
         self.hangs = threading.Event()
 
     def read(self) -> list[Reading]:
         if self.reads:
             self.hangs.set()
-            self.let_go.wait(30.0)
+            self.released.wait(30.0)
         return super().read()
 
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
-        assert time.monotonic() < deadline_s, "waited in vain"
+        assert time.monotonic() < deadline_s, "the condition did not become true in time"
         time.sleep(0.002)
 
 
@@ -65,7 +65,7 @@ def temperature_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("temperature-")]
 
 
-def test_it_reads_in_a_thread_of_its_own_and_leaves_none_behind() -> None:
+def test_it_reads_in_its_own_thread_and_ends_it() -> None:
     source = CountingSource()
     with TemperatureReader(source, QUICK) as reader:
         eventually(lambda: source.reads > 3)
@@ -75,7 +75,7 @@ def test_it_reads_in_a_thread_of_its_own_and_leaves_none_behind() -> None:
     assert temperature_threads() == []
 
 
-def test_a_sensor_that_hangs_makes_no_step_wait_and_goes_stale_by_itself() -> None:
+def test_a_hanging_sensor_blocks_no_step_and_becomes_stale() -> None:
     source = HangingSource()
     now_s = [0.0]
     reader = TemperatureReader(source, QUICK, clock=lambda: now_s[0])
@@ -86,22 +86,22 @@ def test_a_sensor_that_hangs_makes_no_step_wait_and_goes_stale_by_itself() -> No
     assert reader.state().health is Health.STALE
     now_s[0] += 30.0
     assert (reader.state().health, reader.state().hottest_c) == (Health.FAILED, 95.0)
-    source.let_go.set()
+    source.released.set()
     assert reader.stop()
 
 
-def test_stop_is_bounded_even_while_the_sensor_hangs() -> None:
+def test_stop_is_bounded_while_the_sensor_hangs() -> None:
     source = HangingSource()
     reader = TemperatureReader(source, QUICK)
     reader.start()
     assert source.hangs.wait(20.0)
     assert not reader.stop(timeout_s=0.01)
-    source.let_go.set()
+    source.released.set()
     assert reader.stop(timeout_s=20.0)
     assert source.closed == 1
 
 
-def test_a_reader_that_was_never_started_still_closes_its_source() -> None:
+def test_a_reader_that_was_never_started_closes_its_source() -> None:
     source = CountingSource()
     assert TemperatureReader(source, QUICK).stop()
     assert source.closed == 1

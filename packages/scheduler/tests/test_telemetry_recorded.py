@@ -1,4 +1,4 @@
-"""Recorded files, on a clock that the test moves."""
+"""Recorded files, on a clock that the test advances."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def playing(tmp_path: Path, text: str, name: str = "day.csv", **options: Any) ->
     return source, now_s
 
 
-def test_a_recording_plays_from_its_first_line_at_the_clocks_pace(tmp_path: Path) -> None:
+def test_a_recording_plays_from_its_first_line_with_the_clock(tmp_path: Path) -> None:
     source, now_s = playing(tmp_path, CSV)
     assert [(r.temperature_c, r.power_w, r.age_s) for r in source.read()] == [
         (50.0, 300.5, 0.0),
@@ -45,7 +45,7 @@ def test_a_recording_plays_from_its_first_line_at_the_clocks_pace(tmp_path: Path
     assert math.isnan(source.read()[0].temperature_c)
 
 
-def test_after_its_end_a_recording_has_no_readings(tmp_path: Path) -> None:
+def test_a_recording_fails_after_its_end(tmp_path: Path) -> None:
     source, now_s = playing(tmp_path, CSV)
     source.read()
     now_s[0] += 4.5
@@ -60,7 +60,7 @@ def test_a_looped_recording_starts_again(tmp_path: Path) -> None:
     assert source.read()[0].temperature_c == 50.0
 
 
-def test_a_recording_may_play_faster(tmp_path: Path) -> None:
+def test_a_recording_plays_faster(tmp_path: Path) -> None:
     source, now_s = playing(tmp_path, CSV, speed=10.0)
     source.read()
     now_s[0] += 0.25
@@ -70,7 +70,7 @@ def test_a_recording_may_play_faster(tmp_path: Path) -> None:
     ]
 
 
-def test_json_lines_are_read_too(tmp_path: Path) -> None:
+def test_json_lines_are_read(tmp_path: Path) -> None:
     text = '{"time_s": 0, "device": 3, "temperature_c": 71.5, "power_w": null}\n\n'
     source, _ = playing(tmp_path, text, name="day.jsonl")
     assert [(r.device, r.temperature_c, r.power_w) for r in source.read()] == [(3, 71.5, None)]
@@ -89,14 +89,12 @@ def test_json_lines_are_read_too(tmp_path: Path) -> None:
         ("a.jsonl", "[1]\n", "line 1"),
     ],
 )
-def test_a_line_that_is_no_reading_is_named(
-    tmp_path: Path, name: str, text: str, line: str
-) -> None:
+def test_an_invalid_line_is_named(tmp_path: Path, name: str, text: str, line: str) -> None:
     with pytest.raises(BadRecording, match=line):
         playing(tmp_path, text, name=name)
 
 
-def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+def test_the_readme_example_runs(tmp_path: Path) -> None:
     readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
     script = readme.partition("```python\n")[2].partition("```")[0]
     done = subprocess.run(
@@ -111,7 +109,7 @@ def test_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
     assert f"# {done.stdout}" in script
 
 
-def test_a_missing_file_and_a_bad_speed_are_settings(tmp_path: Path) -> None:
+def test_a_missing_file_and_a_bad_speed_are_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"nowhere\.csv: No such file"):
         open_source(f"recorded:{tmp_path / 'nowhere.csv'}")
     with pytest.raises(ConfigError, match="speed"):

@@ -1,10 +1,12 @@
-"""Thermal policies: when they cut, when they let go, what they learn, and how they fail."""
+"""Thermal policies: how the cap falls and rises, what they estimate, and how they fail."""
 
 from __future__ import annotations
 
+import importlib.metadata
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 
 import attrs
 import pytest
@@ -21,24 +23,24 @@ from trencadis.scheduler import (
 )
 from trencadis.scheduler.thermal import (
     BOARDS,
+    POLICIES,
     HeatModel,
     NoThermalPolicy,
     PowerBudgetPolicy,
+    PowerModel,
     ProportionalThermalPolicy,
-    SchedulerThermalPolicy,
     SchedulerView,
-    WattsModel,
     load_thermal_policy,
-    thermal_policy_from_env,
 )
+from trencadis.scheduler.thermal.registry import ENTRY_POINT_GROUP
 
 
 @attrs.define
 class View:
-    """As much of a scheduler as a policy may see."""
+    """The view of a scheduler that a policy gets."""
 
     now_s: float = 0.0
-    num_running: int = 0
+    num_running_seqs: int = 0
     max_num_seqs: int = 100
 
     @property
@@ -64,33 +66,33 @@ def caps(
     return seen
 
 
-def test_nothing_is_cut_up_to_the_target() -> None:
+def test_the_cap_is_unchanged_up_to_the_target() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0)
     assert caps(policy, [20.0, 81.9, 82.0]) == [100, 100, 100]
 
 
-def test_the_cut_is_in_proportion_and_at_once() -> None:
+def test_the_cap_falls_in_proportion_and_at_once() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0)
     assert caps(policy, [84.0, 86.0, 95.0]) == [80, 60, 1]
 
 
-def test_seed_gain_drops_one_sequence_per_two_degrees() -> None:
+def test_the_gain_of_seed_003_removes_one_sequence_per_two_degrees() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=0.5)
     assert caps(policy, [84.0, 86.0]) == [99, 98]
 
 
-def test_no_change_within_the_hysteresis() -> None:
+def test_the_cap_is_unchanged_within_the_hysteresis() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0, dwell_s=1.0)
     assert len(set(caps(policy, [85.0, 84.0, 83.0, 82.1, 84.0, 82.1, 85.0]))) == 1
 
 
-def test_cap_rises_once_per_dwell_by_a_quarter_of_what_was_taken() -> None:
+def test_the_cap_rises_once_per_dwell_time_by_a_quarter_of_the_removed_sequences() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0, hysteresis_c=3.0, dwell_s=5.0)
     seen = caps(policy, [90.0, *[70.0] * 20])
     assert seen == [20] * 5 + [40] * 5 + [55] * 5 + [66] * 5 + [74]
 
 
-def test_a_new_cut_after_a_rise_waits_for_the_dwell_unless_it_is_steep() -> None:
+def test_a_fall_after_a_rise_waits_for_the_dwell_time_unless_it_is_steep() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0, hysteresis_c=3.0, dwell_s=5.0)
     caps(policy, [88.0, *[82.0] * 4])
     assert caps_from(policy, 5.0, [82.0, 86.0, 86.0, 90.0]) == [55, 55, 55, 20]
@@ -111,44 +113,51 @@ def caps_from(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hysteresis_c": 1.9}, "hysteresis_c must be 2.0 or more, got 1.9"),
-        ({"target_temp_c": 96.0}, "target_temp_c.*95.*96"),
-        ({"k_p": -1.0}, "k_p must be above 0"),
-        ({"dwell_s": 0.0}, "dwell_s"),
-        ({"victims": "loudest"}, "loudest.*lru, largest_kv"),
+        ({"hysteresis_c": 1.9}, "hysteresis_c must be a finite number, at least 2, got 1.9"),
+        (
+            {"target_temp_c": 96.0},
+            "target_temp_c must be .* above 0 and at most 95, got 96.0",
+        ),
+        ({"k_p": -1.0}, "k_p must be a finite number, above 0, or None, got -1.0"),
+        ({"dwell_s": 0.0}, "dwell_s must be a finite number, above 0, got 0.0"),
+        ({"min_seqs": 0}, "min_seqs must be an integer of at least 1, got 0"),
+        (
+            {"victims": "loudest"},
+            "victims must be one of lru, largest_kv, .*, got 'loudest'",
+        ),
     ],
 )
-def test_bad_setting_is_refused(settings: dict[str, object], message: str) -> None:
+def test_an_invalid_setting_is_an_error(settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         ProportionalThermalPolicy(**settings)
 
 
-def test_watts_per_sequence_are_learned_from_the_prior_on() -> None:
-    model = WattsModel()
+def test_the_power_model_converges_from_the_prior() -> None:
+    model = PowerModel()
     assert model.per_sequence_w == 3.2
     for i in range(200):
         running = 20 + 37 * i % 100
-        model.learn(120.0 + 2.5 * running + (i % 3 - 1), running)
+        model.observe(120.0 + 2.5 * running + (i % 3 - 1), running)
     assert model.per_sequence_w == pytest.approx(2.5, rel=0.02)
     assert model.idle_w == pytest.approx(120.0, rel=0.05)
-    for nonsense in (math.nan, math.inf, -5.0):
-        model.learn(nonsense, 50)
+    for invalid in (math.nan, math.inf, -5.0):
+        model.observe(invalid, 50)
     assert model.per_sequence_w == pytest.approx(2.5, rel=0.02)
 
 
-def test_power_policy_keeps_to_its_budget() -> None:
-    policy, view = PowerBudgetPolicy(budget_w=400.0), View(num_running=100)
+def test_the_power_policy_stays_within_its_budget() -> None:
+    policy, view = PowerBudgetPolicy(budget_w=400.0), View(num_running_seqs=100)
     for second in range(60):
         if second % 3 == 0:  # the sensor is slower than the steps
-            watts = 110.0 + 4.0 * view.num_running
+            watts = 110.0 + 4.0 * view.num_running_seqs
         policy.on_power_reading(watts)
-        view.num_running = policy.get_max_running_seqs(view)
+        view.num_running_seqs = policy.get_max_running_seqs(view)
         view.now_s += 1.0
-    assert 110.0 + 4.0 * view.num_running <= 400.0
-    assert view.num_running >= 68
+    assert 110.0 + 4.0 * view.num_running_seqs <= 400.0
+    assert view.num_running_seqs >= 68
 
 
-def test_sensor_in_doubt_never_loosens_the_cap() -> None:
+def test_the_cap_does_not_rise_while_a_sensor_is_stale() -> None:
     state, view = State(90.0), View()
     guard = ThermalGuard(ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0), lambda: state)
     assert guard.cap(view) == 20
@@ -161,30 +170,32 @@ def test_sensor_in_doubt_never_loosens_the_cap() -> None:
 
 
 class Broken(NoThermalPolicy):
-    """Raises where it is told to."""
+    """Raises at the given place."""
 
     def __init__(self, where: str) -> None:
         self.where = where
 
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
         if self.where == "reading":
-            raise RuntimeError("no idea")
+            raise RuntimeError("broken")
 
     def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
         if self.where == "cap":
-            raise RuntimeError("no idea")
+            raise RuntimeError("broken")
         return int("many") if self.where == "nonsense" else 1
 
     def select_victims(
         self, running: Sequence[SequenceGroup], num_to_evict: int
     ) -> Sequence[SequenceGroup]:
-        if self.where == "strangers":
+        if self.where == "not running":
             return [None] * num_to_evict
-        raise RuntimeError("no idea")
+        raise RuntimeError("broken")
 
 
-@pytest.mark.parametrize("where", ["reading", "cap", "nonsense", "victims", "strangers", "sensor"])
-def test_policy_that_fails_is_disabled_and_serving_goes_on(where: str) -> None:
+@pytest.mark.parametrize(
+    "where", ["reading", "cap", "nonsense", "victims", "not running", "sensor"]
+)
+def test_a_failing_policy_is_disabled_and_serving_goes_on(where: str) -> None:
     alerts: list[str] = []
 
     def read() -> State:
@@ -206,8 +217,8 @@ def test_policy_that_fails_is_disabled_and_serving_goes_on(where: str) -> None:
         runner.add(Request(request_id=name, prompt_token_ids=(1, 2, 3), max_tokens=9))
         for name in "abcd"
     ]
-    if where in {"victims", "strangers"}:
-        # Something has to be over the cap for victims to be asked for.
+    if where in {"victims", "not running"}:
+        # Victims are selected only if the cap is exceeded.
         guard.policy, waiting = None, guard.policy
         runner.step()
         guard.policy = waiting
@@ -218,7 +229,7 @@ def test_policy_that_fails_is_disabled_and_serving_goes_on(where: str) -> None:
     assert "Broken is disabled, serving goes on" in alerts[0]
 
 
-def test_a_policy_that_names_too_few_victims_is_helped_out() -> None:
+def test_too_few_victims_are_completed_by_the_least_recently_scheduled() -> None:
     class Lazy(NoThermalPolicy):
         def select_victims(self, running, num_to_evict):
             return []
@@ -238,45 +249,67 @@ def test_a_policy_that_names_too_few_victims_is_helped_out() -> None:
 def test_policies_are_loaded_by_name_and_by_path() -> None:
     assert isinstance(load_thermal_policy("none"), NoThermalPolicy)
     assert isinstance(load_thermal_policy("proportional", k_p=1.0), ProportionalThermalPolicy)
-    path = "trencadis.scheduler.thermal.power:PowerBudgetPolicy"
+    path = "trencadis.scheduler.thermal.power_budget:PowerBudgetPolicy"
     assert isinstance(load_thermal_policy(path, budget_w=300.0), PowerBudgetPolicy)
-    assert thermal_policy_from_env({}) is None
-    assert isinstance(
-        thermal_policy_from_env({"VLLM_THERMAL_POLICY": "proportional"}), SchedulerThermalPolicy
-    )
 
 
-def test_policies_of_other_packages_are_found_by_entry_point(
+def test_policies_of_other_packages_are_loaded_by_entry_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from importlib.metadata import EntryPoint
+    def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
+        assert group == ENTRY_POINT_GROUP
+        paths = {"external": "trencadis.scheduler.thermal:NoThermalPolicy", "broken": "nowhere:X"}
+        return [importlib.metadata.EntryPoint(name, path, group) for name, path in paths.items()]
 
-    from trencadis.scheduler.thermal import loader
+    monkeypatch.setattr(importlib.metadata, "entry_points", entry_points)
+    assert isinstance(load_thermal_policy("external"), NoThermalPolicy)
+    with pytest.raises(ConfigError, match="'broken' cannot be imported: No module named 'nowhere'"):
+        load_thermal_policy("broken")
+    with pytest.raises(ConfigError, match="broken, external, none, power, proportional, or module"):
+        load_thermal_policy("unknown")
 
-    point = EntryPoint("theirs", "trencadis.scheduler.thermal:NoThermalPolicy", loader.GROUP)
-    monkeypatch.setattr(loader, "entry_points", lambda group: [point])
-    assert isinstance(load_thermal_policy("theirs"), NoThermalPolicy)
-    with pytest.raises(ConfigError, match="none, power, proportional, theirs"):
-        load_thermal_policy("ours")
+
+def test_every_built_in_policy_is_registered_once_and_loads() -> None:
+    settings = {"power": {"budget_w": 300.0}}
+    for name, path in POLICIES.items():
+        policy = load_thermal_policy(name, **settings.get(name, {}))
+        assert path == f"{type(policy).__module__}:{type(policy).__name__}"
+    assert ENTRY_POINT_GROUP not in (Path(__file__).parents[1] / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize("policy", [ProportionalThermalPolicy, PowerBudgetPolicy])
+def test_every_setting_of_a_policy_has_a_help_sentence(policy: type) -> None:
+    for field in attrs.fields(policy):
+        if field.init:
+            assert field.metadata["help"].endswith("."), field.name
+
+
+def test_a_new_target_is_validated() -> None:
+    policy = ProportionalThermalPolicy(target_temp_c=82.0, k_p=10.0)
+    assert policy.retarget(80.0)
+    assert caps(policy, [84.0]) == [60]
+    with pytest.raises(ConfigError, match=r"target_temp_c .* at most 95, got 96\.0"):
+        policy.retarget(96.0)
+    assert policy.target_temp_c == 80.0
 
 
 @pytest.mark.parametrize(
     ("name", "settings", "message"),
     [
-        ("cold", {}, "'cold'.*VLLM_THERMAL_POLICY.*proportional"),
+        ("cold", {}, "thermal policy 'cold' is unknown: use one of none, .*proportional"),
         ("no.such.module:Policy", {}, "cannot be imported"),
         ("trencadis.scheduler:Scheduling", {}, "cannot be imported"),
         ("proportional", {"colour": "red"}, "does not take.*colour"),
         ("collections:OrderedDict", {}, "derive it from SchedulerThermalPolicy"),
     ],
 )
-def test_unusable_policy_is_named(name: str, settings: dict[str, object], message: str) -> None:
+def test_an_unusable_policy_is_named(name: str, settings: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_thermal_policy(name, **settings)
 
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=lambda board: board.name)
-def test_heat_model_settles_where_its_resistances_say(board: object) -> None:
+def test_the_heat_model_settles_at_the_temperature_of_its_resistances(board: object) -> None:
     model = HeatModel(board, ambient_c=35.0)
     for _ in range(3000):
         model.step(1.0, 10_000)
@@ -289,19 +322,21 @@ def test_heat_model_settles_where_its_resistances_say(board: object) -> None:
 
 @pytest.mark.parametrize("board", list(BOARDS.values()), ids=lambda board: board.name)
 @pytest.mark.parametrize("fan", [0.5, 0.4])
-def test_policy_keeps_a_failing_fan_below_the_limit(board: object, fan: float) -> None:
-    """The loop of policy and board alone; `benchmarks/thermal.py` has a scheduler in it."""
-    policy, view = ProportionalThermalPolicy(), View(max_num_seqs=200, num_running=200)
+def test_the_policy_keeps_a_board_with_a_failing_fan_below_its_limit(
+    board: object, fan: float
+) -> None:
+    """Policy and board without a scheduler; `benchmarks/thermal.py` has one."""
+    policy, view = ProportionalThermalPolicy(), View(max_num_seqs=200, num_running_seqs=200)
     model, unprotected = HeatModel(board, 32.0), HeatModel(board, 32.0)
     hottest, history, turns = 0.0, [], []
     for second in range(2400):
         model.fan = unprotected.fan = fan if second >= 300 else 1.0
         unprotected.step(1.0, 200)
-        hottest = max(hottest, model.step(1.0, view.num_running))
+        hottest = max(hottest, model.step(1.0, view.num_running_seqs))
         policy.on_temp_reading(0, round(model.chip_c))
         view.now_s = float(second)
-        view.num_running = policy.get_max_running_seqs(view)
-        history.append(view.num_running)
+        view.num_running_seqs = policy.get_max_running_seqs(view)
+        history.append(view.num_running_seqs)
     direction = 0
     for second in range(1, len(history)):
         now = (history[second] > history[second - 1]) - (history[second] < history[second - 1])

@@ -1,7 +1,4 @@
-"""A simulated device for capture, and the profile of the long run of its properties.
-
-pytest packages/warmup --hypothesis-profile=soak
-"""
+"""A simulated device for capture."""
 
 from __future__ import annotations
 
@@ -9,12 +6,9 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 import pytest
-from hypothesis import settings
 
 from trencadis.bucketing import Bucket
 from trencadis.warmup import Phase
-
-settings.register_profile("soak", max_examples=10_000, deadline=None)
 
 Cost: TypeAlias = Callable[[Phase, Bucket], int]
 
@@ -22,8 +16,8 @@ Cost: TypeAlias = Callable[[Phase, Bucket], int]
 class GraphDevice:
     """A device whose buckets run for a second and whose graphs have true costs, in bytes.
 
-    It refuses what no device allows or no host may ask for: a graph captured again, one released
-    that is not there. ``fail_at`` is a shape whose execution fails.
+    It fails if a graph is captured twice, or released without being captured. ``fail_at`` is a
+    shape whose execution fails.
     """
 
     def __init__(self, cost: Cost, free: int = 1 << 50, fail_at: object = None) -> None:

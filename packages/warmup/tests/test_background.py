@@ -1,4 +1,4 @@
-"""Behind traffic, the likeliest bucket next; ready with the first of each phase."""
+"""Background warm-up: the most likely bucket is next; ready after the first of each phase."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_without_traffic_small_shapes_come_first_in_both_phases(graph_device: An
     ]
 
 
-def test_recorded_traffic_decides_but_each_phase_gets_one_first(graph_device: Any) -> None:
+def test_recorded_traffic_decides_after_the_first_bucket_of_each_phase(graph_device: Any) -> None:
     replays = {Phase.PROMPT: {PROMPT.buckets[3]: 9.0, PROMPT.buckets[1]: 5.0}}
     order = drain(background(graph_device(lambda *_: 0), replays=replays))
     assert order[:3] == [
@@ -59,14 +59,14 @@ def test_recorded_traffic_decides_but_each_phase_gets_one_first(graph_device: An
     ]
 
 
-def test_what_traffic_wants_meanwhile_comes_next(graph_device: Any) -> None:
+def test_a_missed_bucket_comes_next(graph_device: Any) -> None:
     warmup = background(graph_device(lambda *_: 0))
     warmup.advance(), warmup.advance()
-    warmup.want(Phase.PROMPT, PROMPT.buckets[3])
-    assert warmup.next() == (Phase.PROMPT, PROMPT.buckets[3])
+    warmup.record_miss(Phase.PROMPT, PROMPT.buckets[3])
+    assert warmup.next_bucket() == (Phase.PROMPT, PROMPT.buckets[3])
 
 
-def test_what_traffic_has_compiled_is_not_run_again(graph_device: Any) -> None:
+def test_a_bucket_that_traffic_has_compiled_is_not_executed_again(graph_device: Any) -> None:
     device = graph_device(lambda *_: 0)
     warmup = background(device)
     warmup.mark_ready(Phase.PROMPT, PROMPT.buckets[0])
@@ -77,23 +77,23 @@ def test_what_traffic_has_compiled_is_not_run_again(graph_device: Any) -> None:
     assert warmup.progress.fraction == 1.0
 
 
-def test_buckets_of_no_grid_are_neither_ready_nor_counted(graph_device: Any) -> None:
+def test_unknown_buckets_are_neither_ready_nor_counted(graph_device: Any) -> None:
     warmup = background(graph_device(lambda *_: 0))
-    stranger = Bucket(("batch", "seq"), (64, 4096))
-    warmup.mark_ready(Phase.PROMPT, stranger)
-    warmup.want(Phase.PROMPT, stranger)
-    assert not warmup.is_ready(Phase.PROMPT, stranger)
+    unknown = Bucket(("batch", "seq"), (64, 4096))
+    warmup.mark_ready(Phase.PROMPT, unknown)
+    warmup.record_miss(Phase.PROMPT, unknown)
+    assert not warmup.is_ready(Phase.PROMPT, unknown)
     assert warmup.progress.done == 0
 
 
-def test_time_left_is_the_mean_of_those_done_for_each_cold_one(graph_device: Any) -> None:
+def test_time_left_is_the_mean_time_for_each_cold_bucket(graph_device: Any) -> None:
     warmup = background(graph_device(lambda *_: 0))
     assert warmup.progress.seconds_left is None
     warmup.advance()
     assert warmup.progress.seconds_left == pytest.approx(5.0)
 
 
-def test_it_may_be_left_in_the_middle(graph_device: Any) -> None:
+def test_the_report_of_an_unfinished_warm_up_is_incomplete(graph_device: Any) -> None:
     warmup = background(graph_device(lambda *_: 0))
     warmup.advance()
     assert not warmup.report.complete
@@ -107,14 +107,14 @@ def test_a_bucket_that_fails_stays_cold(graph_device: Any) -> None:
     assert not warmup.is_ready(Phase.PROMPT, PROMPT.buckets[0])
 
 
-def test_no_buckets_is_ready_and_done(graph_device: Any) -> None:
+def test_without_buckets_it_is_ready_and_done(graph_device: Any) -> None:
     warmup = BackgroundWarmup(graph_device(lambda *_: 0), (), ())
     assert warmup.ready
     assert warmup.advance() is None
     assert warmup.progress.fraction == 1.0
 
 
-def test_lines_are_those_of_plain_warmup(
+def test_log_lines_are_those_of_warm_up(
     graph_device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "trencadis.warmup"):

@@ -1,4 +1,4 @@
-"""The report can be printed, kept and read again."""
+"""The report can be printed, stored and loaded."""
 
 from __future__ import annotations
 
@@ -44,24 +44,24 @@ REPORT = WarmupReport(
 )
 
 
-def test_saved_and_loaded_it_is_the_same(tmp_path: Path) -> None:
+def test_a_saved_report_loads_equal(tmp_path: Path) -> None:
     path = tmp_path / "warmup.json"
     REPORT.save(path)
     assert WarmupReport.load(path) == REPORT
     assert [file.name for file in tmp_path.iterdir()] == ["warmup.json"]
 
 
-def test_a_report_without_graphs_is_kept_too(tmp_path: Path) -> None:
+def test_a_report_without_graphs_loads_equal(tmp_path: Path) -> None:
     plain = WarmupReport((), 0.0, 0)
     plain.save(tmp_path / "warmup.json")
     assert WarmupReport.load(tmp_path / "warmup.json") == plain
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"executed": [{"phase": "Lunch"}]}'])
-def test_another_file_is_named_and_refused(tmp_path: Path, text: str) -> None:
+def test_another_file_is_an_error_that_names_it(tmp_path: Path, text: str) -> None:
     path = tmp_path / "other.json"
     path.write_text(text)
-    with pytest.raises(WarmupError, match=r"other\.json holds no warm-up report"):
+    with pytest.raises(WarmupError, match=r"other\.json is not a warm-up report"):
         WarmupReport.load(path)
 
 
@@ -79,7 +79,7 @@ def test_table_has_a_row_per_stage() -> None:
     ]
 
 
-def test_summary_is_the_logged_line_with_sorted_shapes() -> None:
+def test_the_summary_is_the_log_line_with_sorted_shapes() -> None:
     assert REPORT.capture is not None
     assert REPORT.capture.summary(Phase.PROMPT, 3) == (
         "Graph/Prompt captured:1 (33.3%) used_mem:3 MiB buckets:[(1, 128)]"

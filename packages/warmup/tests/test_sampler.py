@@ -1,4 +1,4 @@
-"""The sampler is warmed up in the documented order, under the documented lines."""
+"""The sampler is warmed up in the documented order, with the documented log lines."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trencadis.warmup import (
 
 
 class RecordingSampler:
-    """Writes down what it is asked to do."""
+    """Records its calls."""
 
     def __init__(self, fails: bool = False) -> None:
         self.calls: list[tuple[str, object]] = []
@@ -60,7 +60,7 @@ LOGGED = [
 ]
 
 
-def test_configs_are_the_twelve_documented_ones() -> None:
+def test_the_configs_are_the_twelve_of_the_documentation() -> None:
     found = [(c.temperature, c.top_p, c.top_k, c.batch_changed) for c in SAMPLER_CONFIGS]
     assert found == LOGGED
     assert [config.greedy for config in SAMPLER_CONFIGS] == ([True] + [False] * 5) * 2
@@ -72,7 +72,7 @@ def test_zero_and_one_are_always_among_the_batch_sizes() -> None:
     assert sampler_batch_sizes(()) == (0, 1)
 
 
-def test_every_size_meets_every_config_and_bookkeeping_is_reset_in_between() -> None:
+def test_every_size_is_sampled_with_every_config_and_a_reset_in_between() -> None:
     sampler = RecordingSampler()
     warm_up_sampler(sampler, (0, 1, 138))
     calls = sampler.calls
@@ -90,7 +90,7 @@ def test_every_size_meets_every_config_and_bookkeeping_is_reset_in_between() -> 
     assert calls[-1] == ("synchronize", None)
 
 
-def test_lines_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_lines_are_those_of_the_documentation(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "trencadis.warmup"):
         warm_up_sampler(RecordingSampler(), (0, 1, 138))
     lines = [record.getMessage() for record in caplog.records]
@@ -101,7 +101,7 @@ def test_lines_are_the_documented_ones(caplog: pytest.LogCaptureFixture) -> None
     assert lines[13:] == ["Starting sampler warmup...", "Sampler warmup completed successfully"]
 
 
-def test_requests_are_forgotten_when_sampling_fails() -> None:
+def test_the_batch_is_closed_when_sampling_fails() -> None:
     sampler = RecordingSampler(fails=True)
     with pytest.raises(RuntimeError, match="no such branch"):
         warm_up_sampler(sampler, (4,))

@@ -1,4 +1,4 @@
-"""Every bucket runs once, largest first, and the log says so in the words users know."""
+"""Every bucket runs once, largest first, with the log lines of the plugin."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.warmup import (
-    ConfigError,
     GraphStatus,
     MemoryPlan,
     Phase,
@@ -48,7 +47,7 @@ class RecordingRuntime:
 
 
 class NoSampler:
-    """A sampler that counts what it is asked."""
+    """A sampler that counts its calls."""
 
     def __init__(self) -> None:
         self.batches: list[int] = []
@@ -88,7 +87,7 @@ def test_all_buckets_run_prompts_first_and_largest_first() -> None:
     assert shapes[24] == (4, 2048)
     assert [phase for phase, _ in runtime.executed] == [Phase.PROMPT] * 24 + [Phase.DECODE] * 48
     assert len(report.executed) == 72
-    assert all(one.seconds == 1.0 for one in report.executed)
+    assert all(entry.seconds == 1.0 for entry in report.executed)
     assert report.seconds == 72.0
     assert report.allocated == 72 << 20
 
@@ -142,7 +141,7 @@ def logged_start(graph_device: Any, **options: Any) -> tuple[Any, WarmupReport]:
     return device, report
 
 
-def test_logged_start_captures_every_decode_graph_and_the_prompts_that_honestly_fit(
+def test_the_logged_start_captures_every_decode_graph_and_the_prompts_that_fit(
     graph_device: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, "trencadis.warmup"):
@@ -204,7 +203,7 @@ def test_graphs_come_after_all_buckets_then_sampler_then_defragmenter(
     assert [stage.name for stage in report.stages] == ["Sampler", "Defragmenter"]
 
 
-def test_skipping_does_nothing_at_all(graph_device: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_skip_executes_nothing(graph_device: Any, caplog: pytest.LogCaptureFixture) -> None:
     sampler = NoSampler()
     with caplog.at_level(logging.INFO, "trencadis.warmup"):
         device, report = logged_start(
@@ -220,7 +219,7 @@ def test_skipping_does_nothing_at_all(graph_device: Any, caplog: pytest.LogCaptu
     assert [record.getMessage() for record in caplog.records] == ["Skipping warmup..."]
 
 
-def test_enforced_eager_runs_buckets_but_captures_no_graph_and_leaves_the_sampler(
+def test_enforce_eager_executes_buckets_without_graphs_and_sampler(
     graph_device: Any,
 ) -> None:
     sampler = NoSampler()
@@ -232,7 +231,7 @@ def test_enforced_eager_runs_buckets_but_captures_no_graph_and_leaves_the_sample
     assert not sampler.batches
 
 
-def test_strategies_of_the_config_decide_what_comes_first(graph_device: Any) -> None:
+def test_the_strategies_of_the_config_set_the_order(graph_device: Any) -> None:
     config = WarmupConfig(prompt_strategy="max_bs", decode_strategy="min_tokens")
     _, report = logged_start(graph_device, config=config)
     assert report.capture is not None
@@ -242,7 +241,7 @@ def test_strategies_of_the_config_decide_what_comes_first(graph_device: Any) -> 
     assert first_decode.bucket.shape == (1, 128)
 
 
-def test_traffic_strategy_captures_what_was_replayed(graph_device: Any) -> None:
+def test_the_traffic_strategy_captures_the_most_replayed_bucket_first(graph_device: Any) -> None:
     wanted = Bucket(("batch", "seq"), (2, 1024))
     _, report = logged_start(
         graph_device,
@@ -253,14 +252,14 @@ def test_traffic_strategy_captures_what_was_replayed(graph_device: Any) -> None:
     assert report.capture.outcomes[0].bucket == wanted
 
 
-def test_a_runtime_that_cannot_capture_is_told_so() -> None:
+def test_a_memory_plan_without_graph_runtime_is_an_error() -> None:
     prompt, decode = logged_grids()
     with pytest.raises(WarmupError, match="RecordingRuntime cannot capture graphs"):
         warm_up(RecordingRuntime(), prompt.buckets, decode.buckets, memory=PLAN)
 
 
 @pytest.mark.parametrize("buckets", [5, 100])
-def test_stopping_ends_between_two_buckets(graph_device: Any, buckets: int) -> None:
+def test_stop_ends_between_two_buckets(graph_device: Any, buckets: int) -> None:
     device = graph_device(logged_cost, free=int(55.43 * GIB))
 
     def stop() -> bool:
@@ -277,7 +276,7 @@ def test_stopping_ends_between_two_buckets(graph_device: Any, buckets: int) -> N
     assert not sampler.batches
 
 
-def test_ctrl_c_in_the_middle_of_a_bucket_ends_warm_up_at_once(graph_device: Any) -> None:
+def test_ctrl_c_within_a_bucket_ends_warm_up_at_once(graph_device: Any) -> None:
     def interrupted(phase: Phase, bucket: Bucket) -> int:
         if bucket["seq"] == 512:
             raise KeyboardInterrupt
@@ -288,38 +287,3 @@ def test_ctrl_c_in_the_middle_of_a_bucket_ends_warm_up_at_once(graph_device: Any
     with pytest.raises(KeyboardInterrupt):
         warm_up(device, prompt.buckets, decode.buckets, memory=PLAN)
     assert (Phase.PROMPT, Bucket(("batch", "seq"), (1, 640))) not in device.ever_captured
-
-
-def test_settings_are_read_under_the_names_of_the_plugin() -> None:
-    config = WarmupConfig.from_env(
-        {
-            "VLLM_SKIP_WARMUP": "true",
-            "VLLM_GRAPH_RESERVED_MEM": "0.4",
-            "VLLM_GRAPH_PROMPT_RATIO": "0.2",
-            "VLLM_GRAPH_PROMPT_STRATEGY": "traffic",
-            "VLLM_GRAPH_DECODE_STRATEGY": "min_tokens",
-        }
-    )
-    assert config == WarmupConfig(
-        skip=True,
-        graph_reserved_mem=0.4,
-        graph_prompt_ratio=0.2,
-        prompt_strategy="traffic",
-        decode_strategy="min_tokens",
-    )
-    assert WarmupConfig.from_env({"VLLM_SKIP_WARMUP": "", "PATH": "/bin"}) == WarmupConfig()
-
-
-@pytest.mark.parametrize(
-    ("variable", "value", "message"),
-    [
-        ("VLLM_SKIP_WARMUP", "perhaps", "must be true or false"),
-        ("VLLM_GRAPH_RESERVED_MEM", "40%", "could not convert"),
-        ("VLLM_GRAPH_RESERVED_MEM", "1.4", "must be from 0 to 1"),
-        ("VLLM_GRAPH_PROMPT_RATIO", "nan", "must be from 0 to 1"),
-        ("VLLM_GRAPH_PROMPT_STRATEGY", "max_tokens", "one of min_tokens, max_bs, traffic"),
-    ],
-)
-def test_a_bad_variable_is_named_with_its_value(variable: str, value: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable}={value}: .*{message}"):
-        WarmupConfig.from_env({variable: value})

@@ -1,4 +1,4 @@
-"""Capture queues in the order that their users expect."""
+"""The capture order of each strategy."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_max_bs_is_the_documented_example() -> None:
     assert shapes("max_bs", list(grid)) == expected
 
 
-def test_min_tokens_ends_as_the_logged_capture() -> None:
+def test_min_tokens_has_the_order_of_the_logged_capture() -> None:
     grid = BucketGrid({"batch": (1, 2, 4), "seq": range(128, 1025, 128)})
     order = shapes("min_tokens", list(grid))
     assert order[0] == (1, 128)
@@ -40,13 +40,13 @@ def test_context_does_not_count_as_tokens() -> None:
     ]
 
 
-def test_traffic_puts_most_replays_per_byte_first_and_the_unseen_last() -> None:
+def test_traffic_puts_most_replays_per_byte_first_and_unused_buckets_last() -> None:
     few, many, rare, unseen = (Bucket(("batch", "seq"), (1, n)) for n in (128, 256, 512, 64))
     order = capture_order("traffic", {few: 4.0, many: 6.0, rare: 0.5})
     assert order([unseen, rare, many, few], lambda b: float(b["seq"])) == [few, many, rare, unseen]
 
 
-def test_replays_are_counted_where_the_traffic_pads_to() -> None:
+def test_replays_count_for_the_bucket_that_holds_the_shape() -> None:
     grid = BucketGrid({"batch": (1, 4), "seq": (128, 512)})
     traffic = TrafficRecorder(("batch", "seq"))
     traffic.record((3, 412), 5)
@@ -57,7 +57,7 @@ def test_replays_are_counted_where_the_traffic_pads_to() -> None:
     assert {bucket.shape: count for bucket, count in replays.items()} == {(4, 512): 7, (1, 128): 3}
 
 
-def test_replays_of_other_axes_are_refused() -> None:
+def test_replays_of_other_axes_are_an_error() -> None:
     traffic = TrafficRecorder(("batch",))
     traffic.record((1,))
     with pytest.raises(BucketingError, match="one size per axis"):

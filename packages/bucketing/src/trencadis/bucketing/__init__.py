@@ -1,16 +1,19 @@
 """Shape buckets for compiled LLM serving: ranges, grids, and grids fitted to real traffic."""
 
+from typing import TYPE_CHECKING
+
+from trencadis.bucketing.axis_config import AxisConfig
 from trencadis.bucketing.bucket import Bucket
 from trencadis.bucketing.bucket_file import read_bucket_file, write_bucket_file
-from trencadis.bucketing.comparison import Comparison, compare_strategies
-from trencadis.bucketing.config import AxisConfig, BucketingConfig
+from trencadis.bucketing.config import BucketingConfig
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import fitted_axes, fitted_range
+from trencadis.bucketing.fitted_ranges import fitted_axes, fitted_range
 from trencadis.bucketing.grid import BucketGrid
 from trencadis.bucketing.ranges import exponential_range, linear_range, padding_aware_range
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
+from trencadis.bucketing.strategy_comparison import StrategyResult, compare_strategies
 from trencadis.bucketing.trace import Trace, read_trace
-from trencadis.bucketing.traffic import TrafficRecorder
+from trencadis.bucketing.traffic_recorder import TrafficRecorder
 
 __all__ = [
     "AxisConfig",
@@ -18,7 +21,7 @@ __all__ = [
     "BucketGrid",
     "BucketingConfig",
     "BucketingError",
-    "Comparison",
+    "StrategyResult",
     "Trace",
     "TrafficRecorder",
     "compare_strategies",
@@ -34,3 +37,15 @@ __all__ = [
     "sequence_grid",
     "write_bucket_file",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-bucketing")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

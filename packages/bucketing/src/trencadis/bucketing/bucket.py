@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import TypeAlias
 
 import attrs
 
 from trencadis.bucketing.errors import BucketingError
+
+Shape: TypeAlias = tuple[int, ...]
+"""One size per axis, in the order of the axes."""
 
 
 def _names(axes: Sequence[str]) -> tuple[str, ...]:
     return tuple(axes)
 
 
-def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
+def _sizes(shape: Sequence[int]) -> Shape:
     return tuple(shape)
 
 
@@ -23,15 +27,15 @@ def _sizes(shape: Sequence[int]) -> tuple[int, ...]:
 class Bucket:
     """A shape whose axes have names, such as `Bucket(("batch", "seq"), (4, 512))`.
 
-    Hashable, so that it can key a table of graphs, and ordered by its shape. `bucket["seq"]` is
-    the size along one axis.
+    It is hashable, so it can be the key of a captured graph. Buckets are ordered by shape.
+    `bucket["seq"]` is the size along one axis.
 
     Raises:
         BucketingError: not one size per axis.
     """
 
     axes: tuple[str, ...] = attrs.field(converter=_names)
-    shape: tuple[int, ...] = attrs.field(converter=_sizes)
+    shape: Shape = attrs.field(converter=_sizes)
 
     def __attrs_post_init__(self) -> None:
         if len(self.axes) != len(self.shape):
@@ -54,7 +58,3 @@ class Bucket:
     def __repr__(self) -> str:
         pairs = zip(self.axes, self.shape, strict=True)
         return f"Bucket({', '.join(f'{axis}={size}' for axis, size in pairs)})"
-
-    def dominates(self, shape: Sequence[int]) -> bool:
-        """Whether a batch of `shape` (sizes in axis order) fits into this bucket."""
-        return all(size >= need for size, need in zip(self.shape, shape, strict=True))

@@ -1,15 +1,14 @@
-"""Bucket files: the grids of both phases, written out by hand or by a tool.
+"""Bucket files: the buckets of both phases, written by hand or by a tool.
 
-One shape (batch, query, context blocks) per line, each size a whole number, a list, or a
-`range(...)`; lists stand for every combination. A query of 1 makes a decode bucket, as in Gaudi's
-plugin. The lines are read as syntax, never run.
+A line has one shape (batch, query, context blocks). Each size is an integer, a list, or a
+`range(...)`; lists and ranges stand for all combinations. A query of 1 makes a decode bucket, as in
+Gaudi's plugin. The lines are parsed, never evaluated.
 """
 
 from __future__ import annotations
 
 import ast
 import itertools
-import logging
 import math
 import os
 from collections.abc import Iterable, Sequence
@@ -18,24 +17,19 @@ from typing import TypeAlias
 
 from trencadis.bucketing.errors import BucketingError
 
-logger = logging.getLogger(__name__)
-
 FileShape: TypeAlias = tuple[int, int, int]
 
-# More graphs than anybody captures; a typing slip such as range(1, 10**9) stays cheap.
 MAX_SHAPES = 1 << 20
+"""Per line. Far more graphs than a server captures; a mistake such as range(1, 10**9) stays
+cheap."""
 
 
-def read_bucket_file(path: str | os.PathLike[str], *, strict: bool = True) -> tuple[FileShape, ...]:
+def read_bucket_file(path: str | os.PathLike[str]) -> tuple[FileShape, ...]:
     """All shapes (batch, query, context blocks) of the file, sorted, each once.
 
-    Args:
-        path: the file.
-        strict: whether a bad line is an error; otherwise it is left out with a warning.
-
     Raises:
-        BucketingError: a bad line, with its number, or no shape at all.
-        OSError: no readable file.
+        BucketingError: a bad line, with its number, or no shape in the file.
+        OSError: the file cannot be read.
     """
     shapes: set[FileShape] = set()
     text = Path(path).read_text(encoding="utf-8")
@@ -46,10 +40,7 @@ def read_bucket_file(path: str | os.PathLike[str], *, strict: bool = True) -> tu
         try:
             shapes.update(_shapes(content))
         except BucketingError as error:
-            message = f"{path}, line {number}: {content!r} {error}"
-            if strict:
-                raise BucketingError(message) from None
-            logger.warning("%s; the line is left out", message)
+            raise BucketingError(f"{path}, line {number}: {content!r} {error}") from None
     if not shapes:
         raise BucketingError(f"{path} has no buckets: add lines such as (1, [128, 256], 0)")
     return tuple(sorted(shapes))
@@ -61,7 +52,7 @@ def write_bucket_file(
     *,
     comment: str = "",
 ) -> None:
-    """Write one line per product: the sizes of (batch, query, context blocks)."""
+    """Write one line per product: the lists of batch, query and context sizes."""
     lines = [f"# {line}" for line in comment.splitlines()]
     for sizes in products:
         parts = (str(axis[0]) if len(axis) == 1 else str(list(axis)) for axis in sizes)
@@ -88,11 +79,11 @@ def _shapes(content: str) -> Iterable[FileShape]:
 def _sizes(node: ast.expr) -> Sequence[int]:
     match node:
         case ast.List(elts=elements):
-            sizes: Sequence[int] = [_whole(element) for element in elements]
+            sizes: Sequence[int] = [_integer(element) for element in elements]
         case ast.Call(func=ast.Name(id="range"), args=bounds, keywords=[]) if 1 <= len(bounds) <= 3:
-            sizes = _range([_whole(bound) for bound in bounds])
+            sizes = _range([_integer(bound) for bound in bounds])
         case _:
-            sizes = [_whole(node)]
+            sizes = [_integer(node)]
     if not sizes:
         raise BucketingError("has a list or range without sizes: give at least one")
     return sizes
@@ -102,17 +93,19 @@ def _range(bounds: Sequence[int]) -> range:
     if len(bounds) == 3 and bounds[2] == 0:
         raise BucketingError("has a range of step 0: give another step")
     sizes = range(*bounds)
-    # Asked of the index past the last allowed, since len() of a huge range is an OverflowError.
+    # len() of a huge range raises OverflowError; a slice does not.
     if sizes[MAX_SHAPES : MAX_SHAPES + 1]:
         raise BucketingError(f"has a range of more than {MAX_SHAPES} sizes: write fewer")
     return sizes
 
 
-def _whole(node: ast.expr) -> int:
+def _integer(node: ast.expr) -> int:
     match node:
         case ast.Constant(value=int(value)) if type(value) is int:
             return value
         case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(value))):
             return -value
         case _:
-            raise BucketingError("has a size that is no whole number, list or range: write one")
+            raise BucketingError(
+                "has a size that is not an integer, a list or a range: write one of these"
+            )

@@ -1,213 +1,207 @@
-"""The settings of bucketing, under the names that users of Gaudi's vLLM plugin already set.
+"""The settings of bucketing, under the environment names of Gaudi's vLLM plugin.
 
-The environment is read in one place, `BucketingConfig.from_env`. A setting that is None was not
-given; its default depends on the serving limits and is worked out in `serving_grids`.
+A setting that is None was not given. Its default depends on the serving limits and is resolved in
+`serving_grids`.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 import attrs
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.axis_config import AxisConfig
+from trencadis.bucketing.environment import (
+    axis_variables,
+    describe_settings,
+    read_flag,
+    read_settings,
+    write_settings,
+)
+from trencadis.bucketing.strategies import STRATEGIES
+from trencadis.bucketing.validators import instance_of, one_of
 
 logger = logging.getLogger(__name__)
 
-STRATEGIES = ("exp", "lin", "pad", "fit")
+Phase: TypeAlias = Literal["prompt", "decode"]
 
-# Field of BucketingConfig -> the part of the variable's name that says which axis it is.
-_AXES = {
-    "prompt_batch": "PROMPT_BS",
-    "prompt_query": "PROMPT_QUERY",
-    "prompt_context": "PROMPT_CTX",
-    "decode_batch": "DECODE_BS",
-    "decode_blocks": "DECODE_BLOCK",
-    "decode_seq": "DECODE_SEQ",
-}
-_TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
-
-
-def _whole(least: int, most: int | None = None) -> Callable[[Any, Any, int | None], None]:
-    bounds = f"at least {least}" if most is None else f"{least} to {most}"
-
-    def check(_: Any, attribute: Any, value: int | None) -> None:
-        if value is None:
-            return
-        if type(value) is not int or value < least or (most is not None and value > most):
-            raise BucketingError(
-                f"bucket {attribute.name} {value!r} must be a whole number, {bounds}: change it"
-            )
-
-    return check
-
-
-@attrs.frozen
-class AxisConfig:
-    """What the user said about one axis of one phase; None is what the user left open.
-
-    Attributes:
-        min, step, max: of the range, in units of the axis (sequences, tokens or blocks).
-        limit: the greatest number of values (`exp`, `fit`).
-        pad_max: the most padding, in units of the axis (`pad`).
-        pad_percent: the most padding, in percent of a bucket (`pad`), 0 to 50.
-    """
-
-    min: int | None = attrs.field(default=None, validator=_whole(0))
-    step: int | None = attrs.field(default=None, validator=_whole(1))
-    max: int | None = attrs.field(default=None, validator=_whole(0))
-    limit: int | None = attrs.field(default=None, validator=_whole(1))
-    pad_max: int | None = attrs.field(default=None, validator=_whole(0))
-    pad_percent: int | None = attrs.field(default=None, validator=_whole(0, 50))
-
-    def __attrs_post_init__(self) -> None:
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise BucketingError(
-                f"bucket min {self.min} is above max {self.max}: lower min or raise max"
-            )
-
-
-_PARAMETERS = tuple(attribute.name for attribute in attrs.fields(AxisConfig))
-
-
-def _strategy(_: Any, attribute: Any, value: str | None) -> None:
-    if value not in STRATEGIES and not (value is None and attribute.name != "strategy"):
-        variable = f"VLLM_{attribute.name.upper().replace('STRATEGY', 'BUCKETING_STRATEGY')}"
-        raise BucketingError(
-            f"bucketing {attribute.name} {value!r} ({variable}) is unknown: "
-            f"choose from {', '.join(STRATEGIES)}"
-        )
-
-
-def _of_type(kind: type, *, optional: bool = False) -> Callable[[Any, Any, Any], None]:
-    def check(_: Any, attribute: Any, value: Any) -> None:
-        if not isinstance(value, kind) and not (optional and value is None):
-            raise BucketingError(
-                f"bucketing {attribute.name} {value!r} is no {kind.__name__}: give one"
-            )
-
-    return check
+_EXPONENTIAL = "VLLM_EXPONENTIAL_BUCKETING"
+_STRATEGY_NAMES = ", ".join(STRATEGIES)
 
 
 @attrs.frozen
 class BucketingConfig:
-    """Everything that a user can say about buckets; plain values, safe to send to a process.
+    """Everything that a user can set about buckets: plain values, safe to pickle.
 
-    Attributes:
-        strategy: `exp`, `lin`, `pad`, or `fit` (to recorded traffic).
-        prompt_strategy, decode_strategy: for that phase instead of `strategy`.
-        prompt_batch ... decode_blocks: the axes of `prompt_grid` and `decode_grid`.
-        decode_seq: the sequence axis of the two-axis decode grid; the prompt's is `prompt_query`.
-        bucket_file: path of a bucket file to take the grids from, instead of any strategy.
-        prompt_traffic, decode_traffic: paths of saved `TrafficRecorder`s, for `fit`.
-        contiguous_pa: decode reads the prefix of the KV cache up to the highest block in use, so
-            that any number of blocks can meet any batch size.
+    The metadata of each field has its meaning (`help`) and its environment variable (`env`).
+
+    Raises:
+        BucketingError: an unknown strategy, or a value of the wrong type.
     """
 
-    strategy: str = attrs.field(default="exp", validator=_strategy)
-    prompt_strategy: str | None = attrs.field(default=None, validator=_strategy)
-    decode_strategy: str | None = attrs.field(default=None, validator=_strategy)
-    prompt_batch: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    prompt_query: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    prompt_context: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    decode_batch: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    decode_blocks: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    decode_seq: AxisConfig = attrs.field(default=AxisConfig(), validator=_of_type(AxisConfig))
-    bucket_file: str | None = attrs.field(default=None, validator=_of_type(str, optional=True))
-    prompt_traffic: str | None = attrs.field(default=None, validator=_of_type(str, optional=True))
-    decode_traffic: str | None = attrs.field(default=None, validator=_of_type(str, optional=True))
-    contiguous_pa: bool = attrs.field(default=True, validator=_of_type(bool))
+    strategy: str = attrs.field(
+        default="exp",
+        validator=one_of(STRATEGIES),
+        metadata={
+            "help": f"bucketing strategy of both phases: {_STRATEGY_NAMES}",
+            "env": "VLLM_BUCKETING_STRATEGY",
+        },
+    )
+    prompt_strategy: str | None = attrs.field(
+        default=None,
+        validator=one_of(STRATEGIES, optional=True),
+        metadata={
+            "help": "bucketing strategy of prompt batches, where it differs",
+            "env": "VLLM_PROMPT_BUCKETING_STRATEGY",
+        },
+    )
+    decode_strategy: str | None = attrs.field(
+        default=None,
+        validator=one_of(STRATEGIES, optional=True),
+        metadata={
+            "help": "bucketing strategy of decode batches, where it differs",
+            "env": "VLLM_DECODE_BUCKETING_STRATEGY",
+        },
+    )
+    prompt_batch: AxisConfig = attrs.field(
+        default=AxisConfig(),
+        validator=instance_of(AxisConfig),
+        metadata={
+            "help": "batch size of prompt batches, in sequences",
+            "env": "VLLM_PROMPT_BS_BUCKET_{}",
+        },
+    )
+    prompt_query: AxisConfig = attrs.field(
+        default=AxisConfig(),
+        validator=instance_of(AxisConfig),
+        metadata={
+            "help": "query length of prompt batches, in new tokens of one sequence",
+            "env": "VLLM_PROMPT_QUERY_BUCKET_{}",
+            "env_alias": "VLLM_PROMPT_SEQ_BUCKET_{}",
+        },
+    )
+    prompt_context: AxisConfig = attrs.field(
+        default=AxisConfig(),
+        validator=instance_of(AxisConfig),
+        metadata={
+            "help": "context of prompt batches, in cached blocks of one sequence",
+            "env": "VLLM_PROMPT_CTX_BUCKET_{}",
+        },
+    )
+    decode_batch: AxisConfig = attrs.field(
+        default=AxisConfig(),
+        validator=instance_of(AxisConfig),
+        metadata={
+            "help": "batch size of decode batches, in sequences",
+            "env": "VLLM_DECODE_BS_BUCKET_{}",
+        },
+    )
+    decode_blocks: AxisConfig = attrs.field(
+        default=AxisConfig(),
+        validator=instance_of(AxisConfig),
+        metadata={
+            "help": "KV cache of decode batches, in blocks of the batch",
+            "env": "VLLM_DECODE_BLOCK_BUCKET_{}",
+        },
+    )
+    decode_seq: AxisConfig = attrs.field(
+        default=AxisConfig(),
+        validator=instance_of(AxisConfig),
+        metadata={
+            "help": "sequence length of decode batches in sequence_grid, in tokens",
+            "env": "VLLM_DECODE_SEQ_BUCKET_{}",
+        },
+    )
+    bucket_file: str | None = attrs.field(
+        default=None,
+        validator=instance_of(str, optional=True),
+        metadata={
+            "help": "path of a bucket file; a phase that it does not list uses its strategy",
+            "env": "VLLM_BUCKETING_FROM_FILE",
+        },
+    )
+    prompt_traffic: str | None = attrs.field(
+        default=None,
+        validator=instance_of(str, optional=True),
+        metadata={
+            "help": "path of recorded prompt traffic, for strategy fit",
+            "env": "VLLM_PROMPT_BUCKETING_TRAFFIC",
+        },
+    )
+    decode_traffic: str | None = attrs.field(
+        default=None,
+        validator=instance_of(str, optional=True),
+        metadata={
+            "help": "path of recorded decode traffic, for strategy fit",
+            "env": "VLLM_DECODE_BUCKETING_TRAFFIC",
+        },
+    )
+    contiguous_pa: bool = attrs.field(
+        default=True,
+        validator=instance_of(bool),
+        metadata={
+            "help": "decode reads the KV cache from block 0 to the highest block in use (true), "
+            "or a list of blocks (false)",
+            "env": "VLLM_CONTIGUOUS_PA",
+        },
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> BucketingConfig:
-        """The settings in `environ` (usually `os.environ`); README.md lists the names.
-
-        `VLLM_PROMPT_SEQ_BUCKET_*` stands in for a `VLLM_PROMPT_QUERY_BUCKET_*` that is not set.
-        The deprecated `VLLM_EXPONENTIAL_BUCKETING` overrules every strategy, as in the plugin.
+        """The settings in `environ` (usually `os.environ`); README.md lists the variables.
 
         Raises:
-            BucketingError: a value that cannot be used, naming the variable.
+            BucketingError: a value that cannot be used, with its variable.
         """
-        _warn_of_unknown(environ)
-        strategies: dict[str, Any] = {
-            "strategy": environ.get("VLLM_BUCKETING_STRATEGY") or "exp",
-            "prompt_strategy": environ.get("VLLM_PROMPT_BUCKETING_STRATEGY") or None,
-            "decode_strategy": environ.get("VLLM_DECODE_BUCKETING_STRATEGY") or None,
-        }
-        exponential = environ.get("VLLM_EXPONENTIAL_BUCKETING")
-        if exponential:
-            chosen = "exp" if _flag("VLLM_EXPONENTIAL_BUCKETING", exponential) else "lin"
-            logger.warning(
-                "VLLM_EXPONENTIAL_BUCKETING is deprecated: set VLLM_BUCKETING_STRATEGY=%s", chosen
-            )
-            strategies = {"strategy": chosen}
-        axes: dict[str, Any] = {field: _axis(environ, part) for field, part in _AXES.items()}
-        return cls(
-            **strategies,
-            **axes,
-            bucket_file=environ.get("VLLM_BUCKETING_FROM_FILE") or None,
-            prompt_traffic=environ.get("VLLM_PROMPT_BUCKETING_TRAFFIC") or None,
-            decode_traffic=environ.get("VLLM_DECODE_BUCKETING_TRAFFIC") or None,
-            contiguous_pa=_flag("VLLM_CONTIGUOUS_PA", environ.get("VLLM_CONTIGUOUS_PA") or "true"),
-        )
+        _warn_of_unknown_axes(environ)
+        return cls(**read_settings(cls, _without_deprecated(environ)))
 
     def to_env(self) -> dict[str, str]:
-        """The variables that make `from_env` give these settings back."""
-        variables = {
-            "VLLM_BUCKETING_STRATEGY": self.strategy,
-            "VLLM_PROMPT_BUCKETING_STRATEGY": self.prompt_strategy,
-            "VLLM_DECODE_BUCKETING_STRATEGY": self.decode_strategy,
-            "VLLM_BUCKETING_FROM_FILE": self.bucket_file,
-            "VLLM_PROMPT_BUCKETING_TRAFFIC": self.prompt_traffic,
-            "VLLM_DECODE_BUCKETING_TRAFFIC": self.decode_traffic,
-            "VLLM_CONTIGUOUS_PA": str(self.contiguous_pa).lower(),
-        }
-        for field, part in _AXES.items():
-            for parameter, value in attrs.asdict(getattr(self, field)).items():
-                variables[_variable(part, parameter)] = None if value is None else str(value)
-        return {name: value for name, value in variables.items() if value is not None}
+        """The variables from which `from_env` reads these settings again."""
+        return write_settings(self)
+
+    def strategy_of(self, phase: Phase) -> str:
+        """The strategy that is in force for a phase."""
+        own = self.prompt_strategy if phase == "prompt" else self.decode_strategy
+        return own or self.strategy
 
 
-def _axis(environ: Mapping[str, str], part: str) -> AxisConfig:
-    settings: dict[str, int] = {}
-    for parameter in _PARAMETERS:
-        name = _variable(part, parameter)
-        if part == "PROMPT_QUERY" and not environ.get(name):
-            name = _variable("PROMPT_SEQ", parameter)
-        text = environ.get(name)
-        if not text:
-            continue
-        try:
-            settings[parameter] = int(text)
-            AxisConfig(**{parameter: settings[parameter]})
-        except BucketingError as error:
-            raise BucketingError(f"{name}={text}: {error}") from None
-        except ValueError:
-            raise BucketingError(f"{name}={text} is not a whole number: change it") from None
-    try:
-        return AxisConfig(**settings)
-    except BucketingError as error:
-        names = f"{_variable(part, 'min')} and {_variable(part, 'max')}"
-        raise BucketingError(f"{names}: {error}") from None
+def describe_variables() -> dict[str, str]:
+    """The meaning of every variable that `from_env` reads; `*` stands for an axis setting."""
+    deprecated = "deprecated: true selects exp, false selects lin, over every other strategy"
+    return {**describe_settings(BucketingConfig), _EXPONENTIAL: deprecated}
 
 
-def _variable(part: str, parameter: str) -> str:
-    return f"VLLM_{part}_BUCKET_{parameter.upper()}"
+def describe_axis_settings() -> dict[str, str]:
+    """The meaning of every axis setting that can stand for `*`, with the strategies that use it."""
+    meanings: dict[str, str] = {}
+    for field in attrs.fields(AxisConfig):
+        users = [name for name, strategy in STRATEGIES.items() if field.name in strategy.settings]
+        only = "" if len(users) == len(STRATEGIES) else f" ({', '.join(users)})"
+        meanings[field.metadata["env"]] = field.metadata["help"] + only
+    return meanings
 
 
-def _flag(name: str, text: str) -> bool:
-    if text.lower() in _TRUE:
-        return True
-    if text.lower() in _FALSE:
-        return False
-    raise BucketingError(f"{name}={text} is neither true nor false: set it to true or false")
+def _without_deprecated(environ: Mapping[str, str]) -> Mapping[str, str]:
+    """The variables with the deprecated one replaced: it overrides every strategy."""
+    text = environ.get(_EXPONENTIAL)
+    if not text:
+        return environ
+    fields = attrs.fields(BucketingConfig)
+    names = [
+        field.metadata["env"]
+        for field in (fields.strategy, fields.prompt_strategy, fields.decode_strategy)
+    ]
+    chosen = "exp" if read_flag(_EXPONENTIAL, text) else "lin"
+    logger.warning("%s is deprecated: set %s=%s", _EXPONENTIAL, names[0], chosen)
+    return {**environ, **dict.fromkeys(names, ""), names[0]: chosen}
 
 
-def _warn_of_unknown(environ: Mapping[str, str]) -> None:
-    known = {_variable(part, p) for part in (*_AXES.values(), "PROMPT_SEQ") for p in _PARAMETERS}
+def _warn_of_unknown_axes(environ: Mapping[str, str]) -> None:
+    known = axis_variables(BucketingConfig)
     for name in environ:
         if re.fullmatch(r"VLLM_(PROMPT|DECODE)_\w+_BUCKET_\w+", name) and name not in known:
             logger.warning("%s has no effect: no bucket grid has such an axis or setting", name)

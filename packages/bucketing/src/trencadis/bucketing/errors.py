@@ -1,7 +1,7 @@
-"""The one error of this package: a setting that cannot give a usable bucket, and what to change."""
+"""The error of this package."""
 
 from __future__ import annotations
 
 
 class BucketingError(ValueError):
-    """A bad setting, file or trace. The message names the thing, its value and the remedy."""
+    """A setting, file or trace that cannot be used. The message has its value and the remedy."""

@@ -1,4 +1,4 @@
-"""Pictures of traffic against a grid; needs matplotlib, the `plot` extra."""
+"""Pictures of traffic and a grid. Needs matplotlib, the `plot` extra."""
 
 from __future__ import annotations
 
@@ -9,26 +9,27 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from trencadis.bucketing.comparison import Comparison
-from trencadis.bucketing.fitted import Ints
+from trencadis.bucketing.array_types import IntArray
+from trencadis.bucketing.rounding import ceil_div
+from trencadis.bucketing.strategy_comparison import StrategyResult
 
 _GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"
 
 
 def plot_traffic(
-    rows: Ints,
-    counts: Ints | None,
-    rule: Comparison,
-    fit: Comparison,
+    rows: IntArray,
+    counts: IntArray | None,
+    rule: StrategyResult,
+    fit: StrategyResult,
     path: str | os.PathLike[str],
 ) -> None:
-    """Write a PNG: the lengths with the bucket edges of a rule and of a fit, and hits per bucket.
+    """Write a PNG: lengths with the bucket edges of two strategies, and hits per bucket of the fit.
 
     Args:
         rows: the batches, (batch, length) each.
-        counts: how often each row came; None where each came once.
-        rule: the strategy to show beside the fit.
-        fit: the grid whose hits are drawn.
+        counts: how often each row came; None for once each.
+        rule: a strategy that is not a fit.
+        fit: the fit.
         path: the file to write.
     """
     weights = np.ones(len(rows), dtype=np.int64) if counts is None else counts
@@ -40,7 +41,7 @@ def plot_traffic(
 
 
 def _draw_lengths(
-    axes: Axes, lengths: Ints, weights: Ints, rule: Comparison, fit: Comparison
+    axes: Axes, lengths: IntArray, weights: IntArray, rule: StrategyResult, fit: StrategyResult
 ) -> None:
     longest = fit.length[-1]
     axes.hist(lengths, bins=120, range=(0, longest), weights=weights, color=_GREY)
@@ -57,7 +58,7 @@ def _draw_lengths(
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _draw_hits(axes: Axes, rows: Ints, weights: Ints, fit: Comparison) -> None:
+def _draw_hits(axes: Axes, rows: IntArray, weights: IntArray, fit: StrategyResult) -> None:
     hits = np.zeros((len(fit.batch), len(fit.length)))
     cell = (np.searchsorted(fit.batch, rows[:, 0]), np.searchsorted(fit.length, rows[:, 1]))
     np.add.at(hits, cell, weights)
@@ -71,7 +72,7 @@ def _draw_hits(axes: Axes, rows: Ints, weights: Ints, fit: Comparison) -> None:
     axes.set(
         title=f"Hits per bucket of {fit.strategy}", xlabel="length bucket", ylabel="batch bucket"
     )
-    every = -(-len(fit.length) // 16)
+    every = ceil_div(len(fit.length), 16)
     axes.set_xticks(
         range(0, len(fit.length), every), map(str, fit.length[::every]), rotation=60, ha="right"
     )

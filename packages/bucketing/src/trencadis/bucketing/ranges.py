@@ -1,28 +1,28 @@
-"""Bucket ranges: the values that one axis of a grid may take, from a few settings.
+"""Bucket ranges: the values of one axis of a grid, from a few settings.
 
-Three strategies, each with exactly the numbers that Gaudi's vLLM plugin gives for the same
-settings (vllm-project/vllm-gaudi, `vllm_gaudi/extension/bucketing`). A range is a plain tuple of
-ints, strictly increasing. What a range leaves open up to its maximum, the grids close:
-see `trencadis.bucketing.serving_grids`.
+Each strategy gives exactly the numbers of Gaudi's vLLM plugin for the same settings
+(vllm-project/vllm-gaudi, `vllm_gaudi/extension/bucketing`). A range is a tuple of ints, strictly
+increasing. It may end below its `max`; `Strategy.values` then adds `max`.
 """
 
 from __future__ import annotations
 
 import math
-import operator
 from typing import SupportsIndex
 
 import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.rounding import round_up
+from trencadis.bucketing.validators import checked_integer, checked_range
 
 
 def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, ...]:
     """Ramp-up, then stable: `min` doubled while below `step`, then the multiples of `step`.
 
-    A `min` of 0 gives a leading 0 and starts the rest at `step`. Multiples of `step` below `min`
-    are left out, and so is `max` where it is no multiple of `step`: the range stops short of it,
-    and is empty where no multiple lies in between.
+    A `min` of 0 gives a leading 0, then the multiples of `step`. Multiples of `step` below `min`
+    are left out. `max` is left out too if it is not a multiple of `step`, and the range is empty
+    if there is no multiple between `min` and `max`.
 
     >>> linear_range(2, 32, 64)
     (2, 4, 8, 16, 32, 64)
@@ -30,15 +30,15 @@ def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) ->
     Raises:
         BucketingError: a negative or non-integer setting, a step of 0, or min above max.
     """
-    low, stride, high = _checked(min, step, max)
+    low, stride, high = checked_range(min, step, max)
     first = low or stride
     values = [0] if low == 0 else []
     doubled = first
-    # A doubling that starts from nothing would never end; min 0 starts at step and never doubles.
+    # Doubling from 0 would never end; a min of 0 starts at step instead and never doubles.
     while doubled < stride and doubled <= high:
         values.append(doubled)
         doubled *= 2
-    values.extend(range(-(-first // stride) * stride, high + 1, stride))
+    values.extend(range(round_up(first, stride), high + 1, stride))
     return tuple(values)
 
 
@@ -47,9 +47,9 @@ def exponential_range(
 ) -> tuple[int, ...]:
     """At most `limit` values spaced exponentially, each rounded up to `step`, the last one `max`.
 
-    Values that fall together after rounding are given once. A `min` of 0 or 1 is given as it is,
-    in addition to `limit` values that start at `step`; any other `min` is rounded up to `step`
-    like its followers. With a `limit` of 1 there is only `max`.
+    Values that are equal after rounding are given once. A `min` of 0 or 1 is not rounded; it comes
+    in addition to `limit` values that start at `step`. Any other `min` is rounded up to `step`.
+    With a `limit` of 1, the only value is `max`.
 
     >>> exponential_range(128, 128, 2048, 10)
     (128, 256, 384, 512, 640, 896, 1152, 1536, 2048)
@@ -57,15 +57,15 @@ def exponential_range(
     Raises:
         BucketingError: a negative or non-integer setting, a step or limit of 0, or min above max.
     """
-    low, stride, high = _checked(min, step, max)
-    count = _integer("limit", limit)
+    low, stride, high = checked_range(min, step, max)
+    count = checked_integer("limit", limit)
     if count < 1:
         raise BucketingError(f"range limit {count} leaves no bucket: give a limit of at least 1")
     if count == 1 or high == 0:
         return (high,)
     first = stride if low < 2 else low
-    # np.float_power and this order of operations, because another rounding of the same power
-    # moves a bucket by a whole step wherever a power lands on a multiple of step.
+    # np.float_power and this order of operations, as in the plugin: where a power is close to a
+    # multiple of step, another rounding error would move the bucket by one step.
     exponent = 1.0 / (count - 1)
     powers = (first * float(np.float_power(high / first, exponent * i)) for i in range(count))
     rounded = (math.ceil(power / stride) * stride for power in powers)
@@ -84,10 +84,10 @@ def padding_aware_range(
 ) -> tuple[int, ...]:
     """Buckets as far apart as the padding limits allow.
 
-    `min` is doubled up to the first value above `step` (0 goes to 1 first); from there, of the
-    values a step apart, one is kept when skipping it would let the next pad a shape by more than
-    `pad_percent` of itself or by more than `pad_max`, or when it is a multiple of `pad_max`.
-    `max` always ends the range. A `pad_max` of 0 stands for `max`.
+    `min` is doubled up to the first value above `step` (0 is followed by 1). The candidates after
+    that are `step` apart. A candidate is kept if it is a multiple of `pad_max`, or if, without it,
+    the next candidate could pad a shape by more than `pad_max` or by more than `pad_percent` of
+    the bucket. `max` always ends the range. A `pad_max` of 0 means `max`.
 
     >>> padding_aware_range(16, 16, 128, 32, 25)
     (16, 32, 48, 64, 80, 96, 128)
@@ -96,11 +96,11 @@ def padding_aware_range(
         BucketingError: a negative or non-integer setting, a step of 0, min above max, or a
             `pad_percent` outside 0 to 50.
     """
-    low, stride, high = _checked(min, step, max)
-    widest = _integer("pad_max", pad_max) or high
+    low, stride, high = checked_range(min, step, max)
+    widest = checked_integer("pad_max", pad_max) or high
     if widest < 0:
         raise BucketingError(f"range pad_max {widest} is negative: give 0 or more")
-    if not 0 <= pad_percent <= 50:  # also turns NaN away
+    if not 0 <= pad_percent <= 50:  # NaN fails this too
         raise BucketingError(f"range pad_percent {pad_percent} is not within 0 to 50: change it")
     values = [low]
     while values[-1] <= stride and (values[-1] * 2 or 1) <= high:
@@ -116,28 +116,8 @@ def _extend_while_padding_allows(
     values: list[int], step: int, max: int, pad_max: int, pad_percent: float
 ) -> None:
     for value in range(values[-1] + step, max + 1, step):
-        # The most that the next candidate could pad, if this one were skipped.
+        # The most that the next candidate could pad if this one were left out.
         padding = value + step - values[-1] - 1
         too_much = padding / (value + step) > pad_percent / 100.0 or padding > pad_max
         if too_much or value % pad_max == 0:
             values.append(value)
-
-
-def _checked(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, int, int]:
-    low, stride, high = _integer("min", min), _integer("step", step), _integer("max", max)
-    if low < 0:
-        raise BucketingError(f"range min {low} is negative: give 0 or more")
-    if stride < 1:
-        raise BucketingError(
-            f"range step {stride} never reaches max {high}: give a step of 1 or more"
-        )
-    if low > high:
-        raise BucketingError(f"range min {low} is above max {high}: lower min or raise max")
-    return low, stride, high
-
-
-def _integer(name: str, value: SupportsIndex) -> int:
-    try:
-        return operator.index(value)
-    except TypeError:
-        raise BucketingError(f"range {name} {value!r} is not a whole number: give an int") from None

@@ -1,29 +1,33 @@
-"""The grids that a serving engine needs, from the user's settings and its own limits.
+"""The grids of a serving engine, from the user's settings and the engine's limits.
 
-A range may stop short of the largest shape that the limits allow, and a filter may drop the bucket
-that a real shape needs. Neither happens here: an axis whose range ends early gets its maximum as
-one more value, and a bucket is left out only if no shape that can come pads to it.
-`BucketGrid.cover` is the proof. A maximum that the user set is the exception: shapes past it have
-no bucket, as the user asked, and go to `BucketGrid.fallback`.
-
-The defaults of every axis are those of Gaudi's vLLM plugin (`vllm_gaudi/extension/bucketing`); of
-`sequence_grid` under `lin` they are those of its documentation's page on the bucketing mechanism.
+Every shape within the limits has a bucket: an axis whose range ends below its limit gets the limit
+as its last value, and a bucket is dropped only if no shape that can come pads to it.
+`BucketGrid.coverage_gaps` proves it. The exception is a maximum that the user sets: larger shapes
+are bucket misses, and `BucketGrid.fallback` gives their shape.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
-from typing import Literal
+import functools
+from collections.abc import Sequence
 
-from trencadis.bucketing.axis_plan import AxisPlan, origin_line, plan_axis
-from trencadis.bucketing.bucket_file import read_bucket_file
-from trencadis.bucketing.config import AxisConfig, BucketingConfig
+from trencadis.bucketing.axis_settings import AxisSettings
+from trencadis.bucketing.bucket_cost import PromptCost
+from trencadis.bucketing.config import BucketingConfig, Phase
+from trencadis.bucketing.config_files import listed_shapes, recorded_traffic
+from trencadis.bucketing.environment import variable_of
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fit_plans import fit_plans
-from trencadis.bucketing.grid import BucketGrid, Cost, Reachable, anything, element_count
-from trencadis.bucketing.reach import DecodeReach, PromptCost, PromptReach
-from trencadis.bucketing.traffic import TrafficRecorder
+from trencadis.bucketing.grid import BucketGrid
+from trencadis.bucketing.reachable_shapes import (
+    ReachableDecodeShapes,
+    ReachablePromptShapes,
+    every_shape,
+)
+from trencadis.bucketing.rounding import ceil_div
+from trencadis.bucketing.serving_axes import decode_axes, prompt_axes, sequence_axes
+from trencadis.bucketing.strategies import STRATEGIES
+from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.validators import check_positive
 
 PROMPT_AXES = ("batch", "query", "context_blocks")
 DECODE_AXES = ("batch", "blocks")
@@ -38,12 +42,12 @@ def prompt_grid(
     block_size: int,
     traffic: TrafficRecorder | None = None,
 ) -> BucketGrid:
-    """The grid of prompt (chunk) batches: axes (batch, query, context_blocks).
+    """The grid of prompt batches and prefill chunks: axes (batch, query, context_blocks).
 
-    A batch of `batch` prompts is padded to `query` new tokens each, behind `context_blocks` blocks
-    of tokens that are in the KV cache already. The engine adds prompts to a batch for as long as
-    `find` has a bucket for it: one whose padded tokens, `batch * query`, are within
-    `max_num_batched_tokens`. A single prompt always has one.
+    A bucket holds `batch` sequences with `query` new tokens each, after `context_blocks` blocks of
+    tokens that are in the KV cache already. The engine adds prompts to a batch while `find` has a
+    bucket for it: while the padded tokens, `batch * query`, are within `max_num_batched_tokens`.
+    A single prompt always has a bucket.
 
     Args:
         config: the user's settings.
@@ -51,42 +55,42 @@ def prompt_grid(
         max_num_batched_tokens: new tokens of one batch, padding included.
         max_num_seqs: sequences of one batch.
         block_size: tokens per block of the KV cache.
-        traffic: for the fit strategy, instead of `config.prompt_traffic`.
+        traffic: for the fit strategy, in place of the file `config.prompt_traffic`.
 
     Raises:
         BucketingError: settings that contradict each other or the limits.
     """
-    _check_positive(
+    check_positive(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
     )
-    longest = min(max_num_batched_tokens, max_model_len)
-    ceilings = (max_num_seqs, longest, -(-(max_model_len - 1) // block_size))
+    max_query = min(max_num_batched_tokens, max_model_len)
+    ceilings = (max_num_seqs, max_query, ceil_div(max_model_len - 1, block_size))
     cost = PromptCost(max_model_len, block_size)
-    listed = _listed("prompt", config, ceilings)
-    if listed:
-        reach = PromptReach(max_num_batched_tokens, max_model_len, block_size, alone=1)
-        return _file_grid("prompt", PROMPT_AXES, listed, reach, cost)
-    strategy = config.prompt_strategy or config.strategy
-    query_limit = max(2, (max_num_batched_tokens - 1).bit_length())
-    defaults = (
-        AxisConfig(min=1, step={"exp": 2}.get(strategy, 1)),
-        AxisConfig(min=block_size, step=block_size, limit=query_limit),
-        AxisConfig(
-            min=0,
-            step={"pad": 2}.get(strategy, 1),
-            pad_max=-(-max_num_batched_tokens // block_size),
-        ),
+    reachable = functools.partial(
+        ReachablePromptShapes, max_num_batched_tokens, max_model_len, block_size
     )
-    users = (config.prompt_batch, config.prompt_query, config.prompt_context)
-    labels = ("bs", "query", "blocks")
-    plans = _plans(strategy, PROMPT_AXES, labels, users, defaults, ceilings)
-    plans = _fitted("prompt", strategy, plans, traffic, config.prompt_traffic)
-    smallest = next(size for size in plans[0].values if size)
-    reach = PromptReach(max_num_batched_tokens, max_model_len, block_size, alone=smallest)
-    return _grid("prompt", strategy, plans, reach, cost)
+    listed = listed_shapes(config, "prompt", ceilings)
+    if listed:
+        can_come = reachable(single_batch=1)
+        kept = [shape for shape in listed if can_come(shape, shape)]
+        return BucketGrid.from_shapes(
+            PROMPT_AXES, kept, reachable=can_come, cost=cost, phase="prompt"
+        )
+    axes = prompt_axes(
+        config, ceilings, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size
+    )
+    values = _axis_values("prompt", config, axes, traffic)
+    single_batch = next(size for size in values["batch"] if size)
+    return BucketGrid(
+        values,
+        reachable=reachable(single_batch=single_batch),
+        cost=cost,
+        phase="prompt",
+        settings_line=_settings_line("prompt", config, axes),
+    )
 
 
 def decode_grid(
@@ -100,9 +104,9 @@ def decode_grid(
 ) -> BucketGrid:
     """The grid of decode batches: axes (batch, blocks).
 
-    With `config.contiguous_pa`, `blocks` is the prefix of the KV cache that is read, up to the
-    highest block in use, and any batch can meet any prefix. Otherwise it is the number of
-    (sequence, block) pairs, at least one and at most `max_model_len` worth per sequence.
+    With `config.contiguous_pa`, `blocks` is the part of the KV cache that decode reads: from block
+    0 to the highest block in use, which any batch can have. Otherwise it is the number of
+    (sequence, block) pairs: per sequence at least one, at most the blocks of `max_model_len`.
 
     Args:
         config: the user's settings.
@@ -110,45 +114,43 @@ def decode_grid(
         num_blocks: blocks in the KV cache.
         block_size: tokens per block.
         max_model_len: tokens of one sequence.
-        traffic: for the fit strategy, instead of `config.decode_traffic`.
+        traffic: for the fit strategy, in place of the file `config.decode_traffic`.
 
     Raises:
         BucketingError: settings that contradict each other or the limits.
     """
-    _check_positive(
+    check_positive(
         max_num_seqs=max_num_seqs,
         num_blocks=num_blocks,
         block_size=block_size,
         max_model_len=max_model_len,
     )
-    per_sequence = -(-max_model_len // block_size)
-    most_blocks, reach = num_blocks, anything
+    max_blocks, reachable = num_blocks, every_shape
     if not config.contiguous_pa:
-        # A block shared by several sequences counts once for each. The plugin allows for three
-        # sequences on average.
-        most_blocks = min(per_sequence * max_num_seqs, 3 * num_blocks)
-        reach = DecodeReach(per_sequence)
-    ceilings = (max_num_seqs, most_blocks)
-    listed = _listed("decode", config, (max_num_seqs, 1, most_blocks))
+        # A block that several sequences share counts once for each; the plugin allows for three
+        # sequences per block on average.
+        per_sequence = ceil_div(max_model_len, block_size)
+        max_blocks = min(per_sequence * max_num_seqs, 3 * num_blocks)
+        reachable = ReachableDecodeShapes(per_sequence)
+    listed = listed_shapes(config, "decode", (max_num_seqs, 1, max_blocks))
     if listed:
         pairs = [(batch, blocks) for batch, _, blocks in listed]
-        return _file_grid("decode", DECODE_AXES, pairs, reach)
-    strategy = config.decode_strategy or config.strategy
-    defaults = (
-        AxisConfig(min=1, step={"lin": 32, "fit": 1}.get(strategy, 2)),
-        AxisConfig(
-            min={"pad": block_size}.get(strategy, 1),
-            step={"exp": max_num_seqs, "fit": 1}.get(strategy, block_size),
-        ),
+        kept = [pair for pair in pairs if reachable(pair, pair)]
+        return BucketGrid.from_shapes(DECODE_AXES, kept, reachable=reachable, phase="decode")
+
+    axes = decode_axes(
+        config, max_num_seqs=max_num_seqs, max_blocks=max_blocks, block_size=block_size
     )
-    users = (config.decode_batch, config.decode_blocks)
-    plans = _plans(strategy, DECODE_AXES, ("bs", "blocks"), users, defaults, ceilings)
-    plans = _fitted("decode", strategy, plans, traffic, config.decode_traffic)
-    return _grid("decode", strategy, plans, reach)
+    return BucketGrid(
+        _axis_values("decode", config, axes, traffic),
+        reachable=reachable,
+        phase="decode",
+        settings_line=_settings_line("decode", config, axes),
+    )
 
 
 def sequence_grid(
-    phase: Literal["prompt", "decode"],
+    phase: Phase,
     config: BucketingConfig,
     *,
     max_num_seqs: int,
@@ -156,127 +158,56 @@ def sequence_grid(
     block_size: int,
     traffic: TrafficRecorder | None = None,
 ) -> BucketGrid:
-    """The two-axis grid (batch, seq) of runtimes that pad sequences and keep no paged context.
+    """The grid of a runtime that pads sequences and has no paged KV cache: axes (batch, seq).
 
     Args:
-        phase: which of the user's settings apply.
+        phase: the phase whose settings apply.
         config: the user's settings.
         max_num_seqs: sequences of one batch.
         max_model_len: tokens of one sequence.
         block_size: the default granularity of the sequence length, in tokens.
-        traffic: for the fit strategy, instead of the phase's file in `config`.
+        traffic: for the fit strategy, in place of the phase's file in `config`.
 
     Raises:
         BucketingError: settings that contradict each other or the limits, or a bucket file, whose
             shapes have a context.
     """
-    _check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+    check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
     if config.bucket_file:
         raise BucketingError(
             f"bucket file {config.bucket_file} has shapes with a context, which a (batch, seq) "
-            "grid has not: unset VLLM_BUCKETING_FROM_FILE"
+            f"grid does not have: unset {variable_of(BucketingConfig, 'bucket_file')}"
         )
-    prompt = phase == "prompt"
-    strategy = (config.prompt_strategy if prompt else config.decode_strategy) or config.strategy
-    defaults = (
-        AxisConfig(min=1, step={"lin": 32 if prompt else 128, "fit": 1}.get(strategy, 2)),
-        AxisConfig(min=block_size, step=block_size),
+    axes = sequence_axes(
+        phase,
+        config,
+        max_num_seqs=max_num_seqs,
+        max_model_len=max_model_len,
+        block_size=block_size,
     )
-    users = (
-        (config.prompt_batch, config.prompt_query)
-        if prompt
-        else (config.decode_batch, config.decode_seq)
-    )
-    ceilings = (max_num_seqs, max_model_len)
-    plans = _plans(strategy, ("batch", "seq"), ("bs", "seq"), users, defaults, ceilings)
-    saved = config.prompt_traffic if prompt else config.decode_traffic
-    return _grid(phase, strategy, _fitted(phase, strategy, plans, traffic, saved), anything)
-
-
-def _plans(
-    strategy: str,
-    axes: Sequence[str],
-    labels: Sequence[str],
-    users: Sequence[AxisConfig],
-    defaults: Sequence[AxisConfig],
-    ceilings: Sequence[int],
-) -> tuple[AxisPlan, ...]:
-    return tuple(
-        plan_axis(axis, label=label, strategy=strategy, user=user, default=default, ceiling=most)
-        for axis, label, user, default, most in zip(
-            axes, labels, users, defaults, ceilings, strict=True
-        )
-    )
-
-
-def _fitted(
-    phase: str,
-    strategy: str,
-    plans: tuple[AxisPlan, ...],
-    traffic: TrafficRecorder | None,
-    saved: str | None,
-) -> tuple[AxisPlan, ...]:
-    if strategy != "fit":
-        return plans
-    variable = f"VLLM_{phase.upper()}_BUCKETING_TRAFFIC"
-    if traffic is None and saved:
-        with _named_setting(variable):
-            traffic = TrafficRecorder.load(saved)
-    return fit_plans(plans, traffic, variable)
-
-
-def _grid(
-    phase: str,
-    strategy: str,
-    plans: tuple[AxisPlan, ...],
-    reachable: Reachable,
-    cost: Cost = element_count,
-) -> BucketGrid:
     return BucketGrid(
-        {plan.axis: plan.values for plan in plans},
-        reachable=reachable,
-        cost=cost,
+        _axis_values(phase, config, axes, traffic),
         phase=phase,
-        origin=origin_line(phase, strategy, plans),
+        settings_line=_settings_line(phase, config, axes),
     )
 
 
-def _listed(
-    phase: str, config: BucketingConfig, ceilings: tuple[int, int, int]
-) -> list[tuple[int, ...]]:
-    """The file's shapes for a phase, none larger than the limits; empty where it lists none.
-
-    A phase that the file leaves out is bucketed by the strategy.
-    """
-    if not config.bucket_file:
-        return []
-    with _named_setting("VLLM_BUCKETING_FROM_FILE"):
-        shapes = read_bucket_file(config.bucket_file)
-    chosen = (shape for shape in shapes if (shape[1] == 1) == (phase == "decode"))
-    return [tuple(map(min, shape, ceilings)) for shape in chosen]
+def _axis_values(
+    phase: Phase,
+    config: BucketingConfig,
+    axes: Sequence[AxisSettings],
+    traffic: TrafficRecorder | None,
+) -> dict[str, tuple[int, ...]]:
+    """The values of every axis by name, from the phase's strategy."""
+    strategy = STRATEGIES[config.strategy_of(phase)]
+    if strategy.fit is not None and traffic is None:
+        traffic = recorded_traffic(config, phase)
+    return strategy.values(axes, traffic)
 
 
-def _file_grid(
-    phase: str,
-    axes: Sequence[str],
-    shapes: Sequence[tuple[int, ...]],
-    reachable: Reachable,
-    cost: Cost = element_count,
-) -> BucketGrid:
-    kept = [shape for shape in shapes if reachable(shape, shape)]
-    return BucketGrid.from_shapes(axes, kept, reachable=reachable, cost=cost, phase=phase)
-
-
-@contextmanager
-def _named_setting(variable: str) -> Generator[None, None, None]:
-    """Turn a file that cannot be read into an error about the setting that names it."""
-    try:
-        yield
-    except OSError as error:
-        raise BucketingError(f"{variable}={error.filename}: {error.strerror}: change it") from error
-
-
-def _check_positive(**limits: int) -> None:
-    for name, value in limits.items():
-        if type(value) is not int or value < 1:
-            raise BucketingError(f"{name} {value!r} must be a whole number of at least 1")
+def _settings_line(phase: Phase, config: BucketingConfig, axes: Sequence[AxisSettings]) -> str:
+    """The log line of the settings, as Gaudi's plugin prints it."""
+    settings = STRATEGIES[config.strategy_of(phase)].settings
+    names = ", ".join("max_warmup" if name == "max" else name for name in settings)
+    shown = (f"{axis.label}:{[getattr(axis, name) for name in settings]}" for axis in axes)
+    return f"{phase.capitalize()} bucket config ({names}) {', '.join(shown)}"

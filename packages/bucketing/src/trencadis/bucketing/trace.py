@@ -1,4 +1,4 @@
-"""Recorded requests of a service, read from CSV or JSON lines: to fit a grid to, or to replay."""
+"""Traces: recorded requests of a server, from CSV or JSON lines, to fit a grid to or to replay."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from typing import Any
 import attrs
 import numpy as np
 
+from trencadis.bucketing.array_types import FloatArray, IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted import Floats, Ints
 
-# The prompt length under the names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
+# Column names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
 ARRIVAL_COLUMNS = ("TIMESTAMP", "Timestamp", "timestamp", "arrival")
 OUTPUT_COLUMNS = ("GeneratedTokens", "Response tokens", "output_length", "completion_tokens")
@@ -26,30 +26,30 @@ OUTPUT_COLUMNS = ("GeneratedTokens", "Response tokens", "output_length", "comple
 
 @attrs.frozen(eq=False)
 class Trace:
-    """Requests in order of the file.
+    """Requests in the order of the file.
 
     Attributes:
         lengths: prompt tokens, one per request.
-        arrivals: seconds, one per request, or the unit of a file that counts in another (Mooncake:
-            milliseconds); None where the file has no arrival times.
-        outputs: generated tokens, one per request (0 where a request failed); None where the file
-            does not tell.
+        arrivals: arrival times, one per request, in seconds or in the file's own unit (Mooncake:
+            milliseconds); None if the file has none.
+        outputs: generated tokens, one per request, 0 for a request that failed; None if the file
+            has none.
     """
 
-    lengths: Ints
-    arrivals: Floats | None = None
-    outputs: Ints | None = None
+    lengths: IntArray
+    arrivals: FloatArray | None = None
+    outputs: IntArray | None = None
 
-    def requests(self) -> Ints:
-        """Every request as a batch of its own: one row (1, length) each."""
+    def requests(self) -> IntArray:
+        """Every request as its own batch: one row (1, length) each."""
         return np.column_stack([np.ones_like(self.lengths), self.lengths])
 
-    def batches(self, window: float, max_num_seqs: int) -> Ints:
-        """The prompt batches of a server that gathers what arrives within a window.
+    def batches(self, window: float, max_num_seqs: int) -> IntArray:
+        """The prompt batches of a server that collects the requests of a time window.
 
         Args:
             window: its length, in the unit of `arrivals`.
-            max_num_seqs: the most requests of a batch; a window with more makes several.
+            max_num_seqs: the most requests of a batch; a window with more gives several batches.
 
         Returns:
             One row (batch, longest length) per batch of at most `max_num_seqs` requests.
@@ -64,26 +64,26 @@ class Trace:
                 f"no batches of {max_num_seqs} sequences in windows of {window}: raise them"
             )
         order = np.argsort(self.arrivals, kind="stable")
-        slots = (self.arrivals[order] // window).astype(np.int64)
+        windows = (self.arrivals[order] // window).astype(np.int64)
         rows: list[tuple[int, int]] = []
-        for slot in np.split(self.lengths[order], np.flatnonzero(np.diff(slots)) + 1):
-            for start in range(0, len(slot), max_num_seqs):
-                batch = slot[start : start + max_num_seqs]
+        for requests in np.split(self.lengths[order], np.flatnonzero(np.diff(windows)) + 1):
+            for start in range(0, len(requests), max_num_seqs):
+                batch = requests[start : start + max_num_seqs]
                 rows.append((len(batch), int(batch.max())))
         return np.array(rows, dtype=np.int64)
 
 
 def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Trace:
-    """Read a trace: CSV with a header, or JSON objects one per line (`.jsonl`).
+    """Read a trace: CSV with a header, or one JSON object per line (`.jsonl`, `.ndjson`).
 
     Args:
-        path: the file; its suffix says which of the two it is.
-        column: the name of the prompt length; by default the first of `LENGTH_COLUMNS` present.
+        path: the file; its suffix gives the format.
+        column: the column of the prompt length; by default the first of `LENGTH_COLUMNS` present.
 
     Raises:
-        BucketingError: no request, no such column, or a length that is no whole number of at
+        BucketingError: no request, no such column, or a length that is not an integer of at
             least 1; the message has the line.
-        OSError: no readable file.
+        OSError: the file cannot be read.
     """
     lengths: list[int] = []
     arrivals: list[float] = []
@@ -119,7 +119,9 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         yield from _text_rows(path)
     except (UnicodeDecodeError, csv.Error) as error:
-        raise BucketingError(f"{path} is no text ({error}): give CSV or JSON lines") from None
+        raise BucketingError(
+            f"{path} is not a text file ({error}): give CSV or JSON lines"
+        ) from None
 
 
 def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -138,43 +140,41 @@ def _json_object(path: Path, line: int, text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
     except ValueError as error:
-        raise BucketingError(f"{path}, line {line} is no JSON ({error}): mend it") from None
+        raise BucketingError(f"{path}, line {line} is not JSON ({error}): correct it") from None
     if not isinstance(row, dict):
-        raise BucketingError(f"{path}, line {line} is no JSON object: mend it")
+        raise BucketingError(f"{path}, line {line} is not a JSON object: correct it")
     return row
 
 
 def _length(path: object, line: int, value: object, least: int = 1) -> int:
     try:
         length = float(str(value))
-        whole = int(length)
+        integer = int(length)
     except (ValueError, OverflowError):
-        length, whole = 0.0, -1
-    if whole != length or whole < least:
+        length, integer = 0.0, -1
+    if integer != length or integer < least:
         raise BucketingError(
-            f"{path}, line {line}: length {value!r} is no whole number of at least {least}: "
-            "mend the line or take it out"
+            f"{path}, line {line}: length {value!r} is not an integer of at least {least}: "
+            "correct the line or remove it"
         )
-    return whole
-
-
-def _finite(value: float) -> float:
-    if not math.isfinite(value):
-        raise ValueError(f"{value} is no time")
-    return value
+    return integer
 
 
 def _seconds(path: object, line: int, value: object) -> float:
+    """An arrival time in seconds, from a number or an ISO date. The time zone is ignored."""
     text = str(value)
-    # fromisoformat of Python 3.10 reads six digits of a second; the Azure traces have seven. The
-    # zone is left out: only differences matter.
+    # fromisoformat of Python 3.10 reads at most six digits after the second; Azure has seven.
     date = re.match(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(\.\d+)?", text)
     try:
         if date is None:
-            return _finite(float(text))
-        moment = datetime.fromisoformat(date[1]).replace(tzinfo=timezone.utc)
-        return moment.timestamp() + float(date[2] or 0)
+            seconds = float(text)
+        else:
+            moment = datetime.fromisoformat(date[1]).replace(tzinfo=timezone.utc)
+            seconds = moment.timestamp() + float(date[2] or 0)
     except ValueError:
+        seconds = math.nan
+    if not math.isfinite(seconds):
         raise BucketingError(
-            f"{path}, line {line}: {text!r} is no time: give seconds or an ISO date"
-        ) from None
+            f"{path}, line {line}: {text!r} is not a time: give seconds or an ISO date"
+        )
+    return seconds

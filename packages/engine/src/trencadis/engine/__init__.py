@@ -1,14 +1,13 @@
 """LLM engine: devices, model runner, sampler, engine core, asynchronous front, offline batches.
 
-The names that need PyTorch are loaded when they are first used: a server's front starts its core
-process at once and never waits for them.
+The names that need more than settings and values are imported on first use: a server's front never
+waits for PyTorch, and the ``--help`` of a command waits for neither scheduler nor front.
 """
 
 import importlib
 from typing import TYPE_CHECKING, Any
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
     DeviceError,
@@ -18,8 +17,6 @@ from trencadis.engine.errors import (
     InvalidRequest,
     ModelError,
 )
-from trencadis.engine.front.async_engine import AsyncEngine
-from trencadis.engine.models.default_model import default_model
 from trencadis.engine.outputs import (
     CompletionDelta,
     EngineStats,
@@ -29,19 +26,29 @@ from trencadis.engine.outputs import (
     TokenLogprob,
 )
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
+    from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
+    from trencadis.engine.front.async_engine import AsyncEngine
     from trencadis.engine.front.llm import LLM, Completion, Generation
     from trencadis.engine.front.tokenizer import Tokenizer
+    from trencadis.engine.models.default_model import default_model
+    from trencadis.scheduler import BatchControl, BatchControlResult
+
+    __version__: str
 
 _LOADED_ON_USE = {
-    "EngineCore": "core.engine_core",
-    "LLM": "front.llm",
-    "Completion": "front.llm",
-    "Generation": "front.llm",
-    "Tokenizer": "front.tokenizer",
+    "AsyncEngine": ".front.async_engine",
+    "BatchControl": "trencadis.scheduler",
+    "BatchControlResult": "trencadis.scheduler",
+    "Completion": ".front.llm",
+    "EngineCore": ".core.engine_core",
+    "Generation": ".front.llm",
+    "LLM": ".front.llm",
+    "LogSettings": ".core.core_process",
+    "Tokenizer": ".front.tokenizer",
+    "default_model": ".models.default_model",
 }
 
 __all__ = [
@@ -72,8 +79,11 @@ __all__ = [
     "default_model",
 ]
 
+if not TYPE_CHECKING:  # a type checker that sees it accepts every misspelt name
 
-def __getattr__(name: str) -> Any:
-    if name not in _LOADED_ON_USE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_LOADED_ON_USE[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return importlib.import_module("importlib.metadata").version("trencadis-engine")
+        if name not in _LOADED_ON_USE:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_LOADED_ON_USE[name], __name__), name)

@@ -1,23 +1,375 @@
-"""Engine settings: one frozen value, checked before anything is loaded."""
+"""Engine settings: one frozen value, checked before anything is loaded.
+
+The settings classes of the libraries are imported when a configuration is made: the libraries load
+NumPy, which takes longer than everything else that ``engine-serve --help`` needs.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 
-from trencadis.bucketing import BucketingConfig, BucketingError
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import integer, number, one_of
-from trencadis.kvcache import DefragConfig, KVCacheError
-from trencadis.warmup import WarmupConfig, WarmupError
+from trencadis.engine.settings import from_env, parse_json_object, parse_size, setting
+from trencadis.engine.validators import integer, number, one_of, power_of_two
+
+if TYPE_CHECKING:
+    from trencadis.bucketing import BucketingConfig
+    from trencadis.kvcache import DefragConfig
+    from trencadis.warmup import WarmupConfig
 
 DEFAULT_SWAP_SPACE = 4.0
 """GiB, as in ``vllm serve --swap-space``."""
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
+SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
+
+MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
+"""Groups of flags in ``--help``."""
+
+BUCKETING_VARIABLES = ("VLLM_PROMPT_*", "VLLM_DECODE_*", "VLLM_BUCKETING_*", "VLLM_CONTIGUOUS_PA")
+DEFRAG_VARIABLES = ("VLLM_DEFRAG_*", "VLLM_DEBUG")
+GRAPH_VARIABLES = ("VLLM_GRAPH_*",)
+SKIP_WARMUP = "VLLM_SKIP_WARMUP"
+"""The variables of Gaudi's vLLM plugin that the settings classes of the libraries read."""
+
+
+def library_settings(
+    environ: Mapping[str, str],
+) -> tuple[BucketingConfig, WarmupConfig, DefragConfig]:
+    """What the environment says of the libraries' settings.
+
+    Raises `ConfigError`, which names the variable.
+    """
+    from trencadis.bucketing import BucketingConfig, BucketingError  # noqa: PLC0415
+    from trencadis.kvcache import DefragConfig, KVCacheError  # noqa: PLC0415
+    from trencadis.warmup import WarmupConfig, WarmupError  # noqa: PLC0415
+
+    try:
+        return (
+            BucketingConfig.from_env(environ),
+            WarmupConfig.from_env(environ),
+            DefragConfig.from_env(environ),
+        )
+    except (BucketingError, WarmupError, KVCacheError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def _default_graphs() -> WarmupConfig:
+    return library_settings({})[1]
+
+
+def _default_defrag() -> DefragConfig:
+    return library_settings({})[2]
+
+
+@attrs.frozen(kw_only=True)
+class CapacitySettings:
+    """The settings that an engine and a simulation of it share."""
+
+    max_model_len: int | None = attrs.field(
+        default=None,
+        validator=integer(2, optional=True),
+        metadata=setting(
+            "--max-model-len",
+            metavar="TOKENS",
+            group=MODEL,
+            help="longest sequence: the tokens of a prompt and its answer together",
+            default="the model's context length",
+        ),
+    )
+    seed: int = attrs.field(
+        default=0,
+        validator=integer(0),
+        metadata=setting(
+            "--seed",
+            metavar="N",
+            group=MODEL,
+            help="seed of the random draws, except for requests with their own seed",
+        ),
+    )
+    max_num_seqs: int = attrs.field(
+        default=32,
+        validator=integer(1),
+        metadata=setting(
+            "--max-num-seqs",
+            metavar="N",
+            group=MEMORY,
+            help="most sequences decoded in one step",
+        ),
+    )
+    max_num_batched_tokens: int = attrs.field(
+        default=256,
+        validator=integer(1),
+        metadata=setting(
+            "--max-num-batched-tokens",
+            metavar="TOKENS",
+            group=MEMORY,
+            help="most prompt tokens computed in one step; a longer prompt is split",
+        ),
+    )
+    max_waiting: int = attrs.field(
+        default=2048,
+        validator=integer(1),
+        metadata=setting(
+            "--max-waiting",
+            metavar="N",
+            group=MEMORY,
+            help="most requests in the waiting queue; further requests are refused",
+        ),
+    )
+    block_size: int = attrs.field(
+        default=32,
+        validator=power_of_two,
+        metadata=setting(
+            "--block-size",
+            metavar="TOKENS",
+            group=MEMORY,
+            parse=int,
+            help="tokens per KV block, a power of two",
+        ),
+    )
+    num_blocks: int | None = attrs.field(
+        default=None,
+        validator=integer(2, optional=True),
+        metadata=setting(
+            "--num-gpu-blocks-override",
+            metavar="BLOCKS",
+            group=MEMORY,
+            help="number of KV blocks",
+            default="as many as fit the memory",
+        ),
+    )
+    gpu_memory_utilization: float = attrs.field(
+        default=0.9,
+        validator=number(0, 1, exclusive_low=True),
+        metadata=setting(
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            group=MEMORY,
+            help="share of the free device memory to use, above 0 and at most 1",
+        ),
+    )
+
+
+@attrs.frozen(kw_only=True)
+class EngineConfig(CapacitySettings):
+    """The settings of an engine. Names are those of ``vllm serve`` flags.
+
+    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
+    of range or on settings that contradict each other.
+    """
+
+    model: str = attrs.field(
+        metadata=setting(help="directory of a checkpoint, GGUF file, or hub id")
+    )
+    served_model_name: str | None = attrs.field(
+        default=None,
+        metadata=setting(
+            "--served-model-name",
+            metavar="NAME",
+            group=MODEL,
+            help="name under which clients address the model",
+            default="MODEL",
+        ),
+    )
+    dtype: DType = attrs.field(
+        default="auto",
+        validator=one_of(*get_args(DType)),
+        metadata=setting(
+            "--dtype",
+            group=MODEL,
+            help="type of weights and KV cache",
+            default="auto, the checkpoint's own",
+        ),
+    )
+    device: str = attrs.field(
+        default="auto",
+        validator=one_of("auto", "cpu", "cuda", "hpu", "simulated"),
+        metadata=setting(
+            "--device",
+            metavar="NAME",
+            group=MODEL,
+            help="auto, cpu, cuda or hpu",
+        ),
+    )
+    kv_cache_memory: int | None = attrs.field(
+        default=None,
+        validator=integer(1, optional=True),
+        metadata=setting(
+            "--kv-cache-memory",
+            "--kv-cache-memory-bytes",
+            metavar="SIZE",
+            group=MEMORY,
+            parse=parse_size,
+            help="most memory for the KV cache, in bytes or as in 2GiB or 512MiB",
+        ),
+    )
+    enable_prefix_caching: bool = attrs.field(
+        default=True,
+        metadata=setting(help="reuse the KV blocks of prompts that begin alike"),
+    )
+    scheduling_policy: SchedulingPolicy = attrs.field(
+        default="fcfs",
+        validator=one_of(*get_args(SchedulingPolicy)),
+        metadata=setting(
+            "--scheduling-policy",
+            group=MEMORY,
+            help="first come, first served, or requests of a lower priority value first",
+        ),
+    )
+    swap_space: float | None = attrs.field(
+        default=None,
+        validator=number(0, optional=True),
+        metadata=setting(
+            "--swap-space",
+            metavar="GIB",
+            group=MEMORY,
+            help="host memory for preempted sequences, in GiB",
+            default=f"{DEFAULT_SWAP_SPACE:g}, or 0 where the device's memory is the host's",
+        ),
+    )
+    num_host_blocks: int | None = attrs.field(
+        default=None,
+        validator=integer(0, optional=True),
+        metadata=setting(
+            help="host memory for preempted sequences, in blocks; replaces `swap_space`"
+        ),
+    )
+    swap_bandwidth: float = attrs.field(
+        default=20.0,
+        validator=number(0, exclusive_low=True),
+        metadata=setting(
+            "--swap-bandwidth",
+            metavar="GB_PER_S",
+            group=MEMORY,
+            help="most traffic between device and host for preempted sequences, in GB/s",
+        ),
+    )
+    defrag: DefragConfig = attrs.field(
+        factory=_default_defrag,
+        metadata=setting(
+            env_patterns=DEFRAG_VARIABLES,
+            help="when the KV cache is defragmented, and if that is logged",
+        ),
+    )
+    use_buckets: bool = attrs.field(
+        default=True,
+        metadata=setting(
+            "--disable-bucketing", group=MEMORY, help="run every shape as it comes, unpadded"
+        ),
+    )
+    bucketing: BucketingConfig | None = attrs.field(
+        default=None,
+        metadata=setting(
+            env_patterns=BUCKETING_VARIABLES,
+            help="the buckets that shapes are padded to",
+            default="the device's own grid",
+        ),
+    )
+    warmup: WarmupMode = attrs.field(
+        default="full",
+        validator=one_of(*get_args(WarmupMode)),
+        metadata=setting(
+            "--warmup",
+            env_patterns=(SKIP_WARMUP,),
+            group=WARMUP,
+            help="warm up all buckets before the first request; some before it and the rest "
+            f"between requests; or none (also {SKIP_WARMUP}=true), so that the first requests are "
+            "slower",
+        ),
+    )
+    graphs: WarmupConfig = attrs.field(
+        factory=_default_graphs,
+        metadata=setting(
+            env_patterns=GRAPH_VARIABLES,
+            help="which graphs are captured, within which memory, on a device that has graphs",
+        ),
+    )
+    compile: bool = attrs.field(
+        default=False,
+        metadata=setting(
+            "--compile",
+            group=WARMUP,
+            help="compile the decoder layers for each bucket: faster steps, a longer first start",
+        ),
+    )
+    compile_cache: str | None = attrs.field(
+        default=None,
+        metadata=setting(
+            "--compile-cache",
+            metavar="DIRECTORY",
+            group=WARMUP,
+            help="where compiled programs are kept",
+            default="in the user's cache directory",
+        ),
+    )
+    temperature_source: str | None = attrs.field(
+        default=None,
+        metadata=setting(
+            "--temperature-source",
+            metavar="SOURCE",
+            group=HEAT,
+            help="where temperatures are read: nvml, hlml, sensors, exporter:URL, "
+            "sidecar:HOST:PORT or recorded:FILE",
+            default="none; with a thermal policy the device's own, nvml or hlml",
+        ),
+    )
+    thermal_policy: str | None = attrs.field(
+        default=None,
+        metadata=setting(
+            "--thermal-policy",
+            env="VLLM_THERMAL_POLICY",
+            metavar="NAME",
+            group=HEAT,
+            help="what caps the running sequences by heat or power: proportional, power, a name "
+            "that a package offers, or module:Class",
+            default="none",
+        ),
+    )
+    thermal_policy_config: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        metadata=setting(
+            "--thermal-policy-config",
+            metavar="JSON",
+            group=HEAT,
+            parse=parse_json_object,
+            help="the policy's settings, as in '{\"target_temp_c\": 80}'",
+        ),
+    )
+
+    @use_buckets.validator
+    def _buckets_to_compile(self, _: object, value: bool) -> None:
+        if self.compile and not value:
+            raise ConfigError(
+                "compile needs buckets, since a program is for one shape: leave use_buckets on, "
+                "or compile off"
+            )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
+        """These settings, and what the environment says under the README's names.
+
+        A setting given here wins. Raises `ConfigError`, which names the setting or variable.
+        """
+        bucketing, graphs, defrag = library_settings(environ)
+        found: dict[str, Any] = {
+            **from_env(environ, cls),
+            # Nothing set means the device's own default grid, not the plugin's.
+            "bucketing": None if bucketing == type(bucketing)() else bucketing,
+            "warmup": "none" if graphs.skip else "full",
+            "graphs": attrs.evolve(graphs, skip=False),
+            "defrag": defrag,
+        }
+        return cls(**{**found, **settings})
+
+    @property
+    def name(self) -> str:
+        """The name under which clients address the model."""
+        return self.served_model_name or self.model
 
 
 def resolve_max_model_len(configured: int | None, model_max: int) -> int:
@@ -31,112 +383,3 @@ def resolve_max_model_len(configured: int | None, model_max: int) -> int:
             "max_model_len",
         )
     return model_max if configured is None else configured
-
-
-@attrs.frozen(kw_only=True)
-class EngineConfig:
-    """Everything an engine is built from. Names are those of ``vllm serve`` flags.
-
-    ``model`` is a directory with a checkpoint, a GGUF file, or a hub id. Lengths are in tokens.
-    ``block_size`` is in tokens per KV block, ``num_blocks`` in blocks (None: from free memory).
-    ``kv_cache_memory`` is in bytes and bounds the KV cache where memory is shared with the host.
-    ``enable_prefix_caching`` reuses the blocks of prompts that begin alike.
-    ``defrag`` says when the cache is defragmented.
-    ``warmup`` says when shapes are made ready: all before the first request, the first ones before
-    and the rest behind traffic, or each when it first comes. ``graphs`` says which of them are
-    captured within what memory, where the device captures. ``compile`` gives each shape a program
-    for the decoder layers; ``compile_cache`` is the directory that keeps them (None: the user's
-    cache directory).
-    ``max_waiting`` bounds the queue of requests that have not started; one more is refused.
-    ``scheduling_policy``: ``fcfs``, or ``priority`` (requests of a lower value first).
-
-    ``swap_space`` is host memory for evicted sequences, in GiB: None takes 4 where the device has
-    memory of its own, and nothing where it lies in the host's already. ``num_host_blocks``, in
-    blocks, takes its place where given. ``swap_bandwidth`` bounds that traffic, in GB/s.
-
-    ``temperature_source`` is read in the background, ``thermal_policy`` caps running sequences by
-    what it says, both in the words of `trencadis.scheduler`; a policy without a source reads the
-    device's own. ``thermal_policy_config`` are the policy's settings.
-
-    Raises `ConfigError` on a value out of range or on settings that contradict each other.
-    """
-
-    model: str
-    served_model_name: str | None = None
-    dtype: DType = attrs.field(
-        default="auto", validator=one_of("auto", "bfloat16", "float16", "float32")
-    )
-    device: str = attrs.field(
-        default="auto", validator=one_of("auto", "cpu", "cuda", "hpu", "simulated")
-    )
-    max_model_len: int | None = attrs.field(default=None, validator=integer(2, optional=True))
-    max_num_seqs: int = attrs.field(default=32, validator=integer(1))
-    max_num_batched_tokens: int = attrs.field(default=256, validator=integer(1))
-    block_size: int = attrs.field(default=32, validator=integer(1))
-    num_blocks: int | None = attrs.field(default=None, validator=integer(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(
-        default=0.9, validator=number(0, 1, exclusive_low=True)
-    )
-    kv_cache_memory: int | None = attrs.field(default=None, validator=integer(1, optional=True))
-    enable_prefix_caching: bool = True
-    defrag: DefragConfig = attrs.field(factory=DefragConfig)
-    max_waiting: int = attrs.field(default=2048, validator=integer(1))
-    scheduling_policy: Literal["fcfs", "priority"] = attrs.field(
-        default="fcfs", validator=one_of("fcfs", "priority")
-    )
-    swap_space: float | None = attrs.field(default=None, validator=number(0, optional=True))
-    num_host_blocks: int | None = attrs.field(default=None, validator=integer(0, optional=True))
-    swap_bandwidth: float = attrs.field(default=20.0, validator=number(0, exclusive_low=True))
-    temperature_source: str | None = None
-    thermal_policy: str | None = None
-    thermal_policy_config: Mapping[str, Any] = attrs.field(factory=dict)
-    seed: int = attrs.field(default=0, validator=integer(0))
-    warmup: WarmupMode = attrs.field(default="full", validator=one_of("full", "background", "none"))
-    graphs: WarmupConfig = attrs.field(factory=WarmupConfig)
-    compile: bool = False
-    compile_cache: str | None = None
-    bucketing: BucketingConfig | None = None
-    use_buckets: bool = attrs.field(default=True)
-
-    @block_size.validator
-    def _power_of_two(self, _: object, value: int) -> None:
-        if value & (value - 1):
-            raise ConfigError(f"block_size must be a power of two, got {value}")
-
-    @use_buckets.validator
-    def _buckets_to_compile(self, _: object, value: bool) -> None:
-        if self.compile and not value:
-            raise ConfigError(
-                "compile needs buckets, since a program is for one shape: leave use_buckets on, "
-                "or compile off"
-            )
-
-    @classmethod
-    def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
-        """These settings, and what the environment says of buckets, warm-up, defragmentation and
-        heat.
-
-        The variables are those of the Gaudi plugin: ``VLLM_PROMPT_*``, ``VLLM_DECODE_*``,
-        ``VLLM_BUCKETING_*``, ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_*``, ``VLLM_DEFRAG_*``; and seed
-        003's ``VLLM_THERMAL_POLICY``. A setting given here wins. Raises `ConfigError`, which names
-        the setting or variable.
-        """
-        try:
-            bucketing = BucketingConfig.from_env(environ)
-            graphs = WarmupConfig.from_env(environ)
-            found: dict[str, Any] = {
-                # Nothing set means the device's own default grid, not the plugin's.
-                "bucketing": None if bucketing == BucketingConfig() else bucketing,
-                "warmup": "none" if graphs.skip else "full",
-                "graphs": attrs.evolve(graphs, skip=False),
-                "defrag": DefragConfig.from_env(environ),
-                "thermal_policy": environ.get("VLLM_THERMAL_POLICY", "").strip() or None,
-            }
-        except (BucketingError, WarmupError, KVCacheError) as error:
-            raise ConfigError(str(error)) from error
-        return cls(**{**found, **settings})
-
-    @property
-    def name(self) -> str:
-        """The name under which clients address the model."""
-        return self.served_model_name or self.model

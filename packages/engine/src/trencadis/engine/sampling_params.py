@@ -7,7 +7,7 @@ request fields from this class.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -32,6 +32,15 @@ _number = partial(number, error=InvalidRequest)
 
 def _help(text: str) -> Mapping[str, str]:
     return {"help": text}
+
+
+# With ``converter=tuple`` mypy does not know the element type, and refuses every argument.
+def _strings(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
+def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
 
 
 @attrs.frozen(kw_only=True)
@@ -143,11 +152,11 @@ class SamplingParams:
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
-        converter=tuple,
+        converter=_strings,
         metadata=_help(f"At most {MAX_STOP_STRINGS} strings, each of which ends an answer."),
     )
     stop_token_ids: tuple[int, ...] = attrs.field(
-        default=(), converter=tuple, metadata=_help("Token ids, each of which ends an answer.")
+        default=(), converter=_token_ids, metadata=_help("Token ids, each of which ends an answer.")
     )
     ignore_eos: bool = attrs.field(
         default=False,

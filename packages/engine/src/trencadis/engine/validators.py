@@ -125,6 +125,12 @@ def one_of(*accepted: object, error: ErrorFactory = ConfigError) -> OneOf:
     return OneOf(accepted, error)
 
 
+def power_of_two(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a power of two, such as 32."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
+        raise ConfigError(f"{attribute.name} must be a power of two, got {value!r}", attribute.name)
+
+
 def _refusal(
     validator: Integer | Number | OneOf, attribute: attrs.Attribute[Any], value: object
 ) -> Exception:

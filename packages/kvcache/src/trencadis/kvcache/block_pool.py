@@ -1,16 +1,18 @@
-"""Device blocks: which are used, which are free, and which free one is handed out next.
+"""The pool of device blocks: reference counts, allocation order and eviction.
 
-A block is *used* (reference count above 0), *cached* (free, but its content may still be wanted by
-a later prompt) or *empty*. Cached blocks count as free: they are evicted when they are needed.
+A block is *used* (reference count above 0), *cached* (free, but its content may get a prefix hit)
+or *empty* (free, without known content). Cached blocks count as free blocks: the pool evicts them
+when it has no empty block.
 
-Which free block is next decides the cost of every decode step: contiguous decode attention reads
-all blocks up to the highest one in use, rounded up to a decode bucket. The lowest empty block is
-next; where none is empty, the block that was cached longest ago.
+The allocation order decides the cost of every decode step, because contiguous decode attention
+reads all blocks up to the highest used block, rounded up to a decode bucket. The pool allocates
+the lowest empty block. Without an empty block it evicts the least recently used cached block.
 
-With ``decode_buckets`` a pool stays inside the bucket that is in use: a block cached there goes
-before an empty one beyond it, though a prefill may be lost. That pays only without a defragmenter,
-which does better: it lets used blocks spill and then brings them down in exchange for what is
-cached, so that nothing is lost (``benchmarks/kvcache_eviction.py``, the figures are in the README).
+With ``decode_buckets`` a pool evicts a cached block inside the bucket in use rather than allocate
+an empty block beyond it, though a prefill may have to be recomputed. Set them only without a
+defragmenter. A defragmenter does better: it lets used blocks spill out of the bucket and then
+exchanges them with cached blocks, so that no content is lost
+(``benchmarks/kvcache_eviction.py``; the figures are in the README).
 """
 
 from __future__ import annotations
@@ -20,143 +22,154 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
+from trencadis.kvcache.block_bitmap import BlockBitmap
+from trencadis.kvcache.block_keys import BlockKey
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
-from trencadis.kvcache.id_set import IdSet
-from trencadis.kvcache.prefix import BlockKey, PrefixIndex
-from trencadis.kvcache.reuse import ReuseEstimate
+from trencadis.kvcache.prefix_index import PrefixIndex
+from trencadis.kvcache.reuse_estimator import ReuseEstimator
 
 
 class BlockPool:
-    """Blocks 1 to ``num_blocks - 1``, with reference counts and the prefix index of their content.
+    """The device blocks 1 to ``num_blocks - 1``; block 0 is the padding block.
 
-    An operation touches a constant number of bitmap words per block, and looks once at each
-    decode bucket when it evicts a cached block.
+    ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
+    touches a constant number of bitmap words per block; an eviction also looks once at each
+    decode bucket.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
         self.num_blocks = num_blocks
-        self.index = PrefixIndex()
-        self.reuse = ReuseEstimate(num_blocks)
-        self._refs = [0] * num_blocks
-        self._empty = IdSet(num_blocks)
+        self.prefix_index = PrefixIndex()
+        self.reuse = ReuseEstimator(num_blocks)
+        self._ref_counts = [0] * num_blocks
+        self._empty = BlockBitmap(num_blocks)
         self._empty.add_range(PADDING_BLOCK + 1, num_blocks)
-        self._used = IdSet(num_blocks)
-        # Bucket i ends before block _bounds[i]; one more bucket reaches to the end of the cache.
+        self._used = BlockBitmap(num_blocks)
+        # Bucket i ends before block _bounds[i]. A last bucket ends with the cache.
         self._bounds = [bound for bound in decode_buckets if bound < num_blocks]
-        # Cached blocks per bucket, least recently used first; their stamps order them across.
+        # The cached blocks of each bucket with the time of their release, least recent first.
         self._cached: list[OrderedDict[int, int]] = [
             OrderedDict() for _ in range(len(self._bounds) + 1)
         ]
-        self._clock = 0
+        self._num_releases = 0
 
     @property
-    def num_used(self) -> int:
-        """Blocks with at least one reference."""
+    def num_usable_blocks(self) -> int:
+        """All blocks but the padding block."""
+        return self.num_blocks - 1
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Blocks with at least one reference, from a sequence or a pending swap."""
         return len(self._used)
 
     @property
-    def num_free(self) -> int:
-        """Blocks that can be handed out: empty and cached ones."""
+    def num_free_blocks(self) -> int:
+        """Blocks that can be allocated: empty and cached blocks."""
         return self.num_blocks - 1 - len(self._used)
 
     @property
-    def num_cached(self) -> int:
-        """Free blocks whose content is still known to the prefix index."""
-        return self.num_free - len(self._empty)
+    def num_cached_blocks(self) -> int:
+        """Free blocks whose content the prefix index knows."""
+        return self.num_free_blocks - len(self._empty)
 
     @property
-    def highest_in_use(self) -> int:
-        """The highest used block; 0 where none is used, as the padding block always is read."""
+    def highest_used_block(self) -> int:
+        """The highest used block, or the padding block 0; decode attention reads up to it."""
         return max(self._used.highest(), PADDING_BLOCK)
 
     def ref_count(self, block: int) -> int:
-        """How many references ``block`` has; 0 for a free block. Raises `InvalidBlock`."""
-        self._check(block)
-        return self._refs[block]
+        """The number of references to ``block``, 0 for a free block. Raises `InvalidBlock`."""
+        self._require_valid(block)
+        return self._ref_counts[block]
 
     def is_shared(self, block: int) -> bool:
-        """Whether a write to ``block`` would be seen by another owner."""
-        return self._refs[block] > 1
+        """Whether ``block`` has more than one reference, so that it must be copied on write."""
+        return self._ref_counts[block] > 1
 
-    def take(self) -> int:
-        """A block with one reference and no known content. Raises `OutOfBlocks`."""
-        block = self._next_free()
-        self._refs[block] = 1
+    def allocate(self) -> int:
+        """Allocate a block with one reference and no known content. Raises `OutOfBlocks`."""
+        block = self._pop_free_block()
+        self._ref_counts[block] = 1
         self._used.add(block)
         return block
 
     def share(self, block: int) -> None:
-        """One more reference to ``block``, which is used or cached. Raises `InvalidBlock`."""
-        self._check(block)
-        if self._refs[block] == 0:
-            self._revive(block)
-        self._refs[block] += 1
+        """Add a reference to a used or cached block. Raises `InvalidBlock`."""
+        self._require_valid(block)
+        if self._ref_counts[block] == 0:
+            self._reuse_cached(block)
+        self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
-        """One reference less; the last leaves the block cached or empty. Raises `InvalidBlock`."""
-        self._check(block)
-        if self._refs[block] == 0:
-            raise InvalidBlock(f"block {block} is not in use: it was released more than once")
-        self._refs[block] -= 1
-        if self._refs[block] == 0:
+        """Remove a reference; without references a block is free. Raises `InvalidBlock`."""
+        self._require_valid(block)
+        if self._ref_counts[block] == 0:
+            raise InvalidBlock(
+                f"block {block} is not in use: it was released more often than it was shared"
+            )
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
             self._used.remove(block)
-            self._put_back(block)
+            self._add_free_block(block)
 
     def relocate(self, src: int, dst: int, *, keep: bool) -> None:
-        """Give the references and the known content of used block ``src`` to free block ``dst``.
+        """Move the references and the known content of the used block ``src`` to the free ``dst``.
 
-        The content that ``dst`` was cached for moves to ``src`` if ``keep``, else it is evicted.
-        Raises `InvalidBlock` if ``src`` is free or ``dst`` in use.
+        If ``dst`` is a cached block, ``keep`` moves its content to ``src``; otherwise it is
+        evicted. Raises `InvalidBlock` if ``src`` is free or ``dst`` is used.
         """
         if self.ref_count(src) == 0 or self.ref_count(dst) > 0:
-            raise InvalidBlock(f"cannot move block {src} to {dst}: only a used one to a free one")
-        evicted = None
-        if dst not in self.index:
+            raise InvalidBlock(
+                f"cannot move block {src} to {dst}: move a used block to a free block"
+            )
+        kept_key = None
+        if dst not in self.prefix_index:
             self._empty.remove(dst)
         elif keep:
-            evicted = self._uncache(dst)
+            kept_key = self._uncache(dst)
         else:
             self._evict(dst)
-        self._refs[src], self._refs[dst] = 0, self._refs[src]
+        self._ref_counts[src], self._ref_counts[dst] = 0, self._ref_counts[src]
         self._used.remove(src)
         self._used.add(dst)
-        content = self.index.drop(src)
-        if content is not None:
-            self.index.register(content, dst)
-        if evicted is not None:
-            self.index.register(evicted, src)
-        self._put_back(src)
+        moved_key = self.prefix_index.drop(src)
+        if moved_key is not None:
+            self.prefix_index.register(moved_key, dst)
+        if kept_key is not None:
+            self.prefix_index.register(kept_key, src)
+        self._add_free_block(src)
 
-    def used_from_top(self) -> Iterator[int]:
+    def iter_used_descending(self) -> Iterator[int]:
         """The used blocks, highest first."""
-        return self._used.descending()
+        return self._used.iter_descending()
 
-    def free_from_bottom(self) -> Iterator[int]:
+    def iter_free_ascending(self) -> Iterator[int]:
         """The free blocks, lowest first."""
         return takewhile(
-            lambda block: block < self.num_blocks, self._used.missing(PADDING_BLOCK + 1)
+            lambda block: block < self.num_blocks, self._used.iter_missing(PADDING_BLOCK + 1)
         )
 
-    def forget_cached(self) -> None:
-        """Empty the prefix index: every cached block becomes empty, no used one is found again."""
+    def reset_prefix_cache(self) -> None:
+        """Clear the prefix index. Every cached block becomes empty; used blocks stay used."""
         for bucket in self._cached:
             for block in bucket:
                 self._empty.add(block)
             bucket.clear()
-        self.index = PrefixIndex()
+        self.prefix_index = PrefixIndex()
 
     def _bucket_of(self, block: int) -> int:
         return bisect_right(self._bounds, block)
 
-    def _next_free(self) -> int:
-        reach = self._bucket_of(self.highest_in_use)
+    def _pop_free_block(self) -> int:
+        bucket_in_use = self._bucket_of(self.highest_used_block)
         empty = self._empty.lowest()
-        if empty > 0 and self._bucket_of(empty) <= reach:
-            return self._withdraw_empty(empty)
-        cached = self._least_recent(reach)
+        if empty > 0 and self._bucket_of(empty) <= bucket_in_use:
+            return self._pop_empty(empty)
+        cached = self._least_recently_used(bucket_in_use)
         if cached < 0 and empty < 0:
-            cached = self._least_recent(len(self._bounds))
+            cached = self._least_recently_used(len(self._bounds))
         if cached > 0:
             self._evict(cached)
             return cached
@@ -165,51 +178,53 @@ class BlockPool:
                 f"all {self.num_blocks - 1} blocks are in use: "
                 "free or swap out a sequence, or raise num_blocks"
             )
-        return self._withdraw_empty(empty)
+        return self._pop_empty(empty)
 
-    def _least_recent(self, reach: int) -> int:
-        """The cached block that was used longest ago in the decode buckets up to ``reach``."""
+    def _least_recently_used(self, last_bucket: int) -> int:
+        """The least recently used cached block of the buckets up to ``last_bucket``, or -1."""
         oldest, block = -1, -1
-        for bucket in self._cached[: reach + 1]:
+        for bucket in self._cached[: last_bucket + 1]:
             if bucket:
-                candidate, stamp = next(iter(bucket.items()))
-                if oldest < 0 or stamp < oldest:
-                    oldest, block = stamp, candidate
+                candidate, released = next(iter(bucket.items()))
+                if oldest < 0 or released < oldest:
+                    oldest, block = released, candidate
         return block
 
-    def _withdraw_empty(self, block: int) -> int:
+    def _pop_empty(self, block: int) -> int:
         self._empty.remove(block)
         return block
 
     def _evict(self, block: int) -> None:
         key = self._uncache(block)
         if key is not None:
-            self.reuse.evicted(key)
+            self.reuse.record_eviction(key)
 
     def _uncache(self, block: int) -> BlockKey | None:
         del self._cached[self._bucket_of(block)][block]
-        return self.index.drop(block)
+        return self.prefix_index.drop(block)
 
-    def _revive(self, block: int) -> None:
+    def _reuse_cached(self, block: int) -> None:
         bucket = self._cached[self._bucket_of(block)]
         if block not in bucket:
-            raise InvalidBlock(f"block {block} is empty, so there is no content to share")
+            raise InvalidBlock(
+                f"block {block} is empty and has no content to share: allocate a block instead"
+            )
         del bucket[block]
         self._used.add(block)
-        key = self.index.key_of(block)
+        key = self.prefix_index.key_of(block)
         if key is not None:
-            self.reuse.revived(key)
+            self.reuse.record_hit(key)
 
-    def _put_back(self, block: int) -> None:
-        if block in self.index:
-            self._clock += 1
-            self._cached[self._bucket_of(block)][block] = self._clock
+    def _add_free_block(self, block: int) -> None:
+        if block in self.prefix_index:
+            self._num_releases += 1
+            self._cached[self._bucket_of(block)][block] = self._num_releases
         else:
             self._empty.add(block)
 
-    def _check(self, block: int) -> None:
+    def _require_valid(self, block: int) -> None:
         if not PADDING_BLOCK < block < self.num_blocks:
             raise InvalidBlock(
-                f"block {block} is not one of 1 to {self.num_blocks - 1}: block 0 is padding, "
-                "and the ids of other pools mean nothing here"
+                f"block {block} is not one of 1 to {self.num_blocks - 1}: pass a block of this "
+                "pool; block 0 is the padding block"
             )

@@ -1,81 +1,139 @@
-"""Settings of the cache: one frozen value, checked when it is made."""
+"""Settings of the cache and of the defragmenter: frozen values that check themselves when made.
+
+Each field carries its meaning, and its environment variable if it has one, as attrs metadata
+(``help`` and ``env``).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import pairwise
+import logging
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
+from trencadis.kvcache import validators
 from trencadis.kvcache.errors import InvalidSetting
 
 PADDING_BLOCK = 0
-"""Never allocated: what padded positions of a batch write to and read from."""
+"""The block that padded positions of a batch write to and read from. It is never allocated."""
 
+IGNORED_VARIABLES = ("VLLM_DEFRAG_WITH_GRAPHS",)
+"""Variables of the vLLM plugin for Gaudi that are accepted and have no effect here."""
 
-def _at_least(low: int, remedy: str) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise InvalidSetting(
-                f"{attribute.name} must be an integer of at least {low}, got {value!r}: {remedy}"
-            )
-
-    return check
-
-
-def _power_of_two(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
-        raise InvalidSetting(
-            f"{attribute.name} must be a power of two, got {value!r}: use 16, 32, 64 or 128"
-        )
-
-
-def _fraction(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value < 1
-    if not ok:
-        raise InvalidSetting(
-            f"{attribute.name} must be at least 0 and below 1, got {value!r}: 0.01 is usual"
-        )
-
-
-def _boolean(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, bool):
-        raise InvalidSetting(f"{attribute.name} must be True or False, got {value!r}")
+logger = logging.getLogger(__name__)
 
 
 def _as_tuple(buckets: Iterable[int]) -> tuple[int, ...]:
     return tuple(buckets)
 
 
-def _ascending(_: object, attribute: attrs.Attribute[Any], value: tuple[Any, ...]) -> None:
-    ok = all(isinstance(bucket, int) and bucket > 0 for bucket in value)
-    if not ok or any(low >= high for low, high in pairwise(value)):
-        raise InvalidSetting(
-            f"{attribute.name} must be positive and strictly ascending, got {value!r}: "
-            "pass the block counts of the decode grid, each once, in order"
-        )
-
-
 @attrs.frozen(kw_only=True)
 class CacheConfig:
-    """How many blocks there are and how they may be used.
+    """Number and size of the blocks, and the rules of their allocation.
 
-    ``num_blocks`` counts device blocks, the padding block 0 among them; ``num_host_blocks``
-    counts host blocks for swapped sequences (0: no swapping). ``block_size`` is in tokens, a
-    power of two. ``watermark`` is the share of the device blocks that new prompts leave free for
-    sequences that already run. ``decode_buckets``, for a runtime without a `Defragmenter`, are the
-    prefix lengths in blocks for which decode graphs exist: allocation stays inside the bucket in
-    use as long as it can (see `BlockPool`). Raises `InvalidSetting`, which names the setting.
+    Raises `InvalidSetting`, which names the setting.
     """
 
     num_blocks: int = attrs.field(
-        validator=_at_least(2, "block 0 is padding, so two is the least that can hold a token")
+        validator=validators.at_least(
+            2, "block 0 is the padding block, so only a second block can hold tokens"
+        ),
+        metadata={"help": "Number of device blocks, the padding block 0 included."},
     )
-    block_size: int = attrs.field(validator=_power_of_two)
-    watermark: float = attrs.field(default=0.01, validator=_fraction)
-    num_host_blocks: int = attrs.field(default=0, validator=_at_least(0, "0 turns swapping off"))
-    enable_prefix_caching: bool = attrs.field(default=True, validator=_boolean)
+    block_size: int = attrs.field(
+        validator=validators.power_of_two,
+        metadata={"help": "Size of a block in tokens, a power of two."},
+    )
+    watermark: float = attrs.field(
+        default=0.01,
+        validator=validators.fraction,
+        metadata={
+            "help": "Share of the device blocks (0 to 1) that stays free for running sequences "
+            "when a prompt is admitted."
+        },
+    )
+    num_host_blocks: int = attrs.field(
+        default=0,
+        validator=validators.at_least(0, "0 turns swapping off"),
+        metadata={"help": "Number of host blocks for swapped sequences, 0 for no swapping."},
+    )
+    enable_prefix_caching: bool = attrs.field(
+        default=True,
+        validator=validators.boolean,
+        metadata={"help": "Whether prompts share the blocks of a common prefix."},
+    )
     decode_buckets: tuple[int, ...] = attrs.field(
-        default=(), converter=_as_tuple, validator=_ascending
+        default=(),
+        converter=_as_tuple,
+        validator=validators.ascending,
+        metadata={
+            "help": "Prefix lengths in blocks that decode graphs exist for; set them only for a "
+            "runtime without a defragmenter."
+        },
     )
+
+
+@attrs.frozen(kw_only=True)
+class DefragConfig:
+    """When to defragment, and which cached content to keep.
+
+    A used block may move to a block with cached content. That content is kept, at the cost of a
+    second copy, if its reuse probability reaches ``keep_from``. The probability is 1 for content
+    that had a prefix hit before, and `ReuseEstimator.rate` for other content. A copy takes about
+    1/300 of the time in which a block is recomputed.
+    """
+
+    threshold: int = attrs.field(
+        default=32,
+        validator=validators.not_negative,
+        metadata={
+            "help": "Defragment when the highest used block is more than this number of blocks "
+            "above the number of used blocks.",
+            "env": "VLLM_DEFRAG_THRESHOLD",
+        },
+    )
+    debug: bool = attrs.field(
+        default=False,
+        validator=validators.boolean,
+        metadata={
+            "help": "Log every defragmentation. The variable is a comma-separated list; the word "
+            "defrag in it sets this.",
+            "env": "VLLM_DEBUG",
+        },
+    )
+    keep_from: float = attrs.field(
+        default=0.05,
+        validator=validators.not_negative,
+        metadata={
+            "help": "Reuse probability from which cached content is kept: 0 keeps all content, a "
+            "value above 1 keeps none."
+        },
+    )
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] = os.environ) -> DefragConfig:
+        """Settings from the environment variables that the metadata of the fields names.
+
+        A variable that is not set, or blank, leaves the default. Raises `InvalidSetting`, which
+        names the variable and its value.
+        """
+        for name in IGNORED_VARIABLES:
+            if environ.get(name, "").strip():
+                logger.info("%s has no effect: the device decides whether copies are graphs", name)
+        fields = attrs.fields(cls)
+        settings: dict[str, Any] = {}
+        name = fields.threshold.metadata["env"]
+        threshold = environ.get(name, "").strip()
+        if threshold:
+            if not threshold.isdecimal():
+                raise InvalidSetting(
+                    f"{name} must be a number of blocks, got {threshold!r}: "
+                    f"{fields.threshold.default} is usual"
+                )
+            settings["threshold"] = int(threshold)
+        topics = environ.get(fields.debug.metadata["env"], "")
+        if topics.strip():
+            settings["debug"] = "defrag" in topics.replace(" ", "").split(",")
+        return cls(**settings)

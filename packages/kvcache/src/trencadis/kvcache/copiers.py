@@ -1,8 +1,8 @@
-"""How blocks are copied: in place on the processor, through a staging buffer on an accelerator.
+"""Copiers: block copies on the CPU, and on accelerators through a staging buffer. Needs torch.
 
-Both see the device as ``words``, ``[2 * layers, num_blocks, n]``, or as that many tensors of
-``[num_blocks, ...]``, and the host as ``host``, ``[num_host_blocks, 2 * layers, n]``, of one dtype.
-`trencadis.kvcache.tensors` says why, and checks the ids.
+``words`` is the device memory, ``[2 * layers, num_blocks, n]``, or a sequence of ``2 * layers``
+tensors ``[num_blocks, ...]``. ``host`` is the host memory, ``[num_host_blocks, 2 * layers, n]``, of
+the same dtype. `trencadis.kvcache.tensors` explains these shapes and checks the block ids.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from typing import Any
 
 import torch
 
-from trencadis.kvcache.moves import BlockCopy
+from trencadis.kvcache.copy_plan import BlockCopy
 
 STAGING_BYTES = 1 << 30
-"""Most device memory that a copy within the device takes while it lasts."""
+"""Upper bound in bytes of the temporary device memory of a copy within the device."""
 
 
 class DirectCopier:
-    """One strided copy, of all layers, per run of neighbouring blocks; for the processor.
+    """The copier for the CPU: one strided copy of all layers per run of neighbouring blocks.
 
-    A gather and a scatter would move every byte twice.
+    A gather and a scatter would copy every byte twice.
     """
 
     def __init__(self, words: torch.Tensor, host: torch.Tensor) -> None:
@@ -31,18 +31,19 @@ class DirectCopier:
         self._host = host
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy within the device, all at once; repeats, as in a padded plan, cost nothing."""
-        plan = dict.fromkeys(copies)
-        written = {copy.dst for copy in plan}
+        """Copy within the device, all at once. Repeated copies (padding) cost nothing."""
+        distinct = dict.fromkeys(copies)
+        written = {copy.dst for copy in distinct}
 
-        # What is overwritten before it is read is put aside; of two blocks that change places, one.
-        aside = {
+        # Save every source that another copy overwrites; of two exchanged blocks, save one.
+        overwritten = {
             copy
-            for copy in plan
-            if copy.src in written and not (copy.src > copy.dst and copy[::-1] in plan)
+            for copy in distinct
+            if copy.src in written and not (copy.src > copy.dst and copy[::-1] in distinct)
         }
-        saved = [(dst, self._blocks[src].clone()) for src, dst in aside]
-        _copy_runs(self._blocks, self._blocks, [copy for copy in plan if copy not in aside])
+        saved = [(dst, self._blocks[src].clone()) for src, dst in overwritten]
+        remaining = [copy for copy in distinct if copy not in overwritten]
+        _copy_runs(self._blocks, self._blocks, remaining)
         for dst, content in saved:
             self._blocks[dst].copy_(content)
 
@@ -55,25 +56,25 @@ class DirectCopier:
         _copy_runs(self._host, self._blocks, copies)
 
     def wait(self) -> None:
-        """Nothing is ever under way."""
+        """Does nothing: every copy is complete when its call returns."""
 
 
 class StagedCopier:
-    """Gathers and scatters whole plans, swaps on a stream of their own; for accelerators.
+    """The copier for accelerators: one gather and one scatter per batch, swaps on their own stream.
 
-    The number of copies alone decides the shapes, so that a graph can be replayed for any plan of
+    The shapes depend only on the number of copies, so a graph can be replayed for every batch of
     that size.
     """
 
-    def __init__(self, words: torch.Tensor, host: torch.Tensor, side: SideStream) -> None:
+    def __init__(self, words: torch.Tensor, host: torch.Tensor, swap_stream: SwapStream) -> None:
         self._words = words
         self._blocks = words.transpose(0, 1)
         self._device = words.device
         self._host = host
-        self._side = side
+        self._swap_stream = swap_stream
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy within the device, all at once, after the swaps asked for so far."""
+        """Copy within the device, all at once, after the swaps so far."""
         self.wait()
         src = self._ids(copy.src for copy in copies)
         dst = self._ids(copy.dst for copy in copies)
@@ -82,35 +83,35 @@ class StagedCopier:
             layers.index_copy_(1, dst, layers.index_select(1, src))
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy to the host; the device does not wait for the link, the host for nothing."""
-        with self._side.after_current():
+        """Copy to the host. The host does not wait; later device work waits only for the gather."""
+        with self._swap_stream.after_current():
             staged = self._gather(self._ids(copy.src for copy in copies))
-            # The blocks may be overwritten once they are staged; the link can take longer.
-            self._side.mark()
+            # After the gather the blocks may be overwritten; the transfer can take longer.
+            self._swap_stream.record()
             _copy_runs(
-                staged, self._host, [BlockCopy(at, copy.dst) for at, copy in enumerate(copies)]
+                staged, self._host, [BlockCopy(row, copy.dst) for row, copy in enumerate(copies)]
             )
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the device."""
         shape = (len(copies), *self._host.shape[1:])
-        with self._side.after_current():
+        with self._swap_stream.after_current():
             staged = torch.empty(shape, dtype=self._host.dtype, device=self._device)
             _copy_runs(
-                self._host, staged, [BlockCopy(copy.src, at) for at, copy in enumerate(copies)]
+                self._host, staged, [BlockCopy(copy.src, row) for row, copy in enumerate(copies)]
             )
             self._scatter(self._ids(copy.dst for copy in copies), staged)
-            self._side.mark()
+            self._swap_stream.record()
 
     def wait(self) -> None:
-        """Let what the device does next wait for the swaps asked for so far."""
-        self._side.join()
+        """Make later device work wait for the swaps so far."""
+        self._swap_stream.join()
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(ids)).to(self._device, non_blocking=True)
 
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
-        """Blocks as the host has them: ``[len(ids), 2 * layers, n]``."""
+        """The blocks in the shape of the host memory: ``[len(ids), 2 * layers, n]``."""
         return self._blocks.index_select(0, ids)
 
     def _scatter(self, ids: torch.Tensor, staged: torch.Tensor) -> None:
@@ -118,18 +119,18 @@ class StagedCopier:
 
 
 class LayerwiseCopier(StagedCopier):
-    """A staged copier over a tensor for each layer's keys and values, none of them a view."""
+    """A staged copier for separate tensors of each layer's keys and values."""
 
     def __init__(
-        self, layers: Sequence[torch.Tensor], host: torch.Tensor, side: SideStream
+        self, layers: Sequence[torch.Tensor], host: torch.Tensor, swap_stream: SwapStream
     ) -> None:
         self._layers = layers
         self._device = layers[0].device
         self._host = host
-        self._side = side
+        self._swap_stream = swap_stream
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy within the device, after the swaps asked for so far."""
+        """Copy within the device, after the swaps so far."""
         self.wait()
         src = self._ids(copy.src for copy in copies)
         dst = self._ids(copy.dst for copy in copies)
@@ -137,35 +138,37 @@ class LayerwiseCopier(StagedCopier):
             layer.index_copy_(0, dst, layer.index_select(0, src))
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy to the host, which puts the blocks in their places: the device copies one piece,
-        because where a plan's runs begin and end would be one more shape to compile."""
-        with self._side.after_current():
+        """Copy to the host in one transfer. The host then scatters the blocks.
+
+        A scatter on the device would need a compiled graph for every pattern of runs.
+        """
+        with self._swap_stream.after_current():
             staged = self._gather(self._ids(copy.src for copy in copies))
-            self._side.mark()
-            places = torch.tensor([copy.dst for copy in copies])
-            self._host.index_copy_(0, places, staged.cpu())
+            self._swap_stream.record()
+            host_blocks = torch.tensor([copy.dst for copy in copies])
+            self._host.index_copy_(0, host_blocks, staged.cpu())
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy to the device, as one piece."""
-        with self._side.after_current():
-            places = torch.tensor([copy.src for copy in copies])
-            staged = self._host.index_select(0, places).to(self._device)
+        """Copy to the device in one transfer."""
+        with self._swap_stream.after_current():
+            host_blocks = torch.tensor([copy.src for copy in copies])
+            staged = self._host.index_select(0, host_blocks).to(self._device)
             self._scatter(self._ids(copy.dst for copy in copies), staged)
-            self._side.mark()
+            self._swap_stream.record()
 
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
-        chosen = [layer.index_select(0, ids).flatten(1) for layer in self._layers]
-        return torch.stack(chosen, dim=1)
+        gathered = [layer.index_select(0, ids).flatten(1) for layer in self._layers]
+        return torch.stack(gathered, dim=1)
 
     def _scatter(self, ids: torch.Tensor, staged: torch.Tensor) -> None:
         for layer, blocks in zip(self._layers, staged.unbind(1), strict=True):
             layer.index_copy_(0, ids, blocks.reshape(-1, *layer.shape[1:]))
 
 
-class SideStream:
-    """A stream beside the one that computes, and the event at which the two meet.
+class SwapStream:
+    """The stream of the swaps, and the event that the compute stream waits for.
 
-    ``module`` is that of the process's current device, such as ``torch.cuda`` or ``torch.hpu``.
+    ``module`` is the torch module of the device, for example ``torch.cuda`` or ``torch.hpu``.
     """
 
     def __init__(self, module: Any) -> None:
@@ -175,17 +178,17 @@ class SideStream:
 
     @contextmanager
     def after_current(self) -> Iterator[None]:
-        """Work on this stream, after what the current one has been given so far."""
+        """A context that runs work on this stream, after the work of the current stream so far."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield
 
-    def mark(self) -> None:
-        """From here on, the blocks may be used again."""
+    def record(self) -> None:
+        """Record the point after which the blocks may be read and written again."""
         self._event = self._stream.record_event()
 
     def join(self) -> None:
-        """Let the current stream wait for the last mark."""
+        """Make the current stream wait for the last recorded point."""
         if self._event is not None:
             self._module.current_stream().wait_event(self._event)
             self._event = None
@@ -194,21 +197,21 @@ class SideStream:
 def copier_for(
     words: torch.Tensor | Sequence[torch.Tensor], host: torch.Tensor
 ) -> DirectCopier | StagedCopier:
-    """What suits the device on which ``words`` is: one tensor, or one for each part of a layer."""
+    """The copier for the device of ``words``."""
     if not isinstance(words, torch.Tensor):
-        return LayerwiseCopier(words, host, _side_stream(words[0].device))
+        return LayerwiseCopier(words, host, _make_swap_stream(words[0].device))
     if words.device.type == "cpu":
         return DirectCopier(words, host)
-    return StagedCopier(words, host, _side_stream(words.device))
+    return StagedCopier(words, host, _make_swap_stream(words.device))
 
 
-def _side_stream(device: torch.device) -> SideStream:
-    return SideStream(torch.get_device_module(device))
+def _make_swap_stream(device: torch.device) -> SwapStream:
+    return SwapStream(torch.get_device_module(device))
 
 
 def _copy_runs(source: torch.Tensor, target: torch.Tensor, copies: Sequence[BlockCopy]) -> None:
-    """Copy blocks, the first dimension of both, in runs as long as they come."""
-    # Memory is written in order: of scattered places that is a little faster than reading in order.
+    """Copy blocks (the first dimension of both tensors) in the longest possible runs."""
+    # Writing in ascending order is slightly faster than reading in ascending order.
     ordered = sorted(copies, key=attrgetter("dst"))
     start = 0
     for end in range(1, len(ordered) + 1):

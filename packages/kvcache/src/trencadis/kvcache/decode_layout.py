@@ -1,8 +1,8 @@
-"""How a batch of decoding sequences lies in the cache, for attention that reads it in one piece.
+"""The layout of a decode batch for contiguous attention.
 
-The attention reads the blocks ``0 .. num_blocks - 1`` with no gather, and multiplies each with the
-query of the batch row that owns it. A block that several rows share can be one row's only; each
-further row gets an extra pair (block, row), and those few blocks are gathered.
+Contiguous attention reads the blocks ``0 .. num_blocks - 1`` without a gather and multiplies each
+block with the query of the batch row that owns it. A block has one owner. Every further row that
+shares the block gets an extra (block, row) pair, and the blocks of these few pairs are gathered.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache.block_table import Blocks
+from trencadis.kvcache.block_table import BlockIds
 from trencadis.kvcache.errors import InvalidSetting
 
 NO_OWNER = -1
+"""The owner of a block that no row of the batch reads."""
 
 Int32Array = npt.NDArray[np.int32]
 
 
 @attrs.frozen(eq=False)
 class DecodeLayout:
-    """Which batch row reads which block, and how many of the block's slots are its own.
+    """Which batch row reads which block, and how many slots of the block it attends to.
 
-    ``owner``: ``int32[num_blocks]``, the row that owns each block of the contiguous prefix,
-    `NO_OWNER` for the padding block, for free ones and for those of sequences not in the batch.
-    ``used``: ``int32[num_blocks]``, slots to attend to in each, 0 where there is no owner.
-    ``extra_block``, ``extra_owner``, ``extra_used``: ``int32[num_extra]``, the same for the pairs
-    beyond a block's first owner.
+    ``owner``: ``int32[num_blocks]``, the row that owns each block of the contiguous prefix, or
+    `NO_OWNER` for the padding block, free blocks and blocks of sequences outside the batch.
+    ``used``: ``int32[num_blocks]``, the slots to attend to in each block, 0 without an owner.
+    ``extra_block``, ``extra_owner``, ``extra_used``: ``int32[num_extra]``, the block, row and
+    slots of each extra pair.
     """
 
     owner: Int32Array
@@ -45,36 +46,37 @@ class DecodeLayout:
 
     @property
     def num_extra(self) -> int:
-        """(Block, row) pairs beyond the prefix."""
+        """Number of extra (block, row) pairs."""
         return len(self.extra_block)
 
 
 def lay_out(
-    tables: Sequence[Blocks],
+    block_tables: Sequence[BlockIds],
     num_tokens: Sequence[int],
     block_size: int,
     num_blocks: int | None = None,
 ) -> DecodeLayout:
-    """The layout of one block table and one number of slots per batch row.
+    """The layout of a batch whose row ``i`` has ``block_tables[i]`` and ``num_tokens[i]`` slots.
 
-    ``num_blocks`` is the length of the prefix; None ends it at the highest block of these tables.
-    Takes no Python step per block. Raises `InvalidSetting` where ``num_blocks`` is too short.
+    ``num_blocks`` is the length of the contiguous prefix, usually a bucket; by default the prefix
+    ends with the highest block of these tables. No Python loop runs over the blocks. Raises
+    `InvalidSetting` if a block is outside the prefix.
     """
-    lengths = np.fromiter(map(len, tables), np.int32, len(tables))
-    blocks = np.concatenate(tables) if tables else np.empty(0, np.int32)
+    lengths = np.fromiter(map(len, block_tables), np.int32, len(block_tables))
+    blocks = np.concatenate(block_tables) if block_tables else np.empty(0, np.int32)
     needed = int(blocks.max(initial=0)) + 1
     if num_blocks is not None and num_blocks < needed:
         raise InvalidSetting(
             f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: "
             f"pass at least {needed}"
         )
-    rows = np.repeat(np.arange(len(tables), dtype=np.int32), lengths)
+    rows = np.repeat(np.arange(len(block_tables), dtype=np.int32), lengths)
     slots = np.full(len(blocks), block_size, np.int32)
     slots[np.cumsum(lengths) - 1] = np.asarray(num_tokens, np.int32) - (lengths - 1) * block_size
 
     owner = np.full(num_blocks or needed, NO_OWNER, np.int32)
     used = np.zeros(len(owner), np.int32)
-    # Of several values for one index NumPy keeps the last; reversed, that is the first row.
+    # NumPy keeps the last of several values for one index. In reverse order that is the first row.
     owner[blocks[::-1]] = rows[::-1]
     used[blocks[::-1]] = slots[::-1]
     extra = np.flatnonzero(owner[blocks] != rows)

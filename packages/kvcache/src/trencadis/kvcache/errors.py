@@ -1,14 +1,13 @@
-"""The errors that this package raises on purpose; each names the thing, its value and the remedy.
+"""The errors of this package. Each message names the thing, its value and the remedy.
 
-Every operation checks before it changes anything: after one of these errors the state is what it
-was before the call.
+Every operation checks before it changes anything, so an operation that raises changes nothing.
 """
 
 from __future__ import annotations
 
 
 class KVCacheError(Exception):
-    """Base of every error that this package raises on purpose."""
+    """Base class of the errors that this package defines."""
 
 
 class InvalidSetting(KVCacheError, ValueError):
@@ -16,36 +15,36 @@ class InvalidSetting(KVCacheError, ValueError):
 
 
 class UnknownSequence(KVCacheError, LookupError):
-    """No sequence of this id is known: it was never allocated, or it was freed already."""
+    """No sequence has this id: it was never allocated, or it was freed already."""
 
 
 class DuplicateSequence(KVCacheError, ValueError):
-    """A sequence of this id already holds blocks."""
+    """A sequence with this id already has blocks, or a call names one sequence twice."""
 
 
 class InvalidBlock(KVCacheError, ValueError):
-    """A block id lies outside the pool, is the padding block, or is not in use (double free)."""
+    """A block id is outside the pool, is the padding block, or is not in use (double free)."""
 
 
 class OutOfBlocks(KVCacheError):
-    """Fewer free device blocks than the operation needs."""
+    """An operation needs more device blocks than are free."""
 
 
 class OutOfHostBlocks(KVCacheError):
-    """Fewer free host blocks than a swap out needs."""
+    """A swap out needs more host blocks than are free."""
 
 
 class NotComputed(KVCacheError):
-    """The sequence has reserved slots that are not computed yet, so it cannot be forked."""
+    """The sequence has slots that are not computed yet, so it cannot be forked."""
 
 
 class NotResident(KVCacheError):
-    """The sequence is swapped out, or on its way: swap it in before it is extended or forked."""
+    """The sequence is not on the device: it is swapped out, or its swap in is not complete."""
 
 
 class NotSwapped(KVCacheError):
-    """The sequence is not swapped out, so there is nothing to swap in."""
+    """The sequence cannot be swapped in: it is on the device, or its swap out is not complete."""
 
 
 class UnsupportedLayer(KVCacheError, ValueError):
-    """A layer keeps a state that a paged block copy would corrupt (sliding window, state space)."""
+    """A layer has a state that block copies would corrupt (sliding window, state space)."""

@@ -1,8 +1,8 @@
-"""The owner of every block table: which sequence has which blocks, and which tokens are in them.
+"""The block manager: allocates the blocks of sequences and owns their block tables.
 
-The manager does bookkeeping alone. Where memory must be touched it returns a plan, which
-`trencadis.kvcache.tensors` (or another runtime) carries out before the next forward pass, in the
-order in which plans were returned (see `MovePlan`).
+The manager only does bookkeeping. An operation that needs block copies returns them, and the
+runtime (for example `trencadis.kvcache.tensors`) carries them out before the next forward pass,
+in the order in which they were returned (see `CopyPlan`).
 """
 
 from __future__ import annotations
@@ -12,38 +12,42 @@ from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 
 from trencadis.kvcache.bandwidth import BandwidthGovernor
+from trencadis.kvcache.block_keys import ID_TYPECODE, PrefixKeys, RequestHasher
 from trencadis.kvcache.block_pool import BlockPool
-from trencadis.kvcache.block_table import Blocks, BlockTable
+from trencadis.kvcache.block_references import BlockReferences
+from trencadis.kvcache.block_table import BlockIds, BlockTable
 from trencadis.kvcache.config import CacheConfig
-from trencadis.kvcache.decode_layout import DecodeLayout, lay_out
-from trencadis.kvcache.device_blocks import DeviceBlocks
+from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies
 from trencadis.kvcache.errors import InvalidSetting, NotComputed, OutOfBlocks
-from trencadis.kvcache.moves import BlockCopy, Copies, SwapCopies
-from trencadis.kvcache.prefix import ID_TYPECODE, PrefixKeys, RequestHasher
+from trencadis.kvcache.host_block_pool import HostBlockPool
 from trencadis.kvcache.prefix_cache import PrefixCache
-from trencadis.kvcache.sequence import SequenceRegistry, SequenceState
-from trencadis.kvcache.swap_space import SwapSpace
+from trencadis.kvcache.rounding import ceil_div
+from trencadis.kvcache.sequences import SequenceState, SequenceTable
 from trencadis.kvcache.swapper import Swapper
 
 
-class Allocation(Enum):
-    """Whether a prompt can be given blocks: now, once others are freed, or in no case."""
+class AllocStatus(Enum):
+    """Whether blocks for a prompt can be allocated: now, later, or never (as in vLLM)."""
 
     OK = "ok"
     LATER = "later"
     NEVER = "never"
 
 
+_NO_SWAPS = SwapCopies((), ())
+
+
 class BlockManager:
-    """Gives sequences blocks, shares what they have in common, and takes blocks back.
+    """Allocates blocks to sequences, shares common content, and swaps sequences.
 
-    A sequence is known by an integer id. Its *slots* are the token positions for which it has
-    room; a slot is *computed* once its key and value vectors are in the cache. Only full, computed
-    blocks are shared between prompts. Every method checks first and changes afterwards, so a
-    raised error leaves everything as it was.
+    A sequence is known by an integer id. A *slot* is a token position with memory in a block; it
+    is *computed* when the key and value vectors of its token are in the cache. Only full blocks
+    of computed slots are shared between prompts. Every method checks first and changes afterwards,
+    so a method that raises changes nothing.
 
-    ``hasher`` must be the one that makes the keys given to `allocate`. ``governor`` limits swap
-    traffic; without one every swap is due at once. ``pool`` is there to be looked at.
+    ``pool`` and ``host_pool`` are for reading: the numbers of free and used blocks. ``hasher``
+    computes the ``prefix_keys`` arguments. ``governor`` limits the bandwidth of swaps; without
+    one all swap copies are due at once.
     """
 
     def __init__(
@@ -56,348 +60,309 @@ class BlockManager:
         self.config = config
         self.hasher = hasher or RequestHasher(config.block_size)
         self.pool = BlockPool(config.num_blocks, config.decode_buckets)
-        self._size = config.block_size
-        self._watermark = int(config.watermark * (config.num_blocks - 1))
-        self._blocks = DeviceBlocks(self.pool)
-        self._space = SwapSpace(config.num_host_blocks, governor)
-        self._swapper = Swapper(self._blocks, self._space, config.block_size)
-        self._prefixes = PrefixCache(self.pool, self.hasher, enabled=config.enable_prefix_caching)
-        self._sequences = SequenceRegistry()
-
-    @property
-    def num_total_blocks(self) -> int:
-        """Device blocks that sequences can have: all but the padding block."""
-        return self.config.num_blocks - 1
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Device blocks that can be handed out, cached ones among them."""
-        return self.pool.num_free
-
-    @property
-    def num_used_blocks(self) -> int:
-        """Device blocks that belong to a sequence, or to a swap that is not carried out yet."""
-        return self.pool.num_used
-
-    @property
-    def num_free_host_blocks(self) -> int:
-        """Host blocks that hold nothing."""
-        return self._space.num_free
-
-    @property
-    def highest_in_use(self) -> int:
-        """The highest device block in use, 0 for none; a decode step reads the blocks up to it."""
-        return self.pool.highest_in_use
+        self.host_pool = HostBlockPool(config.num_host_blocks)
+        self._block_size = config.block_size
+        self._watermark_blocks = int(config.watermark * self.pool.num_usable_blocks)
+        self._references = BlockReferences(self.pool)
+        self._swapper = Swapper(self._references, self.host_pool, config.block_size, governor)
+        self._prefix_cache = PrefixCache(
+            self.pool, self.hasher, enabled=config.enable_prefix_caching
+        )
+        self._sequences = SequenceTable()
 
     def __contains__(self, seq_id: int) -> bool:
         return seq_id in self._sequences
 
-    def block_table(self, seq_id: int) -> Blocks:
-        """The device blocks of a sequence: a read-only ``int32[num_blocks]`` view, in token order.
+    def block_table(self, seq_id: int) -> BlockIds:
+        """The device blocks of a sequence in token order: a read-only ``int32[num_blocks]`` view.
 
-        The view costs nothing. It is good until the sequence or the placement changes: take it
-        anew each step. A swapped sequence has no device blocks.
+        The view is valid until the sequence grows or moves, so read it again in every step. The
+        table of a swapped sequence is empty. Raises `UnknownSequence`.
         """
-        return self._sequences[seq_id].table.view
+        return self._sequences[seq_id].block_table.view
 
     def num_tokens(self, seq_id: int) -> int:
-        """Slots reserved for the sequence."""
-        return len(self._sequences[seq_id].tokens)
-
-    def num_computed_tokens(self, seq_id: int) -> int:
-        """Slots, from the first, whose key and value vectors are in the cache."""
-        return self._sequences[seq_id].num_computed
+        """The number of slots of a sequence. Raises `UnknownSequence`."""
+        return len(self._sequences[seq_id].token_ids)
 
     def is_resident(self, seq_id: int) -> bool:
-        """Whether the sequence can run: it is on the device with all its computed blocks."""
+        """Whether all computed blocks of a sequence are on the device, so that it can run.
+
+        Raises `UnknownSequence`.
+        """
         return self._sequences[seq_id].is_resident
 
-    def last_access(self, seq_id: int) -> float | None:
-        """When the sequence was last swapped out or in, in the caller's clock; None for never."""
-        return self._sequences[seq_id].last_access
-
-    def decode_layout(
-        self, seq_ids: Sequence[int], *, num_blocks: int | None = None
-    ) -> DecodeLayout:
-        """How a decode batch, one row per sequence, reads the contiguous prefix of the cache.
-
-        ``num_blocks`` pads the prefix to a bucket, of ``highest_in_use + 1`` blocks or more.
-        Raises `UnknownSequence`, `NotResident`, or `InvalidSetting` for a bucket too small.
-        """
-        rows = [self._sequences.resident(seq_id) for seq_id in seq_ids]
-        return lay_out(
-            [row.table.view for row in rows],
-            [len(row.tokens) for row in rows],
-            self._size,
-            num_blocks,
-        )
+    def num_cached_prefix_blocks(self, prefix_keys: PrefixKeys) -> int:
+        """The number of leading full blocks of a request that are in the prefix cache."""
+        return len(self.pool.prefix_index.match(prefix_keys.blocks))
 
     def can_allocate(
         self,
         token_ids: Sequence[int],
         *,
-        hashes: PrefixKeys | None = None,
+        prefix_keys: PrefixKeys | None = None,
         extra_keys: Sequence[Hashable] = (),
-    ) -> Allocation:
-        """Whether `allocate`, with the same arguments, would find room for a prompt.
+    ) -> AllocStatus:
+        """Whether `allocate` with the same arguments should be called now.
 
-        NEVER: not even an empty cache holds it. LATER: it would leave fewer free blocks than the
-        watermark, which is waived while nothing is in use, so that LATER never lasts for ever.
+        NEVER: the prompt needs more blocks than the cache has. LATER: it would leave fewer free
+        blocks than the watermark. The watermark does not apply while no block is used, so LATER
+        always ends.
         """
-        needed = self._blocks_for(len(token_ids))
-        if needed > self.num_total_blocks:
-            return Allocation.NEVER
-        room = self._room_above_watermark()
-        if needed <= room:
-            return Allocation.OK
-        keys = self._prefixes.keys_of(array(ID_TYPECODE, token_ids), hashes, extra_keys)
-        hits = self._prefixes.match(len(token_ids), keys)
+        needed = ceil_div(len(token_ids), self._block_size)
+        if needed > self.pool.num_usable_blocks:
+            return AllocStatus.NEVER
+        available = self._num_blocks_above_watermark()
+        if needed <= available:
+            return AllocStatus.OK
+        tokens = array(ID_TYPECODE, token_ids)
+        keys = self._prefix_cache.complete_keys(tokens, prefix_keys, extra_keys)
+        hits = self._prefix_cache.match(len(tokens), keys)
         needed -= sum(self.pool.ref_count(block) > 0 for block, _ in hits)
-        return Allocation.OK if needed <= room else Allocation.LATER
+        return AllocStatus.OK if needed <= available else AllocStatus.LATER
 
     def allocate(
         self,
         seq_id: int,
         token_ids: Sequence[int],
         *,
-        hashes: PrefixKeys | None = None,
+        prefix_keys: PrefixKeys | None = None,
         extra_keys: Sequence[Hashable] = (),
     ) -> int:
-        """Reserve slots for all of ``token_ids``; returns how many of them need no computing.
+        """Allocate slots for all of ``token_ids``; returns the number of cached tokens.
 
-        The longest known prefix in full blocks is shared rather than computed again. At least one
-        token is left to compute, as its logits are wanted: where the whole prompt is known, that
-        is its last block, so that no shared block is ever written.
+        The sequence shares the blocks of the longest cached prefix. At least one token is left to
+        compute, because its logits are needed: if the prefix cache holds the full prompt, the last
+        block is recomputed, so that no shared block is ever written.
 
-        ``hashes`` are the keys of the prompt, or of the first part of it, from `RequestHasher`.
-        ``extra_keys`` (adapter id, cache salt) restrict sharing to sequences with equal ones; with
-        ``hashes`` they are known from there. Raises `DuplicateSequence`, `OutOfBlocks`, or
-        `InvalidSetting` for an empty prompt and for keys of other tokens.
+        ``prefix_keys``, from `RequestHasher`, are the keys of the prompt or of a first part of it.
+        Only sequences with equal ``extra_keys`` (adapter id, cache salt) share blocks;
+        ``prefix_keys`` contain their extra keys. Raises `DuplicateSequence`, `OutOfBlocks`, or
+        `InvalidSetting` for an empty prompt or the keys of other tokens.
         """
         self._sequences.require_new(seq_id)
         if not len(token_ids):
-            raise InvalidSetting(f"sequence {seq_id} has no tokens: allocate at least one")
+            raise InvalidSetting(f"sequence {seq_id} has 0 tokens: allocate at least one")
         tokens = array(ID_TYPECODE, token_ids)
-        keys = self._prefixes.keys_of(tokens, hashes, extra_keys)
-        hits = self._prefixes.match(len(tokens), keys)
-        num_new = self._blocks_for(len(tokens)) - len(hits)
-        self._require(num_new + sum(self.pool.ref_count(block) == 0 for block, _ in hits))
-        self.pool.reuse.missed(keys.blocks[len(hits) :])
-        table: list[int] = []
+        keys = self._prefix_cache.complete_keys(tokens, prefix_keys, extra_keys)
+        hits = self._prefix_cache.match(len(tokens), keys)
+        num_new = ceil_div(len(tokens), self._block_size) - len(hits)
+        self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block, _ in hits))
+        self.pool.reuse.record_misses(keys.blocks[len(hits) :])
+        blocks: list[int] = []
         for block, key in hits:
-            self._blocks.share(block, seq_id, len(table))
+            self._references.share(block, seq_id, len(blocks))
             key.hits += 1
-            table.append(block)
+            blocks.append(block)
         for _ in range(num_new):
-            table.append(self._blocks.take(seq_id, len(table)))
-        state = SequenceState(
-            seq_id=seq_id,
-            tokens=tokens,
-            table=BlockTable(table),
-            num_computed=len(hits) * self._size,
-            keys=[key for _, key in hits] if self._prefixes.enabled else None,
-            extra=keys.extra,
+            blocks.append(self._references.allocate(seq_id, len(blocks)))
+        num_cached_tokens = len(hits) * self._block_size
+        self._sequences.add(
+            SequenceState(
+                seq_id=seq_id,
+                token_ids=tokens,
+                block_table=BlockTable(blocks),
+                num_computed_tokens=num_cached_tokens,
+                keys=[key for _, key in hits] if self._prefix_cache.enabled else None,
+                extra=keys.extra,
+            )
         )
-        self._sequences.add(state)
-        return len(hits) * self._size
+        return num_cached_tokens
 
     def mark_computed(self, seq_id: int, num_tokens: int) -> None:
-        """The key and value vectors of the first ``num_tokens`` slots are in the cache now.
+        """Record that the first ``num_tokens`` slots of a sequence are computed.
 
-        Full blocks among them become shareable. Never takes back what was computed. Raises
-        `UnknownSequence`, `NotResident`, or `InvalidSetting` for more tokens than slots.
+        Full blocks among them enter the prefix cache. A smaller number than before has no effect.
+        Raises `UnknownSequence`, `NotResident`, or `InvalidSetting` for more tokens than slots.
         """
         sequence = self._sequences.resident(seq_id)
-        if num_tokens > len(sequence.tokens):
+        if num_tokens > len(sequence.token_ids):
             raise InvalidSetting(
-                f"sequence {seq_id} has {len(sequence.tokens)} slots, so {num_tokens} tokens "
+                f"sequence {seq_id} has {len(sequence.token_ids)} slots, so {num_tokens} tokens "
                 "cannot be computed: append them first"
             )
-        if num_tokens <= sequence.num_computed:
+        if num_tokens <= sequence.num_computed_tokens:
             return
-        sequence.num_computed = num_tokens
-        self._prefixes.publish(sequence)
+        sequence.num_computed_tokens = num_tokens
+        self._prefix_cache.cache_full_blocks(sequence)
 
     def blocks_to_append(self, seq_id: int, num_tokens: int = 1) -> int:
-        """Free blocks that `append` of ``num_tokens`` would take, a copy on write included."""
-        return self._growth(self._sequences.resident(seq_id), num_tokens)
+        """The number of free blocks that `append` of ``num_tokens`` needs.
 
-    def can_append(self, seq_id: int, num_tokens: int = 1) -> bool:
-        """Whether `append` of ``num_tokens`` would find room."""
-        return self.blocks_to_append(seq_id, num_tokens) <= self.pool.num_free
-
-    def can_append_all(self, seq_ids: Collection[int], num_tokens: int = 1) -> bool:
-        """Whether all sequences can be appended ``num_tokens`` each, one after the other.
-
-        True at once where there is room for the worst case. Where several sequences share an
-        unfinished block this counts a copy for each of them, one more than they will need.
+        Includes the copy-on-write of a shared last block. Raises `UnknownSequence` or
+        `NotResident`.
         """
-        worst = self._blocks_for(num_tokens) + 1
-        if worst * len(seq_ids) <= self.pool.num_free:
-            return True
-        needed = sum(self.blocks_to_append(seq_id, num_tokens) for seq_id in seq_ids)
-        return needed <= self.pool.num_free
+        return self._num_blocks_to_append(self._sequences.resident(seq_id), num_tokens)
 
     def append(self, seq_id: int, token_ids: Sequence[int]) -> Copies:
-        """Reserve slots for new tokens; returns the copies to carry out before they are computed.
+        """Allocate slots for new tokens; returns the copies to carry out before the forward pass.
 
-        A copy is due where the last block is unfinished and shared with a fork: the sequence
-        goes on in a block of its own. Raises `UnknownSequence`, `NotResident` or `OutOfBlocks`.
+        A copy-on-write is needed if the last block is partial and shared with a fork. Raises
+        `UnknownSequence`, `NotResident` or `OutOfBlocks`.
         """
         sequence = self._sequences.resident(seq_id)
-        new = array(ID_TYPECODE, token_ids)
-        needed = self._growth(sequence, len(new))
+        tokens = array(ID_TYPECODE, token_ids)
+        needed = self._num_blocks_to_append(sequence, len(tokens))
         copies: Copies = ()
         if needed:
-            self._require(needed)
-            if self._must_copy(sequence):
-                copies = (self._own_last_block(sequence),)
+            self._require_free(needed)
+            if self._needs_copy_on_write(sequence):
+                copies = (self._copy_last_block(sequence),)
                 needed -= 1
             for _ in range(needed):
-                sequence.table.append(self._blocks.take(seq_id, len(sequence.table)))
-        sequence.tokens.extend(new)
+                position = len(sequence.block_table)
+                sequence.block_table.append(self._references.allocate(seq_id, position))
+        sequence.token_ids.extend(tokens)
         return copies
 
     def fork(self, parent_id: int, child_id: int) -> None:
-        """Start ``child_id`` as a copy of ``parent_id`` that shares all its blocks.
+        """Create ``child_id`` as a copy of ``parent_id`` that shares all its blocks.
 
-        The parent's slots must all be computed: two sequences that fill the same slots would write
-        to one block. Raises `UnknownSequence`, `NotResident`, `NotComputed`, `DuplicateSequence`.
+        All slots of the parent must be computed; otherwise both sequences would write the same
+        slots. Raises `UnknownSequence`, `NotResident`, `NotComputed` or `DuplicateSequence`.
         """
         parent = self._sequences.resident(parent_id)
         self._sequences.require_new(child_id)
-        if parent.num_computed < len(parent.tokens):
+        if parent.num_computed_tokens < len(parent.token_ids):
             raise NotComputed(
-                f"sequence {parent_id} has {len(parent.tokens)} slots and {parent.num_computed} of "
-                "them are computed: fork it after mark_computed, before append"
+                f"sequence {parent_id} has {len(parent.token_ids)} slots and "
+                f"{parent.num_computed_tokens} of them are computed: fork it after mark_computed "
+                "and before append"
             )
-        for position, block in enumerate(parent.table.view.tolist()):
-            self._blocks.share(block, child_id, position)
-        child = SequenceState(
-            seq_id=child_id,
-            tokens=parent.tokens[:],
-            table=BlockTable(parent.table.view),
-            num_computed=parent.num_computed,
-            keys=None if parent.keys is None else parent.keys[:],
-            extra=parent.extra,
+        for position, block in enumerate(parent.block_table.view.tolist()):
+            self._references.share(block, child_id, position)
+        self._sequences.add(
+            SequenceState(
+                seq_id=child_id,
+                token_ids=parent.token_ids[:],
+                block_table=BlockTable(parent.block_table.view),
+                num_computed_tokens=parent.num_computed_tokens,
+                keys=None if parent.keys is None else parent.keys[:],
+                extra=parent.extra,
+            )
         )
-        self._sequences.add(child)
 
     def free(self, seq_id: int) -> None:
-        """Forget a sequence, wherever it is, and give back its blocks.
+        """Remove a sequence and release its blocks, on the device and on the host.
 
-        Raises `UnknownSequence`, also when called twice.
+        Raises `UnknownSequence`, also if the sequence was freed already.
         """
         sequence = self._sequences.pop(seq_id)
-        self._blocks.release_all(sequence.table.view.tolist(), seq_id)
+        self._references.release_all(sequence.block_table.view.tolist(), seq_id)
         self._swapper.free(sequence)
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached content, as after a change of weights or of an adapter.
+        """Clear the prefix cache, for example after a change of the weights or of an adapter.
 
-        Sequences keep their blocks, but nothing that they computed so far, or go on to compute
-        from it, will be shared with a prompt that is allocated from now on.
+        Sequences keep their blocks. Their content, and what they compute from it later, is never
+        shared with prompts that are allocated after the reset.
         """
-        self.pool.forget_cached()
-        self._space.forget_contents()
+        self.pool.reset_prefix_cache()
+        self._swapper.reset_prefix_cache()
         for sequence in self._sequences:
             sequence.keys = None
 
     def can_swap_out(self, seq_ids: Sequence[int]) -> bool:
-        """Whether the host has room for these sequences, swapped out together.
+        """Whether the host has enough free blocks to swap out these sequences together.
 
-        What must fit is the *host* side: swapping out takes host blocks and gives device blocks.
-        (Seed 003 compares with the free device blocks, which would refuse to swap just when the
-        device is full.) Raises `UnknownSequence` or `NotResident`.
+        A swap out needs host blocks and releases device blocks. (Seed 003 compares with the free
+        device blocks, which forbids a swap out when the device is full.) Raises
+        `UnknownSequence`, `NotResident` or `DuplicateSequence`.
         """
         sequences = self._sequences.all_resident(seq_ids)
-        return self._swapper.host_blocks_for(sequences) <= self._space.num_free
+        needed = self._swapper.num_host_blocks_needed(sequences)
+        return needed <= self.host_pool.num_free_blocks
 
     def swap_out(self, seq_ids: Sequence[int], now: float = 0.0) -> Copies:
-        """Move sequences to the host; returns the device-to-host copies that are due at ``now``.
+        """Swap out sequences; returns the device-to-host copies due at time ``now`` (seconds).
 
-        Pass the sequences of one request together, so that what they share moves once. Only
-        computed blocks move. With a governor, copies may be left over: they follow, in order,
-        from later calls and from `resume_swaps`, and their device blocks stay in use until then.
-        Raises `OutOfHostBlocks`, `UnknownSequence`, `NotResident`, or `DuplicateSequence` for an
-        id given twice.
+        Pass the sequences of one group together, so that shared blocks are copied once. Only
+        computed blocks are copied. With a governor some copies may become due later: later calls
+        and `resume_swaps` return them in order, and their device blocks stay used until then.
+        Raises `OutOfHostBlocks`, `UnknownSequence`, `NotResident` or `DuplicateSequence`.
         """
-        self._swapper.swap_out(self._sequences.all_resident(seq_ids), now)
+        self._swapper.swap_out(self._sequences.all_resident(seq_ids))
         return self._swapper.admit_outgoing(now)
 
     def can_swap_in(self, seq_ids: Sequence[int]) -> bool:
-        """Whether these sequences, all on the host, would fit on the device with the watermark.
+        """Whether the device has enough free blocks above the watermark for these sequences.
 
-        False while some of their content is still on its way to the host. Raises
-        `UnknownSequence` or `NotSwapped`.
+        False while a transfer of one of them to the host is pending. Raises `UnknownSequence`,
+        `NotSwapped` or `DuplicateSequence`.
         """
         sequences = self._sequences.all_swapped(seq_ids)
-        if any(self._swapper.is_leaving(sequence) for sequence in sequences):
+        if any(self._swapper.is_swapping_out(sequence) for sequence in sequences):
             return False
-        return self._swapper.device_blocks_for(sequences) <= self._room_above_watermark()
+        needed = self._swapper.num_device_blocks_needed(sequences)
+        return needed <= self._num_blocks_above_watermark()
 
     def swap_in(self, seq_ids: Sequence[int], now: float = 0.0) -> Copies:
-        """Move sequences to the device; returns the host-to-device copies due at ``now``.
+        """Swap in sequences; returns the host-to-device copies due at time ``now`` (seconds).
 
-        Blocks whose content is still cached on the device are taken from there. With a governor
-        the sequences may have to wait for later copies: see `is_resident` and `resume_swaps`.
-        Raises `OutOfBlocks`, `UnknownSequence`, `NotSwapped`, also for one still on its way out,
-        or `DuplicateSequence` for an id given twice.
+        Blocks in the prefix cache are shared instead of copied. With a governor some copies may
+        become due later (see `resume_swaps`); `is_resident` is False until all of them were
+        returned. Raises `OutOfBlocks`, `UnknownSequence`, `NotSwapped` (also while the swap out
+        is not complete) or `DuplicateSequence`.
         """
-        self._swapper.swap_in(self._sequences.all_swapped(seq_ids), now)
+        self._swapper.swap_in(self._sequences.all_swapped(seq_ids))
         return self._swapper.admit_incoming(now)
 
     def resume_swaps(self, now: float) -> SwapCopies:
         """The copies of earlier swaps that are due at ``now`` (seconds); call it every step."""
+        if not self._swapper.has_pending:
+            return _NO_SWAPS
         return SwapCopies(self._swapper.admit_outgoing(now), self._swapper.admit_incoming(now))
 
-    def has_content(self, block: int) -> bool:
-        """Whether anything in a used block has been computed: if not, it moves without a copy."""
-        holders = self._blocks.holders(block)
-        first_slot = self._blocks.position(block) * self._size
-        return not holders or any(
-            self._sequences[seq_id].num_computed > first_slot for seq_id in holders
-        )
+    def relocate(self, moves: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:
+        """Move used blocks to free blocks and update the block tables; returns the copies.
 
-    def relocate(self, moves: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> None:
-        """Move used blocks to free ones, for all their sequences; `Defragmenter` plans this.
-
-        Content that a destination in ``keep`` is cached for moves to the source in exchange, that
-        of others is evicted. Raises `InvalidBlock`.
+        For `Defragmenter`. Blocks without a computed slot move without a copy. If a destination
+        in ``keep`` is a cached block, its content moves to the source; the content of other
+        destinations is evicted. Raises `InvalidBlock`.
         """
+        copies = [move for move in moves if self._has_computed_slot(move.src)]
+        copies += [BlockCopy(dst, src) for src, dst in moves if dst in keep]
         for src, dst in moves:
-            position, holders = self._blocks.relocate(src, dst, keep=dst in keep)
-            for seq_id in holders:
-                self._sequences[seq_id].table.replace(position, dst)
+            position, seq_ids = self._references.relocate(src, dst, keep=dst in keep)
+            for seq_id in seq_ids:
+                self._sequences[seq_id].block_table.replace(position, dst)
         self._swapper.relocate(dict(moves))
+        return tuple(copies)
 
-    def _require(self, num_blocks: int) -> None:
-        if num_blocks > self.pool.num_free:
+    def _require_free(self, num_blocks: int) -> None:
+        if num_blocks > self.pool.num_free_blocks:
             raise OutOfBlocks(
-                f"{num_blocks} blocks are needed and {self.pool.num_free} are free: "
+                f"{num_blocks} blocks are needed and {self.pool.num_free_blocks} are free: "
                 "free or swap out a sequence, or raise num_blocks"
             )
 
-    def _room_above_watermark(self) -> int:
-        return self.pool.num_free - (self._watermark if self.pool.num_used else 0)
+    def _num_blocks_above_watermark(self) -> int:
+        watermark = self._watermark_blocks if self.pool.num_used_blocks else 0
+        return self.pool.num_free_blocks - watermark
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._size)
-
-    def _growth(self, sequence: SequenceState, num_tokens: int) -> int:
+    def _num_blocks_to_append(self, sequence: SequenceState, num_tokens: int) -> int:
         if num_tokens == 0:
             return 0
-        slots = len(sequence.tokens) + num_tokens
-        return self._blocks_for(slots) - len(sequence.table) + self._must_copy(sequence)
+        num_slots = len(sequence.token_ids) + num_tokens
+        num_new = ceil_div(num_slots, self._block_size) - len(sequence.block_table)
+        return num_new + self._needs_copy_on_write(sequence)
 
-    def _must_copy(self, sequence: SequenceState) -> bool:
-        unfinished = len(sequence.tokens) % self._size
-        return unfinished > 0 and self.pool.is_shared(sequence.table.last())
+    def _needs_copy_on_write(self, sequence: SequenceState) -> bool:
+        is_partial = len(sequence.token_ids) % self._block_size > 0
+        return is_partial and self.pool.is_shared(sequence.block_table.last())
 
-    def _own_last_block(self, sequence: SequenceState) -> BlockCopy:
-        position = len(sequence.table) - 1
-        shared = sequence.table.last()
-        own = self._blocks.take(sequence.seq_id, position)
-        self._blocks.release(shared, sequence.seq_id)
-        sequence.table.replace(position, own)
-        return BlockCopy(shared, own)
+    def _copy_last_block(self, sequence: SequenceState) -> BlockCopy:
+        position = len(sequence.block_table) - 1
+        shared = sequence.block_table.last()
+        copy = self._references.allocate(sequence.seq_id, position)
+        self._references.release(shared, sequence.seq_id)
+        sequence.block_table.replace(position, copy)
+        return BlockCopy(shared, copy)
+
+    def _has_computed_slot(self, block: int) -> bool:
+        """A block that only a pending swap out references counts as computed."""
+        seq_ids = self._references.sequences(block)
+        first_slot = self._references.position(block) * self._block_size
+        return not seq_ids or any(
+            self._sequences[seq_id].num_computed_tokens > first_slot for seq_id in seq_ids
+        )

@@ -1,213 +1,248 @@
-"""Moves whole sequences between device and host: what must be copied, and what need not be.
+"""Swaps sequences out to the host and back in, and plans the copies that this needs.
 
-Only computed blocks are copied. A block that several of the sequences share is copied once, one
-whose content is on the host already is not copied out again, and one that is still cached on the
-device is not copied in.
+Only computed blocks are copied. A block that several of the sequences share is copied once. A
+block whose content is on the host already is not copied out, and a block whose content is still
+in the prefix cache is not copied in.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from trencadis.kvcache.bandwidth import BandwidthGovernor
+from trencadis.kvcache.block_references import BlockReferences
 from trencadis.kvcache.block_table import BlockTable
-from trencadis.kvcache.device_blocks import DeviceBlocks
+from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import NotSwapped, OutOfBlocks, OutOfHostBlocks
-from trencadis.kvcache.moves import BlockCopy, Copies
-from trencadis.kvcache.sequence import SequenceState
-from trencadis.kvcache.swap_space import SwapSpace, Transfer
+from trencadis.kvcache.host_block_pool import HostBlockPool
+from trencadis.kvcache.rounding import ceil_div
+from trencadis.kvcache.sequences import SequenceState
+from trencadis.kvcache.transfers import Transfer, TransferQueue
 
 
 class Swapper:
-    """Carries sequences over, block by block, between `DeviceBlocks` and `SwapSpace`.
+    """Moves sequences block by block between the device pool and the host pool.
 
-    Checks that there is room; that the sequences are where they should be is the caller's part.
+    Checks that there are enough free blocks. The caller checks that the sequences are on the
+    device for a swap out, and on the host for a swap in.
     """
 
-    def __init__(self, blocks: DeviceBlocks, space: SwapSpace, block_size: int) -> None:
-        self._blocks = blocks
-        self._space = space
-        self._size = block_size
+    def __init__(
+        self,
+        references: BlockReferences,
+        host_pool: HostBlockPool,
+        block_size: int,
+        governor: BandwidthGovernor | None = None,
+    ) -> None:
+        self.outgoing = TransferQueue(governor)
+        self.incoming = TransferQueue(governor)
+        self._references = references
+        self._pool = references.pool
+        self._host_pool = host_pool
+        self._block_size = block_size
 
-    def host_blocks_for(self, sequences: Sequence[SequenceState]) -> int:
-        """Free host blocks that swapping these sequences out together would take."""
+    def num_host_blocks_needed(self, sequences: Sequence[SequenceState]) -> int:
+        """Free host blocks that a swap out of these sequences together takes."""
         new: set[int] = set()
         for sequence in sequences:
-            for position, block in enumerate(self._computed(sequence)):
-                if self._space.find(sequence.key_at(position)) is None:
+            for position, block in enumerate(self._computed_blocks(sequence)):
+                if self._host_pool.lookup(sequence.key_at(position)) is None:
                     new.add(block)
         return len(new)
 
-    def swap_out(self, sequences: Sequence[SequenceState], now: float) -> None:
-        """Plan the way to the host; device blocks stay held until their transfer is admitted.
+    def swap_out(self, sequences: Sequence[SequenceState]) -> None:
+        """Queue the transfers of these sequences to the host.
 
-        Raises `OutOfHostBlocks`.
+        A device block stays used until its transfer is admitted. Raises `OutOfHostBlocks`.
         """
-        needed = self.host_blocks_for(sequences)
-        if needed > self._space.num_free:
+        needed = self.num_host_blocks_needed(sequences)
+        if needed > self._host_pool.num_free_blocks:
             raise OutOfHostBlocks(
-                f"{needed} host blocks are needed and {self._space.num_free} are free: "
+                f"{needed} host blocks are needed and {self._host_pool.num_free_blocks} are free: "
                 "recompute the sequences instead, or raise num_host_blocks"
             )
-        host_of: dict[int, int] = {}
+        host_block_of: dict[int, int] = {}
         for sequence in sequences:
-            self._leave_device(sequence, host_of)
-            sequence.last_access = now
+            self._swap_out_sequence(sequence, host_block_of)
 
-    def device_blocks_for(self, sequences: Sequence[SequenceState]) -> int:
-        """Free device blocks that swapping these sequences in together would take."""
-        new, revived, fresh = set(), set(), 0
+    def num_device_blocks_needed(self, sequences: Sequence[SequenceState]) -> int:
+        """Free device blocks that a swap in of these sequences together takes."""
+        copied: set[int] = set()
+        cached: set[int] = set()
+        num_uncomputed = 0
         for sequence in sequences:
-            host_table = sequence.host_table or []
-            for position, host in enumerate(host_table):
-                cached = self._on_device(sequence, position)
-                if cached is None:
-                    new.add(host)
-                elif self._blocks.pool.ref_count(cached) == 0:
-                    revived.add(cached)
-            fresh += self._blocks_for(len(sequence.tokens)) - len(host_table)
-        return len(new) + len(revived) + fresh
+            host_blocks = sequence.host_block_table or []
+            for position, host_block in enumerate(host_blocks):
+                hit = self._prefix_hit(sequence, position)
+                if hit is None:
+                    copied.add(host_block)
+                elif self._pool.ref_count(hit) == 0:
+                    cached.add(hit)
+            num_uncomputed += self._num_blocks(sequence) - len(host_blocks)
+        return len(copied) + len(cached) + num_uncomputed
 
-    def is_leaving(self, sequence: SequenceState) -> bool:
-        """Whether some of its content has not reached the host yet."""
-        hosts = set(sequence.host_table or ())
-        return any(transfer.host in hosts for transfer in self._space.outgoing)
+    def is_swapping_out(self, sequence: SequenceState) -> bool:
+        """Whether a transfer of the sequence to the host is still pending."""
+        host_blocks = set(sequence.host_block_table or ())
+        return any(transfer.host_block in host_blocks for transfer in self.outgoing)
 
-    def swap_in(self, sequences: Sequence[SequenceState], now: float) -> None:
-        """Give the sequences device blocks and plan the way there.
+    def swap_in(self, sequences: Sequence[SequenceState]) -> None:
+        """Allocate device blocks for these sequences and queue the transfers to them.
 
-        Raises `OutOfBlocks`, or `NotSwapped` for a sequence that is still leaving.
+        Raises `OutOfBlocks`, or `NotSwapped` for a sequence whose swap out is not complete.
         """
         for sequence in sequences:
-            if self.is_leaving(sequence):
+            if self.is_swapping_out(sequence):
                 raise NotSwapped(
-                    f"sequence {sequence.seq_id} is on its way to the host: ask can_swap_in first"
+                    f"the swap out of sequence {sequence.seq_id} is not complete: "
+                    "call can_swap_in first"
                 )
-        needed = self.device_blocks_for(sequences)
-        if needed > self._blocks.pool.num_free:
+        needed = self.num_device_blocks_needed(sequences)
+        if needed > self._pool.num_free_blocks:
             raise OutOfBlocks(
-                f"{needed} blocks are needed and {self._blocks.pool.num_free} are free: "
+                f"{needed} blocks are needed and {self._pool.num_free_blocks} are free: "
                 "free or swap out another sequence first"
             )
-        # What is cached is claimed first, before a fresh block can evict it.
-        found = [self._claim_cached(sequence) for sequence in sequences]
-        arrivals: dict[int, Transfer] = {}
-        for sequence, cached in zip(sequences, found, strict=True):
-            self._enter_device(sequence, cached, arrivals)
-            sequence.last_access = now
-        self._space.incoming.extend(arrivals.values())
+        # Share all prefix hits first: an allocation could evict them.
+        hits = [self._share_prefix_hits(sequence) for sequence in sequences]
+        transfers: dict[int, Transfer] = {}
+        for sequence, sequence_hits in zip(sequences, hits, strict=True):
+            self._swap_in_sequence(sequence, sequence_hits, transfers)
+        self.incoming.extend(transfers.values())
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a transfer in either direction is pending."""
+        return bool(self.outgoing.transfers or self.incoming.transfers)
 
     def admit_outgoing(self, now: float) -> Copies:
-        """Device-to-host copies to carry out now; their device blocks are free from here on."""
-        admitted = self._space.admit_outgoing(now)
+        """The device-to-host copies due at time ``now``; releases their device blocks."""
+        admitted = self.outgoing.admit(now)
         for transfer in reversed(admitted):
-            self._blocks.pool.release(transfer.device)
-        return tuple(BlockCopy(transfer.device, transfer.host) for transfer in admitted)
+            self._pool.release(transfer.device_block)
+        return tuple(BlockCopy(transfer.device_block, transfer.host_block) for transfer in admitted)
 
     def admit_incoming(self, now: float) -> Copies:
-        """Host-to-device copies to carry out now; their host blocks are free from here on."""
-        admitted = self._space.admit_incoming(now)
+        """The host-to-device copies due at time ``now``; releases their host blocks."""
+        admitted = self.incoming.admit(now)
         for transfer in admitted:
-            self._space.release(transfer.host)
-            for sequence in transfer.waiting:
-                sequence.arriving -= 1
+            self._host_pool.release(transfer.host_block)
+            for sequence in transfer.sequences:
+                sequence.num_pending_blocks -= 1
             if transfer.key is not None:
-                self._blocks.pool.index.register(transfer.key, transfer.device)
-        return tuple(BlockCopy(transfer.host, transfer.device) for transfer in admitted)
+                self._pool.prefix_index.register(transfer.key, transfer.device_block)
+        return tuple(BlockCopy(transfer.host_block, transfer.device_block) for transfer in admitted)
 
     def free(self, sequence: SequenceState) -> None:
-        """Give back what a sequence has on the host and on its way, wherever it is."""
-        if sequence.host_table is not None:
-            for host in sequence.host_table:
-                self._space.release(host)
-            useless = self._space.cancel(
-                self._space.outgoing, lambda transfer: self._space.ref_count(transfer.host) == 0
-            )
-            for transfer in useless:
-                self._blocks.pool.release(transfer.device)
-        elif sequence.arriving:
-            pool = self._blocks.pool
-            useless = self._space.cancel(
-                self._space.incoming, lambda transfer: pool.ref_count(transfer.device) == 0
-            )
-            for transfer in useless:
-                self._space.release(transfer.host)
+        """Release the host blocks of a sequence and cancel its pending transfers."""
+        if sequence.host_block_table is not None:
+            for host_block in sequence.host_block_table:
+                self._host_pool.release(host_block)
+            for transfer in self.outgoing.cancel(
+                lambda transfer: self._host_pool.ref_count(transfer.host_block) == 0
+            ):
+                self._pool.release(transfer.device_block)
+        elif sequence.num_pending_blocks:
+            for transfer in self.incoming.cancel(
+                lambda transfer: self._pool.ref_count(transfer.device_block) == 0
+            ):
+                self._host_pool.release(transfer.host_block)
 
-    def relocate(self, moved: Mapping[int, int]) -> None:
-        """Device blocks have moved, from key to value: planned transfers follow them."""
-        self._space.relocate(moved)
+    def reset_prefix_cache(self) -> None:
+        """Let no other sequence share content that is on the host or being swapped in."""
+        self._host_pool.reset_prefix_cache()
+        for transfer in self.incoming:
+            transfer.key = None
 
-    def _leave_device(self, sequence: SequenceState, host_of: dict[int, int]) -> None:
-        """``host_of`` tells where the blocks that left before, in the same call, went to."""
-        host_table: list[int] = []
-        held: set[int] = set()
-        for position, block in enumerate(self._computed(sequence)):
+    def relocate(self, moves: Mapping[int, int]) -> None:
+        """Update pending transfers after device blocks have moved, from key to value."""
+        self.outgoing.relocate(moves)
+        self.incoming.relocate(moves)
+
+    def _swap_out_sequence(self, sequence: SequenceState, host_block_of: dict[int, int]) -> None:
+        """``host_block_of`` maps the device blocks that this swap out has handled so far."""
+        host_block_table: list[int] = []
+        transfers: dict[int, Transfer] = {}
+        for position, block in enumerate(self._computed_blocks(sequence)):
             key = sequence.key_at(position)
-            known = host_of.get(block)
-            host = self._space.find(key) if known is None else known
-            if host is None:
-                host = self._space.take(key)
-                self._space.outgoing.append(Transfer(block, host))
-                held.add(block)
+            host_block = host_block_of.get(block)
+            if host_block is None:
+                host_block = self._host_pool.lookup(key)
+            if host_block is None:
+                host_block = self._host_pool.allocate(key)
+                transfers[block] = Transfer(block, host_block)
             else:
-                self._space.share(host)
-            host_of[block] = host
-            host_table.append(host)
-        for block in reversed(sequence.table.view.tolist()):
-            if block in held:
-                self._blocks.hold(block, sequence.seq_id)
+                self._host_pool.share(host_block)
+            host_block_of[block] = host_block
+            host_block_table.append(host_block)
+        self.outgoing.extend(transfers.values())
+        for block in reversed(sequence.block_table.view.tolist()):
+            if block in transfers:
+                self._references.detach(block, sequence.seq_id)
             else:
-                self._blocks.release(block, sequence.seq_id)
-        sequence.host_table = host_table
-        sequence.table = BlockTable()
+                self._references.release(block, sequence.seq_id)
+        sequence.host_block_table = host_block_table
+        sequence.block_table = BlockTable()
 
-    def _claim_cached(self, sequence: SequenceState) -> dict[int, int]:
-        claimed: dict[int, int] = {}
-        for position in range(len(sequence.host_table or ())):
-            block = self._on_device(sequence, position)
+    def _share_prefix_hits(self, sequence: SequenceState) -> dict[int, int]:
+        """The blocks by position whose content is in the prefix cache, with a new reference."""
+        hits: dict[int, int] = {}
+        for position in range(len(sequence.host_block_table or ())):
+            block = self._prefix_hit(sequence, position)
             if block is not None:
-                self._blocks.share(block, sequence.seq_id, position)
-                claimed[position] = block
-        return claimed
+                self._references.share(block, sequence.seq_id, position)
+                hits[position] = block
+        return hits
 
-    def _enter_device(
-        self, sequence: SequenceState, cached: Mapping[int, int], arrivals: dict[int, Transfer]
+    def _swap_in_sequence(
+        self, sequence: SequenceState, hits: Mapping[int, int], transfers: dict[int, Transfer]
     ) -> None:
-        """``arrivals`` are the transfers, by host block, that this swap in has planned so far."""
-        host_table = sequence.host_table or []
-        table = BlockTable()
-        for position in range(self._blocks_for(len(sequence.tokens))):
-            if position >= len(host_table):
-                table.append(self._blocks.take(sequence.seq_id, position))
-            elif position in cached:
-                table.append(cached[position])
-                self._space.release(host_table[position])
+        """``transfers`` are those that this swap in has planned so far, by host block."""
+        host_blocks = sequence.host_block_table or []
+        block_table = BlockTable()
+        for position in range(self._num_blocks(sequence)):
+            if position >= len(host_blocks):
+                block_table.append(self._references.allocate(sequence.seq_id, position))
+            elif position in hits:
+                block_table.append(hits[position])
+                self._host_pool.release(host_blocks[position])
             else:
-                table.append(self._arrive(sequence, position, host_table[position], arrivals))
-        sequence.table = table
-        sequence.host_table = None
+                block_table.append(
+                    self._plan_transfer(sequence, position, host_blocks[position], transfers)
+                )
+        sequence.block_table = block_table
+        sequence.host_block_table = None
 
-    def _arrive(
-        self, sequence: SequenceState, position: int, host: int, arrivals: dict[int, Transfer]
+    def _plan_transfer(
+        self,
+        sequence: SequenceState,
+        position: int,
+        host_block: int,
+        transfers: dict[int, Transfer],
     ) -> int:
-        sequence.arriving += 1
-        transfer = arrivals.get(host)
+        """The device block that the content of ``host_block`` is copied to."""
+        sequence.num_pending_blocks += 1
+        transfer = transfers.get(host_block)
         if transfer is None:
-            device = self._blocks.take(sequence.seq_id, position)
+            block = self._references.allocate(sequence.seq_id, position)
             # The transfer takes over the sequence's reference to the host block.
-            arrivals[host] = Transfer(device, host, (sequence,), sequence.key_at(position))
-            return device
-        self._blocks.share(transfer.device, sequence.seq_id, position)
-        self._space.release(host)
-        transfer.waiting += (sequence,)
-        return transfer.device
+            transfers[host_block] = Transfer(
+                block, host_block, (sequence,), sequence.key_at(position)
+            )
+            return block
+        self._references.share(transfer.device_block, sequence.seq_id, position)
+        self._host_pool.release(host_block)
+        transfer.sequences += (sequence,)
+        return transfer.device_block
 
-    def _on_device(self, sequence: SequenceState, position: int) -> int | None:
+    def _prefix_hit(self, sequence: SequenceState, position: int) -> int | None:
         key = sequence.key_at(position)
-        return None if key is None else self._blocks.pool.index.find(key)
+        return None if key is None else self._pool.prefix_index.lookup(key)
 
-    def _computed(self, sequence: SequenceState) -> list[int]:
-        blocks: list[int] = sequence.table.view[: self._blocks_for(sequence.num_computed)].tolist()
+    def _computed_blocks(self, sequence: SequenceState) -> list[int]:
+        num_computed = ceil_div(sequence.num_computed_tokens, self._block_size)
+        blocks: list[int] = sequence.block_table.view[:num_computed].tolist()
         return blocks
 
-    def _blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._size)
+    def _num_blocks(self, sequence: SequenceState) -> int:
+        return ceil_div(len(sequence.token_ids), self._block_size)

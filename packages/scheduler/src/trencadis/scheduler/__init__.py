@@ -4,6 +4,8 @@ Thermal policies are in `trencadis.scheduler.thermal`, temperature sources in
 `trencadis.scheduler.telemetry`.
 """
 
+from typing import TYPE_CHECKING
+
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult
@@ -17,11 +19,12 @@ from trencadis.scheduler.errors import (
     StepOrderError,
     UnservableRequest,
 )
-from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
+from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
-from trencadis.scheduler.preemption import PreemptionCosts, StepTiming
+from trencadis.scheduler.preemption_costs import PreemptionCosts, StepTiming
 from trencadis.scheduler.request import BeamSearch, FinishReason, Request
 from trencadis.scheduler.scheduler import Scheduler
+from trencadis.scheduler.sequence_status import SequenceStatus
 from trencadis.scheduler.thermal.guard import ThermalGuard
 
 __all__ = [
@@ -51,3 +54,15 @@ __all__ = [
     "ThermalGuard",
     "UnservableRequest",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-scheduler")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

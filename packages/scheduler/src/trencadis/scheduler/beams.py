@@ -1,13 +1,13 @@
-"""Beam search: which continuations survive a step, which are finished, and when it is over.
+"""Beam search: selects the continuations of a step, the finished hypotheses, and the end.
 
-The rules are those of ``transformers``' own beam search (its ``generation/utils.py``), so that the
-same log-probabilities give the same hypotheses. This module knows tokens and scores; blocks are
-forked and dropped by whoever asks it.
+The rules are those of beam search in ``transformers`` (``generation/utils.py``), so the same
+log-probabilities give the same hypotheses. This module works on tokens and scores only; its caller
+forks and frees the blocks of the beams.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Items
+from collections import abc
 from typing import NamedTuple
 
 import attrs
@@ -16,14 +16,14 @@ from trencadis.scheduler.request import BeamSearch, FinishReason, Request
 
 
 class Candidate(NamedTuple):
-    """A token that may follow a beam, and its log-probability given that beam."""
+    """A possible next token of a beam, and its log-probability given that beam."""
 
     token_id: int
     logprob: float
 
 
 class Continuation(NamedTuple):
-    """A beam (its index in the step), the token that follows it, and the sum with that token."""
+    """A beam (its index in the step), a next token, and the cumulative log-probability of both."""
 
     beam: int
     token_id: int
@@ -32,7 +32,7 @@ class Continuation(NamedTuple):
 
 @attrs.frozen
 class Hypothesis:
-    """A finished output: its generated tokens and the score that it is ranked by."""
+    """A finished output of a beam search, with the score that ranks it."""
 
     score: float
     output_token_ids: tuple[int, ...] = attrs.field(repr=False)
@@ -40,79 +40,97 @@ class Hypothesis:
     finish_reason: FinishReason
 
 
-class BeamTracker:
-    """The state of one beam search beyond the running beams themselves.
+class BeamSearchState:
+    """The state of one beam search, except for its running beams.
 
-    ``max_output``: tokens at which every beam ends. ``candidates_per_beam`` is how many of its
-    best tokens each beam has to offer per step.
+    - ``hypotheses``: the finished hypotheses, best first, at most ``search.width``.
+    - ``candidates_per_beam``: number of most probable tokens that a beam provides per step.
+    - ``candidates``: what the beams have provided in this step, by sequence id.
+
+    ``max_output`` is the number of output tokens at which every beam finishes.
     """
 
     def __init__(self, request: Request, search: BeamSearch, max_output: int) -> None:
         self.search = search
         self.hypotheses: list[Hypothesis] = []
-        self.gathered: dict[int, tuple[Candidate, ...]] = {}
+        self.candidates: dict[int, tuple[Candidate, ...]] = {}
         self.candidates_per_beam = max(2, 1 + len(request.stop_token_ids)) * search.width
         self._request = request
         self._max_output = max_output
-        self._improving = True
+        self._can_improve = True
 
     def advance(
         self,
-        outputs: Items[Items[int]],
-        scores: Items[float],
-        candidates: Items[Items[Candidate]],
+        outputs: abc.Sequence[abc.Sequence[int]],
+        logprobs: abc.Sequence[float],
+        candidates: abc.Sequence[abc.Sequence[Candidate]],
     ) -> list[Continuation]:
-        """Choose the beams of the next step; none when the search is over.
+        """Select the beams of the next step, best first; none once the search has ended.
 
-        Per running beam: its generated tokens, its summed log-probability, its best tokens.
+        The arguments have one entry per running beam: its output tokens, its cumulative
+        log-probability, and its candidates.
         """
-        ranked = self._ranked(scores, candidates)
+        width = self.search.width
         length = len(outputs[0]) + 1
-        reasons = [self._reason(one.token_id, length) for one in ranked]
-        going_on = [one for one, why in zip(ranked, reasons, strict=True) if why is None]
-        going_on = going_on[: self.search.width]
-        # Only a continuation among the best `width` may finish; the rest are there as reserves.
-        best = list(zip(ranked, reasons, strict=True))[: self.search.width]
-        ended = [(one, why) for one, why in best if why is not None]
-        self._finish([self._hypothesis(one, outputs[one.beam], why) for one, why in ended])
-        self.gathered.clear()
-        if not going_on or self._is_over(going_on[0].cumulative_logprob, length):
+        ranked = self._rank(logprobs, candidates)
+        reasons = [self._finish_reason(continuation.token_id, length) for continuation in ranked]
+        running = [
+            continuation
+            for continuation, reason in zip(ranked, reasons, strict=True)
+            if reason is None
+        ][:width]
+        # Only a continuation among the best `width` may finish. The others replace those that do.
+        self._add_hypotheses(
+            [
+                self._hypothesis(continuation, outputs[continuation.beam], reason)
+                for continuation, reason in zip(ranked[:width], reasons[:width], strict=True)
+                if reason is not None
+            ]
+        )
+        self.candidates.clear()
+        if not running or self._has_ended(running[0].cumulative_logprob, length):
             return []
-        return going_on
+        return running
 
-    def _ranked(
-        self, scores: Items[float], candidates: Items[Items[Candidate]]
+    def _rank(
+        self, logprobs: abc.Sequence[float], candidates: abc.Sequence[abc.Sequence[Candidate]]
     ) -> list[Continuation]:
-        every = [
-            Continuation(beam, one.token_id, score + one.logprob)
-            for beam, (score, offered) in enumerate(zip(scores, candidates, strict=True))
-            for one in offered
+        continuations = [
+            Continuation(beam, candidate.token_id, logprob + candidate.logprob)
+            for beam, (logprob, offered) in enumerate(zip(logprobs, candidates, strict=True))
+            for candidate in offered
         ]
-        every.sort(key=lambda one: -one.cumulative_logprob)
-        return every[: self.candidates_per_beam]
+        continuations.sort(key=lambda continuation: -continuation.cumulative_logprob)
+        return continuations[: self.candidates_per_beam]
 
-    def _reason(self, token_id: int, length: int) -> FinishReason | None:
+    def _finish_reason(self, token_id: int, length: int) -> FinishReason | None:
         request = self._request
         if token_id in request.stop_token_ids and length >= request.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if length >= self._max_output else None
 
-    def _hypothesis(self, one: Continuation, output: Items[int], why: FinishReason) -> Hypothesis:
-        score = one.cumulative_logprob / (len(output) + 1) ** self.search.length_penalty
-        return Hypothesis(score, (*output, one.token_id), one.cumulative_logprob, why)
+    def _hypothesis(
+        self, continuation: Continuation, output: abc.Sequence[int], reason: FinishReason
+    ) -> Hypothesis:
+        logprob = continuation.cumulative_logprob
+        score = logprob / (len(output) + 1) ** self.search.length_penalty
+        return Hypothesis(score, (*output, continuation.token_id), logprob, reason)
 
-    def _finish(self, found: list[Hypothesis]) -> None:
-        """Keep the best; those of one step count together, even if they are more than are free."""
-        self.hypotheses.extend(found)
-        self.hypotheses.sort(key=lambda known: -known.score)
+    def _add_hypotheses(self, hypotheses: list[Hypothesis]) -> None:
+        """Keep the best ``width``; all hypotheses of a step are added before any is dropped."""
+        self.hypotheses.extend(hypotheses)
+        self.hypotheses.sort(key=lambda hypothesis: -hypothesis.score)
         del self.hypotheses[self.search.width :]
 
-    def _is_over(self, best_running: float, length: int) -> bool:
+    def _has_ended(self, best_logprob: float, length: int) -> bool:
+        """``best_logprob`` is the cumulative log-probability of the best running beam."""
         if len(self.hypotheses) < self.search.width:
             return False
-        penalty, early = self.search.length_penalty, self.search.early_stopping
-        if early is True:
+        penalty, early_stopping = self.search.length_penalty, self.search.early_stopping
+        if early_stopping is True:
             return True
-        hopeful = self._max_output if early == "never" and penalty > 0 else length
-        self._improving &= best_running / hopeful**penalty > self.hypotheses[-1].score
-        return not self._improving
+        # Log-probabilities are negative, so with a positive penalty the longest output scores best.
+        is_open_ended = early_stopping == "never" and penalty > 0
+        best_length = self._max_output if is_open_ended else length
+        self._can_improve &= best_logprob / best_length**penalty > self.hypotheses[-1].score
+        return not self._can_improve

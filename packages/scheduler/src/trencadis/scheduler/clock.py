@@ -1,20 +1,40 @@
-"""Time that never runs backwards, made of a clock that may."""
+"""A clock that never runs backwards, around a clock that may."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from typing import TypeAlias
+
+Clock: TypeAlias = Callable[[], float]
+"""Returns seconds. Only differences have a meaning, as with `time.monotonic`."""
 
 
-class SteadyTime:
-    """Seconds since the first call. A step back of ``clock`` counts as no time at all."""
+class SteadyClock:
+    """Seconds since it was made. A backward step of ``clock`` counts as no time. Thread-safe.
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    `time.monotonic` does not step back, but a caller may pass another clock, and a virtual machine
+    may migrate. The length of a backward step is unknown: a reader that compares two times must
+    check whether the number of steps has changed between them.
+    """
+
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._last = clock()
-        self._elapsed = 0.0
+        self._lock = threading.Lock()
+        self._last_s = clock()
+        self._offset_s = -self._last_s
+        self._backward_steps = 0
 
     def now(self) -> float:
-        reading = self._clock()
-        self._elapsed += max(0.0, reading - self._last)
-        self._last = reading
-        return self._elapsed
+        """Seconds since the clock was made."""
+        return self.read()[0]
+
+    def read(self) -> tuple[float, int]:
+        """Seconds since the clock was made, and the number of backward steps so far."""
+        with self._lock:
+            raw_s = self._clock()
+            if raw_s < self._last_s:
+                self._offset_s += self._last_s - raw_s
+                self._backward_steps += 1
+            self._last_s = raw_s
+            return raw_s + self._offset_s, self._backward_steps

@@ -31,5 +31,9 @@ class IllegalTransition(SchedulerError):
     """A status change that the state diagram of sequence groups does not have."""
 
 
-class ControlError(SchedulerError):
-    """A control request that this scheduler cannot apply."""
+class ControlError(SchedulerError, ValueError):
+    """An order that this scheduler cannot carry out. ``field`` names the field of the order."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message)
+        self.field = field

@@ -1,118 +1,95 @@
-"""The sequences of one request, and the states that they go through together.
+"""Sequence groups: all sequences of one request, which run and are preempted together.
 
-The scheduler's parts change what is here; everybody else reads.
+Only the modules of the scheduler change these objects; other code reads them.
 """
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence as TokenIds
+from collections import abc
+from typing import NamedTuple
 
 import attrs
 
-from trencadis.kvcache import PrefixKeys
-from trencadis.scheduler.beams import BeamTracker
+from trencadis.kvcache import PrefixKeys, ceil_div
+from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.errors import IllegalTransition
 from trencadis.scheduler.request import FinishReason, Request
-from trencadis.scheduler.rounding import ceil_div
-
-
-class SequenceStatus(enum.Enum):
-    """Where a group, and with it each of its sequences, is in its life."""
-
-    WAITING = "waiting"
-    RUNNING = "running"
-    SWAPPED = "swapped"
-    FINISHED = "finished"
-
-
-_ARROWS = {
-    SequenceStatus.WAITING: {SequenceStatus.RUNNING},
-    SequenceStatus.RUNNING: {SequenceStatus.SWAPPED, SequenceStatus.FINISHED},
-    SequenceStatus.SWAPPED: {SequenceStatus.RUNNING, SequenceStatus.WAITING},
-    SequenceStatus.FINISHED: set[SequenceStatus](),
-}
-"""The state diagram of seed 003, section 5.
-
-A group whose cache was given up rather than copied is SWAPPED too, with nothing on the host. A
-group that its client cancels while SWAPPED goes back to WAITING; from there it leaves the
-scheduler, as one does that is cancelled before it ever ran.
-"""
+from trencadis.scheduler.sequence_status import TRANSITIONS, SequenceStatus
 
 
 @attrs.define(eq=False)
 class Sequence:
-    """One output in progress. The scheduler alone changes it; others may read.
+    """One output of a request.
 
-    ``token_ids`` are prompt and output. The first ``num_computed`` of them have their keys and
-    values in the cache, ``num_slots`` of them have cache slots reserved. ``cumulative_logprob``
-    is the sum over the output, of beams and where `Scheduler.update` was told.
+    - ``token_ids``: prompt and output.
+    - ``num_computed_tokens``: tokens, from the first, whose keys and values are in the KV cache.
+    - ``num_slots``: tokens, from the first, that have a slot in the blocks of the sequence.
+    - ``num_cached_tokens``: prompt tokens whose blocks came from the prefix cache.
+    - ``cumulative_logprob``: sum over the output tokens; of a sample, only where
+      `Scheduler.update` got log-probabilities.
     """
 
     seq_id: int
     request: Request
     token_ids: list[int] = attrs.field(repr=False)
     group: SequenceGroup = attrs.field(repr=False)
-    num_computed: int = 0
+    num_computed_tokens: int = 0
     num_slots: int = 0
-    num_cached_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
-
-    @property
-    def status(self) -> SequenceStatus:
-        """A sample that has ended is FINISHED before its group is."""
-        if self.finish_reason in {FinishReason.STOP, FinishReason.LENGTH}:
-            return SequenceStatus.FINISHED
-        return self.group.status
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.request.prompt_token_ids)
-
-    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
-    def output_token_ids(self) -> TokenIds[int]:
+    def output_token_ids(self) -> abc.Sequence[int]:
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
-    @property
-    def num_pending(self) -> int:
-        """Tokens still to be computed before the next one can be sampled."""
-        return len(self.token_ids) - self.num_computed
+
+class QueueKey(NamedTuple):
+    """The position of a group in a queue: groups with a lower key run first.
+
+    ``priority`` is 0 for every group under the ``fcfs`` policy.
+    """
+
+    priority: int
+    arrival: int
 
 
 @attrs.define(eq=False)
 class SequenceGroup:
-    """The sequences of one request: one, n samples, or beams. They run and are evicted together.
+    """The sequences of one request: a single sequence, n samples, or beams.
 
-    ``live`` have not ended; those of them in ``active`` have blocks. While the tokens that all
-    share (the *trunk*: at first the prompt) are being computed that is one sequence alone; the
-    others are in ``unforked`` and then become copies of it. ``finished`` are those that ended, of
-    beams the hypotheses, best first. ``arrival`` counts requests, ``started_at_s`` is when it last
-    began to run, ``on_host`` whether what it computed is kept there.
+    - ``arrival``: the number of requests that were added before this one.
+    - ``unfinished_seqs``: sequences that have not finished.
+    - ``allocated_seqs``: unfinished sequences that have blocks. While the group computes the
+      common prefix of its sequences (at first the prompt), only one of them, the leader, has.
+    - ``unforked_seqs``: the others during that time; then they become forks of the leader.
+    - ``finished_seqs``: finished sequences; of a beam search the hypotheses, best first.
+    - ``prefix_keys``: the prefix-cache keys of the prompt, None without prefix caching.
+    - ``num_bypasses``: later groups that started while this one was the oldest of its queue.
+    - ``started_at_s``: when the group last began to run, in seconds.
     """
 
     request: Request
     arrival: int
     block_size: int
-    turn: tuple[int, int]
+    queue_key: QueueKey
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
-    live: list[Sequence] = attrs.field(factory=list, repr=False)
-    active: list[Sequence] = attrs.field(factory=list, repr=False)
-    unforked: list[Sequence] = attrs.field(factory=list, repr=False)
-    finished: list[Sequence] = attrs.field(factory=list, repr=False)
-    beams: BeamTracker | None = attrs.field(default=None, repr=False)
-    keys: PrefixKeys | None = attrs.field(default=None, repr=False)
-    on_host: bool = False
-    passed_over: int = 0
+    unfinished_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
+    allocated_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
+    unforked_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
+    finished_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
+    beam_state: BeamSearchState | None = attrs.field(default=None, repr=False)
+    prefix_keys: PrefixKeys | None = attrs.field(default=None, repr=False)
+    num_bypasses: int = 0
     started_at_s: float = 0.0
     last_scheduled_step: int = 0
 
@@ -125,33 +102,38 @@ class SequenceGroup:
         return self.request.priority
 
     @property
-    def seats(self) -> int:
-        """Running sequences that it counts for: beams always their width."""
-        return len(self.live) if self.beams is None else self.beams.search.width
+    def num_seqs(self) -> int:
+        """Sequences that the group counts for against ``max_num_seqs``; beams: the beam width."""
+        if self.beam_state is not None:
+            return self.beam_state.search.width
+        return len(self.unfinished_seqs)
 
     @property
     def results(self) -> list[Sequence]:
-        """The n sequences that the client gets, best first once the group is finished."""
+        """The n sequences for the client, best first once the group has finished.
+
+        ``best_of`` samples are ranked by their mean log-probability per token.
+        """
         n = self.request.n
-        if self.beams is None and self.request.num_seqs > n:
-            ranked = sorted(self.finished, key=_mean_logprob, reverse=True)
-            return ranked[:n]
-        if self.beams is None:
-            return sorted([*self.finished, *self.live], key=lambda one: one.seq_id)
-        return self.finished[:n]
+        if self.beam_state is not None:
+            return self.finished_seqs[:n]
+        if self.request.num_seqs > n:
+            return sorted(self.finished_seqs, key=_mean_logprob, reverse=True)[:n]
+        samples = [*self.finished_seqs, *self.unfinished_seqs]
+        return sorted(samples, key=lambda sequence: sequence.seq_id)
 
     def get_num_kv_blocks(self) -> int:
-        """Device blocks that it holds; what beams share beyond the prompt counts for each."""
+        """Device blocks of the group. Blocks of the prompt count once, all others per sequence."""
         size = self.block_size
-        shared = len(self.request.prompt_token_ids) // size
-        own = [ceil_div(one.num_slots, size) for one in self.active]
-        if len(own) == 1:
-            return own[0]
-        return shared + sum(max(0, blocks - shared) for blocks in own)
+        num_blocks = [ceil_div(sequence.num_slots, size) for sequence in self.allocated_seqs]
+        if len(num_blocks) == 1:
+            return num_blocks[0]
+        num_shared = self.request.num_prompt_tokens // size
+        return num_shared + sum(max(0, count - num_shared) for count in num_blocks)
 
-    def become(self, status: SequenceStatus) -> None:
-        """Follow an arrow of the state diagram. Raises `IllegalTransition` for any other."""
-        if status not in _ARROWS[self.status]:
+    def transition_to(self, status: SequenceStatus) -> None:
+        """Change the status. Raises `IllegalTransition` for one the state diagram does not have."""
+        if status not in TRANSITIONS[self.status]:
             raise IllegalTransition(
                 f"request {self.request_id!r} is {self.status.value} and cannot become "
                 f"{status.value}"

@@ -1,34 +1,35 @@
-"""What a step decides and what it learns, as plain values."""
+"""The decision of a step, and the tokens that came of it, as plain values."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Ids
+from collections import abc
 from typing import NamedTuple
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache import BlockCopy, Direction, MovePlan
+from trencadis.kvcache import CopyPlan
 from trencadis.scheduler.request import FinishReason
 
 
 class ScheduledSequence(NamedTuple):
-    """Tokens of one sequence to compute in this step.
+    """The tokens of one sequence to compute in this step.
 
-    ``token_ids`` stand at positions ``start``, ``start + 1``, …; positions before ``start`` are
-    in the cache. ``block_table`` holds the sequence's block ids in order and covers all of them;
-    it is valid until the next ``schedule()``. ``samples`` says whether the logits after the last
-    token are wanted (they are not after a prompt chunk that is not the last).
-
-    ``forks`` are further sequences that go on from the same row of logits: sample the row once for
-    ``seq_id`` and once for each of them. ``num_candidates`` above 0 marks a beam: give its so many
-    most probable tokens with their log-probabilities instead of sampling one.
+    - ``start``: position of the first token; all positions before it are in the KV cache.
+    - ``block_table``: ``int32[num_blocks]``, the blocks of the sequence in token order. It covers
+      all tokens and is valid until the next ``schedule()``.
+    - ``samples``: whether the logits of the last token are needed; False for a prefill chunk that
+      is not the last of its prompt.
+    - ``forks``: ids of further sequences that continue from the same row of logits. Sample from
+      that row once for ``seq_id`` and once for each of them.
+    - ``num_candidates``: above 0 for a beam. Return that many most probable tokens with their
+      log-probabilities instead of a sampled token.
     """
 
     seq_id: int
     start: int
-    token_ids: Ids[int]
+    token_ids: abc.Sequence[int]
     block_table: npt.NDArray[np.int32]
     samples: bool
     forks: tuple[int, ...] = ()
@@ -36,7 +37,7 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def sample_ids(self) -> tuple[int, ...]:
-        """The sequences that want a token from this row of logits; () for none."""
+        """Ids of the sequences that need a token from this row of logits."""
         return (self.seq_id, *self.forks) if self.samples else ()
 
 
@@ -44,45 +45,33 @@ class ScheduledSequence(NamedTuple):
 class SchedulerOutput:
     """The decision of one step.
 
-    ``prompts`` are chunks of two tokens and more, ``decodes`` single tokens with all context in
-    the cache: they run as separate forwards. ``moves`` must be carried out before either, in its
-    order: copies on write, swaps, defragmentation. ``preempted`` are the ids of sequences that
-    lost their device blocks and wait to be resumed. ``max_running`` is the cap that held.
+    - ``prompts``: prefill chunks of two or more tokens.
+    - ``decodes``: single tokens whose context is in the KV cache. Run them as a forward pass of
+      their own.
+    - ``moves``: copy-on-write, swaps and defragmentation, to carry out in this order before the
+      forward passes. There may be moves without anything to compute.
+    - ``preempted_seq_ids``: sequences that lost their device blocks in this step.
+    - ``max_running_seqs``: the running limit of this step, in sequences.
     """
 
     step: int
     prompts: tuple[ScheduledSequence, ...] = ()
     decodes: tuple[ScheduledSequence, ...] = ()
-    moves: MovePlan = attrs.field(factory=MovePlan, eq=False)
-    preempted: tuple[int, ...] = ()
-    max_running: int = 0
-
-    @property
-    def copies(self) -> tuple[BlockCopy, ...]:
-        """The moves within the device; with neither swap space nor defragmenter, all of them."""
-        return tuple(
-            copy
-            for direction, copies in self.moves
-            if direction is Direction.WITHIN
-            for copy in copies
-        )
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens computed in this step, without padding."""
-        return sum(len(s.token_ids) for s in self.prompts) + len(self.decodes)
+    moves: CopyPlan = attrs.field(factory=CopyPlan, eq=False)
+    preempted_seq_ids: tuple[int, ...] = ()
+    max_running_seqs: int = 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is computed; there may be moves all the same."""
+        """Whether the step computes no tokens; it may have moves."""
         return not self.prompts and not self.decodes
 
 
 class SequenceUpdate(NamedTuple):
-    """One new token of a sequence, and whether it was the last.
+    """A new token of a sequence, and the finish reason if it was the last one.
 
-    Beams change their past while they run, so a beam search reports at its end alone: one update
-    per result, best first, with its last token.
+    The tokens of running beams may still change. So a beam search reports only once it has ended:
+    one update per result, best first, with its last token.
     """
 
     seq_id: int

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from trencadis.server.launch import LaunchError, serve
     from trencadis.server.settings import ServerSettings
 
+    __version__: str
+
 __all__ = [
     "LaunchError",
     "ServerSettings",
@@ -26,8 +28,6 @@ __all__ = [
     "serve",
 ]
 
-__version__ = "0.1.0"
-
 _MODULES = {
     "LaunchError": "launch",
     "ServerSettings": "settings",
@@ -37,11 +37,14 @@ _MODULES = {
     "serve": "launch",
 }
 
+if not TYPE_CHECKING:  # a type checker that sees it accepts every misspelt name
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+    def __getattr__(name: str) -> Any:
+        if name == "__version__":
+            return import_module("importlib.metadata").version("trencadis-server")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

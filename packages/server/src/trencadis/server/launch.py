@@ -1,8 +1,7 @@
-"""From settings to a server that answers, and back to nothing: start, listen, drain, stop.
+"""The life of a server: bind the port, start the engine, listen, drain, stop.
 
-The port is taken first, so that a conflict shows at once and not after the model was loaded; it
-listens last, so that whoever can connect is answered. Whatever ends the server, the engine's core
-process ends with it.
+The port is bound first, so that a conflict shows before the model is loaded. The server listens
+last, so that every connection is answered. The engine's core process always ends with the server.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ STOP_TIMEOUT = 30.0
 
 
 class LaunchError(Exception):
-    """The server cannot listen where it was told to."""
+    """The server cannot listen on its host and port."""
 
 
 async def serve(
@@ -45,32 +44,32 @@ async def serve(
     """Serve a model until SIGINT or SIGTERM.
 
     On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, and stops
-    the engine; a second signal ends the wait. ``announce`` (by default it prints) is told, once,
-    where the server listens.
-    Raises `LaunchError` where the port is taken, and what `AsyncEngine.start` raises.
+    the engine. A second signal ends the wait. ``announce`` is called once with a text that says
+    where the server listens; by default the text is printed.
+    Raises `LaunchError` where the port is taken, and the errors of `AsyncEngine.start`.
     """
-    interrupt = _Interrupt()
-    with _bound_socket(settings.host, settings.port) as listener, interrupt.on_signals():
-        engine = await interrupt.unless_set(AsyncEngine.start(config, log))
+    stop_signals = _StopSignals()
+    with _bound_socket(settings.host, settings.port) as listener, stop_signals.handled():
+        engine = await stop_signals.cancelling(AsyncEngine.start(config, log))
         if engine is None:
-            logger.info("Told to stop while starting")
+            logger.info("Stopped by a signal during the start")
             return
         try:
             greeting = _greeting(engine, settings, listener)
-            server = _Server(engine, settings, lambda: (announce or _say)(greeting))
-            await interrupt.while_unset(server.leave, server.serve(sockets=[listener]))
+            server = _Server(engine, settings, lambda: (announce or _print)(greeting))
+            await stop_signals.calling(server.stop, server.serve(sockets=[listener]))
         finally:
             await _stop(engine)
 
 
 def check_address(settings: ServerSettings) -> None:
-    """Raise `LaunchError` where the address is taken: cheap, and before a model is prepared."""
+    """Raise `LaunchError` where the address is taken. A cheap check before a model is prepared."""
     with _bound_socket(settings.host, settings.port):
         pass
 
 
-def _say(text: str) -> None:
-    print(text, flush=True)  # at once, even into a pipe
+def _print(text: str) -> None:
+    print(text, flush=True)  # not buffered, even into a pipe
 
 
 async def _stop(engine: AsyncEngine) -> None:
@@ -80,30 +79,30 @@ async def _stop(engine: AsyncEngine) -> None:
         logger.error("The engine did not stop within %.0f seconds", STOP_TIMEOUT)
 
 
-class _Interrupt:
-    """The wish, by signal, that the server end; repeated when it cannot wait."""
+class _StopSignals:
+    """SIGINT and SIGTERM: they cancel the start of the engine, and later stop the server."""
 
     def __init__(self) -> None:
-        self._set = asyncio.Event()
-        self._leave: Callable[[], None] | None = None
+        self._received = asyncio.Event()
+        self._on_signal: Callable[[], None] | None = None
 
     @contextmanager
-    def on_signals(self) -> Generator[None, None, None]:
-        """Take SIGINT and SIGTERM, for the time of the block."""
+    def handled(self) -> Generator[None, None, None]:
+        """Handle the signals inside the block."""
         loop = asyncio.get_running_loop()
         signals = (signal.SIGINT, signal.SIGTERM)
         for number in signals:
-            loop.add_signal_handler(number, self._arrived)
+            loop.add_signal_handler(number, self._receive)
         try:
             yield
         finally:
             for number in signals:
                 loop.remove_signal_handler(number)
 
-    async def unless_set(self, work: Coroutine[Any, Any, T]) -> T | None:
-        """The result of ``work``, or None when the signal came first, which cancels it."""
+    async def cancelling(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of ``work``, or None when a signal cancelled it."""
         task = asyncio.ensure_future(work)
-        signalled = asyncio.ensure_future(self._set.wait())
+        signalled = asyncio.ensure_future(self._received.wait())
         try:
             await asyncio.wait((task, signalled), return_when=asyncio.FIRST_COMPLETED)
             return task.result() if task.done() else None
@@ -112,22 +111,22 @@ class _Interrupt:
             signalled.cancel()
             await asyncio.gather(task, signalled, return_exceptions=True)
 
-    async def while_unset(self, leave: Callable[[], None], work: Coroutine[Any, Any, None]) -> None:
-        """Do ``work``, calling ``leave`` for each signal; nothing if one came before."""
-        self._leave = leave
-        if self._set.is_set():
+    async def calling(self, on_signal: Callable[[], None], work: Coroutine[Any, Any, None]) -> None:
+        """Run ``work``, and call ``on_signal`` on each signal. Skips it after an earlier signal."""
+        self._on_signal = on_signal
+        if self._received.is_set():
             work.close()
         else:
             await work
 
-    def _arrived(self) -> None:
-        self._set.set()
-        if self._leave is not None:
-            self._leave()
+    def _receive(self) -> None:
+        self._received.set()
+        if self._on_signal is not None:
+            self._on_signal()
 
 
 class _Server(uvicorn.Server):
-    """uvicorn, with the signals left to `serve` and a word when it listens."""
+    """uvicorn without its signal handlers, and with a callback once it listens."""
 
     def __init__(
         self, engine: AsyncEngine, settings: ServerSettings, on_listening: Callable[[], None]
@@ -145,7 +144,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         try:
             await super().startup(sockets)
-        except OSError as error:  # another program began to listen while the model was loaded
+        except OSError as error:  # another program took the port while the model was loading
             raise LaunchError(f"cannot listen: {error.strerror}") from None
         self._on_listening()
 
@@ -153,21 +152,21 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Generator[None, None, None]:
         yield
 
-    def leave(self) -> None:
-        """Stop listening and drain; asked again, stop draining too."""
+    def stop(self) -> None:
+        """Stop listening and drain. A second call ends the drain too."""
         self.force_exit = self.should_exit
         self.should_exit = True
 
 
 @contextmanager
 def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
-    """A socket that holds the address without listening on it: connections are refused yet."""
+    """A socket that holds the address without listening: connections are still refused."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
     except OSError as error:
-        raise LaunchError(f"--host {host!r} is no address of this machine: {error}") from None
+        raise LaunchError(f"--host {host!r} is not an address of this machine: {error}") from None
     with socket.socket(family, kind, protocol) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -175,7 +174,7 @@ def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
         except OSError as error:
             raise LaunchError(
                 f"cannot listen on {host} port {port} ({error.strerror}): "
-                "stop what uses it, or choose another with --host and --port"
+                "stop the program that uses it, or choose another with --host and --port"
             ) from None
         yield listener
 

@@ -2,75 +2,131 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
 import attrs
 
 from trencadis.engine import ConfigError
+from trencadis.engine.settings import parse_size, setting
+from trencadis.engine.validators import integer, number
 
 MIB = 1024 * 1024
+SERVER = "server"
+"""Group of flags in ``--help``."""
 
-
-def _integer(low: int, high: int | None = None) -> Any:
-    accepted = f"an integer of at least {low}" if high is None else f"from {low} to {high}"
-
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        if not whole or value < low or (high is not None and value > high):
-            raise ConfigError(f"{attribute.name} must be {accepted}, got {value!r}")
-
-    return check
-
-
-def _seconds(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or math.isnan(value) or not 0 < value <= 86_400:
-        raise ConfigError(
-            f"{attribute.name} must be above 0 and at most 86400 seconds, got {value!r}"
-        )
+_seconds = number(0, 86_400, exclusive_low=True)
 
 
 def _strings(values: Iterable[str]) -> tuple[str, ...]:
     return tuple(values)
 
 
+def _no_blank_key(_: object, attribute: attrs.Attribute[Any], keys: tuple[str, ...]) -> None:
+    if not all(isinstance(key, str) and key.strip() for key in keys):
+        flag, env = attribute.metadata["flags"][0], attribute.metadata["env"]
+        raise ConfigError(
+            f"{attribute.name} has a blank key: give {flag} or {env} a value", attribute.name
+        )
+
+
 @attrs.frozen(kw_only=True)
 class ServerSettings:
-    """How the server listens, whom it lets in, and how long it waits.
+    """How the server listens, which clients it accepts, and how long it waits.
 
-    ``port`` 0 takes any free port. ``api_keys`` guards ``/v1`` with a bearer token; empty leaves
-    it open. ``admin_keys`` open ``/v1/admin``, which is closed without them. ``max_body_size`` is
-    in bytes. Timeouts are in seconds: ``body_timeout`` for a client to deliver its request,
-    ``send_timeout`` for a client to take one streamed event,
-    ``health_timeout`` for the engine to answer a health check, ``shutdown_timeout`` for running
-    requests to finish once the server was told to stop. ``max_pending_prompts`` bounds the
-    prompts that wait for the tokenizer. ``retry_after`` (seconds) is what a refused client is
-    told to wait. Raises `ConfigError` on a value out of range.
+    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
+    of range.
     """
 
-    host: str = "127.0.0.1"
-    port: int = attrs.field(default=8000, validator=_integer(0, 65535))
-    api_keys: tuple[str, ...] = attrs.field(default=(), converter=_strings, repr=False)
-    admin_keys: tuple[str, ...] = attrs.field(default=(), converter=_strings, repr=False)
-    max_body_size: int = attrs.field(default=4 * MIB, validator=_integer(1))
-    max_pending_prompts: int = attrs.field(default=256, validator=_integer(1))
-    body_timeout: float = attrs.field(default=30.0, validator=_seconds)
-    send_timeout: float = attrs.field(default=60.0, validator=_seconds)
-    health_timeout: float = attrs.field(default=5.0, validator=_seconds)
-    shutdown_timeout: float = attrs.field(default=10.0, validator=_seconds)
-    retry_after: int = attrs.field(default=1, validator=_integer(1))
-    access_log: bool = True
-
-    @api_keys.validator
-    def _no_blank_key(self, _: object, value: tuple[str, ...]) -> None:
-        if not all(isinstance(key, str) and key.strip() for key in value):
-            raise ConfigError("an API key is blank: give --api-key or VLLM_API_KEY a value")
-
-    @admin_keys.validator
-    def _no_blank_admin_key(self, _: object, value: tuple[str, ...]) -> None:
-        if not all(isinstance(key, str) and key.strip() for key in value):
-            raise ConfigError(
-                "an admin key is blank: give --admin-api-key or VLLM_ADMIN_TOKEN a value"
-            )
+    host: str = attrs.field(
+        default="127.0.0.1",
+        metadata=setting("--host", metavar="ADDRESS", group=SERVER, help="address to listen on"),
+    )
+    port: int = attrs.field(
+        default=8000,
+        validator=integer(0, 65_535),
+        metadata=setting(
+            "--port", metavar="N", group=SERVER, help="port to listen on; 0 takes any free port"
+        ),
+    )
+    api_keys: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_strings,
+        validator=_no_blank_key,
+        repr=False,
+        metadata=setting(
+            "--api-key",
+            env="VLLM_API_KEY",
+            metavar="KEY",
+            group=SERVER,
+            repeated=True,
+            secret=True,
+            help="accept only requests to /v1 that carry this bearer token",
+        ),
+    )
+    admin_keys: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_strings,
+        validator=_no_blank_key,
+        repr=False,
+        metadata=setting(
+            "--admin-api-key",
+            env="VLLM_ADMIN_TOKEN",
+            metavar="KEY",
+            group=SERVER,
+            repeated=True,
+            secret=True,
+            help="open /v1/admin, which is closed by default, to requests that carry this bearer "
+            "token",
+        ),
+    )
+    max_body_size: int = attrs.field(
+        default=4 * MIB,
+        validator=integer(1),
+        metadata=setting(
+            "--max-body-size",
+            metavar="SIZE",
+            group=SERVER,
+            parse=parse_size,
+            help="most bytes of a request, as in 8MiB",
+        ),
+    )
+    max_pending_prompts: int = attrs.field(
+        default=256,
+        validator=integer(1),
+        metadata=setting(help="most prompts that wait for the tokenizer"),
+    )
+    body_timeout: float = attrs.field(
+        default=30.0,
+        validator=_seconds,
+        metadata=setting(help="seconds for a client to send its request"),
+    )
+    send_timeout: float = attrs.field(
+        default=60.0,
+        validator=_seconds,
+        metadata=setting(help="seconds for a client to receive one streamed event"),
+    )
+    health_timeout: float = attrs.field(
+        default=5.0,
+        validator=_seconds,
+        metadata=setting(help="seconds for the engine to answer a health check"),
+    )
+    shutdown_timeout: float = attrs.field(
+        default=10.0,
+        validator=_seconds,
+        metadata=setting(
+            "--shutdown-timeout",
+            metavar="SECONDS",
+            group=SERVER,
+            help="seconds for running requests to finish after SIGTERM or Ctrl-C",
+        ),
+    )
+    retry_after: int = attrs.field(
+        default=1,
+        validator=integer(1),
+        metadata=setting(help="seconds that a refused client is told to wait"),
+    )
+    access_log: bool = attrs.field(
+        default=True,
+        metadata=setting("--disable-access-log", group=SERVER, help="do not log requests"),
+    )

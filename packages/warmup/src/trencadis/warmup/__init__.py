@@ -1,12 +1,15 @@
 """Warm-up for runtimes with compiled shapes: every bucket ready before traffic arrives."""
 
+from typing import TYPE_CHECKING
+
 from trencadis.warmup.background import BackgroundWarmup, Progress
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import ConfigError, WarmupError
-from trencadis.warmup.lines import format_bytes
-from trencadis.warmup.memory import GraphBudget, MemoryPlan
-from trencadis.warmup.progress import track
+from trencadis.warmup.log_lines import format_bytes
+from trencadis.warmup.memory_plan import GraphBudget, MemoryPlan
+from trencadis.warmup.memory_use import MemoryUse
+from trencadis.warmup.progress_bar import track
 from trencadis.warmup.report import (
     BucketTime,
     CaptureReport,
@@ -26,7 +29,6 @@ from trencadis.warmup.sampler import (
 )
 from trencadis.warmup.session import warm_up
 from trencadis.warmup.strategies import STRATEGIES, capture_order, expected_replays
-from trencadis.warmup.usage import MemoryUse
 
 __all__ = [
     "SAMPLER_CONFIGS",
@@ -60,3 +62,15 @@ __all__ = [
     "warm_up",
     "warm_up_sampler",
 ]
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks the version up on first use: ``importlib.metadata`` takes 30 ms to import."""
+        if name == "__version__":
+            from importlib.metadata import version  # noqa: PLC0415
+
+            return version("trencadis-warmup")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,12 +1,17 @@
-"""Recording graphs within a budget that what stays captured never exceeds.
+"""Captures graphs within a budget. The graphs that stay captured never exceed the budget.
 
-Two passes (seed 002): each phase within its share, prompts first; then what is left over, to
-whichever phase still has graphs. A graph is tried only where the least it is expected to take
-fits, and measured when it is there. One that turns out not to fit is released at once and never
-captured again; one that is past its phase's share alone is set aside, counted in no share, until
-the second pass shows whether it can stay. So decisions are mostly those of a packing in the same
-order with perfect knowledge. Where much is left in the end and predictions were rough, those that
-they have refused get one more look.
+Two passes (seed 002). In the first pass each phase may fill its share, prompts first. In the second
+pass both phases may use what is left. A graph is captured only if the lower bound of its predicted
+size fits; then its size is measured:
+
+- It fits: it is kept.
+- It exceeds its phase's share, but not the budget: it is provisional. It counts in no share until
+  the second pass keeps or releases it.
+- It does not fit: it is released at once and never captured again.
+
+So the decisions are mostly those of a packing in the same order that knows every size. If the
+predictions were inaccurate and much of the budget is unused, a last pass retries the graphs that
+were skipped.
 """
 
 from __future__ import annotations
@@ -19,33 +24,35 @@ from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 import attrs
 
 from trencadis.bucketing import Bucket
-from trencadis.warmup.lines import bucket_line, format_bytes, shape_words
-from trencadis.warmup.memory import GraphBudget
-from trencadis.warmup.prediction import CostModel
+from trencadis.warmup.graph_cost import GraphCostModel
+from trencadis.warmup.log_lines import bucket_line, format_bytes, format_shape
+from trencadis.warmup.memory_plan import GraphBudget
 from trencadis.warmup.report import CaptureReport, GraphOutcome, GraphStatus
 from trencadis.warmup.runtime import GraphRuntime, Phase
 from trencadis.warmup.strategies import Order
 
 logger = logging.getLogger("trencadis.warmup")
 
-_WORTH_A_DOUBT = 0.05
-"""Share of the budget that must be unused for predictions that were rough to be doubted."""
+_MIN_UNUSED_FOR_RETRY = 0.05
+"""Inaccurate predictions are retried only if more than this share of the budget is unused."""
 
 
 class _Pass(enum.Enum):
-    """What a graph may take: the rest of its phase's share, or of the whole; then once more,
-    where a prediction that has proved rough may have refused what fits."""
+    """How much memory a graph may take."""
 
-    SHARES = enum.auto()
-    WHOLE = enum.auto()
-    DOUBT = enum.auto()
+    SHARE = enum.auto()
+    """What is left of its phase's share."""
+    BUDGET = enum.auto()
+    """What is left of the budget."""
+    RETRY = enum.auto()
+    """What is left of the budget, with a cautious prediction."""
 
 
 class GraphCapture:
-    """One capture of the graphs of both phases: iterate over `steps`, then take the `report`.
+    """Captures the graphs of both phases: iterate over `steps`, then read `report`.
 
-    Closing the iterator early is safe: what is captured by then stays within the budget.
-    ``clock`` gives seconds.
+    The iterator may be closed early: the graphs captured until then stay within the budget.
+    ``clock`` returns seconds.
     """
 
     def __init__(
@@ -60,34 +67,35 @@ class GraphCapture:
         self._runtime = runtime
         self._budget = budget
         self._clock = clock
-        self._queues = {phase: _Queue(buckets[phase], orders[phase]) for phase in Phase}
+        self._queues = {phase: _CaptureQueue(buckets[phase], orders[phase]) for phase in Phase}
         self._used = dict.fromkeys(Phase, 0)
-        self._unreturned = 0
-        self._aside: dict[tuple[Phase, Bucket], GraphOutcome] = {}
+        self._not_returned = 0
+        self._provisional: dict[tuple[Phase, Bucket], GraphOutcome] = {}
         self._outcomes: list[GraphOutcome] = []
 
     @property
     def num_buckets(self) -> int:
+        """Buckets of both phases."""
         return sum(queue.total for queue in self._queues.values())
 
     @property
     def report(self) -> CaptureReport:
-        """What has been decided so far."""
+        """The outcomes so far."""
         return CaptureReport(self._budget.total, tuple(self._outcomes))
 
     def steps(self) -> Generator[GraphOutcome, None, None]:
-        """Capture graph by graph; yields each bucket's outcome once, when it is final.
+        """Capture graph by graph. Yields the outcome of each bucket once, when it is final.
 
-        An error that the runtime raises is passed on.
+        An error of the runtime is passed on.
         """
         logger.info(self._budget.describe())
-        told = 0
+        num_yielded = 0
         try:
             for _ in self._passes():
-                yield from self._outcomes[told:]
-                told = len(self._outcomes)
+                yield from self._outcomes[num_yielded:]
+                num_yielded = len(self._outcomes)
         finally:
-            self._release_aside(keep=0)
+            self._shrink_provisional(max_bytes=0)
         for phase in Phase:
             logger.info(self.report.summary(phase, self._queues[phase].total))
 
@@ -95,55 +103,59 @@ class GraphCapture:
         shares = {Phase.PROMPT: self._budget.prompt, Phase.DECODE: self._budget.decode}
         for phase, share in shares.items():
             for bucket in self._queues[phase].undecided():
-                self._try(phase, bucket, min(share - self._used[phase], self._left), _Pass.SHARES)
+                limit = min(share - self._used[phase], self._unused)
+                self._try(phase, bucket, limit, _Pass.SHARE)
                 yield
         for phase in Phase:
             for bucket in self._queues[phase].undecided():
-                waiting = self._aside.pop((phase, bucket), None)
-                if waiting is not None:
-                    self._settle(waiting, fits=waiting.used <= self._left)
+                provisional = self._provisional.pop((phase, bucket), None)
+                if provisional is not None:
+                    self._keep_or_release(provisional, fits=provisional.used <= self._unused)
                 else:
-                    self._try(phase, bucket, self._left, _Pass.WHOLE)
+                    self._try(phase, bucket, self._unused, _Pass.BUDGET)
                 yield
         for phase in Phase:
             for bucket in self._queues[phase].undecided():
-                self._try(phase, bucket, self._left, _Pass.DOUBT)
+                self._try(phase, bucket, self._unused, _Pass.RETRY)
                 yield
 
     @property
-    def _left(self) -> int:
-        """Bytes that no kept graph takes; graphs set aside give way."""
-        return self._budget.total - self._unreturned - sum(self._used.values())
+    def _unused(self) -> int:
+        """Bytes of the budget that no kept graph takes. Provisional graphs do not count."""
+        return self._budget.total - self._not_returned - sum(self._used.values())
 
-    def _try(self, phase: Phase, bucket: Bucket, left: int, during: _Pass) -> None:
-        """Capture what should fit into ``left`` bytes; only the last refusal is final."""
+    @property
+    def _provisional_bytes(self) -> int:
+        return sum(outcome.used for outcome in self._provisional.values())
+
+    def _try(self, phase: Phase, bucket: Bucket, limit: int, during: _Pass) -> None:
+        """Capture the graph if it should fit into ``limit`` bytes. Only `_Pass.RETRY` skips it."""
         queue = self._queues[phase]
-        predicted = int(queue.costs.at_least(bucket))
-        if during is _Pass.DOUBT and left > _WORTH_A_DOUBT * self._budget.total:
-            predicted = int(queue.costs.at_least_in_doubt(bucket))
-        if predicted > left or left <= 0:
-            if during is _Pass.DOUBT:
-                self._decide(GraphOutcome(phase, bucket, GraphStatus.SKIPPED, predicted))
+        predicted = int(queue.costs.lower_bound(bucket))
+        if during is _Pass.RETRY and limit > _MIN_UNUSED_FOR_RETRY * self._budget.total:
+            predicted = int(queue.costs.cautious_lower_bound(bucket))
+        if predicted > limit or limit <= 0:
+            if during is _Pass.RETRY:
+                self._record(GraphOutcome(phase, bucket, GraphStatus.SKIPPED, predicted))
             return
-        unknown = not queue.costs.knows(bucket)
-        if during is _Pass.SHARES and unknown and self._is_crowded(phase):
-            # A second guess past the share would have to give way to the first, and what has been
-            # released is not captured again.
+        has_fit = queue.costs.has_fit_for(bucket)
+        if during is _Pass.SHARE and not has_fit and self._is_crowded(phase):
+            # A second provisional graph would displace the first, and a released graph is never
+            # captured again.
             return
-        if queue.costs.is_sure_of(bucket):
-            # What waits gives way beforehand to a cost that is sure, to any other only when it is
-            # seen to fit: else it would have been released for nothing.
-            self._release_aside(keep=self._left - predicted)
+        if queue.costs.is_accurate_for(bucket):
+            # Provisional graphs make space before the capture only if the prediction is accurate.
+            # Otherwise they are released after the measurement, never without need.
+            self._shrink_provisional(max_bytes=self._unused - predicted)
         outcome = self._capture(phase, bucket, predicted)
-        queue.learn(bucket, outcome.used)
-        if outcome.used <= left:
-            self._release_aside(keep=self._left - outcome.used)
-            self._settle(outcome, fits=outcome.used <= self._left)
-        elif during is _Pass.SHARES and outcome.used <= self._left - self._set_aside:
-            # Past the share, within the whole: it may have what the other phase leaves over.
-            self._aside[phase, bucket] = outcome
+        queue.observe(bucket, outcome.used)
+        if outcome.used <= limit:
+            self._shrink_provisional(max_bytes=self._unused - outcome.used)
+            self._keep_or_release(outcome, fits=outcome.used <= self._unused)
+        elif during is _Pass.SHARE and outcome.used <= self._unused - self._provisional_bytes:
+            self._provisional[phase, bucket] = outcome
         else:
-            self._settle(outcome, fits=False)
+            self._keep_or_release(outcome, fits=False)
 
     def _capture(self, phase: Phase, bucket: Bucket, predicted: int) -> GraphOutcome:
         queue = self._queues[phase]
@@ -156,59 +168,57 @@ class GraphCapture:
         seconds = self._clock() - started
         return GraphOutcome(phase, bucket, GraphStatus.CAPTURED, predicted, used, seconds)
 
-    def _settle(self, outcome: GraphOutcome, *, fits: bool) -> None:
-        """Keep a measured graph, or release it, counting what does not come back as spent."""
+    def _keep_or_release(self, outcome: GraphOutcome, *, fits: bool) -> None:
+        """Keep a measured graph, or release it. Memory that release does not return is spent."""
         if fits:
             self._used[outcome.phase] += outcome.used
-            self._decide(outcome)
+            self._record(outcome)
             return
         free = self._runtime.free_memory()
         self._runtime.release(outcome.phase, outcome.bucket)
         self._runtime.synchronize()
-        self._unreturned += max(0, outcome.used - (self._runtime.free_memory() - free))
+        self._not_returned += max(0, outcome.used - (self._runtime.free_memory() - free))
         logger.info(
             "[Warmup][Graph/%s] %s took %s, predicted at least %s: released",
             outcome.phase.value,
-            shape_words(outcome.bucket),
+            format_shape(outcome.bucket),
             format_bytes(outcome.used),
             format_bytes(outcome.predicted),
         )
-        self._decide(attrs.evolve(outcome, status=GraphStatus.RELEASED))
+        self._record(attrs.evolve(outcome, status=GraphStatus.RELEASED))
 
     def _is_crowded(self, phase: Phase) -> bool:
-        """Whether a graph as large as one of this phase that waits would have no room beside it."""
-        waiting = [outcome.used for outcome in self._aside.values() if outcome.phase is phase]
-        return bool(waiting) and self._left - self._set_aside < max(waiting)
+        """Whether another graph as large as a provisional one of this phase would not fit."""
+        sizes = [outcome.used for outcome in self._provisional.values() if outcome.phase is phase]
+        return bool(sizes) and self._unused - self._provisional_bytes < max(sizes)
 
-    @property
-    def _set_aside(self) -> int:
-        return sum(outcome.used for outcome in self._aside.values())
+    def _shrink_provisional(self, max_bytes: int) -> None:
+        """Release provisional graphs, last first, until they take at most ``max_bytes``."""
+        while self._provisional and self._provisional_bytes > max_bytes:
+            self._keep_or_release(self._provisional.popitem()[1], fits=False)
 
-    def _release_aside(self, keep: int) -> None:
-        """Release graphs set aside, the last first, until they take no more than ``keep`` bytes."""
-        while self._aside and self._set_aside > keep:
-            self._settle(self._aside.popitem()[1], fits=False)
-
-    def _decide(self, outcome: GraphOutcome) -> None:
+    def _record(self, outcome: GraphOutcome) -> None:
         self._queues[outcome.phase].decided.add(outcome.bucket)
         self._outcomes.append(outcome)
 
 
-class _Queue:
-    """The buckets of one phase in the order of their capture, and what their graphs cost."""
+class _CaptureQueue:
+    """The buckets of one phase in the order of their capture, with their predicted sizes.
+
+    ``position`` is that of the bucket that `undecided` yielded last, counted from 1.
+    """
 
     def __init__(self, buckets: Iterable[Bucket], order: Order) -> None:
         candidates = list(dict.fromkeys(buckets))
         self.total = len(candidates)
-        self.costs = CostModel(candidates)
+        self.costs = GraphCostModel(candidates)
         self.decided: set[Bucket] = set()
+        self.position = 0
         self._order = order
         self._queue = order(candidates, self.costs.expected)
-        self.position = 0
-        """Of the bucket that was last given out, from 1."""
 
     def undecided(self) -> Iterator[Bucket]:
-        """Go through the queue once, past what has been decided."""
+        """Iterate once over the queue, without the decided buckets."""
         self.position = 0
         while self.position < self.total:
             self.position += 1
@@ -216,13 +226,13 @@ class _Queue:
             if bucket not in self.decided:
                 yield bucket
 
-    def learn(self, bucket: Bucket, cost: int) -> None:
-        """Costs known better may change the order of what is still to come.
+    def observe(self, bucket: Bucket, cost: int) -> None:
+        """Add a measured graph, and sort the rest of the queue by the better predictions.
 
-        It is renewed whenever twice as many are known, so that it costs little in the end.
+        Sorts only when the number of measurements is a power of two, to limit the total time.
         """
         self.costs.observe(bucket, cost)
-        known = self.costs.num_measured
-        if known & (known - 1) == 0:
+        measured = self.costs.num_measured
+        if measured & (measured - 1) == 0:
             rest = self._queue[self.position :]
             self._queue[self.position :] = self._order(rest, self.costs.expected)

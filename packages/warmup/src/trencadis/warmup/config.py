@@ -1,65 +1,96 @@
-"""The settings of warm-up, under the names that users of Gaudi's vLLM plugin already set."""
+"""The settings of warm-up, with the environment variables of Gaudi's vLLM plugin."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import attrs
 
-from trencadis.warmup.checks import fraction
 from trencadis.warmup.errors import ConfigError
+from trencadis.warmup.memory_plan import GRAPH_PROMPT_RATIO, GRAPH_RESERVED_MEM
 from trencadis.warmup.strategies import STRATEGIES
+from trencadis.warmup.validators import number, one_of
 
 _TRUE, _FALSE = {"1", "true", "yes", "on", "y", "t"}, {"0", "false", "no", "off", "n", "f"}
 
 
-def _strategy(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
-    if value not in STRATEGIES:
-        raise ConfigError(f"{attribute.name} must be one of {', '.join(STRATEGIES)}, got {value!r}")
-
-
 @attrs.frozen(kw_only=True)
 class WarmupConfig:
-    """What to warm up, and how to spend the memory of graphs. Defaults: seeds 000 and 002.
+    """What is warmed up, and how graphs share their memory. Defaults: seeds 000 and 002.
 
-    Attributes:
-        skip: no warm-up at all; every shape is compiled when it first comes.
-        enforce_eager: buckets are executed, graphs not captured, the sampler not warmed up.
-        graph_reserved_mem: share of the usable memory that is kept for graphs, 0 to 1.
-        graph_prompt_ratio: share of that which prompts may use first, 0 to 1.
-        prompt_strategy, decode_strategy: which graphs come first: ``min_tokens``, ``max_bs``, or
-            ``traffic`` for most replays per byte.
+    The metadata of each field has its meaning (``help``) and its environment variable (``env``).
+    Raises `ConfigError`.
     """
 
-    skip: bool = False
-    enforce_eager: bool = False
-    graph_reserved_mem: float = attrs.field(default=0.1, validator=fraction)
-    graph_prompt_ratio: float = attrs.field(default=0.3, validator=fraction)
-    prompt_strategy: str = attrs.field(default="min_tokens", validator=_strategy)
-    decode_strategy: str = attrs.field(default="max_bs", validator=_strategy)
+    skip: bool = attrs.field(
+        default=False,
+        metadata={
+            "help": "Skip warm-up: each bucket is compiled when a request first needs it.",
+            "env": "VLLM_SKIP_WARMUP",
+        },
+    )
+    enforce_eager: bool = attrs.field(
+        default=False,
+        metadata={
+            "help": "Execute every bucket, but capture no graphs and do not warm up the sampler."
+        },
+    )
+    graph_reserved_mem: float = attrs.field(
+        default=GRAPH_RESERVED_MEM,
+        validator=number(0, 1),
+        metadata={
+            "help": "Share of the usable device memory that is reserved for graphs, 0 to 1.",
+            "env": "VLLM_GRAPH_RESERVED_MEM",
+        },
+    )
+    graph_prompt_ratio: float = attrs.field(
+        default=GRAPH_PROMPT_RATIO,
+        validator=number(0, 1),
+        metadata={
+            "help": "Share of the graph memory that prompt graphs may take first, 0 to 1.",
+            "env": "VLLM_GRAPH_PROMPT_RATIO",
+        },
+    )
+    prompt_strategy: str = attrs.field(
+        default="min_tokens",
+        validator=one_of(*STRATEGIES),
+        metadata={
+            "help": f"Order in which prompt graphs are captured: {', '.join(STRATEGIES)}.",
+            "env": "VLLM_GRAPH_PROMPT_STRATEGY",
+        },
+    )
+    decode_strategy: str = attrs.field(
+        default="max_bs",
+        validator=one_of(*STRATEGIES),
+        metadata={
+            "help": f"Order in which decode graphs are captured: {', '.join(STRATEGIES)}.",
+            "env": "VLLM_GRAPH_DECODE_STRATEGY",
+        },
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> WarmupConfig:
-        """Settings from ``VLLM_SKIP_WARMUP``, ``VLLM_GRAPH_RESERVED_MEM``,
-        ``VLLM_GRAPH_PROMPT_RATIO``, ``VLLM_GRAPH_PROMPT_STRATEGY``, ``VLLM_GRAPH_DECODE_STRATEGY``.
+        """Read the settings that have an environment variable.
 
-        Unset and empty mean the default. Raises `ConfigError`, which names the variable.
+        An unset or empty variable means the default. Raises `ConfigError`, which names the
+        variable.
         """
-        given: dict[str, Any] = {}
-        for variable, (field, parse) in _VARIABLES.items():
-            text = environ.get(variable, "").strip()
+        settings: dict[str, Any] = {}
+        for field in attrs.fields(cls):
+            variable = field.metadata.get("env")
+            text = environ.get(variable, "").strip() if variable is not None else ""
             if not text:
                 continue
             try:
-                given[field] = parse(text)
-                cls(**{field: given[field]})
+                settings[field.name] = _PARSERS[type(field.default)](text)
+                cls(**{field.name: settings[field.name]})
             except ValueError as error:
                 raise ConfigError(f"{variable}={text}: {error}") from None
-        return cls(**given)
+        return cls(**settings)
 
 
-def _flag(text: str) -> bool:
+def _parse_flag(text: str) -> bool:
     if text.lower() in _TRUE:
         return True
     if text.lower() in _FALSE:
@@ -67,10 +98,9 @@ def _flag(text: str) -> bool:
     raise ConfigError("must be true or false")
 
 
-_VARIABLES: dict[str, tuple[str, Any]] = {
-    "VLLM_SKIP_WARMUP": ("skip", _flag),
-    "VLLM_GRAPH_RESERVED_MEM": ("graph_reserved_mem", float),
-    "VLLM_GRAPH_PROMPT_RATIO": ("graph_prompt_ratio", float),
-    "VLLM_GRAPH_PROMPT_STRATEGY": ("prompt_strategy", str.lower),
-    "VLLM_GRAPH_DECODE_STRATEGY": ("decode_strategy", str.lower),
+_PARSERS: Mapping[type, Callable[[str], object]] = {
+    bool: _parse_flag,
+    float: float,
+    str: str.lower,
 }
+"""How the text of a variable becomes a value, by the type of the field's default."""

@@ -1,11 +1,11 @@
-"""The errors that this package raises on purpose."""
+"""The errors of this package."""
 
 from __future__ import annotations
 
 
 class WarmupError(Exception):
-    """Base of every error that warm-up raises on purpose."""
+    """Base of every error that warm-up raises."""
 
 
 class ConfigError(WarmupError, ValueError):
-    """A setting is out of range, or the memory does not suffice for what was asked."""
+    """A setting is out of range, or device memory does not suffice for the settings."""

@@ -1,4 +1,4 @@
-"""What warm-up did: values that can be printed, kept as JSON and compared."""
+"""The result of a warm-up: values that can be printed, compared, and stored as JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.warmup.errors import WarmupError
-from trencadis.warmup.lines import format_bytes
+from trencadis.warmup.log_lines import format_bytes
 from trencadis.warmup.runtime import Phase
 
 
@@ -26,20 +26,20 @@ class BucketTime:
 
 
 class GraphStatus(enum.Enum):
-    """What became of a bucket's graph."""
+    """The final state of a bucket's graph."""
 
     CAPTURED = "captured"
     RELEASED = "released"
-    """Captured, found larger than what was left, released at once; never replayed."""
+    """Captured, measured as too large for the budget, and released; never replayed."""
     SKIPPED = "skipped"
-    """Predicted not to fit, never captured."""
+    """Never captured, because the prediction did not fit."""
 
 
 @attrs.frozen
 class GraphOutcome:
-    """One bucket's graph: the least it was predicted to take, and what it took, in bytes.
+    """One bucket's graph: the predicted lower bound of its size and its measured size, bytes.
 
-    ``used`` and ``seconds`` are 0 where it was skipped.
+    ``used`` and ``seconds`` are 0 if it was skipped.
     """
 
     phase: Phase
@@ -52,24 +52,25 @@ class GraphOutcome:
 
 @attrs.frozen
 class CaptureReport:
-    """What became of every graph, in the order of decision. ``budget`` is in bytes."""
+    """The outcome of every graph, in the order of the decisions. ``budget`` is in bytes."""
 
     budget: int
     outcomes: tuple[GraphOutcome, ...] = ()
 
     def captured(self, phase: Phase) -> tuple[Bucket, ...]:
-        """The buckets that are replayed, sorted by shape."""
-        return tuple(sorted(one.bucket for one in self._with(phase, GraphStatus.CAPTURED)))
+        """The buckets whose graphs are replayed, sorted by shape."""
+        return tuple(sorted(graph.bucket for graph in self._with(phase, GraphStatus.CAPTURED)))
 
     def used(self, phase: Phase) -> int:
-        """Bytes that the captured graphs of a phase take."""
-        return sum(one.used for one in self._with(phase, GraphStatus.CAPTURED))
+        """Bytes of the captured graphs of a phase."""
+        return sum(graph.used for graph in self._with(phase, GraphStatus.CAPTURED))
 
     def count(self, phase: Phase, status: GraphStatus) -> int:
+        """Graphs of a phase with this outcome."""
         return len(self._with(phase, status))
 
     def summary(self, phase: Phase, total: int) -> str:
-        """The log line of the seeds; ``total`` buckets were to be captured."""
+        """The log line of seed 000; ``total``: buckets of the phase."""
         captured = self.captured(phase)
         shapes = ", ".join(str(bucket.shape) for bucket in captured)
         return (
@@ -79,12 +80,12 @@ class CaptureReport:
         )
 
     def _with(self, phase: Phase, status: GraphStatus) -> list[GraphOutcome]:
-        return [one for one in self.outcomes if one.phase is phase and one.status is status]
+        return [graph for graph in self.outcomes if graph.phase is phase and graph.status is status]
 
 
 @attrs.frozen
 class StageTime:
-    """Seconds of a stage that has no buckets of its own, such as the sampler's."""
+    """Seconds of a stage without buckets, such as that of the sampler."""
 
     name: str
     seconds: float
@@ -92,10 +93,10 @@ class StageTime:
 
 @attrs.frozen
 class WarmupReport:
-    """Result of a warm-up.
+    """The result of a warm-up.
 
-    ``allocated`` is device memory in bytes, negative means released. ``complete`` is False where
-    it was stopped before its end.
+    ``allocated`` is device memory in bytes, negative if memory was released. ``complete`` is False
+    if the warm-up was stopped early.
     """
 
     executed: tuple[BucketTime, ...]
@@ -106,14 +107,14 @@ class WarmupReport:
     complete: bool = True
 
     def describe(self) -> str:
-        """The log line of the seeds."""
+        """The log line of seed 000."""
         return (
             f"Warmup {'finished' if self.complete else 'stopped'} in {self.seconds:.0f} secs, "
             f"allocated {format_bytes(self.allocated)} of device memory"
         )
 
     def table(self) -> str:
-        """A table in plain text: each stage's buckets, seconds, slowest bucket and memory."""
+        """A plain-text table: buckets, seconds, slowest bucket and memory of each stage."""
         rows: list[tuple[str, ...]] = [("stage", "buckets", "seconds", "slowest", "memory")]
         rows += [self._bucket_row(phase) for phase in Phase]
         if self.capture is not None:
@@ -131,68 +132,72 @@ class WarmupReport:
         return "\n".join(lines)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a JSON file, replacing it in one step."""
-        content = attrs.asdict(self, value_serializer=_plain)
+        """Write the report to a JSON file. An existing file is replaced atomically."""
+        content = attrs.asdict(self, value_serializer=_to_json)
         partial = Path(f"{os.fspath(path)}.partial")
         partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         partial.replace(path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WarmupReport:
-        """Read what `save` wrote. Raises `WarmupError` for another file, `OSError` for none."""
+        """Read a file that `save` wrote. Raises `WarmupError` for other content, and `OSError`."""
         text = Path(path).read_text(encoding="utf-8")
         try:
             content = json.loads(text)
             capture = content["capture"]
             return cls(
-                executed=tuple(BucketTime(**_keys(one)) for one in content["executed"]),
+                executed=tuple(BucketTime(**_parse_keys(entry)) for entry in content["executed"]),
                 seconds=content["seconds"],
                 allocated=content["allocated"],
-                capture=None if capture is None else _capture(capture),
-                stages=tuple(StageTime(**one) for one in content["stages"]),
+                capture=None if capture is None else _parse_capture(capture),
+                stages=tuple(StageTime(**stage) for stage in content["stages"]),
                 complete=content["complete"],
             )
         except (ValueError, TypeError, KeyError) as error:
-            raise WarmupError(f"{path} holds no warm-up report ({error}): save it anew") from None
+            raise WarmupError(
+                f"{path} is not a warm-up report ({error}): write it again with WarmupReport.save"
+            ) from None
 
     def _bucket_row(self, phase: Phase) -> tuple[str, ...]:
-        times = [one for one in self.executed if one.phase is phase]
-        slowest = max(times, key=lambda one: one.seconds, default=None)
+        entries = [entry for entry in self.executed if entry.phase is phase]
+        slowest = max(entries, key=lambda entry: entry.seconds, default=None)
         return (
             phase.value,
-            str(len(times)),
-            f"{sum(one.seconds for one in times):.2f}",
+            str(len(entries)),
+            f"{sum(entry.seconds for entry in entries):.2f}",
             f"{slowest.bucket.shape} {slowest.seconds:.2f}" if slowest else "",
             "",
         )
 
 
 def _graph_row(capture: CaptureReport, phase: Phase) -> tuple[str, ...]:
-    graphs = [one for one in capture.outcomes if one.phase is phase]
-    slowest = max(graphs, key=lambda one: one.seconds, default=None)
+    graphs = [graph for graph in capture.outcomes if graph.phase is phase]
+    slowest = max(graphs, key=lambda graph: graph.seconds, default=None)
     released = capture.count(phase, GraphStatus.RELEASED)
     return (
         f"Graph/{phase.value}",
         f"{len(capture.captured(phase))}/{len(graphs)}"
         + (f" ({released} released)" if released else ""),
-        f"{sum(one.seconds for one in graphs):.2f}",
+        f"{sum(graph.seconds for graph in graphs):.2f}",
         f"{slowest.bucket.shape} {slowest.seconds:.2f}" if slowest else "",
         format_bytes(capture.used(phase)),
     )
 
 
-def _plain(_: object, __: object, value: Any) -> Any:
+def _to_json(_: object, __: object, value: Any) -> Any:
     return value.value if isinstance(value, enum.Enum) else value
 
 
-def _capture(content: dict[str, Any]) -> CaptureReport:
-    outcomes = (_keys(one) for one in content["outcomes"])
+def _parse_capture(content: dict[str, Any]) -> CaptureReport:
+    outcomes = (_parse_keys(graph) for graph in content["outcomes"])
     return CaptureReport(
         content["budget"],
-        tuple(GraphOutcome(**{**one, "status": GraphStatus(one["status"])}) for one in outcomes),
+        tuple(
+            GraphOutcome(**{**graph, "status": GraphStatus(graph["status"])}) for graph in outcomes
+        ),
     )
 
 
-def _keys(content: dict[str, Any]) -> dict[str, Any]:
-    """Phase and bucket as values again, the rest as it is."""
+def _parse_keys(content: dict[str, Any]) -> dict[str, Any]:
+    """Convert phase and bucket; keep the other entries."""
     return {**content, "phase": Phase(content["phase"]), "bucket": Bucket(**content["bucket"])}

@@ -1,7 +1,8 @@
-"""What warm-up needs of its host: a `Runtime`, and a `GraphRuntime` where there are graphs.
+"""What warm-up needs of its host: a `Runtime`, or a `GraphRuntime` if it has graphs.
 
-The library imports no runtime; implement the protocol for yours. Where several devices run the
-same model, ``free_memory`` is the least over all of them, so that all of them decide alike.
+This package imports no runtime: implement the protocol for yours. If several devices run one
+model, ``free_memory`` must return the minimum over the devices, so that all take the same
+decisions.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ from trencadis.bucketing import Bucket
 
 
 class Phase(enum.Enum):
-    """The two kinds of forward pass. The values are the words of the log lines (seed 000)."""
+    """The two kinds of forward pass. The values are the words in the log lines (seed 000)."""
 
     PROMPT = "Prompt"
     DECODE = "Decode"
 
 
 class Runtime(Protocol):
-    """A host whose shapes are compiled when they run for the first time."""
+    """A host that compiles a bucket when it first executes it."""
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Run one forward of exactly this shape on dummy data, leaving no visible state."""
+        """Run one forward pass of exactly this shape on dummy data. Leave no visible state."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything it was given."""
+        """Wait until the device has finished all submitted work."""
 
     def free_memory(self) -> int:
         """Free device memory, bytes."""
@@ -34,10 +35,10 @@ class Runtime(Protocol):
 
 @runtime_checkable
 class GraphRuntime(Runtime, Protocol):
-    """A host that can also record a bucket as a graph and replay it."""
+    """A host that can also capture a bucket as a graph and replay it."""
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
-        """Record the forward of this bucket; from now on the bucket is replayed."""
+        """Capture the forward pass of this bucket. From now on the host replays the graph."""
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
-        """Forget the graph and return its memory; from now on the bucket is executed."""
+        """Drop the graph and free its memory. From now on the host executes the bucket."""

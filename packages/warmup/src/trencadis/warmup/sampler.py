@@ -1,7 +1,7 @@
-"""Warming up the sampler: every batch size with every kind of sampling settings (seed 000).
+"""Warm-up of the sampler: every batch size with every kind of sampling parameters (seed 000).
 
-The first request with a new combination would otherwise compile its graph, and so would the first
-batch after one has grown or shrunk.
+Otherwise the first request with a new combination would compile, and so would the first batch of a
+new size.
 """
 
 from __future__ import annotations
@@ -19,21 +19,23 @@ logger = logging.getLogger("trencadis.warmup")
 
 @attrs.frozen
 class SamplerConfig:
-    """One kind of sampling. ``top_k`` of 0 means no limit."""
+    """One kind of sampling parameters. ``top_k`` of 0 means no limit.
+
+    ``batch_changed``: whether the sampler is told that the batch differs from the previous step.
+    """
 
     temperature: float
     top_p: float
     top_k: int
     batch_changed: bool
-    """Whether the sampler is told that the batch differs from the step before."""
 
     @property
     def greedy(self) -> bool:
-        """Whether requests are to be marked as greedy; else as random."""
+        """Whether requests are marked as greedy; otherwise as random."""
         return self.temperature == 0.0
 
     def describe(self) -> str:
-        """The log line of the seeds."""
+        """The log line of seed 000."""
         return (
             f"temp={self.temperature}, top_p={self.top_p}, top_k={self.top_k}, "
             f"batch_changed={self.batch_changed}"
@@ -42,9 +44,9 @@ class SamplerConfig:
 
 @attrs.frozen
 class DummyRequest:
-    """A request that exists for the sampler's warm-up alone; it owns one KV block, the padding one.
+    """A request for the warm-up of the sampler only. Its only KV block is the padding block.
 
-    ``output_token_ids`` are placeholders, as a request has them that is decoding.
+    ``output_token_ids`` are placeholders: the request looks as if it were decoding.
     """
 
     request_id: str
@@ -54,41 +56,47 @@ class DummyRequest:
 
 
 class SamplerRuntime(Protocol):
-    """A host whose sampler is warmed up."""
+    """A host with a sampler."""
 
     def open_batch(self, batch_size: int, requests: tuple[DummyRequest, ...]) -> None:
-        """Register the requests; compute logits of ``batch_size`` rows from dummy hidden states.
+        """Add the requests, and compute logits [batch_size, vocabulary] from dummy hidden states.
 
-        There is always one request, also for a batch of 0 rows.
+        There is at least one request, even if ``batch_size`` is 0.
         """
 
     def sample(self, config: SamplerConfig) -> None:
-        """Give all requests these settings, mark them greedy or random, and sample once."""
+        """Set the parameters of all requests, mark them greedy or random, and sample once."""
 
     def reset(self) -> None:
-        """Forget what sampling has noted of this iteration."""
+        """Reset the sampler's state of this iteration."""
 
     def close_batch(self) -> None:
-        """Forget the requests."""
+        """Remove the requests."""
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything it was given."""
+        """Wait until the device has finished all submitted work."""
 
 
-_KINDS = ((0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 50), (0.3, 0.95, 20), (1.2, 0.8, 100))
-_TOP_P_ONLY = (0.8, 0.85, 0)
+_PARAMETERS = (
+    (0.0, 1.0, 0),  # greedy
+    (1.0, 1.0, 0),  # random, no limits
+    (0.7, 0.9, 50),
+    (0.3, 0.95, 20),
+    (1.2, 0.8, 100),
+    (0.8, 0.85, 0),  # top-p only
+)
+"""Temperature, top-p and top-k."""
 
 SAMPLER_CONFIGS = tuple(
-    SamplerConfig(*kind, batch_changed)
+    SamplerConfig(*parameters, batch_changed)
     for batch_changed in (True, False)
-    for kind in (*_KINDS, _TOP_P_ONLY)
+    for parameters in _PARAMETERS
 )
-"""The twelve of seed 000: greedy, plain random, creative, conservative, hot, top-p only; each with
-a changed and an unchanged batch. A sampler with further branches adds them to this list."""
+"""The twelve configurations of seed 000. A sampler with more branches needs more of them."""
 
 
 def sampler_batch_sizes(decode_buckets: Iterable[Bucket]) -> tuple[int, ...]:
-    """0 and 1, which always occur, and the batch sizes of the decode buckets."""
+    """0 and 1, which every server needs, and the batch sizes of the decode buckets."""
     return tuple(sorted({0, 1, *(bucket["batch"] for bucket in decode_buckets)}))
 
 
@@ -97,20 +105,20 @@ def warm_up_sampler(
     batch_sizes: Iterable[int],
     configs: Iterable[SamplerConfig] = SAMPLER_CONFIGS,
 ) -> None:
-    """Sample once with each of ``configs`` for each batch size. Order and lines: seed 000.
+    """Sample once with each of ``configs`` for each batch size. Order and log lines: seed 000.
 
-    An error that the runtime raises is passed on, the batch being closed.
+    An error of the runtime is passed on, after the batch is closed.
     """
-    sizes, kinds = list(batch_sizes), tuple(configs)
+    sizes, all_configs = list(batch_sizes), tuple(configs)
     logger.info("Warming up sampler with batch sizes: %s and following configs:", sizes)
-    for config in kinds:
+    for config in all_configs:
         logger.info(config.describe())
     logger.info("Starting sampler warmup...")
     for size in sizes:
         requests = tuple(DummyRequest(f"warmup-{size}-{i}") for i in range(max(1, size)))
         runtime.open_batch(size, requests)
         try:
-            for config in kinds:
+            for config in all_configs:
                 runtime.sample(config)
                 runtime.reset()
         finally:

@@ -1,4 +1,4 @@
-"""The warm-up session: everything that traffic will need runs once before the server listens."""
+"""Warm-up before the server listens: buckets, graphs, sampler, defragmenter."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import WarmupError
-from trencadis.warmup.lines import bucket_line
-from trencadis.warmup.memory import MemoryPlan
-from trencadis.warmup.progress import track
+from trencadis.warmup.execution import execute_bucket
+from trencadis.warmup.log_lines import bucket_line
+from trencadis.warmup.memory_plan import MemoryPlan
+from trencadis.warmup.progress_bar import track
 from trencadis.warmup.report import BucketTime, CaptureReport, StageTime, WarmupReport
 from trencadis.warmup.runtime import GraphRuntime, Phase, Runtime
 from trencadis.warmup.sampler import SamplerRuntime, sampler_batch_sizes, warm_up_sampler
 from trencadis.warmup.strategies import capture_order
-from trencadis.warmup.timing import run_bucket
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -38,21 +38,21 @@ def warm_up(
     stop: Callable[[], bool] = lambda: False,
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmupReport:
-    """Run every bucket once, capture graphs, then warm up sampler and defragmenter (seed 000).
+    """Execute every bucket once, capture graphs, then warm up sampler and defragmenter (seed 000).
 
     Args:
-        config: what to leave out, and which graphs first; the defaults where None.
-        memory: the plan whose budget graphs are captured within, by a `GraphRuntime`; None for a
-            runtime that has none.
+        config: None means the defaults.
+        memory: the plan whose budget limits the graphs; needs a `GraphRuntime`. None means no
+            graphs.
         replays: how often each bucket is expected to run, for the strategy ``traffic``.
-        sampler: what samples; None where there is nothing to warm up.
-        defragmenter: warms up the KV cache's defragmenter.
-        stop: asked before every bucket; True ends the session after the one before.
-        clock: gives seconds.
+        sampler: None means no warm-up of the sampler.
+        defragmenter: a call that warms up the defragmenter of the KV cache.
+        stop: called before every bucket; True ends the warm-up.
+        clock: returns seconds.
 
     Raises:
-        WarmupError: ``memory`` is given and ``runtime`` cannot capture. An error that the runtime
-            raises is passed on.
+        WarmupError: ``memory`` is given and ``runtime`` cannot capture. An error of the runtime
+            is passed on.
     """
     session = _Session(runtime, config or WarmupConfig(), stop, clock)
     buckets = {Phase.PROMPT: tuple(prompt_buckets), Phase.DECODE: tuple(decode_buckets)}
@@ -73,16 +73,17 @@ def warm_up(
 
 
 def largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """The order of plain warm-up (seed 000).
+    """The order in which buckets are executed (seed 000).
 
-    The allocator takes its largest pieces while memory is whole, and smaller shapes reuse them.
+    The allocator reserves its largest segments while memory is not fragmented, and smaller shapes
+    reuse them.
     """
     return sorted(buckets, key=lambda bucket: bucket.shape, reverse=True)
 
 
 @attrs.define
 class _Session:
-    """A warm-up under way, and what it has done so far."""
+    """A warm-up in progress and its results so far."""
 
     runtime: Runtime
     config: WarmupConfig
@@ -119,7 +120,7 @@ class _Session:
                 return
             free = self.runtime.free_memory()
             logger.info(bucket_line(phase.value, position, len(buckets), bucket, free))
-            self.executed.append(run_bucket(self.runtime, phase, bucket, self.clock))
+            self.executed.append(execute_bucket(self.runtime, phase, bucket, self.clock))
             yield
 
     def capture(
@@ -132,15 +133,18 @@ class _Session:
             return
         if not isinstance(self.runtime, GraphRuntime):
             raise WarmupError(
-                f"{type(self.runtime).__name__} cannot capture graphs: give it capture and "
-                "release, or leave memory out"
+                f"{type(self.runtime).__name__} cannot capture graphs: implement capture() and "
+                "release(), or pass no memory plan"
             )
         strategies = {
             Phase.PROMPT: self.config.prompt_strategy,
             Phase.DECODE: self.config.decode_strategy,
         }
-        seen = replays or {}
-        orders = {phase: capture_order(name, seen.get(phase)) for phase, name in strategies.items()}
+        expected = replays or {}
+        orders = {
+            phase: capture_order(strategy, expected.get(phase))
+            for phase, strategy in strategies.items()
+        }
         budget = memory.graph_budget(self.runtime.free_memory())
         capture = GraphCapture(self.runtime, buckets, orders, budget, clock=self.clock)
         with closing(capture.steps()) as steps:

@@ -1,7 +1,7 @@
-"""In which order graphs are captured: the ones that matter most while there is memory.
+"""Strategies: the order in which graphs are captured, most useful first.
 
-A bucket's first axis is its batch, its second the length that a graph processes per sequence, as
-in the grids of `trencadis.bucketing`.
+The first axis of a bucket is its batch size. The second axis is the length that a graph processes
+per sequence, as in the grids of `trencadis.bucketing`.
 """
 
 from __future__ import annotations
@@ -15,37 +15,38 @@ from trencadis.bucketing import Bucket, BucketGrid, TrafficRecorder
 STRATEGIES = ("min_tokens", "max_bs", "traffic")
 
 Cost: TypeAlias = Callable[[Bucket], float]
+"""The predicted size of a bucket's graph, bytes."""
+
 Order: TypeAlias = Callable[[Iterable[Bucket], Cost], list[Bucket]]
-"""Buckets and what each is expected to cost in bytes, to the order of their capture."""
+"""Sorts buckets in the order of their capture."""
 
 
 def capture_order(strategy: str, replays: Mapping[Bucket, float] | None = None) -> Order:
-    """The order of a strategy, one of `STRATEGIES` (seed 002; ``traffic`` is this library's).
+    """The order of a strategy, one of `STRATEGIES`. Source: seed 002, except ``traffic``.
 
-    - ``max_bs``: batches from the largest down, lengths of equal batches from the shortest up.
-    - ``min_tokens``: fewest tokens first, of equally many the shorter sequence.
-    - ``traffic``: most of the expected ``replays`` per byte first; those that never came at the
-      end, fewest tokens first.
+    - ``max_bs``: largest batch first, then shortest length.
+    - ``min_tokens``: fewest tokens first, then shortest length.
+    - ``traffic``: most expected ``replays`` per byte first, then as ``min_tokens``.
     """
     if strategy == "max_bs":
         return lambda buckets, _: sorted(buckets, key=_max_bs)
     if strategy == "min_tokens":
         return lambda buckets, _: sorted(buckets, key=_min_tokens)
-    seen = replays or {}
+    expected = replays or {}
 
-    def by_value(buckets: Iterable[Bucket], cost: Cost) -> list[Bucket]:
+    def by_replays_per_byte(buckets: Iterable[Bucket], cost: Cost) -> list[Bucket]:
         def key(bucket: Bucket) -> tuple[float, tuple[int, ...]]:
-            return -seen.get(bucket, 0.0) / max(1.0, cost(bucket)), _min_tokens(bucket)
+            return -expected.get(bucket, 0.0) / max(1.0, cost(bucket)), _min_tokens(bucket)
 
         return sorted(buckets, key=key)
 
-    return by_value
+    return by_replays_per_byte
 
 
 def expected_replays(grid: BucketGrid, traffic: TrafficRecorder) -> dict[Bucket, float]:
     """How often each bucket of ``grid`` would have run under the recorded traffic.
 
-    Shapes past the grid are left out. Raises `BucketingError` for traffic of other axes.
+    Skips shapes that no bucket holds. Raises `BucketingError` if the axes differ.
     """
     replays: dict[Bucket, float] = {}
     shapes, counts = traffic.shapes()

@@ -1,10 +1,11 @@
-"""The engine core in a process of its own: receive, step, report, until told to stop."""
+"""The engine core's process: receives messages, runs steps, sends tokens, until told to stop."""
 
 from __future__ import annotations
 
 import logging
 import os
 import signal
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
@@ -34,15 +35,18 @@ if TYPE_CHECKING:
 logger = logging.getLogger("trencadis.engine")
 
 _IDLE_SECONDS = 1.0
-"""How often an idle core looks whether its front is still alive, and tells it how it stands."""
+"""Period in which an idle core checks that its front is alive and sends its stats."""
+
+_STATS_SECONDS = 0.1
+"""Period in which a busy core sends its stats."""
 
 _WARMING_SECONDS = 0.1
-"""How often one that warms up behind traffic looks whether the next bucket can begin."""
+"""Period in which an idle core checks whether the next bucket can be warmed up."""
 
 
 @attrs.frozen
 class LogSettings:
-    """How the core's process logs: the front's level and format."""
+    """Log level and format of the core's process, taken from the front."""
 
     level: int = logging.INFO
     format: str = "%(levelname)s %(asctime)s %(name)s] %(message)s"
@@ -51,8 +55,8 @@ class LogSettings:
 
 def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSettings) -> None:
     """Entry point of the process. Sends `Ready` or `Failed` before anything else."""
-    # A group of its own: Ctrl-C in a terminal does not reach it, since the front decides when the
-    # core ends, and what ends it ends the compilers that it has started, too.
+    # Its own process group: Ctrl-C in a terminal does not reach the core, because the front decides
+    # when it ends, and killing the group also ends the compilers that the core has started.
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.basicConfig(level=log.level, format=log.format, datefmt=log.datefmt)
@@ -72,7 +76,7 @@ def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSetting
 
 
 def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
-    # Imported here, so that the front, which imports this module, does not wait for PyTorch.
+    # Imported here because the front imports this module and must not wait for PyTorch.
     from trencadis.engine.core.engine_core import EngineCore  # noqa: PLC0415
 
     core = EngineCore(config)
@@ -81,7 +85,7 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
         channel.send(
             Ready(
                 max_model_len=core.max_model_len,
-                num_blocks=core.worker.num_blocks,
+                num_blocks=core.worker.limits.num_blocks,
                 block_size=config.block_size,
                 dtype=str(core.worker.dtype).removeprefix("torch."),
                 device=core.device.name,
@@ -96,30 +100,35 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
 
 def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
     orders: _Orders = {}
+    stats_due_s = 0.0
     while os.getppid() == front:
-        for message in channel.receive(_patience(core)):
+        for message in channel.receive(_receive_timeout(core)):
             if isinstance(message, Stop):
                 return
-            _apply(core, channel, message, orders)
+            _handle(core, channel, message, orders)
         core.advance_warm_up()
         tokens = core.step() if core.has_work else []
-        _answer(orders, channel)
-        channel.send(StepDone(tuple(tokens), core.stats))
+        _send_results(orders, channel)
+        now_s = time.monotonic()
+        stats = None
+        if now_s >= stats_due_s or not core.has_work:
+            stats, stats_due_s = core.stats, now_s + _STATS_SECONDS
+        channel.send(StepDone(tuple(tokens), stats))
     logger.warning("The front is gone: the engine core stops")
 
 
-def _patience(core: EngineCore) -> float:
-    """Seconds to wait for a message."""
+def _receive_timeout(core: EngineCore) -> float:
+    """Seconds to wait for the next message."""
     if core.has_work:
         return core.pause_s
     return _WARMING_SECONDS if core.is_warming_up else _IDLE_SECONDS
 
 
 _Orders = dict[int, Future[BatchControlResult]]
-"""Orders that have not been answered yet, by number."""
+"""Results of orders that were not sent yet, by order number."""
 
 
-def _apply(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Orders) -> None:
+def _handle(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Orders) -> None:
     if isinstance(message, Add):
         try:
             core.add(message.key, message.prompt_token_ids, message.params, message.priority)
@@ -139,8 +148,8 @@ def _apply(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Ord
             channel.send(Controlled(message.number, None, str(error), error.field))
 
 
-def _answer(orders: _Orders, channel: CoreChannel) -> None:
-    """Tell the front of the orders that have been carried out, or refused."""
+def _send_results(orders: _Orders, channel: CoreChannel) -> None:
+    """Send the results of orders that have been carried out or refused."""
     for number, future in tuple(orders.items()):
         if not future.done():
             continue
@@ -149,5 +158,5 @@ def _answer(orders: _Orders, channel: CoreChannel) -> None:
         if error is None:
             channel.send(Controlled(number, future.result()))
         else:
-            field = "target_temp_c" if isinstance(error, ControlError) else "max_num_seqs"
+            field = error.field if isinstance(error, ControlError) else None
             channel.send(Controlled(number, None, str(error), field))

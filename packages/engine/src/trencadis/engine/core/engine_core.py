@@ -1,18 +1,16 @@
-"""The engine core: one loop around scheduler, model runner and sampler.
+"""The engine core: schedules, executes and samples one step at a time.
 
-`EngineCore` is synchronous and knows no network; `trencadis.engine.core.core_process` runs it in a
-process of its own, `trencadis.engine.front.llm` in the caller's.
+`EngineCore` is synchronous and does no communication. `core_process` runs it in its own process
+for servers; `LLM` runs it in the caller's process for offline batches.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
-
-import attrs
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.request_check import check_request
@@ -22,7 +20,7 @@ from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import EngineStats
-from trencadis.engine.runner.block_moves import swap_governor
+from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
@@ -30,38 +28,44 @@ from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
-    SchedulerConfig,
     SchedulerOutput,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
 
 STALLED_SECONDS = 0.01
-"""Pause after a step that had nothing to do but wait."""
+"""Pause after a step in which no sequence could run."""
 
 
 class EngineCore:
-    """Loads a model and serves requests step by step. Not safe to share between threads.
+    """Loads a model and serves requests step by step. Not thread-safe.
 
-    ``device`` and ``heat`` take the place of those that ``config`` names. Raises `ModelError` or
+    ``device`` and ``thermal`` replace those that ``config`` names. Raises `ModelError` or
     `ConfigError` when the model cannot be served under ``config``.
     """
 
     def __init__(
-        self, config: EngineConfig, device: Device | None = None, heat: ThermalMonitor | None = None
+        self,
+        config: EngineConfig,
+        device: Device | None = None,
+        thermal: ThermalMonitor | None = None,
     ) -> None:
         self.config = config
         self.device = device if device is not None else _device(config)
-        # First of all, since a policy that is not there should not show after the weights are.
-        self._heat = heat or ThermalMonitor.from_config(config, self.device.temperature_source)
+        # Before the weights are loaded, so that a wrong policy name is reported within a second.
+        self._thermal = thermal or ThermalMonitor.from_config(
+            config, self.device.temperature_source
+        )
         self.worker = Worker(config, self.device)
         self.spec = self.worker.spec
-        self.max_model_len = self.worker.max_model_len
+        self.max_model_len = self.worker.limits.max_model_len
         self.pause_s = 0.0
-        self._stats = _Counters(max_running_seqs=config.max_num_seqs)
+        self._num_steps = 0
+        self._num_prefill_tokens = 0
+        self._running_limit = config.max_num_seqs
         self.blocks = BlockManager(
             CacheConfig(
-                num_blocks=self.worker.num_blocks,
+                num_blocks=self.worker.limits.num_blocks,
                 block_size=config.block_size,
                 num_host_blocks=self.worker.cache.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
@@ -70,35 +74,35 @@ class EngineCore:
         )
         grids = self.worker.grids
         self.scheduler = Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=self.worker.max_batched_tokens,
-                max_model_len=self.max_model_len,
-                # A chunk past the longest bucket would meet a shape that nobody prepared.
-                max_chunk_tokens=grids.prompt.values("query")[-1] if grids else None,
+            self.worker.limits.scheduler_config(
                 max_waiting=config.max_waiting,
+                max_chunk_tokens=grids.max_chunk_tokens if grids else None,
                 policy=config.scheduling_policy,
             ),
             self.blocks,
-            thermal=self._heat.guard,
+            thermal=self._thermal.guard,
             defragmenter=Defragmenter(self.blocks, config.defrag),
         )
         rng = random.Random(config.seed)
         self.requests = RequestTable(self.scheduler, self.spec.eos_token_ids, rng)
-        self._heat.start()
+        self._thermal.start()
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
-        """Make shapes ready as the settings say; None where that is done later or never."""
+        """Warm up before serving, as ``config.warmup`` says.
+
+        Returns None where the rest is warmed up in the background, or nothing is. ``stop`` is
+        polled before each bucket; True ends the warm-up.
+        """
         return self.worker.warm_up(stop)
 
     @property
     def is_warming_up(self) -> bool:
-        """Whether there are shapes to be made ready behind traffic."""
+        """Whether buckets are left for the background warm-up."""
         background = self.worker.background
-        return background is not None and background.unfinished
+        return background is not None and background.is_running
 
     def advance_warm_up(self) -> None:
-        """Go on making shapes ready behind traffic, if there are any left."""
+        """Warm up the next bucket in the background, if any is left and the core has time."""
         if self.worker.background is not None:
             self.worker.background.advance(idle=not self.has_work)
 
@@ -111,26 +115,27 @@ class EngineCore:
         runner = self.worker.runner
         return EngineStats(
             num_running_reqs=self.scheduler.num_running,
-            num_running_seqs=self.scheduler.num_running,
-            max_running_seqs=self._stats.max_running_seqs,
+            num_running_seqs=self.scheduler.num_running_seqs,
+            max_running_seqs=self._running_limit,
             num_waiting_reqs=self.scheduler.num_waiting,
             num_swapped_reqs=self.scheduler.num_swapped,
-            num_used_blocks=self.blocks.num_used_blocks,
-            num_total_blocks=self.blocks.num_total_blocks,
-            highest_block_in_use=self.blocks.highest_in_use,
+            num_preempted_reqs=self.scheduler.num_preempted,
+            num_used_blocks=self.blocks.pool.num_used_blocks,
+            num_total_blocks=self.blocks.pool.num_usable_blocks,
+            highest_block_in_use=self.blocks.pool.highest_used_block,
             num_buckets=self.worker.num_buckets,
-            num_ready_buckets=self.worker.num_ready_buckets,
-            thermal=self._heat.stats,
+            num_ready_buckets=runner.num_ready_buckets,
+            thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,
-            num_steps=self._stats.num_steps,
-            num_prompt_tokens=self._stats.num_prompt_tokens,
-            num_prefill_tokens=self._stats.num_prefill_tokens,
-            num_generation_tokens=self._stats.num_generation_tokens,
+            num_steps=self._num_steps,
+            num_prompt_tokens=self.requests.num_prompt_tokens,
+            num_prefill_tokens=self._num_prefill_tokens,
+            num_generation_tokens=self.requests.num_generation_tokens,
             num_padded_tokens=runner.padded_tokens,
             num_bucket_misses=runner.bucket_misses,
-            num_cold_forwards=runner.forward_runner.cold,
+            num_cold_forwards=runner.forward_runner.cold_forwards,
             num_compilations=runner.forward_runner.compilations,
         )
 
@@ -141,88 +146,82 @@ class EngineCore:
         params: SamplingParams,
         priority: int = 0,
     ) -> None:
-        """Queue a request under ``key``.
+        """Add a request under ``key`` to the waiting queue.
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
-        most = self.scheduler.scheduler_config.max_num_seqs
-        cap = min(most, self._stats.max_running_seqs)
-        self.requests.add(key, prompt_token_ids, params, priority, cap)
-        self._stats.num_prompt_tokens += len(prompt_token_ids)
+        limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
+        self.requests.add(key, prompt_token_ids, params, priority, limit)
 
     def abort(self, key: str) -> None:
-        """Stop serving ``key`` and free its blocks; a key that is not known is ignored."""
+        """End a request and free its blocks. An unknown key is ignored: the request has ended."""
         self.requests.abort(key)
 
     def finish(self, key: str, index: int) -> None:
-        """End sample ``index`` of ``key``, of which no more tokens are wanted."""
+        """End sample ``index`` of a request, because the front found a stop string."""
         self.requests.finish(key, index)
 
     def control(self, order: BatchControl) -> Future[BatchControlResult]:
-        """Have an order carried out at the top of the next step; see `Scheduler.control`.
+        """Queue an order, which is carried out at the start of the next step.
 
-        Raises `InvalidRequest` for more sequences than shapes were prepared for.
+        See `Scheduler.control`. Raises `InvalidRequest` for a ``max_num_seqs`` above the one that
+        the engine was started with, since its buckets end there.
         """
-        most = self.config.max_num_seqs
-        if order.max_num_seqs is not None and order.max_num_seqs > most:
+        limit = self.config.max_num_seqs
+        if order.max_num_seqs is not None and order.max_num_seqs > limit:
             raise InvalidRequest(
-                f"max_num_seqs {order.max_num_seqs} is above {most}, for which this engine was "
+                f"max_num_seqs {order.max_num_seqs} is above {limit}, for which this engine was "
                 "prepared: start it with more",
                 "max_num_seqs",
             )
         return self.scheduler.control(order)
 
     def step(self) -> list[NewToken]:
-        """Compute one step and return its new tokens.
+        """Run one step; returns the new tokens.
 
-        Let ``pause_s`` seconds pass before the next: some after one that had nothing to do but
-        wait, for blocks on their way or for a cap to rise.
+        Afterwards ``pause_s`` is how many seconds to wait before the next step: above 0 only when
+        no sequence could run, because of swap transfers or a lowered running limit.
         """
         output = self.scheduler.schedule()
         stalled = output.is_empty and not output.moves
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
         computed = self.worker.runner.run(output)
-        chosen = self.requests.choose(output, computed)
+        sampled = self.requests.sample(output, computed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
         updates = self.scheduler.update(
             output,
-            chosen.token_ids,
-            logprobs=chosen.logprobs,
-            candidates=chosen.candidates,
-            timing=StepTiming(
-                # With decodes in the same step, nobody knows what the prompts took of it.
-                prompts_s=None if output.decodes else compute_s,
-                swap_out_s=computed.swap_s.get(Direction.OUT),
-                swap_in_s=computed.swap_s.get(Direction.IN),
-            ),
+            sampled.token_ids,
+            logprobs=sampled.logprobs,
+            candidates=sampled.candidates,
+            timing=_timing(output, computed.swap_s, compute_s),
         )
-        tokens = self.requests.report(updates, chosen)
-        self._stats.count(output, len(tokens))
-        return tokens
+        self._num_steps += 1
+        for chunk in output.prompts:
+            self._num_prefill_tokens += len(chunk.token_ids)
+        self._running_limit = output.max_running_seqs
+        return self.requests.report(updates, sampled)
 
     def close(self) -> None:
-        """Stop reading the sensors."""
-        self._heat.stop()
+        """Stop reading temperatures."""
+        self._thermal.stop()
 
 
-@attrs.define
-class _Counters:
-    """Totals since the start."""
+def _timing(
+    output: SchedulerOutput, swap_s: Mapping[Direction, float], compute_s: float
+) -> StepTiming | None:
+    """What a step tells about the costs of swap and prefill; None where it tells nothing.
 
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_prefill_tokens: int = 0
-    num_generation_tokens: int = 0
-    max_running_seqs: int = 0
-
-    def count(self, output: SchedulerOutput, num_new: int) -> None:
-        """Take in a step and how many tokens came of it."""
-        self.num_steps += 1
-        self.num_prefill_tokens += sum(len(chunk.token_ids) for chunk in output.prompts)
-        self.num_generation_tokens += num_new
-        self.max_running_seqs = output.max_running
+    A step with decodes does not tell how long its prefill chunks took.
+    """
+    if output.decodes and not swap_s:
+        return None
+    return StepTiming(
+        prompts_s=None if output.decodes else compute_s,
+        swap_out_s=swap_s.get(Direction.OUT),
+        swap_in_s=swap_s.get(Direction.IN),
+    )
 
 
 def _device(config: EngineConfig) -> Device:

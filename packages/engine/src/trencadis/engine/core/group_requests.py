@@ -1,4 +1,4 @@
-"""A request of the API as the scheduler takes it: one group of sequences, or several."""
+"""Converts an API request into the scheduler's requests: one sequence group, or several."""
 
 from __future__ import annotations
 
@@ -13,10 +13,14 @@ def as_request(
     prompt_token_ids: tuple[int, ...],
     params: SamplingParams,
     priority: int,
-    room: int,
+    max_new_tokens: int,
     eos_token_ids: frozenset[int],
 ) -> Request:
-    """One group under ``key``; ``room`` are the tokens that the model's context leaves."""
+    """One scheduler request with id ``key``.
+
+    ``max_new_tokens`` is the number of output tokens that the model's context leaves; it applies
+    where ``params`` sets no limit.
+    """
     beams = None
     if params.use_beam_search:
         beams = BeamSearch(
@@ -27,7 +31,7 @@ def as_request(
     return Request(
         request_id=key,
         prompt_token_ids=prompt_token_ids,
-        max_tokens=room if params.max_tokens is None else params.max_tokens,
+        max_tokens=max_new_tokens if params.max_tokens is None else params.max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
         n=params.n,
@@ -37,12 +41,17 @@ def as_request(
     )
 
 
-def in_parts(whole: Request, most: int) -> list[Request]:
-    """Groups of ``most`` samples where a request wants more of them than may run at once."""
-    if whole.n <= most:
-        return [whole]
-    sizes = {first: min(most, whole.n - first) for first in range(0, whole.n, most)}
+def split_samples(request: Request, max_group_size: int) -> list[Request]:
+    """Split a request for n samples into groups of at most ``max_group_size`` samples."""
+    if request.n <= max_group_size:
+        return [request]
+    starts = range(0, request.n, max_group_size)
     return [
-        attrs.evolve(whole, request_id=f"{whole.request_id}#{first}", n=size, best_of=None)
-        for first, size in sizes.items()
+        attrs.evolve(
+            request,
+            request_id=f"{request.request_id}#{start}",
+            n=min(max_group_size, request.n - start),
+            best_of=None,
+        )
+        for start in starts
     ]

@@ -1,4 +1,4 @@
-"""What no core could serve, refused before it reaches a queue."""
+"""Checks a request against the model's limits before it is queued."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from trencadis.engine.sampling_params import SamplingParams
 def check_request(
     prompt_token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, max_model_len: int
 ) -> None:
-    """Refuse what could not be served, naming the field, before it reaches a queue."""
+    """Raise `InvalidRequest`, naming the field, for a request that this model cannot serve."""
     length = len(prompt_token_ids)
     if length == 0:
         raise InvalidRequest("the prompt is empty: give at least one token", "prompt")

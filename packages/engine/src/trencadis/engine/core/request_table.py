@@ -1,7 +1,8 @@
-"""The requests that a core serves, between the front's terms and the scheduler's.
+"""The requests that an engine core serves.
 
-The front knows a request by its key and a sample by its number; the scheduler knows groups and
-sequence ids, of which beams take new ones as they go.
+Translates between the two sides of the core: the front knows a request by its key and a sample by
+its index; the scheduler knows sequence groups and sequence ids. Beam search creates new sequence
+ids in every step, so only the table knows which request a sequence belongs to.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from trencadis.engine.core.group_requests import as_request, in_parts
+from trencadis.engine.core.group_requests import as_request, split_samples
 from trencadis.engine.errors import EngineOverloaded, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import FinishReason
@@ -30,69 +31,72 @@ from trencadis.scheduler import (
     SequenceUpdate,
     UnservableRequest,
 )
-from trencadis.scheduler import FinishReason as EndReason
+from trencadis.scheduler import FinishReason as SchedulerFinishReason
 from trencadis.scheduler import Sequence as ScheduledTokens
 
 
 @attrs.define(eq=False)
-class _Served:
-    """One request. ``sample_ids`` are sequence ids by number of sample, none where beams are
-    searched; ``open`` are the numbers of what has not ended."""
+class _Entry:
+    """One request.
+
+    ``sample_ids`` are sequence ids by sample index (empty for beam search). ``unfinished`` are the
+    indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
+    prompt tokens.
+    """
 
     key: str
     params: SamplingParams
+    num_prompt_tokens: int
     groups: list[SequenceGroup] = attrs.field(factory=list)
     sample_ids: list[int] = attrs.field(factory=list)
-    open: set[int] = attrs.field(factory=set)
+    unfinished: set[int] = attrs.field(factory=set)
+    prompt_counted: bool = False
 
 
 @attrs.frozen(eq=False)
 class _Sample:
-    request: _Served
+    entry: _Entry
     index: int
     seed: int
     sequence: ScheduledTokens
 
 
 @attrs.frozen
-class Chosen:
-    """What follows each sequence of a step: a sampled token, or of a beam its candidates."""
+class SampledStep:
+    """The sampler's results of one step, by sequence id.
 
-    sampled: Mapping[int, SampledToken]
+    ``logprobs`` has the log-probability of the sampled token where the request asked for it.
+    ``candidates`` are the most probable next tokens of each beam.
+    """
+
+    tokens: Mapping[int, SampledToken]
+    token_ids: Mapping[int, int]
+    logprobs: Mapping[int, float]
     candidates: Mapping[int, Sequence[Candidate]]
-
-    @property
-    def token_ids(self) -> dict[int, int]:
-        """The sampled tokens alone."""
-        return {seq_id: token.token_id for seq_id, token in self.sampled.items()}
-
-    @property
-    def logprobs(self) -> dict[int, float]:
-        """Log-probabilities of the tokens, where they were asked for."""
-        return {
-            seq_id: token.logprobs.chosen.logprob
-            for seq_id, token in self.sampled.items()
-            if token.logprobs is not None
-        }
 
 
 class RequestTable:
-    """Queues, samples, reports and ends the requests of one core.
+    """Adds requests to the scheduler, samples for them, reports their tokens, ends them.
 
-    ``rng`` gives seeds to samples whose request brings none.
+    ``rng`` gives a seed to each sample whose request has none. ``num_prompt_tokens`` counts the
+    prompt tokens of all requests that have generated a token: each prompt once, cached and
+    recomputed tokens not counted again. ``num_generation_tokens`` counts reported tokens.
     """
 
     def __init__(
         self, scheduler: Scheduler, eos_token_ids: frozenset[int], rng: random.Random
     ) -> None:
+        self.num_prompt_tokens = 0
+        self.num_generation_tokens = 0
         self._scheduler = scheduler
-        self._most = scheduler.scheduler_config.max_num_seqs
+        self._max_num_seqs = scheduler.scheduler_config.max_num_seqs
         self._max_model_len = scheduler.scheduler_config.max_model_len
         self._has_priorities = scheduler.scheduler_config.policy == "priority"
         self._eos_token_ids = eos_token_ids
         self._rng = rng
-        self._served: dict[str, _Served] = {}
+        self._entries: dict[str, _Entry] = {}
         self._samples: dict[int, _Sample] = {}
+        self._beam_searches: dict[str, _Entry] = {}
 
     def add(
         self,
@@ -100,119 +104,172 @@ class RequestTable:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         priority: int,
-        cap: int,
+        running_limit: int,
     ) -> None:
-        """Queue a request, samples in groups that fit ``cap``, the sequences that may run now.
+        """Add a request to the waiting queue.
 
-        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
+        Samples are split into groups of at most ``running_limit`` sequences, the number that may
+        run now. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
         self._check(key, params, priority)
         if params.chooses and not params.use_beam_search and params.logprobs is None:
-            params = attrs.evolve(params, logprobs=0)  # what samples are ranked by
-        served = _Served(key, params)
-        self._served[key] = served
+            params = attrs.evolve(params, logprobs=0)  # best_of ranks samples by logprobs
+        entry = _Entry(key, params, len(prompt_token_ids))
+        self._entries[key] = entry
         try:
-            for request in self._parts(key, prompt_token_ids, params, priority, cap):
-                served.groups.append(self._scheduler.add(request).group)
+            for request in self._requests(key, prompt_token_ids, params, priority, running_limit):
+                entry.groups.append(self._scheduler.add(request).group)
         except QueueFull as error:
             self.abort(key)
             raise EngineOverloaded(str(error)) from error
         except UnservableRequest as error:
             self.abort(key)
             raise InvalidRequest(str(error), "prompt") from error
-        served.open.update(range(params.n if params.use_beam_search else params.num_seqs))
         if params.use_beam_search:
+            entry.unfinished.update(range(params.n))
+            self._beam_searches[key] = entry
             return
-        for index, one in enumerate(one for group in served.groups for one in group.live):
+        entry.unfinished.update(range(params.num_seqs))
+        sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
+        for index, sequence in enumerate(sequences):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
-            self._samples[one.seq_id] = _Sample(served, index, seed, one)
-            served.sample_ids.append(one.seq_id)
+            self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence)
+            entry.sample_ids.append(sequence.seq_id)
 
     def abort(self, key: str) -> None:
-        """Stop serving a request and free its blocks; a key that is not known is ignored."""
-        served = self._served.pop(key, None)
-        if served is None:
+        """End a request and free its blocks. An unknown key is ignored: the request has ended."""
+        entry = self._entries.pop(key, None)
+        if entry is None:
             return
-        for group in served.groups:
+        self._beam_searches.pop(key, None)
+        for group in entry.groups:
             self._scheduler.abort(group.request_id)
-        for seq_id in served.sample_ids:
+        for seq_id in entry.sample_ids:
             del self._samples[seq_id]
 
     def finish(self, key: str, index: int) -> None:
-        """A sample has all that its client wants; the others of its request go on."""
-        served = self._served.get(key)
-        if served is not None and index in served.open:
-            self._scheduler.finish(served.sample_ids[index])
-            self._end(served, index)
+        """End one sample, because the front found a stop string in its text."""
+        entry = self._entries.get(key)
+        if entry is not None and index in entry.unfinished:
+            self._scheduler.finish(entry.sample_ids[index])
+            self._end_sample(entry, index)
 
-    def choose(self, output: SchedulerOutput, computed: StepLogits) -> Chosen:
-        """A token for every sequence that samples in this step, and every beam's candidates."""
-        scheduled = {one.seq_id: one for one in (*output.decodes, *output.prompts)}
-        wanted = [scheduled[seq_id] for seq_id in computed.seq_ids]
-        ids: list[int] = []
+    def sample(self, output: SchedulerOutput, computed: StepLogits) -> SampledStep:
+        """Sample a token for every sequence that needs one, and rank candidates for beams."""
+        scheduled = {item.seq_id: item for item in (*output.decodes, *output.prompts)}
+        seq_ids: list[int] = []
         rows: list[int] = []
-        beams: list[int] = []
-        for row, one in enumerate(wanted):
-            if one.num_candidates:
-                beams.append(row)
+        beams: dict[int, ScheduledSequence] = {}
+        for row, seq_id in enumerate(computed.seq_ids):
+            item = scheduled[seq_id]
+            if item.num_candidates:
+                beams[row] = item
             else:
-                ids.extend(one.sample_ids)
-                rows.extend([row] * len(one.sample_ids))
-        tokens = sample(_take(computed.logits, rows), [self._row(i) for i in ids]) if ids else []
-        candidates = self._candidates([wanted[row] for row in beams], computed.logits, beams)
-        return Chosen(dict(zip(ids, tokens, strict=True)), candidates)
+                seq_ids.extend(item.sample_ids)
+                rows.extend([row] * len(item.sample_ids))
+        sampled = self._sample_tokens(seq_ids, rows, computed.logits) if seq_ids else []
+        candidates = self._candidates(beams, computed.logits) if beams else {}
+        tokens: dict[int, SampledToken] = {}
+        token_ids: dict[int, int] = {}
+        logprobs: dict[int, float] = {}
+        for seq_id, token in zip(seq_ids, sampled, strict=True):
+            tokens[seq_id] = token
+            token_ids[seq_id] = token.token_id
+            if token.logprobs is not None:
+                logprobs[seq_id] = token.logprobs.chosen.logprob
+        return SampledStep(tokens, token_ids, logprobs, candidates)
 
-    def report(self, updates: Sequence[SequenceUpdate], chosen: Chosen) -> list[NewToken]:
-        """What the front is told of a step; samples that nobody waits for are left out."""
+    def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
+        """The messages to the front for a step. Tokens of ended samples are left out."""
         tokens: list[NewToken] = []
         for update in updates:
-            one = self._samples.get(update.seq_id)
-            search = self._served.get(update.request_id)
-            if one is None and search is not None:
-                tokens.extend(self._hypothesis(search, update.seq_id))
-            elif one is not None and one.index in one.request.open:
-                reason = _reason(update.finish_reason)
-                cached = one.sequence.num_cached_prompt_tokens
-                logprobs = chosen.sampled[update.seq_id].logprobs
-                key = one.request.key
-                tokens.append(NewToken(key, one.index, update.token_id, reason, cached, logprobs))
-                if reason is not None:
-                    self._end(one.request, one.index)
+            sample = self._samples.get(update.seq_id)
+            if sample is None:
+                search = self._beam_searches.get(update.request_id)
+                if search is not None:
+                    if not search.prompt_counted:
+                        self._count_prompt(search)
+                    tokens.extend(self._hypothesis(search, update.seq_id))
+                continue
+            entry = sample.entry
+            if sample.index not in entry.unfinished:
+                continue
+            if not entry.prompt_counted:
+                self._count_prompt(entry)
+            ended = update.finish_reason
+            tokens.append(
+                NewToken(
+                    entry.key,
+                    sample.index,
+                    update.token_id,
+                    None if ended is None else ended.value,
+                    sample.sequence.num_cached_tokens,
+                    step.tokens[update.seq_id].logprobs,
+                )
+            )
+            if ended is not None:
+                self._end_sample(entry, sample.index)
+        self.num_generation_tokens += len(tokens)
         return tokens
 
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
-        if key in self._served:
+        if key in self._entries:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
-        if params.chooses and params.num_seqs > self._most:
+        if params.chooses and params.num_seqs > self._max_num_seqs:
             raise InvalidRequest(
-                f"{params.num_seqs} sequences at once are above max_num_seqs {self._most}: ask for "
-                "fewer",
+                f"{params.num_seqs} sequences at once are above max_num_seqs {self._max_num_seqs}: "
+                "ask for fewer",
                 "n" if params.best_of is None else "best_of",
             )
         if priority != 0 and not self._has_priorities:
             raise InvalidRequest(
-                f"priority {priority} needs scheduling_policy 'priority'; here requests are "
-                "served first come, first served",
+                f"priority {priority} needs scheduling_policy 'priority'; this engine serves "
+                "requests first come, first served",
                 "priority",
             )
 
-    def _parts(
+    def _requests(
         self,
         key: str,
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         priority: int,
-        cap: int,
+        running_limit: int,
     ) -> list[Request]:
-        room = self._max_model_len - len(prompt_token_ids)
+        max_new_tokens = self._max_model_len - len(prompt_token_ids)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        whole = as_request(key, prompt_token_ids, params, priority, room, eos)
-        # A group that is larger would wait until heat or an order allow it.
-        return [whole] if params.chooses else in_parts(whole, max(1, cap))
+        request = as_request(key, prompt_token_ids, params, priority, max_new_tokens, eos)
+        # A group above the running limit would wait until temperature or an order raise it.
+        # Samples that are compared in the end (best_of, beams) must stay in one group.
+        return [request] if params.chooses else split_samples(request, max(1, running_limit))
 
-    def _row(self, seq_id: int) -> SamplingRow:
-        one = self._samples[seq_id]
-        return self._sampling_row(one.sequence, one.request.params, one.seed)
+    def _sample_tokens(
+        self, seq_ids: list[int], rows: list[int], logits: torch.Tensor
+    ) -> list[SampledToken]:
+        sampling_rows = []
+        for seq_id in seq_ids:
+            item = self._samples[seq_id]
+            sampling_rows.append(self._sampling_row(item.sequence, item.entry.params, item.seed))
+        return sample(_select(logits, rows), sampling_rows)
+
+    def _candidates(
+        self, beams: Mapping[int, ScheduledSequence], logits: torch.Tensor
+    ) -> dict[int, Sequence[Candidate]]:
+        """The most probable next tokens of each beam. ``beams`` are keyed by row of ``logits``."""
+        live = {
+            sequence.seq_id: (sequence, entry.params)
+            for entry in self._beam_searches.values()
+            for sequence in entry.groups[0].unfinished_seqs
+        }
+        ranked = rank_tokens(
+            _select(logits, list(beams)),
+            [self._sampling_row(*live[beam.seq_id], seed=0) for beam in beams.values()],
+            [beam.num_candidates for beam in beams.values()],
+        )
+        return {
+            beam.seq_id: [Candidate(*token) for token in tokens]
+            for beam, tokens in zip(beams.values(), ranked, strict=True)
+        }
 
     def _sampling_row(
         self, sequence: ScheduledTokens, params: SamplingParams, seed: int
@@ -225,44 +282,32 @@ class RequestTable:
             self._eos_token_ids,
         )
 
-    def _candidates(
-        self, beams: Sequence[ScheduledSequence], logits: torch.Tensor, rows: list[int]
-    ) -> dict[int, Sequence[Candidate]]:
-        if not beams:
-            return {}
-        searches = [one for one in self._served.values() if one.params.use_beam_search]
-        live = {one.seq_id: (one, s.params) for s in searches for one in s.groups[0].live}
-        ranked = rank_tokens(
-            _take(logits, rows),
-            [self._sampling_row(*live[beam.seq_id], seed=0) for beam in beams],
-            [beam.num_candidates for beam in beams],
-        )
-        return {
-            beam.seq_id: [Candidate(*token) for token in tokens]
-            for beam, tokens in zip(beams, ranked, strict=True)
-        }
-
-    def _hypothesis(self, served: _Served, seq_id: int) -> Iterator[NewToken]:
-        """All tokens of an answer of a beam search that has just ended."""
-        results = served.groups[0].results
-        index, one = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
-        *tokens, last = one.output_token_ids
+    def _hypothesis(self, entry: _Entry, seq_id: int) -> Iterator[NewToken]:
+        """All tokens of one result of a beam search that has just ended."""
+        results = entry.groups[0].results
+        index, result = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
+        cached = result.num_cached_tokens
+        *tokens, last = result.output_token_ids
         for token_id in tokens:
-            yield NewToken(served.key, index, token_id, None, one.num_cached_prompt_tokens)
-        reason = _reason(one.finish_reason)
-        yield NewToken(served.key, index, last, reason, one.num_cached_prompt_tokens)
-        self._end(served, index)
+            yield NewToken(entry.key, index, token_id, None, cached)
+        yield NewToken(entry.key, index, last, _finish_reason(result.finish_reason), cached)
+        self._end_sample(entry, index)
 
-    def _end(self, served: _Served, index: int) -> None:
-        """A sample has ended; with the last one, whatever the request still has goes."""
-        served.open.discard(index)
-        if not served.open:
-            self.abort(served.key)
+    def _count_prompt(self, entry: _Entry) -> None:
+        entry.prompt_counted = True
+        self.num_prompt_tokens += entry.num_prompt_tokens
+
+    def _end_sample(self, entry: _Entry, index: int) -> None:
+        """Mark a sample as ended. The last one removes the request."""
+        entry.unfinished.discard(index)
+        if not entry.unfinished:
+            self.abort(entry.key)
 
 
-def _reason(ended: EndReason | None) -> FinishReason | None:
-    return None if ended is None else ended.value
+def _finish_reason(reason: SchedulerFinishReason | None) -> FinishReason | None:
+    return None if reason is None else reason.value
 
 
-def _take(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """``logits[rows]``, without a copy where that is all rows in order."""
     return logits if rows == list(range(len(logits))) else logits[rows]

@@ -1,4 +1,4 @@
-"""What an engine core knows of its devices' heat, and the policy that acts on it."""
+"""Reads device temperatures in the background and connects them to the thermal policy."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ _HEALTH: dict[Health, SensorHealth] = {
 
 
 class ThermalMonitor:
-    """A reader of temperatures in the background, and a thermal policy that acts on them.
+    """A background reader of temperatures, and a thermal policy that limits the running sequences.
 
-    ``guard`` stands between the policy and the scheduler; None where there is no policy.
+    ``guard`` connects the policy to the scheduler and turns it off when it fails; None without a
+    policy.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class ThermalMonitor:
 
     @classmethod
     def from_config(cls, config: EngineConfig, own_source: str | None = None) -> ThermalMonitor:
-        """As the settings name them; ``own_source`` is the device's, for a policy without one.
+        """The source and the policy that ``config`` names.
 
-        Raises `ConfigError` for a source or a policy that cannot be had, and for a policy without
-        a source: it would never see a temperature.
+        ``own_source`` is the device's temperature source; it is used for a policy where ``config``
+        names no source. Raises `ConfigError` for an unknown source or policy, and for a policy
+        without a source.
         """
         name = config.thermal_policy
         source = config.temperature_source or (own_source if name else None)
@@ -58,27 +60,27 @@ class ThermalMonitor:
         return cls(reader, policy, name or "")
 
     def start(self) -> None:
-        """Begin to read."""
+        """Start the background reader."""
         if self._reader is not None:
             self._reader.start()
 
     def stop(self) -> None:
-        """Read no more."""
+        """Stop the background reader."""
         if self._reader is not None:
             self._reader.stop()
 
     @property
     def stats(self) -> ThermalStats | None:
-        """How things are now; None where nobody measures."""
+        """The latest readings and the state of the policy; None without a temperature source."""
         if self._reader is None:
             return None
         state = self._reader.state()
-        failed = self.guard.fault if self.guard is not None else ""
+        policy_fault = self.guard.fault if self.guard is not None else ""
         return ThermalStats(
             hottest_c=state.hottest_c,
             power_w=state.power_w,
             sensor=_HEALTH[state.health],
-            fault=failed or state.fault,
+            fault=policy_fault or state.fault,
             policy=self._name,
             policy_active=self.guard is not None and self.guard.policy is not None,
         )

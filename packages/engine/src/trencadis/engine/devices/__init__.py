@@ -1,4 +1,7 @@
-"""Where the model runs. Nothing outside this package asks which device it is on."""
+"""The devices that a model can run on. No code outside this package depends on which one.
+
+To add a device: a `Device` subclass in a module of its own, and its name in `_DEVICES`.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +27,8 @@ _DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu"
 def select_device(name: str, compile_cache: Path | None = None) -> Device:
     """The device called ``name``; ``auto`` takes hpu, then cuda, then cpu.
 
-    ``compile_cache``: where a device that has to know it from the beginning keeps what it compiles.
-    Raises `ConfigError` for a name that is not known, `DeviceError` where the device is not there.
+    ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
+    time. Raises `ConfigError` for an unknown name, `DeviceError` for a missing device.
     """
     if name == "auto":
         return _best_device(compile_cache)
@@ -39,7 +42,7 @@ def select_device(name: str, compile_cache: Path | None = None) -> Device:
 
 
 def _best_device(compile_cache: Path | None) -> Device:
-    """A Gaudi whose software is there but does not work is worth a warning, not the start."""
+    """hpu, then cuda, then cpu. A Gaudi whose software does not load gives only a warning."""
     if hpu_is_installed():
         try:
             return HPUDevice(compile_cache)

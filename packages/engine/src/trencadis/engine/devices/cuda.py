@@ -1,4 +1,4 @@
-"""NVIDIA GPUs: CUDA graphs from one shared memory pool."""
+"""The CUDA device: CUDA graphs with one shared memory pool."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trencadis.engine.devices.recorded import RecordedGraph, own_buffers
 from trencadis.engine.errors import DeviceError
 
 _WARM_UP_RUNS = 3
-"""Runs on a side stream before a capture, in which libraries set themselves up: PyTorch's notes on
-CUDA graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
+"""Runs on a side stream before a capture, for libraries to initialise: PyTorch's notes on CUDA
+graphs, https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs"""
 
 
 class CUDADevice(Device):
-    """The current GPU of the process. Raises `DeviceError` where PyTorch sees none."""
+    """The current GPU of the process. Raises `DeviceError` if PyTorch sees none."""
 
     name = "cuda"
     preferred_dtype = torch.bfloat16
@@ -37,7 +37,7 @@ class CUDADevice(Device):
         self._programs = InductorPrograms()
 
     def free_memory(self) -> int:
-        """What the driver has, and what PyTorch holds without using it."""
+        """Free memory of the driver, plus what PyTorch has reserved and not allocated."""
         free, _ = torch.cuda.mem_get_info(self.torch_device)
         held = torch.cuda.memory_reserved(self.torch_device)
         return free + held - torch.cuda.memory_allocated(self.torch_device)
@@ -49,12 +49,12 @@ class CUDADevice(Device):
         torch.cuda.synchronize(self.torch_device)
 
     def optimize(self, model: nn.Module) -> None:
-        """cuBLAS reads weights as they lie."""
+        """Nothing to do: cuBLAS needs no special weight layout."""
 
     def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
-        """Record ``run(*inputs)``.
+        """Capture ``run(*inputs)`` as a CUDA graph.
 
-        All graphs share a pool, so the result of one is valid until any of them is replayed.
+        All graphs share a memory pool, so a result is valid only until any graph is replayed.
         """
         buffers = own_buffers(inputs)
         self._warm_up(run, buffers)
@@ -64,7 +64,7 @@ class CUDADevice(Device):
         return RecordedGraph(buffers, output, graph.replay, graph.reset)
 
     def compiler_missing(self) -> str | None:
-        """Inductor writes Triton for GPUs."""
+        """Triton, which Inductor generates code for."""
         if importlib.util.find_spec("triton") is None:
             return "Triton: pip install triton"
         return None

@@ -1,4 +1,4 @@
-"""The small interface behind which devices differ."""
+"""The interface of a device: memory, synchronisation, graphs, compilation."""
 
 from __future__ import annotations
 
@@ -12,82 +12,85 @@ from torch import fx, nn
 
 
 class Graph(abc.ABC):
-    """A computation recorded for inputs of one shape, and replayed on others of that shape."""
+    """A captured computation for inputs of one shape. It can be replayed on other inputs."""
 
     @abc.abstractmethod
     def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Copy ``inputs`` into the graph's own and run it; the result holds until the next replay.
+        """Copy ``inputs`` into the graph's buffers and run it.
 
-        Raises `GraphError` for inputs of another shape or dtype than the recorded ones, and after
+        The next replay overwrites the result.
+
+        Raises `GraphError` for inputs of another shape or dtype than the captured ones, and after
         `release`.
         """
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Give the graph's memory back."""
+        """Free the graph's memory."""
 
 
 class Device(abc.ABC):
-    """Memory, synchronisation, what a device does to weights, and how it prepares shapes."""
+    """A device that runs a model. Subclasses set the attributes and implement the methods."""
 
     name: str
     torch_device: torch.device
     preferred_dtype: torch.dtype
     default_kv_cache_memory: int | None
-    """Bytes of KV cache where memory is shared with the host; None where it is the device's."""
+    """Default bytes of KV cache where memory is shared with the host; None for device memory."""
 
     supports_graphs: bool = False
-    """Whether `capture` can record a forward."""
+    """Whether `capture` works."""
 
     dynamic_shapes: bool = True
-    """Whether an operation on a new shape, or of a shape that depends on data, runs without being
-    compiled first. Where not, sampling is done by the host."""
+    """Whether an operation runs on a new shape, or on a shape that depends on data, without being
+    compiled first. Otherwise the host samples."""
 
     updates_views: bool = True
-    """Whether a recorded graph may update a view in place. Where not, each layer's keys and values
-    are tensors of their own."""
+    """Whether a graph may update a view in place. Otherwise the keys and values of each layer are
+    separate tensors."""
 
     temperature_source: str | None = None
     """Name of the scheduler's telemetry source that reads this device's temperatures."""
 
     @abc.abstractmethod
     def free_memory(self) -> int:
-        """Memory that new tensors could take, bytes."""
+        """Memory available for new tensors, bytes."""
 
     @abc.abstractmethod
     def total_memory(self) -> int:
-        """Memory of the device, bytes."""
+        """Total memory of the device, bytes."""
 
     @abc.abstractmethod
     def synchronize(self) -> None:
-        """Wait until everything submitted is done."""
+        """Wait until all submitted work is done."""
 
     @abc.abstractmethod
     def optimize(self, model: nn.Module) -> None:
-        """Rearrange a loaded model's weights in place, as this device reads them fastest."""
+        """Change a loaded model in place for speed: weight layouts, fused kernels."""
 
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
-        """End of a piece of work that a lazy device collects before it computes."""
+        """Let a lazy device execute the operations collected so far."""
 
     def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
-        """Record ``run(*inputs)``. Only where `supports_graphs`."""
-        raise NotImplementedError(f"{self.name} records no graphs")
+        """Capture ``run(*inputs)`` as a graph. Only where `supports_graphs`."""
+        raise NotImplementedError(f"{self.name} captures no graphs")
 
     @abc.abstractmethod
     def compiler_missing(self) -> str | None:
-        """What `compile` lacks on this machine, in words for its user; None where nothing."""
+        """Software that `compile` needs and this machine lacks, as text for a log; else None."""
 
     @abc.abstractmethod
     def keep_compiled(self, directory: Path) -> None:
-        """Keep what is compiled in ``directory``, and look there before compiling."""
+        """Cache compiled programs in ``directory``."""
 
     @abc.abstractmethod
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """``module``, traced for ``inputs``, as a program for exactly their shapes.
+        """Compile ``module``, traced with ``inputs``, for exactly their shapes.
 
-        ``inputs`` may be fake tensors; the program takes as many and returns what the module does.
+        ``inputs`` may be fake tensors. The program takes the same arguments as the module and
+        returns the same result.
         """
 
     @abc.abstractmethod
     def num_compilations(self) -> int:
-        """Programs compiled by this process so far; those found in a cache do not count."""
+        """Programs that this process has compiled so far, without those loaded from a cache."""

@@ -1,4 +1,4 @@
-"""Programs for one shape by PyTorch's own compiler, Inductor, kept from one start to the next."""
+"""Compiles programs with PyTorch's compiler, Inductor, and caches them between starts."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ _SETTINGS = {
 
 
 class InductorPrograms:
-    """Compiles traced modules, and counts those that were not found compiled.
+    """Compiles traced modules. ``compiled`` counts those that were not in the cache.
 
-    Inductor looks in its own cache, keyed by operations, shapes, dtypes, versions and processor
-    (``torch/_inductor/codecache.py``), so that an entry which the store has for other versions does
-    no harm.
+    Inductor's own cache is keyed by operations, shapes, dtypes, versions and processor
+    (``torch/_inductor/codecache.py``), so a stored entry of another version is never used.
     """
 
     def __init__(self) -> None:
@@ -34,12 +33,12 @@ class InductorPrograms:
         self._store: ProgramStore | None = None
 
     def keep(self, directory: Path) -> None:
-        """Keep programs in ``directory``. Inductor is told its cache by a variable alone."""
+        """Cache programs in ``directory``. Inductor reads it from the environment."""
         self._store = ProgramStore(directory)
         os.environ[_CACHE_VARIABLE] = str(self._store.workplace)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """A callable of ``inputs`` that checks nothing: it runs for exactly their shapes."""
+        """A program for exactly the shapes of ``inputs``. It does not check them."""
         store = self._store
         if store is None:
             return self._compile(module, inputs)
@@ -52,7 +51,7 @@ class InductorPrograms:
         return program
 
     def _compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        # Imported here: it takes two seconds, and who does not compile need not wait for it.
+        # Imported here, because the import takes two seconds and is only needed to compile.
         import torch._inductor as inductor  # noqa: PLC0415
         from torch._dynamo.utils import counters  # noqa: PLC0415
 
@@ -69,7 +68,7 @@ class InductorPrograms:
 
 
 def cpp_compiler_missing() -> str | None:
-    """What there is no compiling for the CPU without; None where it is there."""
+    """The C++ compiler, if it is missing, in words for an error message; else None."""
     from torch._inductor.cpp_builder import get_cpp_compiler  # noqa: PLC0415
     from torch._inductor.exc import InvalidCxxCompiler  # noqa: PLC0415
 
@@ -81,6 +80,6 @@ def cpp_compiler_missing() -> str | None:
 
 
 def _key(module: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """Names the traced layer, its shapes and the version that compiles it."""
+    """Identifies the traced layer, its shapes and the version of PyTorch."""
     shapes = (f"{tuple(x.shape)} {x.dtype} {x.device}" for x in inputs)
     return "\n".join((torch.__version__, module.code, *shapes))

@@ -1,4 +1,4 @@
-"""Linear layers over weights in oneDNN's blocked layout, as an operation that can be compiled."""
+"""Linear layers with weights in oneDNN's blocked layout, as an operator that can be compiled."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 
 
 class PackedLinear(nn.Module):
-    """A linear layer whose weight was packed once, rather than on each call."""
+    """A linear layer whose weight is packed once, not in every call."""
 
     packed: torch.Tensor
 
@@ -25,7 +25,7 @@ class PackedLinear(nn.Module):
         self.bias = linear.bias
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        # Only a trace needs the operation below; calling oneDNN's directly is quicker.
+        # Only tracing needs the registered operator; calling oneDNN directly is faster.
         compute = _compute if type(rows) is torch.Tensor else torch.ops.trencadis.packed_linear
         out: torch.Tensor = compute(rows, self.packed, self.bias)
         return out
@@ -36,8 +36,8 @@ def _compute(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     return out
 
 
-# An operation of its own, since Inductor takes oneDNN's for constant weights only, and a weight
-# that is one of the inputs lets all layers share a program.
+# A custom operator, because Inductor accepts oneDNN's operator with constant weights only, and all
+# layers can share a program only if the weight is an input.
 _POINTWISE = torch.ops.mkldnn._linear_pointwise.default
 _LIBRARY.impl(  # type: ignore[no-untyped-call]
     "packed_linear", _compute, "CompositeExplicitAutograd"

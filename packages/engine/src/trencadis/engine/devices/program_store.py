@@ -1,8 +1,8 @@
-"""Compiled programs on disk: one file each, complete or absent.
+"""Stores compiled programs on disk, one archive per program, written atomically.
 
-A compiler that is killed leaves half a library behind, and loading that ends the process. So this
-process compiles in a directory of its own, and what a program consists of is put into the common
-one afterwards, as one archive with checksums that appears under its name in one step.
+A killed compiler leaves a partial library, and loading one crashes the process. So each process
+compiles in its own directory. The files of a complete program are then stored in the shared
+directory as one archive with checksums, renamed into place.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ logger = logging.getLogger("trencadis.engine")
 
 _PREFIX = "compiling-"
 _LEFT_AFTER_SECONDS = 24 * 3600.0
-"""No process compiles for so long: what is older was left by one that was killed."""
+"""Age after which a process's directory is removed: its process was killed."""
 
 _UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, NotImplementedError)
 
@@ -28,7 +28,7 @@ _UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, No
 class ProgramStore:
     """The programs in ``directory``, which several processes may share.
 
-    ``workplace`` is where this process compiles; it goes when the process does.
+    ``workplace`` is the directory in which this process compiles. It is removed at exit.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -42,7 +42,7 @@ class ProgramStore:
         self._warned = False
 
     def fetch(self, key: str) -> None:
-        """Put the files of a program into the workplace, if it is there and whole."""
+        """Unpack a stored program into the workplace, if it exists and its checksums match."""
         archive = self._archive(key)
         try:
             with zipfile.ZipFile(archive) as packed:
@@ -61,7 +61,7 @@ class ProgramStore:
         return frozenset(path for path in self.workplace.rglob("*") if path.is_file())
 
     def keep(self, key: str, files: frozenset[Path]) -> None:
-        """Keep these files of the workplace as a program; a full disk is only a warning."""
+        """Store files of the workplace as a program. A full disk gives only a warning."""
         try:
             partial = self.workplace / "partial.zip"
             with zipfile.ZipFile(partial, "w") as packed:

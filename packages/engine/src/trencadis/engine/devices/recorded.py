@@ -1,4 +1,4 @@
-"""A recorded graph with input buffers of its own, as HPU graphs and CUDA graphs both want it."""
+"""A captured graph with its own input buffers, for HPU graphs and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from trencadis.engine.errors import GraphError
 
 
 def own_buffers(inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Tensors like ``inputs``, with their values, at addresses that a graph may keep."""
+    """Copies of ``inputs``, at addresses that do not change between replays."""
     return tuple(tensor.clone() for tensor in inputs)
 
 
 class RecordedGraph(Graph):
-    """What a device recorded from ``buffers`` to ``output``.
+    """A captured computation that reads ``buffers`` and writes ``output``.
 
-    ``replay`` and ``forget`` are the device's: run the recording, give its memory back.
+    ``replay`` and ``forget`` are functions of the device: run the graph, free its memory.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RecordedGraph(Graph):
         for buffer, given in zip(self._buffers, inputs, strict=True):
             buffer.copy_(given)
         self._replay()
-        # An alias for each replay, so that a device that checks can tell them apart.
+        # A new alias for each replay, so that a device can check the use of an outdated result.
         return self._output.detach()
 
     def release(self) -> None:
@@ -50,7 +50,7 @@ class RecordedGraph(Graph):
             self._forget()
 
     def _check(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copying would broadcast a smaller input and convert another type in silence."""
+        """Check shapes and dtypes, because a copy would broadcast or convert silently."""
         recorded = [(tuple(t.shape), t.dtype) for t in self._buffers]
         given = [(tuple(t.shape), t.dtype) for t in inputs]
         if given != recorded:

@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive: whole characters only, stop strings never shown."""
+"""Incremental detokenization: complete characters only, stop strings removed."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer
 
 _CONTEXT = 8
-"""Prompt tokens that the decoder sees, so that a first token keeps the space before it."""
+"""Prompt tokens given to the decoder, so that the first new token keeps its leading space."""
 
 
 class IncrementalDetokenizer:
-    """The text of one sample as it grows.
+    """The text of one sample, token by token.
 
-    Text is held back while its last character is incomplete or its tail could still become a
-    stop string.
+    Text is held back while its last character is incomplete, or while its end may be the beginning
+    of a stop string.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class IncrementalDetokenizer:
         self._held = ""
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """Take a token; return the text that is now certain, and the stop string it completed."""
+        """Add a token; returns the text that is now final, and the stop string that matched."""
         self._num_tokens += 1
         piece = self._stream.step(self._tokenizer, token_id)
         if piece is None:
@@ -48,7 +48,7 @@ class IncrementalDetokenizer:
         return self._release()
 
     def finish(self) -> str:
-        """The text still held back when generation ends for another reason than a stop string."""
+        """The text still held back. Call it when generation ends without a stop string."""
         tail, self._held = self._held, ""
         if self._pending_ids:
             tail += self._tokenizer.decode(
@@ -78,7 +78,7 @@ class IncrementalDetokenizer:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest tail of ``text`` that begins ``stop``, without being all of it."""
+    """Length of the longest proper prefix of ``stop`` that ``text`` ends with."""
     for length in range(min(len(text), len(stop) - 1), 0, -1):
         if text.endswith(stop[:length]):
             return length

@@ -1,4 +1,4 @@
-"""Offline batches: prompts in, completions out, in the caller's process."""
+"""Offline batch generation in the caller's process."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Generation:
 
 
 class LLM:
-    """A model in this process, for batches: ``LLM("path", max_num_seqs=8).generate([...])``.
+    """A model in this process, for offline batches: ``LLM("path").generate(["Hello"])``.
 
     ``settings`` are those of `EngineConfig`. Raises `ModelError` or `ConfigError`.
     """
@@ -51,9 +51,9 @@ class LLM:
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None
     ) -> list[Generation]:
-        """Complete every prompt, text or token ids, in whatever order is fastest.
+        """Complete every prompt, given as text or as token ids; results are in prompt order.
 
-        Raises `InvalidRequest` for a prompt that cannot be served; nothing is generated then.
+        Raises `InvalidRequest`, before anything is generated, if one prompt cannot be served.
         """
         params = params or SamplingParams()
         token_ids = [
@@ -87,11 +87,12 @@ class LLM:
         conversations: Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | None = None,
     ) -> list[Generation]:
-        """Answer every conversation, rendered with the model's chat template."""
-        return self.generate([self.tokenizer.render_chat(one) for one in conversations], params)
+        """Answer every conversation. Prompts are rendered with the model's chat template."""
+        prompts = [self.tokenizer.render_chat(messages) for messages in conversations]
+        return self.generate(prompts, params)
 
     def _advance(self, running: dict[str, RequestStream]) -> None:
-        """One step of the core; requests that end leave ``running``."""
+        """Run one step of the core; remove the requests that it ends from ``running``."""
         for token in self.core.step():
             stream = running[token.key]
             if stream.push(token):

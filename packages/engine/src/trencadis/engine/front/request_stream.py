@@ -1,4 +1,4 @@
-"""A request where its text is made: tokens of its sequences in, deltas of its answers out."""
+"""One request in the front: takes tokens from the core, emits text deltas for each sample."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class RequestStream:
-    """Gives ``emit`` what each answer of a request gains, and in the end its finish reason.
+    """Calls ``emit`` with the deltas of each sample; the last one has the finish reason.
 
-    Where it is known only in the end which sequences are answers (``best_of`` above ``n``, beams)
-    each answer is a single delta, and the best has index 0. Samples are ranked here rather than in
-    the scheduler because a stop string ends them here: tokens past it count for nothing.
+    With ``best_of`` above ``n`` and with beam search, the results are known only at the end. Each
+    is then emitted as one delta, and the best has index 0. Samples are ranked here, not in the
+    scheduler, because stop strings are found here: tokens after a stop string must not count.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class RequestStream:
         self.request_id = request_id
         self._params = params
         self._emit = emit
-        # Beams are told from each other by the core, which reports those that are answers alone.
+        # For beam search the core reports only the n results, not every beam.
         count = params.n if params.use_beam_search else params.num_seqs
         self._samples = [
             SampleStream(request_id, index, prompt_token_ids, params, tokenizer)
@@ -45,33 +45,34 @@ class RequestStream:
 
     @property
     def finished(self) -> bool:
-        """Whether every sequence has ended."""
+        """Whether every sample has ended."""
         return all(sample.finished for sample in self._samples)
 
     def push(self, token: NewToken) -> bool:
-        """Take a token; True when it ended its sample and the core does not know of it."""
+        """Add a token. True if a stop string ended the sample: the core cannot see it."""
         sample = self._samples[token.index]
         if sample.finished:
-            return False  # it was on its way when a stop string ended the sample
+            return False  # the core sent it before it knew that a stop string ended the sample
         delta = sample.push(token)
         if not self._params.chooses:
             self._emit(delta)
         else:
             self._held[token.index].append(delta)
             if self.finished:
-                self._choose()
+                self._emit_best()
         return delta.finish_reason is not None and token.finish_reason is None
 
     def abort(self) -> None:
-        """End every answer with the text that it has; those that were to be chosen have none."""
+        """End every sample with the text it has so far; unranked samples end with no text."""
         if self._params.chooses:
-            ended = [attrs.evolve(one.abort(), text="") for one in self._samples[: self._params.n]]
+            samples = self._samples[: self._params.n]
+            ended = [attrs.evolve(sample.abort(), text="") for sample in samples]
         else:
-            ended = [one.abort() for one in self._samples if not one.finished]
+            ended = [sample.abort() for sample in self._samples if not sample.finished]
         for delta in ended:
             self._emit(delta)
 
-    def _choose(self) -> None:
+    def _emit_best(self) -> None:
         ranked = self._held
         if not self._params.use_beam_search:
             ranked = sorted(self._held, key=_mean_logprob, reverse=True)
@@ -95,6 +96,6 @@ class RequestStream:
 
 
 def _mean_logprob(deltas: Sequence[CompletionDelta]) -> float:
-    """The mean log-probability of a sample's tokens: what OpenAI ranks ``best_of`` by."""
+    """Mean log-probability of a sample's tokens, by which OpenAI's API ranks ``best_of``."""
     logprobs = [position.chosen.logprob for delta in deltas for position in delta.logprobs]
     return sum(logprobs) / len(logprobs)

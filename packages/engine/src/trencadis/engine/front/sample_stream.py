@@ -1,4 +1,4 @@
-"""One sample of a request on the front's side: tokens in, text deltas out."""
+"""One sample of a request in the front: takes tokens, returns text deltas."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SampleStream:
-    """Turns the tokens of one sample into deltas, until it has ``finished``."""
+    """Converts the tokens of one sample into deltas."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class SampleStream:
         self._text = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
 
     def push(self, token: NewToken) -> CompletionDelta:
-        """Take a token from the core. A stop string may end the sample before the core does."""
+        """Add a token; returns the delta. A stop string may end the sample."""
         reason, matched = token.finish_reason, None
         text = ""
         if reason != "stop" or self._params.include_stop_str_in_output:
@@ -46,7 +46,7 @@ class SampleStream:
         return self._delta(text, token, reason, stop_reason if reason == "stop" else None)
 
     def abort(self) -> CompletionDelta:
-        """End the sample with the text that it has."""
+        """End the sample with the text it has so far."""
         self.finished = True
         return CompletionDelta(self._request_id, self._index, self._text.finish(), (), (), "abort")
 

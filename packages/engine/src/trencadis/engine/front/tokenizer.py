@@ -1,4 +1,4 @@
-"""Text to tokens and back: transformers' tokenizer and chat template behind a small face."""
+"""The model's tokenizer and chat template, from transformers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trencadis.engine.errors import InvalidRequest, ModelError
 
 
 class Tokenizer:
-    """The tokenizer of a checkpoint. Safe to use from several threads."""
+    """The tokenizer of a checkpoint. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
@@ -33,12 +33,12 @@ class Tokenizer:
 
     @property
     def backend(self) -> FastTokenizer:
-        """The ``tokenizers`` object, which decodes incrementally."""
+        """The ``tokenizers`` object, for incremental decoding."""
         return self._tokenizer.backend_tokenizer
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included."""
+        """Number of tokens, added tokens included."""
         return len(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -49,7 +49,7 @@ class Tokenizer:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token alone; an incomplete character shows as U+FFFD."""
+        """Text of a single token. An incomplete character becomes U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
     def render_chat(
@@ -61,10 +61,10 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Tokens of a conversation under the model's chat template.
+        """Token ids of a conversation, rendered with the model's chat template.
 
-        Raises `InvalidRequest` for messages that the template rejects, and where the model has
-        no template.
+        Raises `InvalidRequest` for messages that the template rejects, and for a model without a
+        template.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(

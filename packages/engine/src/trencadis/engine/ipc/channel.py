@@ -1,4 +1,4 @@
-"""The line between the front and the engine core: ZeroMQ pairs carrying msgpack."""
+"""The channel between the front and the engine core: two ZeroMQ sockets that carry msgpack."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import zmq.asyncio
 from trencadis.engine.ipc.messages import FromCore, ToCore
 
 LINGER_MS = 200
-"""How long a closing socket tries to deliver what is queued."""
+"""How long a closing socket tries to deliver queued messages."""
 
 
 class CoreChannel:
-    """The core's end: messages to the front, and those from it as they come."""
+    """The core's end of the channel. Blocking."""
 
     def __init__(self, to_core: str, from_core: str) -> None:
         self._context = zmq.Context()
@@ -31,7 +31,7 @@ class CoreChannel:
         self._outbox.send(self._encoder.encode(message))
 
     def receive(self, timeout_seconds: float) -> list[ToCore]:
-        """All messages that are there, waiting for the first at most this long."""
+        """All queued messages; waits up to ``timeout_seconds`` for the first."""
         messages: list[ToCore] = []
         timeout = int(timeout_seconds * 1000)
         while self._inbox.poll(timeout):
@@ -44,7 +44,10 @@ class CoreChannel:
 
 
 class FrontChannel:
-    """The front's end, for one event loop. Its endpoints lie where only this user can enter."""
+    """The front's end of the channel, for one event loop.
+
+    The endpoints are in a directory that only this user can read.
+    """
 
     def __init__(self) -> None:
         self._directory = tempfile.mkdtemp(prefix="trencadis-")
@@ -60,7 +63,7 @@ class FrontChannel:
         await self._outbox.send(self._encoder.encode(message))
 
     async def receive(self, timeout_seconds: float) -> FromCore | None:
-        """The next message, None when there is none within this time."""
+        """The next message, or None after ``timeout_seconds`` without one."""
         if not await self._inbox.poll(int(timeout_seconds * 1000)):
             return None
         message: FromCore = self._decoder.decode(await self._inbox.recv())
@@ -84,7 +87,7 @@ def _bind(context: zmq.asyncio.Context, kind: int, address: str) -> zmq.asyncio.
 
 
 def _unbounded(socket: Any) -> Any:
-    # Bounds live in the scheduler and in each request; the sockets themselves never drop.
+    # The scheduler and each request bound the number of messages; the sockets never drop one.
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     return socket

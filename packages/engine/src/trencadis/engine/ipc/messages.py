@@ -1,4 +1,8 @@
-"""What the front and the engine core say to each other, as msgpack over ZeroMQ."""
+"""The messages between the front and the engine core, sent as msgpack over ZeroMQ.
+
+Adding a message: define it here, add it to `ToCore` or `FromCore`, handle it in
+`core_process._handle` or `AsyncEngine._read`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from trencadis.scheduler import BatchControl, BatchControlResult
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Serve a request under ``key``, unique among those being served."""
+    """Serve a request. ``key`` is unique among the requests being served."""
 
     key: str
     prompt_token_ids: tuple[int, ...]
@@ -21,20 +25,20 @@ class Add(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """Stop serving these; a key that is not known has finished and is ignored."""
+    """Abort requests. Unknown keys are ignored: those requests have ended."""
 
     keys: tuple[str, ...]
 
 
 class Finish(msgspec.Struct, frozen=True, tag=True):
-    """A sample has all the text it may have: a stop string, of which the core does not know."""
+    """End one sample: the front found a stop string, which the core cannot see."""
 
     key: str
     index: int
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
-    """An operator's order, answered by `Controlled` with the same number."""
+    """An operator's order. The core answers with `Controlled` of the same number."""
 
     number: int
     order: BatchControl
@@ -45,7 +49,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The core is warm and serves from now on."""
+    """The core has warmed up and accepts requests."""
 
     max_model_len: int
     num_blocks: int
@@ -57,14 +61,14 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The core ends. ``kind`` says which error the front raises for it."""
+    """The core has failed and ends. ``kind`` selects the error that the front raises."""
 
     kind: Literal["config", "model", "internal"]
     message: str
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """A request that is not served. ``overloaded``: it may be sent again later."""
+    """A request was refused. ``overloaded``: the queue is full, a later try may succeed."""
 
     key: str
     message: str
@@ -73,9 +77,9 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewToken(msgspec.Struct, frozen=True, array_like=True):
-    """One token of sample ``index`` of a request; the last one carries a reason.
+    """One new token of sample ``index`` of a request. The last token has a finish reason.
 
-    Of a beam search ``index`` is the rank, and all tokens of its answers come at its end.
+    For beam search, ``index`` is the rank of the result, and all tokens come when the search ends.
     """
 
     key: str
@@ -87,7 +91,7 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Controlled(msgspec.Struct, frozen=True, tag=True):
-    """The answer to an order; without a ``result`` it was refused, for the ``message``'s reason."""
+    """The result of an order, or, where ``result`` is None, why the order was refused."""
 
     number: int
     result: BatchControlResult | None = None
@@ -96,10 +100,10 @@ class Controlled(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
-    """What a step produced, and how the core stands."""
+    """The tokens of one step. ``stats`` follow ten times a second, and when the core is idle."""
 
     tokens: tuple[NewToken, ...]
-    stats: EngineStats
+    stats: EngineStats | None
 
 
 ToCore = Add | Abort | Finish | Control | Stop

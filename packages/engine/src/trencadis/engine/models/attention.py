@@ -1,12 +1,12 @@
-"""Paged attention over the block cache, registered with transformers as its attention.
+"""Paged attention over the KV cache, registered with transformers' ``AttentionInterface``.
 
-Tokens of a forward lie flat, ``[1, tokens]``, so that every model that honours transformers'
-``logits_to_keep`` computes logits for the wanted rows only. What a forward reads and writes is
-one value, `PromptContext` or `DecodeContext`, passed through the model as ``paged=``.
+The tokens of a batch are flat, ``[1, tokens]``, so that models that support transformers'
+``logits_to_keep`` compute logits for the wanted rows only. `paged_context` defines what a forward
+pass reads and writes, and the letters used in shapes.
 
-Letters in shapes: B sequences, Q padded query length, C context blocks per sequence, N blocks of
-the cache prefix, E extra (block, sequence) pairs, S block size, H query heads, K key-value heads,
-G = H / K, D head size.
+To add a prefill kernel of a device: put it on the attention modules under `PROMPT_KERNEL` in
+``Device.optimize``. To add a kind of attention (such as a sliding window): compute it here, and
+remove it from `_refuse_unsupported`.
 """
 
 from __future__ import annotations
@@ -42,10 +42,11 @@ def paged_attention(
     scaling: float | None = None,
     **features: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Write the new keys and values, then attend. Shapes: ``[1, H, T, D]`` and ``[1, K, T, D]``.
+    """Write the new keys and values to the cache, then attend.
 
-    Returns ``[1, T, H, D]``. The signature is that of transformers' ``AttentionInterface``.
-    Raises `ModelError` for a feature of attention that this engine does not compute.
+    ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``. Returns
+    ``[1, T, H, D]``. The signature is that of transformers' ``AttentionInterface``. Raises
+    `ModelError` for an attention feature that this engine does not compute.
     """
     _refuse_unsupported(features)
     layer = int(module.layer_idx)  # type: ignore[arg-type]
@@ -69,7 +70,7 @@ def _attend_prompt(
     paged: PromptContext,
     scale: float,
 ) -> torch.Tensor:
-    """Each chunk attends to its context, gathered from the cache, and causally to itself."""
+    """Prefill: a chunk attends to its context, gathered from the cache, and to itself."""
     query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
     if paged.context_blocks is not None:
         key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
@@ -93,11 +94,12 @@ def _attend_decode(
     paged: DecodeContext,
     scale: float,
 ) -> torch.Tensor:
-    """Score every block for its owner, then combine each owner's blocks.
+    """Decode: attend from each block's owner to that block, then combine the blocks of each owner.
 
-    A block yields a maximum, a sum of exponentials and a weighted sum of values; the blocks of a
+    A block gives a maximum, a sum of exponentials and a weighted sum of values. The blocks of a
     sequence are combined by rescaling to their common maximum (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax", 2018). Row B of the accumulators takes what nobody owns.
+    normalizer calculation for softmax", 2018). Row B of the accumulators takes blocks without an
+    owner.
     """
     _, heads, batch, size = query.shape
     kv_heads = cached_keys.shape[1]
@@ -122,8 +124,8 @@ def _score_blocks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
 
-    Returns per row the maximum ``[N, K, G, 1]``, and ``[N, K, G, D + 1]`` the values weighted by
-    the exponentials followed by the sum of those, all fp32.
+    Returns, in fp32, the maximum per row ``[N, K, G, 1]``, and ``[N, K, G, D + 1]``: the values
+    weighted by the exponentials, then the sum of the exponentials.
     """
     scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
     peak = scores.amax(-1, keepdim=True)
@@ -135,7 +137,7 @@ def _score_blocks(
 def _combine(
     peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, num_rows: int
 ) -> torch.Tensor:
-    """Softmax-weighted values of each owner from the partial results of its blocks."""
+    """The attention output of each owner, from the partial softmax of its blocks."""
     top = peak.new_full((num_rows, *peak.shape[1:]), MASKED)
     top.scatter_reduce_(0, owners.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
     combined = sums.new_zeros((num_rows, *sums.shape[1:]))

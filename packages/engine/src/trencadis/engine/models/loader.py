@@ -1,4 +1,4 @@
-"""From a name to a loaded model: transformers' own module, with paged attention in it."""
+"""Loads a checkpoint: the model is transformers' own module with paged attention."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torc
 
 @attrs.frozen(kw_only=True)
 class ModelSpec:
-    """What the engine needs to know of a checkpoint before it loads the weights.
+    """The facts about a checkpoint that the engine needs before it loads the weights.
 
-    ``source`` is what transformers loads: a directory or a hub id. Lengths are in tokens.
+    ``source`` is a directory or a hub id that transformers can load. Lengths are in tokens.
     """
 
     source: str
@@ -46,8 +46,8 @@ class ModelSpec:
 def inspect_model(name: str) -> ModelSpec:
     """Find a checkpoint and read its configuration.
 
-    ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError`, in one line, when
-    there is no such checkpoint or it is not of a decoder-only language model.
+    ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError` if there is no such
+    checkpoint, or if it is not a decoder-only language model.
     """
     source = locate(name)
     config = _read_config(source, name)
@@ -130,7 +130,7 @@ def _check_decoder_only(config: PreTrainedConfig, name: str) -> None:
 
 
 def _check_full_attention(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse layers whose state is not plain paged attention; a window that is never left is."""
+    """Refuse layers other than full attention. A window of ``max_model_len`` or more is full."""
     text = spec.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     if window is not None and window >= max_model_len:
@@ -155,7 +155,7 @@ def _check_complete(spec: ModelSpec, report: dict[str, Any]) -> None:
 
 
 def _eos_token_ids(source: str, config: PreTrainedConfig) -> frozenset[int]:
-    """End-of-sequence tokens: those of the generation settings where there are any."""
+    """End-of-sequence tokens: from the generation config if it has them, else the model config."""
     try:
         eos = GenerationConfig.from_pretrained(source).eos_token_id
     except OSError:

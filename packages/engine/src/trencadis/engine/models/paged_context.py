@@ -29,7 +29,7 @@ the positional and keyword arguments that the model passed to the layer."""
 
 
 class LayerCaches(Protocol):
-    """Keys and values of each layer, ``[blocks, K, S, D]``, block 0 for padding."""
+    """Keys and values of each layer, ``[blocks, K, S, D]``. Block 0 is the padding block."""
 
     def key(self, layer: int) -> torch.Tensor: ...
 
@@ -38,12 +38,12 @@ class LayerCaches(Protocol):
 
 @attrs.frozen(eq=False)
 class PromptContext:
-    """Where a padded batch of prompt chunks writes and what context it reads.
+    """Where a padded batch of prefill chunks writes, and the context that it reads.
 
-    ``write_blocks``, ``write_offsets``: ``[B * Q]``, padding goes to block 0.
-    ``context_blocks``: ``[B, C]``, None when no chunk has context. ``mask``: ``[B, 1, Q, C * S +
-    Q]`` bool, true where a query may look; None without context, where causal order suffices
-    because padding stands after every real token.
+    ``write_blocks``, ``write_offsets``: ``[B * Q]``; padding tokens write to block 0.
+    ``context_blocks``: ``[B, C]``, None if no chunk has context. ``mask``: ``[B, 1, Q, C * S + Q]``
+    bool, true where a query attends; None without context, where a causal mask suffices because
+    padding follows every real token.
     """
 
     cache: LayerCaches
@@ -53,19 +53,19 @@ class PromptContext:
     context_blocks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     layer_run: LayerRun | None = None
-    """What computes the decoder layers instead of the model's own code."""
+    """Computes the decoder layers in place of the model's own code; None for eager."""
 
 
 @attrs.frozen(eq=False)
 class DecodeContext:
-    """Where one token per sequence writes, and which sequence owns each block it reads.
+    """Where one token per sequence writes, and which sequence owns each block that is read.
 
-    ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the row of the sequence
-    that a block is scored for, B for a block that nobody in the batch owns; ``readers`` the row
-    whose query it meets: the same, but some row of the batch where there is no owner. ``bias``:
+    ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the batch row that a
+    block belongs to, B for a block without an owner. ``readers``: ``[N + E]``, the row whose query
+    attends to the block: its owner, or any row where there is none. ``bias``:
     ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
-    the cache prefix, read in place; ``extra_blocks`` ``[E]`` are gathered: blocks that a further
-    sequence shares. None when there are none.
+    the cache prefix, read in place. ``extra_blocks``: ``[E]``, blocks that are gathered because a
+    further sequence shares them; None if there are none.
     """
 
     cache: LayerCaches
@@ -77,13 +77,13 @@ class DecodeContext:
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
     layer_run: LayerRun | None = None
-    """What computes the decoder layers instead of the model's own code."""
+    """Computes the decoder layers in place of the model's own code; None for eager."""
 
 
 PagedContext = PromptContext | DecodeContext
 
 
 def paged_tensors(paged: PagedContext) -> list[str]:
-    """Names of the fields that hold tensors; which do depends on the shape alone."""
+    """Names of the fields that hold tensors. They depend only on the shape."""
     names = (field.name for field in attrs.fields(type(paged)))
     return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]

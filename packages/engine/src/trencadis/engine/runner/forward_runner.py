@@ -1,4 +1,4 @@
-"""One padded batch through the model: by its shape's graph, by its program, or as it is."""
+"""Runs one padded batch through the model: graph replay, compiled layers, or eager."""
 
 from __future__ import annotations
 
@@ -22,114 +22,115 @@ logger = logging.getLogger("trencadis.engine")
 
 
 class ForwardRunner:
-    """Runs a model in shapes that were made ready, and tells when one was not.
+    """Runs the model on padded batches and knows which shapes are warmed up.
 
-    ``compiled`` gives each shape a program for the decoder layers. Where shapes have to be made
-    ready (`fixed_shapes`), a cold one runs the model's own code, unless ``compile_cold`` is set,
-    which compiles it then and there. ``cold`` counts the cold forwards since `start_serving`,
-    ``compilations`` what the device has compiled meanwhile; each is a warning too.
+    ``compiled``: compile the decoder layers for each shape. Once `start_serving` was called, a
+    forward pass in a shape that was not warmed up is *cold*: it runs eagerly where the device can,
+    or is compiled first if ``compile_cold`` is set or the device cannot run a new shape otherwise.
+    ``cold_forwards`` counts these passes, ``compilations`` what the device compiled in live
+    traffic. Each is logged as a warning.
     """
 
     def __init__(
         self, model: nn.Module, device: Device, cache: KVCache, *, compiled: bool = False
     ) -> None:
         self.compile_cold = False
-        self.cold = 0
+        self.cold_forwards = 0
         self.compilations = 0
         self._model = model
         self._device = device
         self._layers = DecoderLayers(model, cache) if compiled else None
-        self._ready: set[ForwardShape] = set()
+        self._warmed_up: set[ForwardShape] = set()
         self._layer_runs: dict[ForwardShape, LayerRun] = {}
         self._graphs: dict[ForwardShape, Graph] = {}
         self._serving = False
-
-    @property
-    def fixed_shapes(self) -> bool:
-        """Whether a shape that was not made ready costs more than to run it."""
-        device = self._device
-        return self._layers is not None or device.supports_graphs or not device.dynamic_shapes
+        self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
+        """Whether the first forward pass in a new shape costs more than the following ones."""
 
     def start_serving(self) -> None:
-        """From now on forwards are of live traffic."""
+        """Warm-up has ended: forward passes from now on are live traffic."""
         self._serving = True
 
     @torch.inference_mode()
     def run(self, batch: ModelInput) -> torch.Tensor:
-        """Logits ``[num_rows, vocabulary]`` of a batch, on the host where that has to sample."""
-        if not self._serving or not self.fixed_shapes:
+        """Logits ``[num_rows, vocabulary]``, on the host where the host samples."""
+        if not self._serving or not self.needs_warmup:
             return self._run(batch)
-        cold = batch.shape not in self._ready
-        self.cold += cold
+        cold = batch.shape not in self._warmed_up
+        self.cold_forwards += cold
         if cold and not self.compile_cold and self._device.dynamic_shapes:
-            logger.warning("%s was not warmed up and runs as it is", batch.shape)
+            logger.warning("%s was not warmed up and runs eagerly", batch.shape)
             return self._run(batch)
-        with self.watched(batch.shape):
+        with self.count_compilations(batch.shape):
             if cold and self.compile_cold:
                 self.prepare(batch)
             return self._run(batch)
 
     @contextlib.contextmanager
-    def watched(self, what: object) -> Generator[None, None, None]:
-        """Count and log what is compiled in live traffic meanwhile, for the sake of ``what``."""
-        known, started = self._device.num_compilations(), time.monotonic()
+    def count_compilations(self, cause: object) -> Generator[None, None, None]:
+        """Count and log what the device compiles within this context, in live traffic.
+
+        ``cause`` is what was not warmed up, for the log line.
+        """
+        before, started = self._device.num_compilations(), time.monotonic()
         yield
-        compiled = self._device.num_compilations() - known
-        # A thread that warms up in the background compiles too; it does so where nothing else does.
+        compiled = self._device.num_compilations() - before
+        # With background warm-up in a thread, compilations of that thread must not be counted;
+        # such devices run cold shapes eagerly, so there is nothing else to count.
         if compiled and self._serving and (self.compile_cold or not self._device.dynamic_shapes):
             self.compilations += compiled
             logger.warning(
                 "%s was not warmed up: %d compilations in live traffic, %.2f s",
-                what,
+                cause,
                 compiled,
                 time.monotonic() - started,
             )
 
     @torch.inference_mode()
     def prepare(self, batch: ModelInput) -> None:
-        """Compile what a batch of this shape needs, and run it once."""
+        """Compile for the shape of ``batch``, then run it once."""
         if self._layers is not None and batch.shape not in self._layer_runs:
             self._layer_runs[batch.shape] = self._compile(batch, self._layers)
         self._run(batch)
-        self._ready.add(batch.shape)
+        self._warmed_up.add(batch.shape)
 
     @torch.inference_mode()
     def capture(self, batch: ModelInput) -> None:
-        """Record this shape; from now on it is replayed."""
-        recorded = self._with_program(batch)
+        """Capture a graph for the shape of ``batch``. Later batches of this shape replay it."""
+        captured = self._with_layer_run(batch)
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
-            return self._compute(recorded.with_tensors(tensors))
+            return self._compute(captured.with_tensors(tensors))
 
         self._graphs[batch.shape] = self._device.capture(run, batch.tensors)
-        self._ready.add(batch.shape)
+        self._warmed_up.add(batch.shape)
 
     def release(self, shape: ForwardShape) -> None:
-        """Forget the graph of this shape; from now on it is computed anew."""
+        """Release the graph of this shape."""
         self._graphs.pop(shape).release()
 
     def _compile(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
         recording = Recording()
-        self._compute(_using(batch, recording))
+        self._compute(_with(batch, recording))
         module, inputs = layers.trace(recording)
         return layers.run_with(self._device.compile(module, inputs), recording.prefix_blocks)
 
     def _run(self, batch: ModelInput) -> torch.Tensor:
         graph = self._graphs.get(batch.shape)
         if graph is None:
-            rows = self._compute(self._with_program(batch))
+            rows = self._compute(self._with_layer_run(batch))
         else:
             rows = graph.replay(batch.tensors)
         self._device.mark_step()
         if not self._device.dynamic_shapes:
-            # All of them, because a slice of other length would be compiled for each length.
+            # All rows are copied: a slice on the device would be compiled for each length.
             return rows.cpu()[: batch.num_rows]
         rows = rows[: batch.num_rows]
-        return rows if graph is None else rows.clone()  # the next replay writes over it
+        return rows if graph is None else rows.clone()  # the next replay overwrites the output
 
-    def _with_program(self, batch: ModelInput) -> ModelInput:
+    def _with_layer_run(self, batch: ModelInput) -> ModelInput:
         layer_run = self._layer_runs.get(batch.shape)
-        return batch if layer_run is None else _using(batch, layer_run)
+        return batch if layer_run is None else _with(batch, layer_run)
 
     def _compute(self, batch: ModelInput) -> torch.Tensor:
         out = self._model(
@@ -143,5 +144,5 @@ class ForwardRunner:
         return logits
 
 
-def _using(batch: ModelInput, layer_run: LayerRun) -> ModelInput:
+def _with(batch: ModelInput, layer_run: LayerRun) -> ModelInput:
     return attrs.evolve(batch, paged=attrs.evolve(batch.paged, layer_run=layer_run))

@@ -1,4 +1,4 @@
-"""Which buckets an engine prepares: the user's settings, or a small grid that suits the device."""
+"""The bucket grids that an engine warms up: from the user's settings, or a small default grid."""
 
 from __future__ import annotations
 
@@ -13,31 +13,32 @@ from trencadis.bucketing import (
     linear_range,
     prompt_grid,
 )
+from trencadis.engine.runner.limits import ServingLimits
+from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
 
 
 @attrs.frozen
 class Grids:
-    """The buckets that prompt and decode forwards are padded to."""
+    """The buckets that prefill and decode batches are padded to."""
 
     prompt: BucketGrid
     decode: BucketGrid
 
+    @property
+    def num_buckets(self) -> int:
+        """Buckets of both phases."""
+        return len(self.prompt) + len(self.decode)
 
-@attrs.frozen(kw_only=True)
-class ShapeLimits:
-    """What bounds every shape that can occur. Lengths in tokens, the cache in blocks."""
-
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-    num_blocks: int
+    @property
+    def max_chunk_tokens(self) -> int:
+        """Tokens of the largest query bucket."""
+        return self.prompt.values("query")[-1]
 
 
-def build_grids(config: BucketingConfig | None, limits: ShapeLimits) -> Grids:
-    """Both grids, logged as in seed 002. Raises `BucketingError` for contradicting settings."""
+def build_grids(config: BucketingConfig | None, limits: ServingLimits) -> Grids:
+    """Both grids. Logs their axes as seed 002 does. Raises `BucketingError`."""
     grids = small_grids(limits) if config is None else configured_grids(config, limits)
     for grid in (grids.prompt, grids.decode):
         for line in grid.describe():
@@ -52,7 +53,7 @@ def build_grids(config: BucketingConfig | None, limits: ShapeLimits) -> Grids:
     return grids
 
 
-def configured_grids(config: BucketingConfig, limits: ShapeLimits) -> Grids:
+def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
     """The grids that the user's settings describe."""
     return Grids(
         prompt_grid(
@@ -72,14 +73,14 @@ def configured_grids(config: BucketingConfig, limits: ShapeLimits) -> Grids:
     )
 
 
-def small_grids(limits: ShapeLimits) -> Grids:
-    """Few buckets and a fast start, for a device on which a new shape costs milliseconds.
+def small_grids(limits: ServingLimits) -> Grids:
+    """A grid of few buckets, for a device that runs a new shape within milliseconds.
 
-    Every axis doubles or quadruples. Chunks with context run one sequence at a time: their
-    attention is over the padded context, so batching different contexts would pad most.
+    Every axis doubles or quadruples. Prefill chunks with context run one sequence at a time: their
+    attention covers the padded context, so a batch of unequal contexts would be mostly padding.
     """
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    context = -(-limits.max_model_len // limits.block_size)
+    context = ceil_div(limits.max_model_len, limits.block_size)
     prompt = BucketGrid(
         {
             "batch": _doubling(1, min(4, limits.max_num_seqs)),
@@ -109,5 +110,5 @@ def _doubling(smallest: int, largest: int) -> tuple[int, ...]:
 
 def _quartering(largest: int, count: int) -> tuple[int, ...]:
     """``largest``, a quarter of it, a sixteenth, …: at most ``count`` sizes, none below 4."""
-    sizes = {-(-largest // 4**i) for i in range(count)}
+    sizes = {ceil_div(largest, 4**i) for i in range(count)}
     return tuple(sorted(size for size in sizes if size >= min(4, largest)))

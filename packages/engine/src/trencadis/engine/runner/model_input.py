@@ -1,7 +1,7 @@
-"""From scheduled sequences to padded tensors of exactly one bucket's shape.
+"""Builds the model's input tensors from scheduled sequences, padded to a bucket's shape.
 
-Everything is assembled on the host in NumPy and crosses to the device once per tensor. Padding
-tokens have id 0 and position 0, write to block 0 and are read by nobody.
+Arrays are assembled on the host in NumPy and copied to the device once per tensor. Padding tokens
+have id 0 and position 0 and write to the padding block 0, which no sequence reads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trencadis.engine.models.paged_context import (
     paged_tensors,
 )
 from trencadis.engine.runner.shapes import DecodeShape, ForwardShape, PromptShape
-from trencadis.kvcache import NO_OWNER, DecodeLayout, lay_out
+from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
@@ -31,9 +31,10 @@ IntArray = npt.NDArray[np.int64]
 
 @attrs.frozen(eq=False)
 class ModelInput:
-    """One forward: flat tokens ``[1, T]``, their positions, the rows whose logits are wanted.
+    """The input of one forward pass: token ids ``[1, T]``, position ids ``[1, T]``, logit rows.
 
-    ``logit_rows`` has one entry per row of the padded batch; the first ``num_rows`` are real.
+    ``logit_rows`` has one entry per row of the padded batch: the index of the token whose logits
+    are computed. The first ``num_rows`` rows are real, the others are padding.
     """
 
     shape: ForwardShape
@@ -45,12 +46,12 @@ class ModelInput:
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
-        """Every tensor of the forward, in an order that depends on the shape alone."""
+        """All tensors of the input, in an order that depends only on the shape."""
         paged = (getattr(self.paged, name) for name in paged_tensors(self.paged))
         return (self.token_ids, self.position_ids, self.logit_rows, *paged)
 
     def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ModelInput:
-        """The same forward over other tensors, given as `tensors` orders them."""
+        """The same input with other tensors, in the order of `tensors`."""
         own, paged = tensors[:3], tensors[3:]
         names = paged_tensors(self.paged)
         changes: dict[str, Any] = dict(zip(names, paged, strict=True))
@@ -66,7 +67,7 @@ class ModelInput:
 def build_prompt(
     chunks: Sequence[ScheduledSequence], shape: PromptShape, cache: KVCache, device: torch.device
 ) -> ModelInput:
-    """Prompt chunks padded to ``shape``; an empty list makes a dummy batch."""
+    """A prefill batch padded to ``shape``. Without chunks, a dummy batch for warm-up."""
     tokens = np.zeros((shape.batch, shape.query), np.int64)
     positions = np.zeros_like(tokens)
     write_blocks = np.zeros_like(tokens)
@@ -81,7 +82,7 @@ def build_prompt(
         tokens[row, :length] = chunk.token_ids
         positions[row, :length] = where
         write_blocks[row, :length] = table[where // size]
-        held = -(-chunk.start // size)
+        held = ceil_div(chunk.start, size)
         context[row, :held] = table[:held]
         starts[row] = chunk.start
         last[row] = length - 1
@@ -100,9 +101,9 @@ def build_prompt(
 def lay_out_decodes(
     decodes: Sequence[ScheduledSequence], blocks: int, block_size: int
 ) -> DecodeLayout:
-    """Which sequence reads which of the first ``blocks`` blocks, and the pairs beyond that."""
-    tables = [one.block_table[: one.start // block_size + 1] for one in decodes]
-    return lay_out(tables, [one.start + 1 for one in decodes], block_size, blocks)
+    """Which sequence owns which of the first ``blocks`` blocks, and the pairs to gather."""
+    tables = [decode.block_table[: decode.start // block_size + 1] for decode in decodes]
+    return lay_out(tables, [decode.start + 1 for decode in decodes], block_size, blocks)
 
 
 def build_decode(
@@ -112,9 +113,10 @@ def build_decode(
     cache: KVCache,
     device: torch.device,
 ) -> ModelInput:
-    """One token per sequence, padded to ``shape``; an empty list makes a dummy batch.
+    """A decode batch, one token per sequence, padded to ``shape``.
 
-    ``layout`` is that of `lay_out_decodes`; ``shape`` has room for its extra pairs.
+    Without sequences, a dummy batch for warm-up. ``layout`` comes from `lay_out_decodes`;
+    ``shape.extra`` is at least its number of extra pairs.
     """
     tokens, positions, write_blocks = np.zeros((3, shape.batch), np.int64)
     size = cache.block_size
@@ -171,7 +173,7 @@ def _put(array: IntArray, device: torch.device, *, flat: bool = True) -> torch.T
 def _context_mask(
     starts: IntArray, shape: PromptShape, block_size: int, device: torch.device
 ) -> torch.Tensor:
-    """``[B, 1, Q, C * S + Q]``: the context before ``start``, then causal order in the chunk."""
+    """``[B, 1, Q, C * S + Q]``: true for a query's context, then causally for its chunk."""
     width = shape.context_blocks * block_size
     held = torch.arange(width, device=device) < _put(starts, device)[:, None]
     context = held[:, None, None, :].expand(-1, 1, shape.query, -1)
@@ -180,6 +182,6 @@ def _context_mask(
 
 
 def _bias(filled: torch.Tensor, block_size: int) -> torch.Tensor:
-    """``[N, 1, 1, S]``: 0 for the filled positions of each block, `MASKED` for the others."""
+    """``[N, 1, 1, S]``: 0 at the filled positions of each block, `MASKED` at the others."""
     offsets = torch.arange(block_size, device=filled.device)
     return torch.where(offsets < filled[:, None], 0.0, MASKED)[:, None, None, :]

@@ -1,19 +1,18 @@
-"""The model runner: a scheduler's decision in, logits out, every forward in a bucket's shape."""
+"""The model runner: executes a scheduled step; every batch is padded to a bucket."""
 
 from __future__ import annotations
 
 import logging
 import math
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.devices import Device
-from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
-from trencadis.engine.runner.block_moves import carry_out
+from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.model_input import (
@@ -38,19 +37,21 @@ from trencadis.warmup import Phase
 logger = logging.getLogger("trencadis.engine")
 
 _FORWARD_COST = 32.0
-"""Cost of one more forward in padded tokens: what its launches cost on the CPU, roughly."""
+"""Cost of one more forward pass, in padded tokens: about what its launches cost on the CPU."""
 
-_MOST_PADDING = 4
-"""Times that a ready bucket may be larger than a cold one, to run in its stead."""
+_MAX_OVERSIZE = 4
+"""A warmed-up bucket may replace a cold one if it is at most this many times as large."""
+
+RecordMiss = Callable[[Phase, Bucket], None]
 
 Scheduled = Sequence[ScheduledSequence]
 
 
 @attrs.frozen(eq=False)
 class StepLogits:
-    """Logits ``[len(seq_ids), vocabulary]`` of the sequences that sample in this step.
+    """Logits ``[len(seq_ids), vocabulary]`` of the sequences that sample a token in this step.
 
-    ``swap_s`` is what its swaps took, in seconds.
+    ``swap_s``: seconds that its swap transfers took, by direction.
     """
 
     seq_ids: tuple[int, ...]
@@ -61,61 +62,72 @@ class StepLogits:
 class ModelRunner:
     """Executes steps on a model and a KV cache. Implements warm-up's ``GraphRuntime``.
 
-    Without ``grids`` every forward has its exact shape. ``padded_tokens`` and ``bucket_misses``
-    count since the start; a miss is a forward larger than every bucket.
+    Without ``grids``, batches are not padded. ``padded_tokens`` and ``bucket_misses`` count since
+    the start; a bucket miss is a batch larger than every bucket.
     """
 
     def __init__(
-        self, forwards: ForwardRunner, device: Device, cache: KVCache, grids: Grids | None
+        self, forward_runner: ForwardRunner, device: Device, cache: KVCache, grids: Grids | None
     ) -> None:
-        self.forward_runner = forwards
+        self.forward_runner = forward_runner
         self.padded_tokens = 0
         self.bucket_misses = 0
         self._device = device
         self._cache = cache
         self._grids = grids
-        self._readiness: BackgroundWarmupLoop | None = None
+        self._ready_buckets: set[tuple[Phase, Bucket]] = set()
+        self._record_miss: RecordMiss | None = None
 
-    def prefer_ready(self, readiness: BackgroundWarmupLoop) -> None:
-        """Let a batch whose bucket is not ready yet use a larger one that is."""
-        self._readiness = readiness
+    @property
+    def num_ready_buckets(self) -> int:
+        """Buckets that are warmed up."""
+        return len(self._ready_buckets)
+
+    def prefer_ready_buckets(self, record_miss: RecordMiss) -> None:
+        """Let a batch whose bucket is not warmed up use a larger one that is.
+
+        Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
+        """
+        self._record_miss = record_miss
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> StepLogits:
-        """Compute a step; what it writes to the cache is there when this returns."""
+        """Execute a step: block copies, decodes, prefill chunks. Its cache writes are then done."""
         seq_ids: list[int] = []
         logits: list[torch.Tensor] = []
         swap_s: Mapping[Direction, float] = {}
         if output.moves:
-            with self.forward_runner.watched("moving blocks"):
-                swap_s = carry_out(output.moves, self._cache, self._device)
+            with self.forward_runner.count_compilations("block copy"):
+                swap_s = copy_blocks(output.moves, self._cache, self._device)
         if output.decodes:
             for decodes, batch in self._decode_batches(output.decodes):
-                self._collect(decodes, self.forward_runner.run(batch), seq_ids, logits)
-        for chunks in split_prompts(output.prompts, self._prompt_cost):
-            batch = self._prompt_batch(chunks)
-            self._collect(chunks, self.forward_runner.run(batch), seq_ids, logits)
+                _collect(decodes, self.forward_runner.run(batch), seq_ids, logits)
+        if output.prompts:
+            for chunks in split_prompts(output.prompts, self._prompt_cost):
+                batch = self._prompt_batch(chunks)
+                _collect(chunks, self.forward_runner.run(batch), seq_ids, logits)
         rows = torch.cat(logits) if logits else torch.empty(0)
         return StepLogits(tuple(seq_ids), rows, swap_s)
 
-    # Warm-up's GraphRuntime. Dummy batches write to the padding block alone.
+    # Warm-up's GraphRuntime. Dummy batches write to the padding block only.
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Make the bucket's shapes ready, and run them once."""
+        """Compile for the bucket's shapes where the device compiles, and run each shape once."""
         for shape in self._shapes(phase, bucket):
             self.forward_runner.prepare(self._dummy(shape))
+        self._ready_buckets.add((phase, bucket))
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
-        """Record the bucket's shapes as graphs, and replay each once.
+        """Capture the bucket's shapes as graphs, and replay each graph once.
 
-        A lazy device also compiles what copies a batch into the graph's own inputs.
+        The replay makes a lazy device compile the copy of a batch into the graph's inputs, too.
         """
         for shape in self._shapes(phase, bucket):
             self.forward_runner.capture(self._dummy(shape))
             self.forward_runner.prepare(self._dummy(shape))
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
-        """Forget the bucket's graphs."""
+        """Release the bucket's graphs."""
         for shape in self._shapes(phase, bucket):
             self.forward_runner.release(shape)
 
@@ -126,11 +138,12 @@ class ModelRunner:
         return self._device.free_memory()
 
     def _shapes(self, phase: Phase, bucket: Bucket) -> list[ForwardShape]:
-        """The shapes that traffic of a bucket has: decoding, with and without shared blocks."""
+        """The shapes that batches of a bucket have: a decode bucket has one without and one with
+        room for shared blocks."""
         if phase is Phase.PROMPT:
             return [PromptShape(*bucket.shape)]
         shape = self._decode_shape(*bucket.shape)
-        if shape.batch == 1 or not self.forward_runner.fixed_shapes:
+        if shape.batch == 1 or not self.forward_runner.needs_warmup:
             return [shape]
         return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
@@ -151,88 +164,93 @@ class ModelRunner:
         return build_prompt(chunks, shape, self._cache, self._device.torch_device)
 
     def _decode_batches(self, decodes: Scheduled) -> Iterator[tuple[Scheduled, ModelInput]]:
-        """One forward for all; several where they share more blocks than one has room for."""
+        """One batch; several where the sequences share more blocks than a bucket has room for."""
         exact = decode_shape(decodes)
         shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
-        if self.forward_runner.fixed_shapes and layout.num_extra > shape.blocks:
-            half = len(decodes) // 2
-            yield from self._decode_batches(decodes[:half])
-            yield from self._decode_batches(decodes[half:])
-            return
+        num_extra = layout.num_extra
+        if num_extra:
+            if self.forward_runner.needs_warmup and num_extra > shape.blocks:
+                half = len(decodes) // 2
+                yield from self._decode_batches(decodes[:half])
+                yield from self._decode_batches(decodes[half:])
+                return
+            shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
         self.padded_tokens += shape.batch - len(decodes)
-        shape = attrs.evolve(shape, extra=self._room_for(layout.num_extra, shape.blocks))
-        yield (
-            decodes,
-            build_decode(decodes, layout, shape, self._cache, self._device.torch_device),
-        )
+        device = self._device.torch_device
+        yield decodes, build_decode(decodes, layout, shape, self._cache, device)
 
     def _decode_shape(self, batch: int, blocks: int) -> DecodeShape:
-        # A bucket may ask for more blocks than the cache has; there are none to read past it.
+        # A bucket may have more blocks than the cache; the cache prefix cannot be longer.
         return DecodeShape(batch, min(blocks, self._cache.num_blocks))
 
-    def _room_for(self, pairs: int, blocks: int) -> int:
-        """Shared (block, sequence) pairs to gather: as many as there are blocks, where shapes have
-        to be made ready; the next power of two from 8 on elsewhere."""
-        if not pairs:
-            return 0
-        return blocks if self.forward_runner.fixed_shapes else max(8, 1 << (pairs - 1).bit_length())
+    def _padded_extra(self, num_extra: int, blocks: int) -> int:
+        """Padded number of gathered (block, sequence) pairs.
+
+        As many as blocks where shapes are warmed up (one shape per bucket), else the next power of
+        two from 8.
+        """
+        if self.forward_runner.needs_warmup:
+            return blocks
+        return max(8, 1 << (num_extra - 1).bit_length())
 
     def _prompt_cost(self, chunks: Scheduled) -> float | None:
-        """Padded tokens of these chunks as one forward, and the price of a forward."""
+        """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss."""
         exact = prompt_shape(chunks, self._cache.block_size)
         batch, query = exact.batch, exact.query
         if self._grids is not None:
-            found = self._grids.prompt.find((batch, query, exact.context_blocks))
-            if found is None:
+            bucket = self._grids.prompt.find((batch, query, exact.context_blocks))
+            if bucket is None:
                 return None
-            batch, query = found.shape[:2]
+            batch, query = bucket.shape[:2]
         return batch * query + _FORWARD_COST
 
     def _bucket(self, phase: Phase, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape to pad to. One past every bucket is logged: it may compile in live traffic."""
+        """The shape to pad to. Logs a bucket miss, which may compile in live traffic."""
         if self._grids is None:
             return shape
         grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode
-        found = grid.find(shape)
-        if found is None:
-            found = grid.fallback(shape)
+        bucket = grid.find(shape)
+        if bucket is None:
+            bucket = grid.fallback(shape)
             self.bucket_misses += 1
             logger.warning(
-                "%s shape %s is past every bucket: padded to %s", phase.value, shape, found.shape
+                "%s bucket miss: shape %s is past every bucket, padded to %s",
+                phase.value,
+                shape,
+                bucket.shape,
             )
-        return self._ready_one(phase, found, grid).shape
+        if self._record_miss is not None and (phase, bucket) not in self._ready_buckets:
+            self._record_miss(phase, bucket)
+            bucket = self._ready_substitute(phase, bucket, grid)
+        return bucket.shape
 
-    def _ready_one(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
-        """The bucket, or one not much larger that is ready where it is not."""
-        readiness = self._readiness
-        if readiness is None or readiness.is_ready(phase, bucket):
-            return bucket
-        readiness.want(phase, bucket)
+    def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
+        """The smallest warmed-up bucket that holds ``bucket`` and is not much larger, or itself."""
         size = _elements(bucket)
         larger = (
-            one
-            for one in grid.buckets
-            if size < _elements(one) <= _MOST_PADDING * size
-            and all(map(operator.le, bucket.shape, one.shape))
-            and readiness.is_ready(phase, one)
+            candidate
+            for candidate in grid.buckets
+            if size < _elements(candidate) <= _MAX_OVERSIZE * size
+            and all(map(operator.le, bucket.shape, candidate.shape))
+            and (phase, candidate) in self._ready_buckets
         )
         return min(larger, key=_elements, default=bucket)
 
-    @staticmethod
-    def _collect(
-        scheduled: Scheduled,
-        rows: torch.Tensor,
-        seq_ids: list[int],
-        logits: list[torch.Tensor],
-    ) -> None:
-        """Keep the logits of those that sample."""
-        wanted = [i for i, sequence in enumerate(scheduled) if sequence.samples]
-        seq_ids.extend(scheduled[i].seq_id for i in wanted)
-        if len(wanted) == len(scheduled):
-            logits.append(rows)
-        elif wanted:
-            logits.append(rows[wanted])
+
+def _collect(
+    scheduled: Scheduled, rows: torch.Tensor, seq_ids: list[int], logits: list[torch.Tensor]
+) -> None:
+    """Append the logits of the sequences that sample a token in this step."""
+    sampling: list[int] = []
+    for row, sequence in enumerate(scheduled):
+        if sequence.samples:
+            sampling.append(row)
+            seq_ids.append(sequence.seq_id)
+    if len(sampling) == len(scheduled):
+        logits.append(rows)
+    elif sampling:
+        logits.append(rows[sampling])
 
 
 def _elements(bucket: Bucket) -> int:

@@ -1,8 +1,10 @@
-"""From logits to the next token of each sequence.
+"""Samples the next token of each sequence from its logits.
 
-A draw depends on the sequence's seed, the position and the logits alone: there is no generator
-state, so a sequence that is preempted, moved or recomputed goes on with the tokens that it would
-have had. Order of the steps (that of ``vllm``): bias, penalties, temperature, min_p, top_k, top_p.
+A draw depends only on the seed, the position and the logits. There is no generator state, so a
+sequence that is preempted, swapped or recomputed gets the same tokens as one that is not. Order of
+the steps, as in vLLM: logit bias, penalties, temperature, min_p, top_k, top_p.
+
+To add a sampling parameter: its range and default in `SamplingParams`, its effect here.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import attrs
 import numpy as np
@@ -20,12 +22,12 @@ from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.sampling_params import SamplingParams
 
 _NUCLEUS = 1024
-"""Tokens sorted at first for top_p: the nucleus is rarely larger, and a full sort is slow."""
+"""Tokens sorted at first for top_p. The nucleus is rarely larger, and a full sort is slow."""
 
 
 @attrs.frozen(eq=False)
 class SamplingRow:
-    """What the sampler must know of the sequence behind one row of logits."""
+    """The sampler's input for one row of logits: the sequence's parameters, seed and tokens."""
 
     params: SamplingParams
     seed: int
@@ -36,25 +38,31 @@ class SamplingRow:
 
 @attrs.frozen
 class SampledToken:
-    """A chosen token, with log-probabilities where the request asked for them."""
+    """A sampled token, with log-probabilities where the request asked for them."""
 
     token_id: int
     logprobs: PositionLogprobs | None = None
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Choose one token per row of ``logits`` ``[len(rows), vocabulary]``.
+    """Sample one token per row of ``logits``, ``[len(rows), vocabulary]``.
 
-    Log-probabilities are those of the unmodified logits, as in the OpenAI API.
+    Log-probabilities are computed from the unmodified logits, as in the OpenAI API.
     """
+    random: list[int] = []
+    wants_logprobs = False
+    for i, row in enumerate(rows):
+        if not row.params.greedy:
+            random.append(i)
+        if row.params.logprobs is not None:
+            wants_logprobs = True
     logits = logits.float()
-    raw = torch.log_softmax(logits, dim=-1) if _any(rows, _wants_logprobs) else None
+    raw = torch.log_softmax(logits, dim=-1) if wants_logprobs else None
     logits = _adjust(logits, rows)
-    chosen = logits.argmax(dim=-1)
-    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    sampled = logits.argmax(dim=-1)
     if random:
-        chosen[random] = _draw(logits[random], [rows[i] for i in random])
-    tokens = chosen.tolist()
+        sampled[random] = _draw(logits[random], [rows[i] for i in random])
+    tokens = sampled.tolist()
     if raw is None:
         return [SampledToken(token) for token in tokens]
     return [
@@ -66,11 +74,11 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
 def rank_tokens(
     logits: torch.Tensor, rows: Sequence[SamplingRow], counts: Sequence[int]
 ) -> list[list[tuple[int, float]]]:
-    """The most probable next tokens of each row, best first, with their log-probabilities.
+    """The most probable next tokens of each row with their log-probabilities, best first.
 
-    ``logits`` is ``[len(rows), vocabulary]``, ``counts`` how many tokens each row wants. Bias,
-    minimum length and penalties change the log-probabilities after the softmax, not the logits
-    before it, as in the beam search of ``transformers``.
+    ``logits`` is ``[len(rows), vocabulary]``; ``counts`` is the number of tokens for each row.
+    Bias, minimum length and penalties are applied to the log-probabilities, after the softmax, as
+    in the beam search of ``transformers``.
     """
     scores = _adjust(torch.log_softmax(logits.float(), dim=-1), rows)
     values, ids = scores.topk(min(max(counts), scores.shape[-1]), dim=-1)
@@ -81,21 +89,26 @@ def rank_tokens(
 
 
 def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits with bias, minimum length and penalties applied; a copy where anything changes."""
-    steps: tuple[tuple[Callable[[SamplingRow], bool], Callable[..., None]], ...] = (
-        (lambda row: bool(row.params.logit_bias), _add_bias),
-        (lambda row: len(row.output_token_ids) < row.params.min_tokens, _forbid_stop),
-        (lambda row: row.params.repetition_penalty != 1.0, _penalise_repetition),
-        (_has_count_penalty, _penalise_counts),
-    )
-    if not any(_any(rows, applies) for applies, _ in steps):
-        return logits
-    logits = logits.clone()
-    for applies, apply in steps:
-        for i, row in enumerate(rows):
-            if applies(row):
-                apply(logits[i], row)
-    return logits
+    """Logits with bias, minimum length and penalties applied; a copy where a row has any."""
+    adjusted: torch.Tensor | None = None
+    for i, row in enumerate(rows):
+        params = row.params
+        too_short = len(row.output_token_ids) < params.min_tokens
+        repetition = params.repetition_penalty != 1.0
+        counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+        if not (params.logit_bias or too_short or repetition or counts):
+            continue
+        if adjusted is None:
+            adjusted = logits.clone()
+        if params.logit_bias:
+            _add_bias(adjusted[i], row)
+        if too_short:
+            _forbid_stop(adjusted[i], row)
+        if repetition:
+            _penalise_repetition(adjusted[i], row)
+        if counts:
+            _penalise_counts(adjusted[i], row)
+    return logits if adjusted is None else adjusted
 
 
 def _add_bias(logits: torch.Tensor, row: SamplingRow) -> None:
@@ -115,7 +128,7 @@ def _penalise_repetition(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def _penalise_counts(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Subtract for generated tokens, once and per occurrence (OpenAI API reference)."""
+    """Presence and frequency penalties on generated tokens (OpenAI API reference)."""
     if not row.output_token_ids:
         return
     ids, counts = np.unique(np.asarray(row.output_token_ids, np.int64), return_counts=True)
@@ -124,10 +137,10 @@ def _penalise_counts(logits: torch.Tensor, row: SamplingRow) -> None:
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """One token per row by inverting the cumulative distribution at the row's own uniform.
+    """Draw one token per row: invert the cumulative distribution at the row's uniform number.
 
-    Always in the order of the vocabulary, so that a row's token does not depend on whether a
-    neighbour's parameters make the batch be sorted.
+    The distribution is in vocabulary order, so that a row's token does not depend on whether
+    another row's parameters require sorting.
     """
     temperature = _column(logits, [row.params.temperature for row in rows])
     logits = logits / temperature.clamp_min(1e-5)
@@ -135,14 +148,14 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     logits = _keep_top(logits, rows)
     cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
     uniforms = _column(logits, [_uniform(row.seed, len(row.output_token_ids)) for row in rows])
-    # Scaled by the total so that rounding in the sum cannot put the point past the last token.
+    # Scaled by the total, so that a rounding error cannot move the point past the last token.
     point = uniforms * cumulative[:, -1:]
     index = torch.searchsorted(cumulative, point, right=True)
     return index.clamp_max(logits.shape[-1] - 1).squeeze(1)
 
 
 def _keep_min_p(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Drop tokens less likely than ``min_p`` times the likeliest."""
+    """Mask tokens less probable than ``min_p`` times the most probable one."""
     if not any(row.params.min_p > 0.0 for row in rows):
         return logits
     floor = [math.log(row.params.min_p) if row.params.min_p else -math.inf for row in rows]
@@ -151,9 +164,10 @@ def _keep_min_p(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tens
 
 
 def _keep_top(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Drop what top_k and then top_p leave out.
+    """Mask the tokens that top_k, and then top_p, exclude.
 
-    Few tokens are sorted at first; a row that turns out to keep more is sorted whole.
+    At first only the `_NUCLEUS` most probable tokens are sorted. Rows that keep more tokens are
+    then sorted completely.
     """
     vocabulary = logits.shape[-1]
     width = min(_NUCLEUS, vocabulary)
@@ -174,9 +188,9 @@ def _keep_top(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor
 def _truncate(
     logits: torch.Tensor, rows: Sequence[SamplingRow], width: int
 ) -> tuple[torch.Tensor, list[bool]]:
-    """Apply top_k and top_p among the ``width`` likeliest tokens of each row.
+    """Apply top_k and top_p to the ``width`` most probable tokens of each row.
 
-    Returns the logits with dropped tokens at -inf, and whether ``width`` was enough for the row.
+    Returns the logits with excluded tokens at -inf, and for each row whether ``width`` sufficed.
     """
     vocabulary = logits.shape[-1]
     top_k = [row.params.top_k if row.params.top_k > 0 else vocabulary for row in rows]
@@ -188,7 +202,7 @@ def _truncate(
     of_kept, of_all = (x.logsumexp(-1, keepdim=True) for x in (ordered, logits))
     probability = (ordered - torch.where(k <= width, of_kept, of_all)).exp()
     reached = probability.cumsum(dim=-1)
-    # A token stays when those before it do not reach top_p yet; the likeliest always does.
+    # A token is kept while the tokens before it sum to less than top_p; the first always is.
     dropped = (reached - probability >= top_p) & (rank > 0)
     enough = (reached[:, -1:] >= top_p) | (k <= width)
     kept = torch.full_like(logits, -math.inf)
@@ -208,7 +222,7 @@ def _report(logprobs: torch.Tensor, token: int, count: int | None) -> PositionLo
 
 
 def _uniform(seed: int, position: int) -> float:
-    """A number in [0, 1) that depends on the seed and the position alone."""
+    """A uniform number in [0, 1) that depends only on seed and position."""
     digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
@@ -219,15 +233,3 @@ def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
 
 def _ids(ids: object, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(ids), dtype=torch.long, device=like.device)  # type: ignore[call-overload]
-
-
-def _any(rows: Sequence[SamplingRow], predicate: Callable[[SamplingRow], bool]) -> bool:
-    return any(predicate(row) for row in rows)
-
-
-def _wants_logprobs(row: SamplingRow) -> bool:
-    return row.params.logprobs is not None
-
-
-def _has_count_penalty(row: SamplingRow) -> bool:
-    return row.params.presence_penalty != 0.0 or row.params.frequency_penalty != 0.0

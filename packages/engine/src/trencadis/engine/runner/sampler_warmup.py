@@ -1,4 +1,4 @@
-"""The sampler as warm-up drives it: batches of random logits with every kind of settings."""
+"""Warms up the sampler with random logits, under every kind of sampling settings."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class SamplerWarmup:
 
     def __init__(self, device: Device, vocab_size: int, dtype: torch.dtype) -> None:
         self._device = device
-        self._where = device.torch_device if device.dynamic_shapes else torch.device("cpu")
+        self._logits_device = device.torch_device if device.dynamic_shapes else torch.device("cpu")
         self._vocab_size = vocab_size
         self._dtype = dtype
         self._logits = torch.empty(0)
@@ -23,7 +23,7 @@ class SamplerWarmup:
 
     def open_batch(self, batch_size: int, requests: tuple[DummyRequest, ...]) -> None:
         shape = (batch_size, self._vocab_size)
-        self._logits = torch.rand(shape, dtype=self._dtype, device=self._where)
+        self._logits = torch.rand(shape, dtype=self._dtype, device=self._logits_device)
         self._requests = requests[:batch_size]
 
     @torch.inference_mode()
@@ -32,14 +32,14 @@ class SamplerWarmup:
             temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
         )
         rows = [
-            SamplingRow(params, seed, one.prompt_token_ids, one.output_token_ids)
-            for seed, one in enumerate(self._requests)
+            SamplingRow(params, seed, request.prompt_token_ids, request.output_token_ids)
+            for seed, request in enumerate(self._requests)
         ]
         if rows:
             sample(self._logits, rows)
 
     def reset(self) -> None:
-        """Sampling notes nothing: a draw depends on seed, position and logits alone."""
+        """Nothing to reset: a draw depends on seed, position and logits only."""
 
     def close_batch(self) -> None:
         self._logits, self._requests = torch.empty(0), ()

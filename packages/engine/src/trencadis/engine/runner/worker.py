@@ -1,4 +1,7 @@
-"""What runs on the device: weights, KV cache, buckets and the model runner, and their warm-up."""
+"""The worker: everything on one device. It loads the model, plans memory, and warms up.
+
+The engine core has one worker. The core schedules; the worker's `ModelRunner` executes.
+"""
 
 from __future__ import annotations
 
@@ -15,28 +18,24 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
-from trencadis.engine.runner.block_moves import plan_host_blocks, warm_up_moves
+from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.forward_runner import ForwardRunner
-from trencadis.engine.runner.grids import Grids, ShapeLimits, build_grids
+from trencadis.engine.runner.grids import Grids, build_grids
+from trencadis.engine.runner.host_swap import num_host_blocks
+from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
 from trencadis.engine.runner.model_input import build_prompt
 from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.shapes import PromptShape
+from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
-from trencadis.warmup import (
-    MemoryPlan,
-    MemoryUse,
-    WarmupError,
-    WarmupReport,
-    format_bytes,
-    warm_up,
-)
+from trencadis.warmup import MemoryPlan, MemoryUse, WarmupError, WarmupReport, warm_up
 
 logger = logging.getLogger("trencadis.engine")
 
 
 class Worker:
-    """Loads a model, plans the memory of its device, and prepares the shapes of its forwards.
+    """Loads the model, profiles it, allocates the KV cache, builds the grids and the model runner.
 
     Raises `ModelError` or `ConfigError` when the model cannot be served under ``config``.
     """
@@ -46,24 +45,31 @@ class Worker:
         self.device = device
         self.background: BackgroundWarmupLoop | None = None
         self.spec = inspect_model(config.model)
-        self.max_model_len = resolve_max_model_len(
+        self._max_model_len = resolve_max_model_len(
             config.max_model_len, self.spec.max_position_embeddings
         )
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype)
-        self.max_batched_tokens = max(config.max_num_batched_tokens, config.max_num_seqs)
+        self._load_profile_and_allocate()
+        self.grids = self._build_grids()
+        forward_runner = ForwardRunner(
+            self._model, device, self.cache, compiled=self._enable_compilation()
+        )
+        self.runner = ModelRunner(forward_runner, device, self.cache, self.grids)
+
+    def _load_profile_and_allocate(self) -> None:
+        """Weights, profiling run, memory plan, KV cache; logs the memory that each step took."""
         before = self._memory_use()
-        self._model = load_model(self.spec, device.torch_device, self.dtype, self.max_model_len)
-        device.optimize(self._model)
+        self._model = load_model(
+            self.spec, self.device.torch_device, self.dtype, self._max_model_len
+        )
+        self.device.optimize(self._model)
         before = self._log_memory("Loading model weights", before)
         self._profile()
         self._memory = self._plan_memory()
-        self.num_blocks = self._num_blocks(self._memory)
+        self.limits = ServingLimits.of(self.config, self._max_model_len, self._num_blocks())
         before = self._log_memory("Profiling run", before)
-        self.cache = self._make_cache(self.num_blocks, self._num_host_blocks())
+        self.cache = self._make_cache(self.limits.num_blocks, self._num_host_blocks())
         self._log_memory("Initializing cache engine", before)
-        self.grids = self._make_grids()
-        forwards = ForwardRunner(self._model, device, self.cache, compiled=self._can_compile())
-        self.runner = ModelRunner(forwards, device, self.cache, self.grids)
 
     @property
     def block_bytes(self) -> int:
@@ -77,25 +83,15 @@ class Worker:
         )
 
     @property
-    def _blocks_per_sequence(self) -> int:
-        return -(-self.max_model_len // self.config.block_size)
-
-    @property
     def num_buckets(self) -> int:
         """Buckets of both phases; 0 without buckets."""
-        return len(self.grids.prompt) + len(self.grids.decode) if self.grids else 0
-
-    @property
-    def num_ready_buckets(self) -> int:
-        """Those of them that were warmed up."""
-        if self.background is not None:
-            return self.background.progress.done
-        return self.num_buckets if self.config.warmup == "full" else 0
+        return self.grids.num_buckets if self.grids else 0
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
-        """Make shapes ready as ``config.warmup`` says; None where that is done later or never.
+        """Warm up before serving, as ``config.warmup`` says.
 
-        ``stop`` is asked before each bucket.
+        Returns None where the rest is warmed up in the background, or nothing is. ``stop`` is
+        polled before each bucket; True ends the warm-up.
         """
         report = None
         if self.grids is not None and self.config.warmup == "full":
@@ -109,35 +105,35 @@ class Worker:
         return report
 
     def _warm_up_all(self, grids: Grids, stop: Callable[[], bool]) -> WarmupReport:
-        captures = self.device.supports_graphs
         return warm_up(
             self.runner,
             grids.prompt.buckets,
             grids.decode.buckets,
             config=self.config.graphs,
-            memory=self._memory if captures else None,
+            memory=self._memory if self.device.supports_graphs else None,
             sampler=SamplerWarmup(self.device, self.spec.vocab_size, self.dtype),
-            defragmenter=functools.partial(warm_up_moves, self.cache, self.device),
+            defragmenter=functools.partial(warm_up_copies, self.cache, self.device),
             stop=stop,
         )
 
     def _warm_up_first(self, grids: Grids) -> None:
-        """The first bucket of each phase now, the rest behind traffic."""
+        """Warm up the first bucket of each phase now, the others in the background."""
         self.background = BackgroundWarmupLoop(
             self.runner, grids, in_thread=self.device.dynamic_shapes
         )
-        self.background.prepare_first()
-        self.runner.prefer_ready(self.background)
+        self.background.warm_up_first()
+        self.runner.prefer_ready_buckets(self.background.record_miss)
 
     # Memory.
 
     def _profile(self) -> None:
-        """Run the largest forward once, so that its memory is not given to the cache.
+        """Run the largest prefill once, so that its peak memory is not given to the KV cache.
 
-        The cache that it needs is of the padding block alone.
+        The cache of this run has the padding block only.
         """
-        longest = min(self.max_batched_tokens, self.max_model_len)
-        shape = PromptShape(-(-self.max_batched_tokens // longest), longest, 0)
+        budget = token_budget(self.config)
+        query = min(budget, self._max_model_len)
+        shape = PromptShape(ceil_div(budget, query), query, 0)
         cache = self._make_cache(1, 0)
         batch = build_prompt((), shape, cache, self.device.torch_device)
         ForwardRunner(self._model, self.device, cache).run(batch)
@@ -145,12 +141,12 @@ class Worker:
 
     def _plan_memory(self) -> MemoryPlan:
         settings = self.config.graphs
-        graphs = self.device.supports_graphs and not settings.enforce_eager
+        captures = self.device.supports_graphs and not settings.enforce_eager
         try:
             plan = MemoryPlan.from_profile(
                 self.device.free_memory(),
                 self.config.gpu_memory_utilization,
-                settings.graph_reserved_mem if graphs else 0.0,
+                settings.graph_reserved_mem if captures else 0.0,
                 settings.graph_prompt_ratio,
                 block_bytes=self.block_bytes,
             )
@@ -159,27 +155,24 @@ class Worker:
         logger.info(plan.describe())
         return plan
 
-    def _num_blocks(self, plan: MemoryPlan) -> int:
-        """Blocks of the cache: as configured, or as many as fit and can be used."""
-        size = self.config.block_size
-        per_sequence = self._blocks_per_sequence
-        if self.config.num_blocks is not None:
-            num_blocks = self.config.num_blocks
-        else:
-            limit = self.config.kv_cache_memory or self.device.default_kv_cache_memory
-            fits = plan.num_blocks
-            if limit is not None:
-                fits = min(fits, limit // self.block_bytes)
-            num_blocks = min(fits, per_sequence * self.config.max_num_seqs + 1)
-        if num_blocks - 1 < per_sequence:
-            raise ConfigError(
-                f"a KV cache of {num_blocks} blocks of {self.config.block_size} tokens cannot hold "
-                f"one sequence of max_model_len {self.max_model_len}: lower max_model_len to "
-                f"{max(0, num_blocks - 1) * self.config.block_size} or raise kv_cache_memory "
-                f"(a block takes {format_bytes(self.block_bytes)})"
-            )
-        logger.info("# KV blocks: %d of %d tokens", num_blocks, size)
+    def _num_blocks(self) -> int:
+        fitting = self._memory.num_blocks
+        limit = self.config.kv_cache_memory or self.device.default_kv_cache_memory
+        if limit is not None:
+            fitting = min(fitting, limit // self.block_bytes)
+        num_blocks = num_cache_blocks(
+            self.config,
+            self._max_model_len,
+            fitting=fitting,
+            block_bytes=self.block_bytes,
+            remedy="raise kv_cache_memory",
+        )
+        logger.info("# KV blocks: %d of %d tokens", num_blocks, self.config.block_size)
         return num_blocks
+
+    def _num_host_blocks(self) -> int:
+        per_sequence = ceil_div(self._max_model_len, self.config.block_size)
+        return num_host_blocks(self.config, self.device, self.block_bytes, per_sequence)
 
     def _make_cache(self, num_blocks: int, num_host_blocks: int) -> KVCache:
         return KVCache(
@@ -194,40 +187,28 @@ class Worker:
             separate_layers=not self.device.updates_views,
         )
 
-    def _num_host_blocks(self) -> int:
-        return plan_host_blocks(
-            self.config, self.device, self.block_bytes, self._blocks_per_sequence
-        )
-
     def _memory_use(self) -> MemoryUse:
         return MemoryUse.read(
             device_free=self.device.free_memory(), device_total=self.device.total_memory()
         )
 
-    def _log_memory(self, what: str, before: MemoryUse) -> MemoryUse:
+    def _log_memory(self, step: str, before: MemoryUse) -> MemoryUse:
         now = self._memory_use()
-        logger.info(now.since(before, what))
+        logger.info(now.since(before, step))
         return now
 
     # Shapes.
 
-    def _make_grids(self) -> Grids | None:
+    def _build_grids(self) -> Grids | None:
         if not self.config.use_buckets:
             return None
-        limits = ShapeLimits(
-            max_model_len=self.max_model_len,
-            max_num_batched_tokens=self.max_batched_tokens,
-            max_num_seqs=self.config.max_num_seqs,
-            block_size=self.config.block_size,
-            num_blocks=self.num_blocks,
-        )
         try:
-            return build_grids(self.config.bucketing, limits)
+            return build_grids(self.config.bucketing, self.limits)
         except BucketingError as error:
             raise ConfigError(str(error)) from error
 
-    def _can_compile(self) -> bool:
-        """Whether to compile: as configured, unless something for it is missing here."""
+    def _enable_compilation(self) -> bool:
+        """Whether decoder layers are compiled: as configured, if this machine has the compiler."""
         if not self.config.compile:
             return False
         missing = self.device.compiler_missing()

@@ -1,7 +1,7 @@
-"""A simulated accelerator: time, memory and heat of serving a model, without tensors.
+"""A simulated accelerator: models the time, memory and heat of serving, without tensors.
 
 Needs neither PyTorch nor transformers. `Simulation` serves a trace on it with the real scheduler,
-cache, buckets and warm-up; `SimulatedRunner` and `SimulatedRuntime` are its device alone.
+cache, buckets and warm-up. `SimulatedRunner` and `SimulatedRuntime` are the device.
 """
 
 from trencadis.engine.simulated.clock import SimulatedClock
@@ -11,7 +11,7 @@ from trencadis.engine.simulated.hardware import HARDWARE, Hardware, find_hardwar
 from trencadis.engine.simulated.heat import SimulatedHeat
 from trencadis.engine.simulated.memory_model import MemoryModel
 from trencadis.engine.simulated.model_shape import ModelShape, read_model_shape
-from trencadis.engine.simulated.records import Moment
+from trencadis.engine.simulated.records import Sample
 from trencadis.engine.simulated.report import Percentiles, SimulationReport, report_of
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
@@ -24,8 +24,8 @@ __all__ = [
     "Hardware",
     "MemoryModel",
     "ModelShape",
-    "Moment",
     "Percentiles",
+    "Sample",
     "SimulatedClock",
     "SimulatedHeat",
     "SimulatedRunner",

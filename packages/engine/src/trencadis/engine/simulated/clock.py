@@ -1,10 +1,10 @@
-"""Time that passes only when somebody says so."""
+"""A clock that only the simulation advances."""
 
 from __future__ import annotations
 
 
 class SimulatedClock:
-    """Seconds since the start; call it to read it."""
+    """Seconds since the start. Call it to read the time."""
 
     def __init__(self) -> None:
         self._now_s = 0.0
@@ -13,5 +13,5 @@ class SimulatedClock:
         return self._now_s
 
     def advance(self, seconds: float) -> None:
-        """Let time pass."""
+        """Move the clock forward."""
         self._now_s += seconds

@@ -2,75 +2,135 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 
-from trencadis.bucketing import BucketingConfig, BucketingError
-from trencadis.engine.errors import ConfigError
-from trencadis.engine.simulated.hardware import find_hardware
-from trencadis.engine.validators import integer, number
-from trencadis.kvcache import DefragConfig, KVCacheError
-from trencadis.warmup import WarmupConfig, WarmupError
+from trencadis.bucketing import BucketingConfig
+from trencadis.engine.config import (
+    BUCKETING_VARIABLES,
+    DEFAULT_SWAP_SPACE,
+    DEFRAG_VARIABLES,
+    GRAPH_VARIABLES,
+    HEAT,
+    MEMORY,
+    MODEL,
+    SKIP_WARMUP,
+    CapacitySettings,
+    library_settings,
+)
+from trencadis.engine.settings import (
+    GIB,
+    from_env,
+    parse_gib,
+    parse_option,
+    setting,
+    with_defaults,
+)
+from trencadis.engine.simulated.hardware import HARDWARE
+from trencadis.engine.validators import integer, number, one_of
+from trencadis.kvcache import DefragConfig
+from trencadis.warmup import WarmupConfig
 
-_DEFAULT_SWAP_SPACE = 4 << 30
-"""As ``vllm serve`` has it for ``--swap-space``, bytes."""
+
+def _mapping(
+    options: Mapping[str, Any] | Iterable[tuple[str, Any]],
+) -> dict[str, Any]:
+    return dict(options)
 
 
-def _temperature(_: object, attribute: attrs.Attribute[Any], value: float) -> None:
-    if not (math.isfinite(value) and value > -50):
-        raise ConfigError(f"{attribute.name} must be a temperature in degrees C, got {value!r}")
+@attrs.frozen(
+    kw_only=True,
+    field_transformer=with_defaults(
+        {"max_model_len": "the longest request of the trace, within the model's context length"},
+        max_num_seqs=128,
+        max_num_batched_tokens=2048,
+        block_size=128,
+    ),
+)
+class SimulationConfig(CapacitySettings):
+    """What is simulated.
 
-
-def _known_device(_: object, attribute: attrs.Attribute[Any], value: str) -> None:
-    find_hardware(value)
-
-
-@attrs.frozen(kw_only=True)
-class SimulationConfig:
-    """What is simulated. Lengths in tokens, ``num_blocks`` in blocks, ``swap_space`` in bytes.
-
-    None for ``max_model_len`` takes the longest request of the trace, within what the model
-    allows; None for ``num_blocks`` fills the memory. ``thermal_policy`` is a name for
-    `load_thermal_policy`, made with ``thermal_options``; "none" caps nothing. ``ambient_c`` is the
-    air before the heat sink, degrees C. Raises `ConfigError`.
+    The README's table lists meaning, default and flag of each. Raises `ConfigError`.
     """
 
-    device: str = attrs.field(validator=_known_device)
-    max_model_len: int | None = attrs.field(default=None, validator=integer(2, optional=True))
-    max_num_seqs: int = attrs.field(default=128, validator=integer(1))
-    max_num_batched_tokens: int = attrs.field(default=2048, validator=integer(1))
-    max_waiting: int = attrs.field(default=2048, validator=integer(1))
-    block_size: int = attrs.field(default=128, validator=integer(1))
-    num_blocks: int | None = attrs.field(default=None, validator=integer(2, optional=True))
-    gpu_memory_utilization: float = attrs.field(
-        default=0.9, validator=number(0, 1, exclusive_low=True)
+    device: str = attrs.field(
+        validator=one_of(*HARDWARE),
+        metadata=setting("--device", metavar="NAME", group=MODEL, help=", ".join(HARDWARE)),
     )
-    swap_space: int = attrs.field(default=_DEFAULT_SWAP_SPACE, validator=integer(0))
-    thermal_policy: str = "none"
-    thermal_options: Mapping[str, Any] = attrs.field(factory=dict)
-    ambient_c: float = attrs.field(default=30.0, validator=_temperature)
-    seed: int = attrs.field(default=0, validator=integer(0))
-    bucketing: BucketingConfig = attrs.field(factory=BucketingConfig)
-    warmup: WarmupConfig = attrs.field(factory=WarmupConfig)
-    defrag: DefragConfig = attrs.field(factory=DefragConfig)
+    swap_space: int = attrs.field(
+        default=int(DEFAULT_SWAP_SPACE * GIB),
+        validator=integer(0),
+        metadata=setting(
+            "--swap-space",
+            metavar="GIB",
+            group=MEMORY,
+            parse=parse_gib,
+            help="host memory for preempted sequences: GiB in the flag, bytes in Python",
+            default=f"{DEFAULT_SWAP_SPACE:g} GiB",
+        ),
+    )
+    bucketing: BucketingConfig = attrs.field(
+        factory=BucketingConfig,
+        metadata=setting(
+            env_patterns=BUCKETING_VARIABLES, help="the buckets that shapes are padded to"
+        ),
+    )
+    warmup: WarmupConfig = attrs.field(
+        factory=WarmupConfig,
+        metadata=setting(
+            env_patterns=(SKIP_WARMUP, *GRAPH_VARIABLES),
+            help="what is warmed up, and which graphs are captured within which memory",
+        ),
+    )
+    defrag: DefragConfig = attrs.field(
+        factory=DefragConfig,
+        metadata=setting(
+            env_patterns=DEFRAG_VARIABLES,
+            help="when the KV cache is defragmented, and if that is logged",
+        ),
+    )
+    thermal_policy: str = attrs.field(
+        default="none",
+        metadata=setting(
+            "--thermal-policy",
+            env="VLLM_THERMAL_POLICY",
+            metavar="NAME",
+            group=HEAT,
+            help="what caps the running sequences by heat or power: none, proportional, power or "
+            "module:Class",
+        ),
+    )
+    thermal_options: Mapping[str, Any] = attrs.field(
+        factory=dict,
+        converter=_mapping,
+        metadata=setting(
+            "--thermal-option",
+            metavar="NAME=VALUE",
+            group=HEAT,
+            parse=parse_option,
+            repeated=True,
+            help="a setting of the policy, such as target_temp_c=60",
+        ),
+    )
+    ambient_c: float = attrs.field(
+        default=30.0,
+        validator=number(-50, exclusive_low=True),
+        metadata=setting(
+            "--ambient-temp",
+            metavar="C",
+            group=HEAT,
+            help="temperature of the air before the heat sink, in degrees C",
+        ),
+    )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> SimulationConfig:
-        """These settings, and what the environment says of buckets, warm-up, defragmentation and
-        (``VLLM_THERMAL_POLICY``) heat. A setting given here wins. Raises `ConfigError`.
+        """These settings, and what the environment says under the README's names.
+
+        A setting given here wins. Raises `ConfigError`, which names the setting or variable.
         """
-        try:
-            found: dict[str, Any] = {
-                "bucketing": BucketingConfig.from_env(environ),
-                "warmup": WarmupConfig.from_env(environ),
-                "defrag": DefragConfig.from_env(environ),
-            }
-        except (BucketingError, WarmupError, KVCacheError) as error:
-            raise ConfigError(str(error)) from error
-        policy = environ.get("VLLM_THERMAL_POLICY", "").strip()
-        if policy:
-            found["thermal_policy"] = policy
-        return cls(**{**found, **settings})
+        bucketing, warmup, defrag = library_settings(environ)
+        found: dict[str, Any] = {"bucketing": bucketing, "warmup": warmup, "defrag": defrag}
+        return cls(**{**found, **from_env(environ, cls), **settings})

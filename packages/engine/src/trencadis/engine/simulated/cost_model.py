@@ -1,9 +1,9 @@
-"""How long a forward of a bucket takes: a roofline, and what the host adds to it.
+"""How long a forward pass takes: a roofline model plus the host's launch time.
 
-    seconds = max(operations / reached operations per s, bytes / reached bytes per s) + launching
+    seconds = max(operations / achieved operations per s, bytes / achieved bytes per s) + launch
 
-Left out: bytes of activations (small beside the weights in a decode, hidden behind compute in a
-long prompt), and all that the host does between two steps.
+Not modelled: activation traffic (small compared with weights in decode, hidden behind compute in
+long prefill), and the host's work between two steps.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ rotary embedding, cache write, attention, activation; residuals are fused into n
 
 @attrs.frozen
 class Work:
-    """What a forward does: floating-point operations, and bytes between memory and chip."""
+    """The work of a forward pass: floating-point operations, bytes of device memory traffic."""
 
     flops: float
     hbm_bytes: float
@@ -32,7 +32,7 @@ class Work:
 class CostModel:
     """Costs of one model on one accelerator, with a KV cache in blocks of ``block_size`` tokens.
 
-    Operations count 2 for each multiplication and addition. A prompt bucket has the axes (batch,
+    A multiply-add counts as 2 operations. A prompt bucket has the axes (batch,
     query, context_blocks), a decode bucket (batch, blocks), as in `trencadis.bucketing`.
     """
 
@@ -46,7 +46,7 @@ class CostModel:
         return self.model.kv_bytes_per_token * self.block_size
 
     def work(self, phase: Phase, bucket: Bucket) -> Work:
-        """The work of a forward padded to ``bucket``."""
+        """The work of a forward pass padded to ``bucket``."""
         if phase is Phase.PROMPT:
             return self._prompt_work(*bucket.shape)
         return self._decode_work(*bucket.shape)
@@ -56,18 +56,18 @@ class CostModel:
         work, hardware = self.work(phase, bucket), self.hardware
         return max(
             work.flops / (hardware.flops_per_s * hardware.compute_efficiency),
-            work.hbm_bytes / self._reached_bytes_per_s,
+            work.hbm_bytes / self._achieved_bytes_per_s,
         )
 
     def launch_s(self, *, captured: bool) -> float:
-        """Seconds that the host needs to start a forward."""
+        """Seconds that the host needs to launch a forward pass."""
         if captured:
             return self.hardware.replay_s
         return self.hardware.launch_s * LAUNCHES_PER_LAYER * self.model.num_layers
 
     def sample_s(self, rows: int) -> float:
-        """Seconds to turn ``rows`` rows of logits into tokens: read them, and bring tokens home."""
-        read = rows * self.model.vocab_size * LOGIT_BYTES / self._reached_bytes_per_s
+        """Seconds to sample ``rows`` rows of logits: read them, and copy tokens to the host."""
+        read = rows * self.model.vocab_size * LOGIT_BYTES / self._achieved_bytes_per_s
         return read + self.hardware.sample_s
 
     def swap_s(self, num_blocks: int) -> float:
@@ -75,11 +75,11 @@ class CostModel:
         return num_blocks * self.block_bytes / self.hardware.link_bytes_per_s
 
     def move_s(self, num_blocks: int) -> float:
-        """Seconds to copy blocks within the device: each is read and written."""
-        return 2 * num_blocks * self.block_bytes / self._reached_bytes_per_s
+        """Seconds to copy blocks within the device. Each block is read and written."""
+        return 2 * num_blocks * self.block_bytes / self._achieved_bytes_per_s
 
     @property
-    def _reached_bytes_per_s(self) -> float:
+    def _achieved_bytes_per_s(self) -> float:
         return self.hardware.hbm_bytes_per_s * self.hardware.hbm_efficiency
 
     def _prompt_work(self, batch: int, query: int, context_blocks: int) -> Work:
@@ -93,9 +93,9 @@ class CostModel:
         )
 
     def _decode_work(self, batch: int, blocks: int) -> Work:
-        """The prefix of the cache is read once, each block multiplied with one row's queries.
+        """The cache prefix is read once; each block is multiplied with the queries of one row.
 
-        A block that several rows share is there once; what gathering it again costs is left out.
+        Not modelled: the extra gather of a block that several rows share.
         """
         prefix = blocks * self.block_size
         return self._work(tokens=batch, pairs=prefix, kv_read=prefix, rows=batch)

@@ -1,7 +1,10 @@
-"""Accelerators as a handful of figures: what the cost, memory and heat models are fed with.
+"""The figures of accelerators that the cost, memory and heat models use.
 
-Peak figures are the vendors'. What no vendor publishes is a measurement that somebody else has
-published, or an assumption, and says so where it stands.
+Peak figures are the vendors'. Figures that no vendor publishes are published measurements or
+assumptions; a comment gives the source of each.
+
+To add an accelerator: a `Hardware` value here, in `HARDWARE`, and its `Board` in the scheduler's
+heat model.
 """
 
 from __future__ import annotations
@@ -20,16 +23,16 @@ _MIB = 1 << 20
 class Hardware:
     """One accelerator.
 
-    ``flops_per_s`` and ``hbm_bytes_per_s`` are peaks in dense bf16, of which a forward reaches the
-    shares ``compute_efficiency`` and ``hbm_efficiency``. ``hbm_bytes`` is what a framework finds
-    free on the empty device. ``link_bytes_per_s`` is what a copy between host and device reaches
-    in one direction.
+    ``flops_per_s`` and ``hbm_bytes_per_s`` are peaks in dense bf16; a forward pass achieves the
+    fractions ``compute_efficiency`` and ``hbm_efficiency`` of them. ``hbm_bytes`` is the free
+    memory of the empty device. ``link_bytes_per_s`` is the achieved bandwidth of a copy between
+    host and device, one direction.
 
-    A forward that no graph was captured for costs its host ``launch_s`` per launched operation, a
-    captured one ``replay_s`` altogether. ``compile_s`` is what the first forward of a bucket takes
-    longer than others, ``capture_s`` what recording a graph takes. A graph occupies
-    ``graph_bytes``, and with ``graph_keeps_activations`` those of its forward too; without, all
-    graphs share one pool. ``sample_s`` is the host's share of sampling in each step.
+    Seconds of the host: ``launch_s`` per launched operation without a graph, ``replay_s`` per
+    graph replay, ``compile_s`` for the first forward pass of a bucket, ``capture_s`` per graph,
+    ``sample_s`` per step for sampling. A graph takes ``graph_bytes``, and with
+    ``graph_keeps_activations`` also the activations of its forward pass; without, all graphs share
+    one pool.
     """
 
     name: str
@@ -119,12 +122,12 @@ _H200 = attrs.evolve(
     hbm_bytes_per_s=4.8e12,
 )
 
-HARDWARE = {one.name: one for one in (_GAUDI2, _GAUDI3, _H100, _H200)}
+HARDWARE = {hardware.name: hardware for hardware in (_GAUDI2, _GAUDI3, _H100, _H200)}
 """The accelerators by name."""
 
 
 def find_hardware(name: str) -> Hardware:
-    """The accelerator called ``name``. Raises `ConfigError`, which lists them."""
+    """The accelerator called ``name``. Raises `ConfigError`, which lists the known names."""
     if name not in HARDWARE:
         raise ConfigError(f"device must be one of {', '.join(HARDWARE)}, got {name!r}")
     return HARDWARE[name]

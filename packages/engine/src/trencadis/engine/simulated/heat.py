@@ -1,4 +1,4 @@
-"""The temperature of a simulated board, as a sensor sees it."""
+"""The temperature and power sensors of a simulated board."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from trencadis.scheduler.thermal import Board, HeatModel
 
 _NOISE_C = 0.05
 _NOISE_W = 0.5
-"""Of the sensors, standard deviations. Without any, an idle board would look like a frozen one."""
+"""Standard deviation of the sensor noise. Without noise, the reader would take the constant
+readings of an idle board for a frozen sensor."""
 
 
 class SimulatedHeat(TemperatureSource):
-    """Follows a clock; ``read`` adds a sensor's noise, which depends on ``seed`` alone."""
+    """Integrates the heat model over simulated time. `read` adds noise from ``seed``."""
 
     def __init__(self, board: Board, clock: SimulatedClock, ambient_c: float, seed: int) -> None:
         self.model = HeatModel(board, ambient_c)
@@ -29,7 +30,7 @@ class SimulatedHeat(TemperatureSource):
         return "simulated"
 
     def follow(self, num_running: int) -> None:
-        """So many sequences have been running since the last call."""
+        """Advance the heat model: ``num_running`` sequences ran since the last call."""
         now_s = self._clock()
         seconds, self._since_s = now_s - self._since_s, now_s
         self.model.step(seconds, num_running)
@@ -37,7 +38,7 @@ class SimulatedHeat(TemperatureSource):
         self.hottest_c = max(self.hottest_c, self.model.chip_c)
 
     def reset(self) -> None:
-        """Forget what has been drawn and how hot it was until now."""
+        """Restart the totals: energy and highest temperature."""
         self.hottest_c, self.joules = self.model.chip_c, 0.0
 
     def read(self) -> list[Reading]:

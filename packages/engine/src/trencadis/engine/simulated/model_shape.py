@@ -1,8 +1,7 @@
-"""A model as the sizes of its matrices, read from the ``config.json`` of its checkpoint.
+"""The sizes of a model's matrices, read from the ``config.json`` of its checkpoint.
 
-Dense decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), every
-layer of which attends to the whole context. Biases, and norms but those of the layers' two inputs,
-are left out: together they are below a thousandth.
+Dense decoder-only models with gated feed-forward layers (Llama, Mistral, Qwen, Gemma, …), with
+full attention in every layer. Biases and further norms are left out: below 0.1 % of the weights.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ import attrs
 from trencadis.engine.errors import ModelError
 
 LOGIT_BYTES = 4
-"""Of one logit: they are brought to fp32 before sampling."""
+"""Bytes of one logit: logits are converted to fp32 before sampling."""
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
@@ -47,14 +46,14 @@ class ModelShape:
 
     @property
     def layer_matrices(self) -> int:
-        """Elements of the matrices of one layer: each is multiplied with every token once."""
+        """Elements of the weight matrices of one layer."""
         attention = self.num_heads * self.head_dim
         kv = self.num_kv_heads * self.head_dim
         return self.hidden_size * (2 * attention + 2 * kv + 3 * self.intermediate_size)
 
     @property
     def num_parameters(self) -> int:
-        """All weights: embedding, layers with two norms each, the last norm, the head."""
+        """All weights: embedding, layers with two norms each, final norm, output head."""
         table = self.vocab_size * self.hidden_size
         layers = self.num_layers * (self.layer_matrices + 2 * self.hidden_size)
         return table * (1 if self.tied else 2) + layers + self.hidden_size
@@ -65,14 +64,14 @@ class ModelShape:
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Keys and values of one position in all layers."""
+        """Bytes of the keys and values of one position in all layers."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 def read_model_shape(path: str | os.PathLike[str]) -> ModelShape:
-    """The shape in a ``config.json``, or in that of a checkpoint's directory.
+    """Read a ``config.json``, or the one in a checkpoint's directory.
 
-    Raises `ModelError` for a file that is none, or of a model that is not modelled.
+    Raises `ModelError` for another kind of file, and for a model that is not modelled.
     """
     file = Path(path)
     if file.is_dir():
@@ -104,7 +103,7 @@ def _shape(file: Path, config: Mapping[str, Any]) -> ModelShape:
         head_dim=_size(file, config, "head_dim", hidden // heads),
         intermediate_size=_size(file, config, "intermediate_size"),
         vocab_size=_size(file, config, "vocab_size"),
-        # What a config leaves out is its class's default: of these only Gemma's is tied.
+        # A config omits its class's default; among these classes, only Gemma ties by default.
         tied=bool(config.get("tie_word_embeddings", model_type.startswith("gemma"))),
         dtype_bytes=_dtype_bytes(file, config),
         max_position_embeddings=_size(file, config, "max_position_embeddings"),
@@ -122,7 +121,7 @@ def _size(file: Path, config: Mapping[str, Any], key: str, default: int | None =
 
 
 def _dtype_bytes(file: Path, config: Mapping[str, Any]) -> int:
-    """bf16 where nothing is said; transformers 5 writes ``dtype``, older ones ``torch_dtype``."""
+    """Default bf16. Transformers 5 writes ``dtype``, older versions ``torch_dtype``."""
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if name not in _BYTES:
         raise ModelError(f"{file} has dtype {name!r}: use one of {', '.join(_BYTES)}")

@@ -1,4 +1,4 @@
-"""A picture of a simulation over time; needs matplotlib, the ``plot`` extra."""
+"""Plots a simulation over time. Needs matplotlib, the ``plot`` extra."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ def plot_report(report: SimulationReport, path: str | os.PathLike[str]) -> None:
     """Write a PNG: load, throughput, cache and temperature over the simulated time."""
     figure = Figure(figsize=(10, 8), layout="constrained")
     load, throughput, cache, heat = figure.subplots(4, 1, sharex=True)
-    times = [moment.at_s for moment in report.moments]
+    samples = report.samples
+    times = [sample.at_s for sample in samples]
     _draw_load(load, times, report)
     _draw_throughput(throughput, times, report)
-    cache.plot(times, [one.highest_block for one in report.moments], color=_GREY, label="highest")
-    cache.plot(times, [one.used_blocks for one in report.moments], color=_BLUE, label="used")
+    cache.plot(times, [sample.highest_block for sample in samples], color=_GREY, label="highest")
+    cache.plot(times, [sample.used_blocks for sample in samples], color=_BLUE, label="used")
     cache.set_ylabel("KV blocks")
-    heat.plot(times, [one.temperature_c for one in report.moments], color=_ORANGE, label="chip")
+    heat.plot(times, [sample.temperature_c for sample in samples], color=_ORANGE, label="chip")
     heat.axhline(report.limit_c, color=_RED, linewidth=0.8, label="limit")
     heat.set(ylabel="°C", xlabel="seconds since the first arrival")
     for axes in (load, throughput, cache, heat):
@@ -38,17 +39,17 @@ def plot_report(report: SimulationReport, path: str | os.PathLike[str]) -> None:
 
 
 def _draw_load(axes: Axes, times: list[float], report: SimulationReport) -> None:
-    axes.plot(times, [one.running for one in report.moments], color=_BLUE, label="running")
-    axes.plot(times, [one.waiting for one in report.moments], color=_ORANGE, label="waiting")
-    axes.plot(times, [one.swapped for one in report.moments], color=_GREY, label="swapped")
+    axes.plot(times, [sample.running for sample in report.samples], color=_BLUE, label="running")
+    axes.plot(times, [sample.waiting for sample in report.samples], color=_ORANGE, label="waiting")
+    axes.plot(times, [sample.swapped for sample in report.samples], color=_GREY, label="swapped")
     axes.set_ylabel("requests")
 
 
 def _draw_throughput(axes: Axes, times: list[float], report: SimulationReport) -> None:
-    """Tokens since the moment before, over the time since then."""
+    """Tokens per second between consecutive samples."""
     rates = [
         after.tokens / (after.at_s - before.at_s)
-        for before, after in zip(report.moments, report.moments[1:], strict=False)
+        for before, after in zip(report.samples, report.samples[1:], strict=False)
     ]
     axes.plot(times[1:], rates, color=_BLUE, label="generated")
     axes.set_ylabel("tokens/s")

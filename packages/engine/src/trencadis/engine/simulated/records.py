@@ -1,4 +1,4 @@
-"""What happened to each request, and how the device fared over time."""
+"""Records of a simulation: the latencies of each request, and samples of the server's state."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import NamedTuple
 import attrs
 
 
-class Moment(NamedTuple):
-    """The state of the simulated server at one time, seconds since the first arrival.
+class Sample(NamedTuple):
+    """The state of the simulated server ``at_s`` seconds after the first arrival.
 
-    ``tokens`` were generated since the moment before.
+    ``tokens`` were generated since the previous sample. ``running_limit`` is in sequences.
     """
 
     at_s: float
@@ -23,12 +23,12 @@ class Moment(NamedTuple):
     tokens: int
     temperature_c: float
     power_w: float
-    cap: int
+    running_limit: int
 
 
 @attrs.define
 class _Live:
-    """A request being served; times in seconds."""
+    """A request being served. Times in seconds."""
 
     arrived_s: float
     last_token_s: float | None = None
@@ -46,9 +46,9 @@ class Records:
     prompt_tokens: int = 0
     refused: int = 0
     last_token_s: float = 0.0
-    moments: list[Moment] = attrs.field(factory=list)
+    samples: list[Sample] = attrs.field(factory=list)
     _live: dict[int, _Live] = attrs.field(factory=dict)
-    _tokens_before: int = 0
+    _tokens_at_last_sample: int = 0
 
     @property
     def num_finished(self) -> int:
@@ -56,7 +56,7 @@ class Records:
 
     @property
     def num_live(self) -> int:
-        """Requests that were accepted and have not ended."""
+        """Accepted requests that have not ended."""
         return len(self._live)
 
     def accepted(self, seq_id: int, arrived_s: float, prompt: int, asked: int) -> None:
@@ -66,7 +66,7 @@ class Records:
         self.asked_tokens += asked
 
     def token(self, seq_id: int, now_s: float) -> None:
-        """A sequence has one more token."""
+        """A sequence has generated a token."""
         live = self._live[seq_id]
         if live.last_token_s is None:
             self.first_token_s.append(now_s - live.arrived_s)
@@ -77,12 +77,12 @@ class Records:
         self.last_token_s = now_s
 
     def ended(self, seq_id: int, now_s: float) -> None:
-        """A sequence has its last token."""
+        """A sequence has generated its last token."""
         live = self._live.pop(seq_id)
         self.latency_s.append(now_s - live.arrived_s)
 
-    def tokens_since_last_moment(self) -> int:
-        """Generated since this was asked before."""
-        since = self.generated_tokens - self._tokens_before
-        self._tokens_before = self.generated_tokens
+    def tokens_since_last_sample(self) -> int:
+        """Tokens generated since the previous call."""
+        since = self.generated_tokens - self._tokens_at_last_sample
+        self._tokens_at_last_sample = self.generated_tokens
         return since

@@ -1,4 +1,4 @@
-"""What a simulation has shown: values that can be printed, kept as JSON and compared."""
+"""The results of a simulation, as values that can be printed, saved as JSON and compared."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 
-from trencadis.engine.simulated.records import Moment
+from trencadis.engine.simulated.records import Sample
 from trencadis.engine.simulated.simulation import Simulation
 from trencadis.kvcache import Direction
 from trencadis.warmup import Phase, WarmupReport, format_bytes
@@ -19,7 +19,7 @@ from trencadis.warmup import Phase, WarmupReport, format_bytes
 
 @attrs.frozen
 class Percentiles:
-    """Of a latency, seconds; all 0 where there was none."""
+    """Percentiles of a latency in seconds; all 0 without observations."""
 
     mean: float = 0.0
     p50: float = 0.0
@@ -36,12 +36,12 @@ class Percentiles:
 
 @attrs.frozen(kw_only=True)
 class SimulationReport:
-    """Result of a simulation, without anything that depends on the machine that ran it.
+    """Result of a simulation. It does not depend on the machine that ran it.
 
     Times in seconds, energies in joules, temperatures in degrees C. ``seconds`` is from the first
-    arrival to the last token; warm-up comes before. Padding is a share of what was needed: of
-    prompt tokens, of decode rows, of blocks of the decode prefix. A graph miss is a forward in
-    live traffic whose bucket had no graph, a bucket miss one past every bucket.
+    arrival to the last token, without warm-up. Padding is relative to the real number of prompt
+    tokens, decode rows, and blocks of the decode prefix. A graph miss is a forward pass in live
+    traffic whose bucket had no graph; a bucket miss is one larger than every bucket.
     """
 
     device: str
@@ -79,7 +79,7 @@ class SimulationReport:
     hottest_c: float
     limit_c: float
     joules: float
-    moments: tuple[Moment, ...] = ()
+    samples: tuple[Sample, ...] = ()
 
     @property
     def tokens_per_s(self) -> float:
@@ -109,9 +109,9 @@ class SimulationReport:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a JSON file."""
-        content = attrs.asdict(attrs.evolve(self, moments=()))
+        content = attrs.asdict(attrs.evolve(self, samples=()))
         content["tokens_per_s"] = self.tokens_per_s
-        content["moments"] = _columns(self.moments)
+        content["samples"] = _columns(self.samples)
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
     def _throughput(self) -> str:
@@ -132,7 +132,7 @@ class SimulationReport:
     def _graphs(self) -> str:
         return (
             f"{self.graphs} of {self.buckets} buckets; {self.graph_replays:,} replays, "
-            f"{self.graph_misses:,} misses, {self.bucket_misses:,} past every bucket"
+            f"{self.graph_misses:,} graph misses, {self.bucket_misses:,} bucket misses"
         )
 
     def _cache(self) -> str:
@@ -159,7 +159,7 @@ class SimulationReport:
 
 
 def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
-    """The report of a simulation that has been run to its end after ``warmup``."""
+    """The report of a finished simulation, and of the warm-up before it."""
     records, runner, runtime = simulation.records, simulation.runner, simulation.runtime
     executed = len(warmup.executed)
     graphs = sum(len(warmup.capture.captured(phase)) for phase in Phase) if warmup.capture else 0
@@ -188,7 +188,7 @@ def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
         bucket_misses=runner.bucket_misses,
         num_blocks=simulation.num_blocks,
         block_bytes=runtime.costs.block_bytes,
-        used_blocks_at_end=simulation.blocks.num_used_blocks,
+        used_blocks_at_end=simulation.blocks.pool.num_used_blocks,
         longest_prefix=runner.longest_prefix,
         preemptions=simulation.scheduler.num_preemptions,
         recomputations=simulation.scheduler.num_recomputes,
@@ -199,7 +199,7 @@ def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
         hottest_c=simulation.heat.hottest_c,
         limit_c=simulation.hardware.board.max_c,
         joules=simulation.heat.joules,
-        moments=tuple(records.moments),
+        samples=tuple(records.samples),
     )
 
 
@@ -208,6 +208,6 @@ def _milliseconds(values: Percentiles) -> str:
     return ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in parts.items()) + " ms"
 
 
-def _columns(moments: Sequence[Moment]) -> Mapping[str, list[Any]]:
-    """One list per field, which is a third of the file that one object per moment makes."""
-    return {name: [moment[i] for moment in moments] for i, name in enumerate(Moment._fields)}
+def _columns(samples: Sequence[Sample]) -> Mapping[str, list[Any]]:
+    """One list per field: a third of the size of one JSON object per sample."""
+    return {name: [sample[i] for sample in samples] for i, name in enumerate(Sample._fields)}

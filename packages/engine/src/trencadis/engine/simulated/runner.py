@@ -1,4 +1,4 @@
-"""The runner of a simulated device: a scheduler's decision in, tokens out, and time has passed."""
+"""The model runner of a simulated device: takes time, computes no logits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.prompt_batches import split_prompts
 from trencadis.engine.runner.shapes import decode_shape, prompt_shape
 from trencadis.engine.simulated.runtime import SimulatedRuntime
-from trencadis.kvcache import Direction, MovePlan
+from trencadis.kvcache import CopyPlan, Direction
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming
 from trencadis.warmup import Phase
 
 
 @attrs.define
 class Padding:
-    """How many were needed, and how many there were after padding."""
+    """Sizes before and after padding."""
 
     real: int = 0
     padded: int = 0
@@ -30,19 +30,18 @@ class Padding:
 
     @property
     def share(self) -> float:
-        """Padding as a share of what was needed."""
+        """Padding relative to the real size."""
         return self.padded / self.real - 1 if self.real else 0.0
 
 
 class SimulatedRunner:
     """Executes steps as `ModelRunner` does, on a `SimulatedRuntime`.
 
-    Tokens depend on ``seed``, the sequence's id and the position alone. Counted since the start:
-    tokens of prompt forwards (``prompt_tokens``), rows and prefix blocks of decode forwards
-    (``decode_rows``, ``decode_blocks``; ``longest_prefix`` is the most blocks of one), forwards
-    past every bucket (``bucket_misses``), and the blocks and seconds of copies (``copied_blocks``,
-    ``copy_s``). ``timing`` is that of the last
-    step, for `Scheduler.update`; None where it has nothing to learn from.
+    Tokens depend only on ``seed``, sequence id and position. Counters since the start:
+    ``prompt_tokens`` of prefill batches, ``decode_rows`` and ``decode_blocks`` (rows and prefix
+    blocks of decode batches), ``longest_prefix`` in blocks, ``bucket_misses``, ``copied_blocks``
+    and ``copy_s`` (seconds) by direction. ``timing`` is the timing of the last step for
+    `Scheduler.update`, None for a step without prefill and copies.
     """
 
     def __init__(self, runtime: SimulatedRuntime, grids: Grids, seed: int = 0) -> None:
@@ -61,8 +60,8 @@ class SimulatedRunner:
         self._block_size = runtime.costs.block_size
 
     def run(self, output: SchedulerOutput) -> dict[int, int]:
-        """Carry a step out; the next token of each sequence that samples, by its id."""
-        copy_s = self._carry_out(output.moves) if output.moves else {}
+        """Execute a step; returns the new token of each sequence that samples, by sequence id."""
+        copy_s = self._copy_blocks(output.moves) if output.moves else {}
         if output.decodes:
             self._run_decodes(output.decodes)
         prompts_s = None
@@ -78,14 +77,14 @@ class SimulatedRunner:
             )
         return self._sample(output)
 
-    def _carry_out(self, moves: MovePlan) -> dict[Direction, float]:
-        """Copies of a step, one batch after the other; seconds by direction."""
+    def _copy_blocks(self, moves: CopyPlan) -> dict[Direction, float]:
+        """Copy blocks as planned; returns the seconds spent, by direction."""
         seconds: dict[Direction, float] = {}
         for direction, copies in moves:
-            took = self._runtime.copy_blocks(direction, len(copies))
+            elapsed = self._runtime.copy_blocks(direction, len(copies))
             self.copied_blocks[direction] += len(copies)
-            self.copy_s[direction] += took
-            seconds[direction] = seconds.get(direction, 0.0) + took
+            self.copy_s[direction] += elapsed
+            seconds[direction] = seconds.get(direction, 0.0) + elapsed
         return seconds
 
     def _run_decodes(self, decodes: Sequence[ScheduledSequence]) -> None:
@@ -104,17 +103,17 @@ class SimulatedRunner:
         return self._runtime.forward(Phase.PROMPT, bucket)
 
     def _prompt_cost(self, chunks: Sequence[ScheduledSequence]) -> float | None:
-        """Seconds on the device of these chunks as one forward."""
+        """Seconds on the device of one forward pass for these chunks; None for a bucket miss."""
         exact = prompt_shape(chunks, self._block_size)
-        found = self._grids.prompt.find((exact.batch, exact.query, exact.context_blocks))
-        return None if found is None else self._runtime.device_s(Phase.PROMPT, found)
+        bucket = self._grids.prompt.find((exact.batch, exact.query, exact.context_blocks))
+        return None if bucket is None else self._runtime.device_s(Phase.PROMPT, bucket)
 
     def _bucket(self, grid: BucketGrid, shape: tuple[int, ...]) -> Bucket:
-        found = grid.find(shape)
-        if found is None:
+        bucket = grid.find(shape)
+        if bucket is None:
             self.bucket_misses += 1
-            found = grid.fallback(shape)
-        return found
+            bucket = grid.fallback(shape)
+        return bucket
 
     def _sample(self, output: SchedulerOutput) -> dict[int, int]:
         tokens: dict[int, int] = {}
@@ -130,6 +129,6 @@ class SimulatedRunner:
         return tokens
 
     def _token(self, seq_id: int, position: int) -> int:
-        # Multiplying by large odd numbers spreads neighbours; the low bits of a product are poor.
+        # Multiplicative hashing. The low bits of a product are not random enough.
         mixed = self._salt + seq_id * 0x85EBCA77 + position * 0xC2B2AE3D
         return (mixed >> 8) % self._vocab_size

@@ -1,4 +1,4 @@
-"""A device that takes time and memory and computes nothing."""
+"""A simulated device: it takes time and memory, and computes nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trencadis.warmup import Phase
 
 @attrs.define
 class _Prepared:
-    """What is known of a bucket; ``graph_bytes`` is None while it has no graph."""
+    """State of a bucket. ``graph_bytes`` is None without a captured graph."""
 
     device_s: float
     compiled: bool = False
@@ -22,11 +22,11 @@ class _Prepared:
 
 
 class SimulatedRuntime:
-    """Implements warm-up's ``GraphRuntime``: what it is asked for passes time on ``clock``.
+    """Implements warm-up's ``GraphRuntime``. Each operation advances ``clock``.
 
-    A bucket is compiled when its forward runs for the first time, and replayed once it has been
-    captured. ``compilations``, ``replays`` and ``launches`` (forwards without a graph) count since
-    the start. ``free_bytes`` is what the device has when this is made.
+    A bucket is compiled at its first forward pass, and replayed once a graph was captured.
+    ``compilations``, ``replays`` and ``launches`` (forward passes without a graph) count since the
+    start. ``free_bytes`` is the initial free memory.
     """
 
     def __init__(
@@ -46,11 +46,11 @@ class SimulatedRuntime:
     # Warm-up's GraphRuntime.
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Run a forward on dummy data."""
+        """Run a forward pass on dummy data."""
         self.forward(phase, bucket)
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
-        """Record the forward of a bucket; from now on it is replayed."""
+        """Capture a graph for a bucket. Later forward passes replay it."""
         prepared = self._prepared(phase, bucket)
         self._compile(prepared)
         self._clock.advance(self.costs.hardware.capture_s)
@@ -59,26 +59,26 @@ class SimulatedRuntime:
             self._free -= prepared.graph_bytes
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
-        """Forget a graph and get its memory back."""
+        """Release a graph and its memory."""
         prepared = self._prepared(phase, bucket)
         self._free += prepared.graph_bytes or 0
         prepared.graph_bytes = None
 
     def synchronize(self) -> None:
-        """Nothing is ever under way: time passes when work is given."""
+        """Nothing to wait for: operations complete when they are called."""
 
     def free_memory(self) -> int:
         """Free device memory, bytes."""
         return self._free
 
-    # What a runner asks for besides.
+    # For `SimulatedRunner`.
 
     def allocate(self, size: int) -> None:
-        """Take memory for good, bytes: the KV cache."""
+        """Reserve memory for the KV cache, bytes."""
         self._free -= size
 
     def forward(self, phase: Phase, bucket: Bucket) -> float:
-        """Run a forward; returns how many seconds it took."""
+        """Run a forward pass; returns its seconds."""
         started = self._clock()
         prepared = self._prepared(phase, bucket)
         self._compile(prepared)
@@ -91,11 +91,11 @@ class SimulatedRuntime:
         return self._clock() - started
 
     def device_s(self, phase: Phase, bucket: Bucket) -> float:
-        """Seconds on the device of a forward."""
+        """Seconds of a forward pass on the device."""
         return self._prepared(phase, bucket).device_s
 
     def copy_blocks(self, direction: Direction, num_blocks: int) -> float:
-        """Copy KV blocks; returns how many seconds it took."""
+        """Copy KV blocks; returns the seconds it took."""
         if direction is Direction.WITHIN:
             seconds = self.costs.move_s(num_blocks)
         else:
@@ -104,7 +104,7 @@ class SimulatedRuntime:
         return seconds
 
     def sample(self, rows: int) -> None:
-        """Turn rows of logits into tokens."""
+        """Sample ``rows`` tokens."""
         self._clock.advance(self.costs.sample_s(rows))
 
     def _prepared(self, phase: Phase, bucket: Bucket) -> _Prepared:

@@ -1,8 +1,7 @@
-"""A server on a simulated device: real scheduler, cache, grids, warm-up and thermal policy.
+"""Serves a trace on a simulated device, with the real scheduler, cache, grids and warm-up.
 
-Only the device and the clock are made up. A step is decided by the scheduler, carried out by
-`SimulatedRunner`, which passes the time that it would take, and reported back; requests arrive
-when the clock says so.
+Only the device and the clock are simulated. The scheduler decides a step; `SimulatedRunner`
+advances the clock by the time that the step would take; requests arrive by that clock.
 """
 
 from __future__ import annotations
@@ -12,7 +11,8 @@ from collections.abc import Iterator
 from trencadis.bucketing import BucketingError
 from trencadis.engine.config import resolve_max_model_len
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.runner.grids import Grids, ShapeLimits, configured_grids
+from trencadis.engine.runner.grids import Grids, configured_grids
+from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.cost_model import CostModel
@@ -20,7 +20,7 @@ from trencadis.engine.simulated.hardware import find_hardware
 from trencadis.engine.simulated.heat import SimulatedHeat
 from trencadis.engine.simulated.memory_model import MemoryModel
 from trencadis.engine.simulated.model_shape import ModelShape
-from trencadis.engine.simulated.records import Moment, Records
+from trencadis.engine.simulated.records import Records, Sample
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
@@ -35,7 +35,6 @@ from trencadis.scheduler import (
     QueueFull,
     Request,
     Scheduler,
-    SchedulerConfig,
     SchedulerError,
     SchedulerOutput,
     ThermalGuard,
@@ -45,17 +44,17 @@ from trencadis.scheduler.telemetry import ReaderConfig, TemperatureReader
 from trencadis.scheduler.thermal import load_thermal_policy
 from trencadis.warmup import MemoryPlan, WarmupError, WarmupReport, format_bytes, warm_up
 
-_MOMENTS = 500
-"""At most so many over the time in which requests arrive."""
+_NUM_SAMPLES = 500
+"""State samples over the period in which requests arrive, at most."""
 
-_NAP_S = 1e-3
-"""How long a server waits that has requests and may not compute, before it asks again."""
+_STALLED_S = 1e-3
+"""Pause after a step in which no sequence could run."""
 
 
 class Simulation:
-    """One run: `warm_up`, then iterate over `serve`, then look at ``records`` and the parts.
+    """One run: call `warm_up`, iterate over `serve`, then read ``records``.
 
-    Raises `ConfigError` for settings, a model and a device that do not go together.
+    Raises `ConfigError` for settings that do not fit the model or the device.
     """
 
     def __init__(self, config: SimulationConfig, model: ModelShape, workload: Workload) -> None:
@@ -74,12 +73,11 @@ class Simulation:
             raise ConfigError(str(error)) from error
 
     def _build(self) -> None:
-        """Divide the memory, and put the libraries together."""
+        """Plan the memory and build the device, the grids, the cache and the scheduler."""
         config = self.config
         costs = CostModel(self.model, self.hardware, config.block_size)
         memory = MemoryModel(self.model, self.hardware)
-        budget = max(config.max_num_batched_tokens, config.max_num_seqs)
-        free = memory.free_after_profile(budget, config.max_num_seqs)
+        free = memory.free_after_profile(token_budget(config), config.max_num_seqs)
         self.plan = MemoryPlan.from_profile(
             free,
             config.gpu_memory_utilization,
@@ -90,16 +88,8 @@ class Simulation:
         self.num_blocks = self._num_blocks(costs.block_bytes)
         self.runtime = SimulatedRuntime(costs, memory, self.clock, free)
         self.runtime.allocate(self.num_blocks * costs.block_bytes)
-        self.grids = configured_grids(
-            config.bucketing,
-            ShapeLimits(
-                max_model_len=self.max_model_len,
-                max_num_batched_tokens=budget,
-                max_num_seqs=config.max_num_seqs,
-                block_size=config.block_size,
-                num_blocks=self.num_blocks,
-            ),
-        )
+        limits = ServingLimits.of(config, self.max_model_len, self.num_blocks)
+        self.grids = configured_grids(config.bucketing, limits)
         self.runner = SimulatedRunner(self.runtime, self.grids, config.seed)
         self.heat = SimulatedHeat(self.hardware.board, self.clock, config.ambient_c, config.seed)
         self.reader = TemperatureReader(self.heat, ReaderConfig(), clock=self.clock)
@@ -111,21 +101,17 @@ class Simulation:
             ),
             governor=BandwidthGovernor(costs.block_bytes),
         )
-        self.scheduler = self._scheduler(budget, self.grids)
+        self.scheduler = self._scheduler(limits, self.grids)
 
-    def _scheduler(self, budget: int, grids: Grids) -> Scheduler:
+    def _scheduler(self, limits: ServingLimits, grids: Grids) -> Scheduler:
         config = self.config
         guard = None
         if config.thermal_policy != "none":
             policy = load_thermal_policy(config.thermal_policy, **config.thermal_options)
             guard = ThermalGuard(policy, self.reader.state)
         return Scheduler(
-            SchedulerConfig(
-                max_num_seqs=config.max_num_seqs,
-                max_num_batched_tokens=budget,
-                max_model_len=self.max_model_len,
-                max_chunk_tokens=grids.prompt.values("query")[-1],
-                max_waiting=config.max_waiting,
+            limits.scheduler_config(
+                max_waiting=config.max_waiting, max_chunk_tokens=grids.max_chunk_tokens
             ),
             self.blocks,
             thermal=guard,
@@ -134,26 +120,23 @@ class Simulation:
         )
 
     def _num_blocks(self, block_bytes: int) -> int:
-        """As configured, or as many as fit and can be used."""
-        per_sequence = -(-self.max_model_len // self.config.block_size)
-        num_blocks = self.config.num_blocks
-        if num_blocks is None:
-            num_blocks = min(self.plan.num_blocks, per_sequence * self.config.max_num_seqs + 1)
-        elif num_blocks > self.plan.num_blocks:
+        """As configured, or as many as fit the memory of the simulated device."""
+        fitting, configured = self.plan.num_blocks, self.config.num_blocks
+        if configured is not None and configured > fitting:
             raise ConfigError(
-                f"num_blocks {num_blocks} is above the {self.plan.num_blocks} blocks of "
+                f"num_blocks {configured} is above the {fitting} blocks of "
                 f"{format_bytes(block_bytes)} that {self.hardware.name} has room for: lower it"
             )
-        if num_blocks - 1 < per_sequence:
-            raise ConfigError(
-                f"a KV cache of {num_blocks} blocks of {self.config.block_size} tokens cannot hold "
-                f"one sequence of max_model_len {self.max_model_len}: lower max_model_len, or take "
-                f"a device with more memory (a block takes {format_bytes(block_bytes)})"
-            )
-        return num_blocks
+        return num_cache_blocks(
+            self.config,
+            self.max_model_len,
+            fitting=fitting,
+            block_bytes=block_bytes,
+            remedy="take a device with more memory",
+        )
 
     def warm_up(self) -> WarmupReport:
-        """Run every bucket and capture graphs, as a server does before it listens."""
+        """Warm up every bucket and capture graphs, as a server does before it accepts requests."""
         report = warm_up(
             self.runtime,
             self.grids.prompt.buckets,
@@ -167,10 +150,10 @@ class Simulation:
         return report
 
     def serve(self) -> Iterator[None]:
-        """Serve the whole workload; yields each time that a request is done, or refused."""
+        """Serve the whole workload; yields once for each request that finishes or is refused."""
         arrivals = _Arrivals(self.workload, self.model.vocab_size, self.config.seed, self.clock())
-        interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _MOMENTS)
-        self.started_s = next_moment_s = next_poll_s = self.clock()
+        interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _NUM_SAMPLES)
+        self.started_s = next_sample_s = next_poll_s = self.clock()
         while arrivals.next_s is not None or self.scheduler.has_work:
             now_s = self.clock()
             if now_s >= next_poll_s:
@@ -184,15 +167,15 @@ class Simulation:
                 continue
             output, ended = self._step()
             if output.is_empty and not output.moves:
-                self._idle_until(self.clock() + _NAP_S)
-            if now_s >= next_moment_s:
-                self.records.moments.append(self._moment(output))
-                next_moment_s = now_s + interval_s
+                self._idle_until(self.clock() + _STALLED_S)
+            if now_s >= next_sample_s:
+                self.records.samples.append(self._sample(output))
+                next_sample_s = now_s + interval_s
             for _ in range(ended):
                 yield
 
     def _accept(self, arrived_s: float, request: Request) -> bool:
-        """Queue a request; False where a server would refuse it."""
+        """Add a request to the queue; False if a server would refuse it."""
         prompt = len(request.prompt_token_ids)
         try:
             if prompt + request.max_tokens > self.max_model_len:
@@ -205,10 +188,10 @@ class Simulation:
         return True
 
     def _step(self) -> tuple[SchedulerOutput, int]:
-        """One step of the engine: its decision, and how many requests it has ended."""
+        """Run one step; returns the scheduler's decision and the number of finished requests."""
         output = self.scheduler.schedule()
         tokens = self.runner.run(output)
-        running = self.scheduler.num_running
+        running = self.scheduler.num_running_seqs
         updates = self.scheduler.update(output, tokens, timing=self.runner.timing)
         self.steps += 1
         self.heat.follow(running)
@@ -225,24 +208,24 @@ class Simulation:
             self.clock.advance(max(0.0, then_s - self.clock()))
             self.heat.follow(0)
 
-    def _moment(self, output: SchedulerOutput) -> Moment:
+    def _sample(self, output: SchedulerOutput) -> Sample:
         scheduler, board = self.scheduler, self.heat.model
-        return Moment(
+        return Sample(
             at_s=self.clock() - self.started_s,
-            running=scheduler.num_running,
+            running=scheduler.num_running_seqs,
             waiting=scheduler.num_waiting,
-            swapped=scheduler.num_swapped,
-            used_blocks=self.blocks.num_used_blocks,
-            highest_block=self.blocks.highest_in_use,
-            tokens=self.records.tokens_since_last_moment(),
+            swapped=scheduler.num_swapped + scheduler.num_preempted,
+            used_blocks=self.blocks.pool.num_used_blocks,
+            highest_block=self.blocks.pool.highest_used_block,
+            tokens=self.records.tokens_since_last_sample(),
             temperature_c=board.chip_c,
             power_w=board.power_w,
-            cap=output.max_running,
+            running_limit=output.max_running_seqs,
         )
 
 
 class _Arrivals:
-    """The workload's requests in turn, on the simulation's clock."""
+    """The workload's requests in order of arrival, on the simulation's clock."""
 
     def __init__(self, workload: Workload, vocab_size: int, seed: int, started_s: float) -> None:
         self._started_s = started_s
@@ -251,11 +234,11 @@ class _Arrivals:
 
     @property
     def next_s(self) -> float | None:
-        """When the next request arrives; None after the last."""
+        """Arrival time of the next request, seconds; None after the last."""
         return None if self._pending is None else self._started_s + self._pending[0]
 
     def due(self, now_s: float) -> Iterator[tuple[float, Request]]:
-        """The requests that have arrived by now and were not given out before."""
+        """The requests that have arrived since the previous call."""
         while self._pending is not None and self._started_s + self._pending[0] <= now_s:
             arrived_s, request = self._pending
             self._pending = next(self._requests, None)
@@ -263,6 +246,6 @@ class _Arrivals:
 
 
 def _max_model_len(config: SimulationConfig, model: ModelShape, workload: Workload) -> int:
-    """As configured, or as long as the workload needs."""
+    """As configured, or the longest request of the workload."""
     longest = resolve_max_model_len(config.max_model_len, model.max_position_embeddings)
     return longest if config.max_model_len else min(longest, max(2, workload.longest))

@@ -1,4 +1,4 @@
-"""The requests of a trace as they arrive, with prompts made up for their lengths."""
+"""The requests of a trace: recorded arrival times and lengths, random prompts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trencadis.scheduler import Request
 class Workload:
     """Requests in order of arrival: ``float64`` seconds since the first, ``int64`` tokens.
 
-    A trace tells lengths and no content, so that prompts are random and share no prefix.
+    A trace has lengths but no content, so prompts are random and share no prefix.
     """
 
     arrivals_s: npt.NDArray[np.float64]
@@ -34,7 +34,7 @@ class Workload:
         return int((self.prompt_tokens + self.output_tokens).max())
 
     def requests(self, vocab_size: int, seed: int) -> Iterator[tuple[float, Request]]:
-        """Each request with its arrival, made when it is asked for."""
+        """Each request with its arrival time in seconds, generated lazily."""
         rng = np.random.default_rng(seed)
         lengths = zip(
             self.arrivals_s.tolist(),
@@ -53,10 +53,11 @@ class Workload:
 def read_workload(
     path: str | os.PathLike[str], *, rate_scale: float = 1.0, num_requests: int | None = None
 ) -> Workload:
-    """The requests of a trace file, or the first ``num_requests``, ``rate_scale`` times as fast.
+    """The first ``num_requests`` requests of a trace file (None: all).
 
-    Requests that generated nothing are left out. Raises `ConfigError` for a trace that has no
-    arrivals or outputs, `BucketingError` for one that cannot be read, `OSError` for no file.
+    ``rate_scale`` multiplies the arrival rate. Requests without generated tokens are skipped.
+    Raises `ConfigError` for a trace without arrivals or outputs, `BucketingError` for an
+    unreadable trace, `OSError` for a missing file.
     """
     if not 0 < rate_scale < float("inf"):
         raise ConfigError(f"rate_scale must be above 0, got {rate_scale!r}: 2 doubles the load")

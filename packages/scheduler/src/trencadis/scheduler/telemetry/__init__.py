@@ -1,16 +1,16 @@
-"""Temperatures of the devices, as a value that a thermal policy can act on.
+"""Device temperatures as a value that a thermal policy can use.
 
-A `TemperatureSource` reads sensors; a `TemperatureReader` reads one in the background, judges what
-it says and answers `TemperatureState` at once, whatever the sensor does. No import of a vendor's
-library happens before a source that needs it is opened.
+A `TemperatureSource` reads sensors. A `TemperatureReader` reads a source in the background, checks
+its readings, and returns a `TemperatureState` at once, whatever the sensor does. A vendor's library
+is imported only when a source that needs it is opened.
 """
 
 from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.errors import MissingExtra, SensorError, TelemetryError
-from trencadis.scheduler.telemetry.opening import open_source
 from trencadis.scheduler.telemetry.reader import TemperatureReader
+from trencadis.scheduler.telemetry.registry import SOURCES, open_source
 from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource
-from trencadis.scheduler.telemetry.state import (
+from trencadis.scheduler.telemetry.temperature_state import (
     DeviceState,
     Health,
     TemperatureState,
@@ -18,6 +18,7 @@ from trencadis.scheduler.telemetry.state import (
 )
 
 __all__ = [
+    "SOURCES",
     "DeviceState",
     "Health",
     "MissingExtra",

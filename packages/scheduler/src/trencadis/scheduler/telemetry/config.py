@@ -1,33 +1,23 @@
-"""How a reader judges its sensors: one frozen value, checked when it is made."""
+"""Settings of a reader: plausibility checks, staleness limits and the fail-safe temperature."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from typing import Any
 
 import attrs
 
 from trencadis.scheduler.errors import ConfigError
-
-
-def _above_zero(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    ok = isinstance(value, (int, float)) and not isinstance(value, bool) and 0 < value < math.inf
-    if not ok:
-        raise ConfigError(f"{attribute.name} must be a number above 0, got {value!r}")
-
-
-def _at_least_one(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"{attribute.name} must be a positive integer, got {value!r}")
+from trencadis.scheduler.validators import integer, number
 
 
 def _device_indices(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    if value is None:
+        return
     ok = all(isinstance(device, int) and device >= 0 for device in value)
     if not ok or not value or len(set(value)) != len(value):
         raise ConfigError(
-            f"{attribute.name} must be device indices from 0, each once, got {value!r}: "
-            "leave it out to watch every device that the source shows"
+            f"{attribute.name} must be distinct device indices of at least 0, got {value!r}: "
+            "leave it out to read every device of the source"
         )
 
 
@@ -37,58 +27,99 @@ def _tuple(value: Any) -> Any:
 
 @attrs.frozen(kw_only=True)
 class ReaderConfig:
-    """When a reading is believed, and for how long. Seconds and degrees C throughout.
+    """When a reading is plausible, and how long it is valid.
 
-    ``period_s``: between readings. ``devices``: the indices that count (None: all that the source
-    ever shows; on a node shared with others, name your own).
+    Fail-safe: a device without an accepted reading is STALE after ``stale_after_s`` and FAILED
+    after ``failed_after_s``. While it is stale, its last temperature is held and the cap may not
+    rise. A heat sink takes tens of seconds to warm up, so a lost sample must not cost a request.
+    Once the device has failed, it counts as ``assumed_hot_c``. The default is the highest target
+    that seed 003 allows, so that every policy throttles.
 
-    Fail-safe. A device without a believable reading is STALE after ``stale_after_s`` and FAILED
-    after ``failed_after_s``. While it is stale its last temperature is held and no cap may rise: a
-    heat sink takes tens of seconds to warm, so a lost scrape must cost no user a request. Once it
-    has failed it counts as ``assumed_hot_c`` hot, since a blind engine must not be the one that
-    cooks its device; 95 is the highest ``target_temp_c`` that seed 003 lets anyone ask for, so
-    every policy sees a device at or above its target.
+    Plausibility: a temperature is rejected if it is not above 0 (some exporters report 0 for "not
+    supported") or above ``max_c`` (accelerators shut down near 100). A jump of more than
+    ``max_jump_c`` plus ``max_slew_c_per_s`` for each second since the last accepted reading needs
+    ``confirmations`` readings in a row that agree. A sensor is frozen if temperature and power
+    repeat for ``frozen_after_s``; or for ``frozen_coarse_after_s`` if both are whole numbers or the
+    power is unknown, because the readings of an idle device may then repeat.
 
-    Belief. ``max_c``: no accelerator works above it (they shut down near 100), nor at 0 or below,
-    which is what some exporters say for "not supported". A jump of more than ``max_jump_c`` plus
-    ``max_slew_c_per_s`` for each second since the last believed reading is believed only when
-    ``confirmations`` readings in a row agree. A sensor that repeats the same temperature and power
-    for ``frozen_after_s`` is frozen; where both are whole numbers, or the power is unknown, an
-    idle device does that honestly and ``frozen_coarse_after_s`` holds instead.
-
-    Raises `ConfigError`.
+    The metadata of each field has its ``help`` text. Raises `ConfigError`.
     """
 
-    period_s: float = attrs.field(default=1.0, validator=_above_zero)
-    stale_after_s: float = attrs.field(default=5.0, validator=_above_zero)
-    failed_after_s: float = attrs.field(default=30.0, validator=_above_zero)
-    assumed_hot_c: float = attrs.field(default=95.0, validator=_above_zero)
-    max_c: float = attrs.field(default=125.0, validator=_above_zero)
-    max_jump_c: float = attrs.field(default=25.0, validator=_above_zero)
-    max_slew_c_per_s: float = attrs.field(default=10.0, validator=_above_zero)
-    confirmations: int = attrs.field(default=3, validator=_at_least_one)
-    frozen_after_s: float = attrs.field(default=120.0, validator=_above_zero)
-    frozen_coarse_after_s: float = attrs.field(default=900.0, validator=_above_zero)
+    period_s: float = attrs.field(
+        default=1.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "Time between two readings, in seconds."},
+    )
+    stale_after_s: float = attrs.field(
+        default=5.0,
+        validator=number(0, exclusive_low=True),
+        metadata={
+            "help": "Age of the last accepted reading that makes a device STALE, in seconds."
+        },
+    )
+    failed_after_s: float = attrs.field(
+        default=30.0,
+        validator=number(0, exclusive_low=True),
+        metadata={
+            "help": "Age of the last accepted reading that makes a device FAILED, in seconds."
+        },
+    )
+    assumed_hot_c: float = attrs.field(
+        default=95.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "Fail-safe temperature of a FAILED device, in degrees C."},
+    )
+    max_c: float = attrs.field(
+        default=125.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "Highest plausible temperature, in degrees C."},
+    )
+    max_jump_c: float = attrs.field(
+        default=25.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "Largest plausible jump between two readings, in degrees C."},
+    )
+    max_slew_c_per_s: float = attrs.field(
+        default=10.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "Largest plausible rate of change, in degrees C per second."},
+    )
+    confirmations: int = attrs.field(
+        default=3,
+        validator=integer(1),
+        metadata={"help": "Number of readings in a row that confirm a larger jump."},
+    )
+    frozen_after_s: float = attrs.field(
+        default=120.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "Time after which a repeated reading is rejected as frozen, in seconds."},
+    )
+    frozen_coarse_after_s: float = attrs.field(
+        default=900.0,
+        validator=number(0, exclusive_low=True),
+        metadata={"help": "The same for a sensor that reports whole numbers, in seconds."},
+    )
     devices: tuple[int, ...] | None = attrs.field(
-        default=None, converter=_tuple, validator=attrs.validators.optional(_device_indices)
+        default=None,
+        converter=_tuple,
+        validator=_device_indices,
+        metadata={
+            "help": "Indices of the devices that count, for a node shared with others; None: every "
+            "device of the source."
+        },
     )
 
     def __attrs_post_init__(self) -> None:
-        _ascending(self, "period_s", "stale_after_s", "a reading would be stale before the next")
-        _ascending(
-            self, "stale_after_s", "failed_after_s", "a sensor is stale before it has failed"
-        )
-        _ascending(self, "frozen_after_s", "frozen_coarse_after_s", "coarse sensors repeat longer")
-        _ascending(self, "assumed_hot_c", "max_c", "the assumed temperature must be a possible one")
+        _check_ascending(self, "period_s", "stale_after_s", "readings would be stale at once")
+        _check_ascending(self, "stale_after_s", "failed_after_s", "a device is stale, then failed")
+        _check_ascending(self, "frozen_after_s", "frozen_coarse_after_s", "coarse readings repeat")
+        _check_ascending(self, "assumed_hot_c", "max_c", "the fail-safe temperature is plausible")
 
 
-def _ascending(config: ReaderConfig, low: str, high: str, why: str) -> None:
-    small, large = getattr(config, low), getattr(config, high)
-    if small >= large:
+def _check_ascending(config: ReaderConfig, low: str, high: str, reason: str) -> None:
+    low_value, high_value = getattr(config, low), getattr(config, high)
+    if low_value >= high_value:
         raise ConfigError(
-            f"{low} {small} must be below {high} {large}, since {why}: raise {high} or lower {low}"
+            f"{low} {low_value} must be below {high} {high_value} ({reason}): "
+            f"raise {high} or lower {low}"
         )
-
-
-Clock = Callable[[], float]
-"""Seconds that only their differences mean anything of, as `time.monotonic` gives."""

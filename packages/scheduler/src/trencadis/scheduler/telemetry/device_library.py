@@ -1,4 +1,4 @@
-"""What NVML and HLML have in common: a library that is started, counts devices and asks each."""
+"""The common part of NVML and HLML: initialize a library, and read each device by its index."""
 
 from __future__ import annotations
 
@@ -11,74 +11,75 @@ from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSou
 
 
 class DeviceLibrarySource(TemperatureSource):
-    """Every device that a vendor's library shows, by the library's index.
+    """Every device that a vendor's library lists, by the library's index.
 
-    The library is started at the first reading, and again after every device was lost, so a driver
-    that is reloaded under a running engine is picked up. A device that fails is left out: the
-    others are still worth knowing. ``error`` is the library's own class of errors.
+    The library is initialized at the first reading, and again after all devices were lost, so that
+    the driver may be reloaded while the engine runs. A failed device is skipped; the others are
+    still read. ``error`` is the library's base class of errors.
     """
 
     def __init__(self, sensor: Sensor, error: type[Exception]) -> None:
         self._sensor = sensor
         self._error = error
-        self._started = False
+        self._initialized = False
 
     def read(self) -> list[Reading]:
-        """One reading for each device that answers; raises `SensorError` where none does."""
+        """One reading for each device that answers. Raises `SensorError` if none does."""
         try:
-            if not self._started:
-                self._start()
-                self._started = True
+            if not self._initialized:
+                self._initialize()
+                self._initialized = True
             count = self._count()
         except self._error as error:
             self.close()
-            raise SensorError(f"{self.name} does not answer: {self._named(error)}") from error
-        readings, faults = [], [f"{self.name} shows no device"]
+            raise SensorError(f"{self.name} does not answer: {self._describe(error)}") from error
+        readings, faults = [], [f"{self.name} lists no device"]
         for device in range(count):
-            answer = self._try_device(device)
-            if isinstance(answer, Reading):
-                readings.append(answer)
+            result = self._read_device(device)
+            if isinstance(result, Reading):
+                readings.append(result)
             else:
-                faults.append(f"{self.name} device {device}: {answer}")
+                faults.append(f"{self.name} device {device}: {result}")
         if not readings:
             self.close()
             raise SensorError(faults[-1])
         return readings
 
     def close(self) -> None:
-        if self._started:
-            self._started = False
-            with contextlib.suppress(self._error):  # a driver that is gone has nothing to stop
-                self._stop()
+        if self._initialized:
+            self._initialized = False
+            with contextlib.suppress(self._error):  # the driver may be gone
+                self._shut_down()
 
-    def _try_device(self, device: int) -> Reading | str:
+    def _read_device(self, device: int) -> Reading | str:
+        """A reading, or the fault of the device."""
         try:
             handle = self._handle(device)
             chip_c = self._chip_c(handle)
-            wants_memory = self._sensor is not Sensor.CHIP
-            memory_c = self._optional(self._memory_c, handle) if wants_memory else None
-            temperature_c = self._sensor.pick(chip_c, memory_c)
+            needs_memory = self._sensor is not Sensor.CHIP
+            memory_c = self._optional(self._memory_c, handle) if needs_memory else None
+            temperature_c = self._sensor.select(chip_c, memory_c)
             if temperature_c is None:
                 return f"it has no {self._sensor.value} sensor"
             return Reading(device, temperature_c, self._optional(self._power_w, handle))
         except self._error as error:
-            return self._named(error)
+            return self._describe(error)
 
     def _optional(self, measure: Any, handle: Any) -> float | None:
-        """Not every board measures its power or its memory; the chip is what counts."""
+        """A measurement that not every board has; None if it fails."""
         try:
             return float(measure(handle))
         except (self._error, SensorError):
             return None
 
-    def _named(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         return str(error)
 
     @abstractmethod
-    def _start(self) -> None: ...
+    def _initialize(self) -> None: ...
 
     @abstractmethod
-    def _stop(self) -> None: ...
+    def _shut_down(self) -> None: ...
 
     @abstractmethod
     def _count(self) -> int: ...

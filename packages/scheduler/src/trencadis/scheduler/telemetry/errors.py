@@ -6,7 +6,7 @@ from trencadis.scheduler.errors import SchedulerError
 
 
 class TelemetryError(SchedulerError):
-    """Base of every error that telemetry raises on purpose."""
+    """Base of every error that telemetry raises."""
 
 
 class SensorError(TelemetryError):
@@ -24,4 +24,4 @@ class MissingExtra(TelemetryError, ImportError):
 
 
 class BadRecording(TelemetryError, ValueError):
-    """A recorded file holds a line that is no reading."""
+    """A line of a recorded file is not a reading."""

@@ -1,4 +1,4 @@
-"""A Prometheus exporter's page (``pip install 'trencadis-scheduler[exporter]'``)."""
+"""The page of a Prometheus exporter (``pip install 'trencadis-scheduler[exporter]'``)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from trencadis.scheduler.telemetry.exporter_metrics import (
 from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource, import_extra
 
 MAX_BYTES = 16 << 20
-"""A page of a node with eight devices has a few hundred kilobytes."""
+"""Largest page that is read. A node with eight devices has a few hundred kilobytes."""
 
 
 @attrs.frozen
@@ -34,13 +34,13 @@ class _Sample:
 
 
 class ExporterSource(TemperatureSource):
-    """The devices on the page at ``url``, of whichever vendor's exporter it is.
+    """The devices on the page at ``url``, of any vendor in `EXPORTERS`.
 
-    ``sensor``: which temperature counts. ``label`` overrides the label that holds a device's
-    index. ``timeout_s`` bounds a whole scrape, in seconds; ``tls`` is for an https page with an
-    authority of its own. No proxy is used. A page does not say how old its values are: an exporter
-    that collects every 30 s (dcgm-exporter's default) is up to 30 s late, so have it collect as
-    often as the reader reads. Raises `ConfigError` and `MissingExtra`.
+    ``sensor``: which temperature counts. ``label``: the label with the device index, if it is not
+    the vendor's. ``timeout_s``: limit of a complete scrape, in seconds. ``tls``: for an https page
+    with its own certificate authority. No proxy is used. A page has no age of its values: an
+    exporter that collects every 30 s (the default of dcgm-exporter) is up to 30 s late. Let it
+    collect as often as the reader reads. Raises `ConfigError` and `MissingExtra`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class ExporterSource(TemperatureSource):
         if urllib.parse.urlsplit(url).scheme not in {"http", "https"}:
             raise ConfigError(
                 f"exporter url {url!r} is neither http nor https: "
-                "give the whole address, for example http://localhost:9400/metrics"
+                "use a complete address, for example http://localhost:9400/metrics"
             )
         self._url = url
         self._sensor = sensor
@@ -74,7 +74,7 @@ class ExporterSource(TemperatureSource):
         return "exporter"
 
     def read(self) -> list[Reading]:
-        """One reading for each device on the page; raises `SensorError` where there is none."""
+        """One reading for each device on the page. Raises `SensorError` if there is none."""
         try:
             page = self._fetch()
         except (OSError, HTTPException) as error:
@@ -85,12 +85,12 @@ class ExporterSource(TemperatureSource):
             if samples:
                 return self._readings(samples, metrics)
         raise SensorError(
-            f"{self._url} shows no temperature of "
+            f"{self._url} has no temperature of "
             f"{', '.join(metrics.vendor for metrics in EXPORTERS)}"
         )
 
     def _fetch(self) -> str:
-        """The page, within the time and size that are allowed, however slowly it drips."""
+        """The page. Raises if it exceeds the limits of time and size."""
         deadline_s = time.monotonic() + self._timeout_s
         page = bytearray()
         with self._opener.open(self._url, timeout=self._timeout_s) as response:
@@ -103,29 +103,29 @@ class ExporterSource(TemperatureSource):
         return page.decode("utf-8", errors="replace")
 
     def _samples(self, page: str, metrics: ExporterMetrics) -> list[_Sample]:
-        """Only the lines that matter are parsed: fast, and deaf to faults in the others."""
-        wanted = {name.lower(): name for name in metrics.names}
-        lines = [line for line in page.splitlines() if _metric_of(line) in wanted]
+        """Parse the lines of the vendor's metrics only: fast, and independent of other lines."""
+        names = {name.lower(): name for name in metrics.names}
+        lines = [line for line in page.splitlines() if _metric_of(line) in names]
         try:
             families = list(self._families("\n".join(lines) + "\n"))
         except ValueError as error:
             raise SensorError(f"{self._url} is not in Prometheus' text format: {error}") from error
         return [
-            _Sample(wanted[_plain(sample.name)], sample.labels, float(sample.value))
+            _Sample(names[_normalized(sample.name)], sample.labels, float(sample.value))
             for sample in _all_samples(families)
-            if not sample.value >= DCGM_BLANK  # NaN stays: it is a reading, though not a good one
+            if not sample.value >= DCGM_BLANK  # NaN stays: the plausibility check rejects it
         ]
 
     def _readings(self, samples: list[_Sample], metrics: ExporterMetrics) -> list[Reading]:
         by_device: dict[int, dict[str, float]] = {}
         for sample in samples:
             values = by_device.setdefault(self._device(sample, metrics), {})
-            # Partitions, memory stacks and pods repeat a device: the hottest speaks for it.
+            # Partitions, memory stacks and pods repeat a device: the hottest counts.
             before = values.get(sample.metric, sample.value)
             values[sample.metric] = max(before, sample.value)
         readings = []
         for device, values in sorted(by_device.items()):
-            temperature_c = self._sensor.pick(
+            temperature_c = self._sensor.select(
                 _first(values, metrics.chip), _first(values, metrics.memory)
             )
             power = _first(values, metrics.power)
@@ -133,7 +133,7 @@ class ExporterSource(TemperatureSource):
             if temperature_c is not None:
                 readings.append(Reading(device, temperature_c, power_w))
         if not readings:
-            raise SensorError(f"{self._url} shows no {self._sensor.value} temperature")
+            raise SensorError(f"{self._url} has no {self._sensor.value} temperature")
         return readings
 
     def _device(self, sample: _Sample, metrics: ExporterMetrics) -> int:
@@ -142,17 +142,17 @@ class ExporterSource(TemperatureSource):
         if not index.isdecimal():
             raise SensorError(
                 f"{self._url}: {sample.metric} has no device index in label {label!r} "
-                f"(its labels: {sample.labels}): name the right label"
+                f"(its labels: {sample.labels}): set label to the right one"
             )
         return int(index)
 
 
-def _plain(name: str) -> str:
+def _normalized(name: str) -> str:
     return name.lower().removeprefix(ROCM_PREFIX)
 
 
 def _metric_of(line: str) -> str:
-    return _plain(line.split("{", 1)[0].split(" ", 1)[0])
+    return _normalized(line.split("{", 1)[0].split(" ", 1)[0])
 
 
 def _all_samples(families: Iterable[Any]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""What three vendors' Prometheus exporters call a device's temperature and power."""
+"""Metric names of three vendors' Prometheus exporters for temperature and power."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class ExporterMetrics:
-    """Metric names by meaning, first the one to prefer; ``label`` holds the device's index.
+    """The metric names of a vendor, preferred name first.
 
-    Temperatures are in degrees C with every vendor; ``watts_per_unit`` turns power into watts.
+    ``label``: the label with the device index. Every vendor has temperatures in degrees C.
+    ``watts_per_unit`` converts power to watts.
     """
 
     vendor: str
@@ -21,7 +22,7 @@ class ExporterMetrics:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every metric name that means something here."""
+        """All metric names of the vendor that are read."""
         return (*self.chip, *self.memory, *self.power)
 
 
@@ -32,8 +33,8 @@ DCGM = ExporterMetrics(
     memory=("DCGM_FI_DEV_MEMORY_TEMP", "DCGM_FI_DEV_MEMORY_TEMP_CELSIUS"),
     power=("DCGM_FI_DEV_POWER_USAGE", "DCGM_FI_DEV_BOARD_POWER_WATTS"),
 )
-"""NVIDIA's dcgm-exporter. An exported metric is called what its collector file calls the field:
-the first names are the shipped ones, the second those that DCGM 4.6 renamed the fields to.
+"""NVIDIA's dcgm-exporter. The collector file sets the name of each metric. The first names are the
+defaults; the second ones are the field names since DCGM 4.6.
 https://docs.nvidia.com/datacenter/dcgm/latest/reference/dcgm-exporter-metrics.html"""
 
 GAUDI = ExporterMetrics(
@@ -43,7 +44,7 @@ GAUDI = ExporterMetrics(
     power=("habanalabs_power_mW",),
     watts_per_unit=1e-3,
 )
-"""Intel's Gaudi metric exporter; it has no sensor of the memory.
+"""Intel's Gaudi metric exporter. It has no memory temperature.
 https://docs.habana.ai/en/latest/Orchestration/Prometheus_Metric_Exporter.html"""
 
 ROCM = ExporterMetrics(
@@ -57,11 +58,11 @@ ROCM = ExporterMetrics(
 https://github.com/ROCm/device-metrics-exporter/blob/main/docs/configuration/metricslist.md"""
 
 ROCM_PREFIX = "amd_"
-"""What AMD's operator puts before each name by default; the exporter alone puts nothing."""
+"""Default prefix of AMD's operator; the exporter alone has no prefix."""
 
 EXPORTERS = (DCGM, GAUDI, ROCM)
 
 DCGM_BLANK = float(0x7FFFFFF0)
-"""From here on DCGM means "not found", "not supported" or "no permission", and exporters pass it
-on as if it were a value: the base of its 32-bit blanks, below those of 64 bits and of doubles.
+"""Values from here on mean "not found", "not supported" or "no permission" in DCGM, and exporters
+pass them on. It is the base of the 32-bit blank values; those of 64 bits and doubles are larger.
 https://docs.nvidia.com/datacenter/dcgm/latest/reference/dcgm-api/dcgm-api-enums.html"""

@@ -1,8 +1,8 @@
 """Intel Gaudi devices, through HLML (``pip install 'trencadis-scheduler[hlml]'``).
 
-The calls are those of habana-pyhlml; units and sensors are from its reference,
+Calls, units and sensors: reference of habana-pyhlml,
 https://docs.habana.ai/en/latest/API_Reference_Guides/PYHLML_APIs/Per_Device_APIs.html. It needs
-the Gaudi driver's ``/usr/lib/habanalabs/libhlml.so``.
+``/usr/lib/habanalabs/libhlml.so`` of the Gaudi driver.
 """
 
 from __future__ import annotations
@@ -13,32 +13,37 @@ from trencadis.scheduler.telemetry.device_library import DeviceLibrarySource
 from trencadis.scheduler.telemetry.source import Sensor, import_extra
 
 ON_CHIP = 0
-"""``HLML_TEMPERATURE_ON_AIP``, the accelerator itself."""
+"""``HLML_TEMPERATURE_ON_AIP``: the chip."""
 
 HBM = 3
-"""``HLML_TEMPERATURE_HBM``, its memory; not every driver knows it."""
+"""``HLML_TEMPERATURE_HBM``: the memory; not every driver supports it."""
 
 
 class HlmlSource(DeviceLibrarySource):
-    """Every device that HLML shows. ``sensor``: which temperature counts. Raises `MissingExtra`."""
+    """Every device that HLML lists. ``sensor``: which temperature counts. Raises `MissingExtra`."""
 
     def __init__(self, sensor: Sensor = Sensor.CHIP) -> None:
         self._hlml = import_extra("pyhlml", library="habana-pyhlml", extra="hlml")
         super().__init__(sensor, self._hlml.HLMLError)
 
+    @classmethod
+    def from_argument(cls, argument: str) -> HlmlSource:
+        """The source ``hlml:argument``; the argument is the value of a `Sensor`, or empty."""
+        return cls(Sensor.from_argument(argument))
+
     @property
     def name(self) -> str:
         return "hlml"
 
-    def _start(self) -> None:
+    def _initialize(self) -> None:
         try:
             self._hlml.hlmlInit()
         except self._hlml.HLMLError as error:
-            # Somebody else in this process got there first, and HLML is ready all the same.
+            # Another part of this process has initialized HLML: it is ready.
             if type(error).__name__ != "HLMLError_AlreadyInitialized":
                 raise
 
-    def _stop(self) -> None:
+    def _shut_down(self) -> None:
         self._hlml.hlmlShutdown()
 
     def _count(self) -> int:
@@ -56,6 +61,6 @@ class HlmlSource(DeviceLibrarySource):
     def _power_w(self, handle: Any) -> float:
         return float(self._hlml.hlmlDeviceGetPowerUsage(handle)) / 1000  # milliwatts
 
-    def _named(self, error: Exception) -> str:
-        """HLML's errors print a number only; their class says which."""
+    def _describe(self, error: Exception) -> str:
+        """HLML's errors print only a number, so the name of the class is added."""
         return f"{error} ({type(error).__name__})"

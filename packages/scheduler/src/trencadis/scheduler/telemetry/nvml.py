@@ -1,7 +1,7 @@
 """NVIDIA devices, through NVML (``pip install 'trencadis-scheduler[nvml]'``).
 
-The calls are NVML's, as nvidia-ml-py wraps them in the module ``pynvml``; their units are from
-the NVML API reference, https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
+nvidia-ml-py wraps NVML in the module ``pynvml``. Units: NVML API reference,
+https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from trencadis.scheduler.telemetry.source import Sensor, import_extra
 
 
 class NvmlSource(DeviceLibrarySource):
-    """Every device that NVML shows. ``sensor``: which temperature counts. Raises `MissingExtra`."""
+    """Every device that NVML lists. ``sensor``: which temperature counts. Raises `MissingExtra`."""
 
     def __init__(self, sensor: Sensor = Sensor.CHIP) -> None:
         self._nvml = import_extra("pynvml", library="nvidia-ml-py", extra="nvml")
         super().__init__(sensor, self._nvml.NVMLError)
 
+    @classmethod
+    def from_argument(cls, argument: str) -> NvmlSource:
+        """The source ``nvml:argument``; the argument is the value of a `Sensor`, or empty."""
+        return cls(Sensor.from_argument(argument))
+
     @property
     def name(self) -> str:
         return "nvml"
 
-    def _start(self) -> None:
+    def _initialize(self) -> None:
         self._nvml.nvmlInit()
 
-    def _stop(self) -> None:
+    def _shut_down(self) -> None:
         self._nvml.nvmlShutdown()
 
     def _count(self) -> int:
@@ -37,7 +42,7 @@ class NvmlSource(DeviceLibrarySource):
         return self._nvml.nvmlDeviceGetHandleByIndex(device)
 
     def _chip_c(self, handle: Any) -> float:
-        # nvmlDeviceGetTemperature leaves with CUDA 14; older drivers lack its successor.
+        # CUDA 14 removes nvmlDeviceGetTemperature; older drivers lack its successor.
         try:
             celsius = self._nvml.nvmlDeviceGetTemperatureV(handle, self._nvml.NVML_TEMPERATURE_GPU)
         except (AttributeError, self._nvml.NVMLError_FunctionNotFound):

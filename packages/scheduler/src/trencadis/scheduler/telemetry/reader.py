@@ -1,4 +1,4 @@
-"""Reads a source in the background, so that no step ever waits for a sensor."""
+"""Reads a source in the background, so that no step waits for a sensor."""
 
 from __future__ import annotations
 
@@ -9,30 +9,38 @@ from types import TracebackType
 
 import attrs
 
-from trencadis.scheduler.telemetry.config import Clock, ReaderConfig
+from trencadis.scheduler.clock import Clock, SteadyClock
+from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.errors import SensorError, TelemetryError
-from trencadis.scheduler.telemetry.judgement import NO_DEVICE, KnownDevice, judge, missing
+from trencadis.scheduler.telemetry.plausibility import (
+    NO_DEVICE,
+    DeviceRecord,
+    with_fault,
+    with_reading,
+)
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
-from trencadis.scheduler.telemetry.state import Health, TemperatureState, assess
-from trencadis.scheduler.telemetry.steady_clock import SteadyClock
+from trencadis.scheduler.telemetry.temperature_state import Health, TemperatureState, assess
 
 logger = logging.getLogger(__name__)
 
 
 @attrs.frozen
-class _Knowledge:
-    """Everything that a state is made of; replaced as a whole, so that reading it needs no lock."""
+class _Snapshot:
+    """All records after a round. It is replaced atomically, so that reading it needs no lock.
 
-    devices: tuple[KnownDevice, ...]
-    clock_steps: int
+    ``backward_steps``: the backward steps of the clock until then.
+    """
+
+    records: tuple[DeviceRecord, ...]
+    backward_steps: int
 
 
 class TemperatureReader:
-    """Owns ``source``: reads it every ``config.period_s`` and closes it in the end.
+    """Reads ``source`` every ``config.period_s`` seconds, and closes it at the end.
 
-    ``state()`` answers at once, from any thread, and never raises; ages are taken when it is
-    asked, so a sensor call that hangs makes the state stale all by itself. ``poll()`` is one round
-    of the thread's work, for a host (or a test) that would rather call it than have the thread.
+    ``state()`` returns at once, from any thread, and never raises. It computes the ages when it is
+    called, so a sensor call that hangs makes the state stale. ``poll()`` is one round of the
+    thread's work, for a host (or a test) that does not want the thread.
     """
 
     def __init__(
@@ -45,35 +53,35 @@ class TemperatureReader:
         self._source = source
         self._config = config or ReaderConfig()
         self._clock = SteadyClock(clock)
-        now_s, steps = self._clock.now()
+        now_s, steps = self._clock.read()
         expected = self._config.devices or (NO_DEVICE,)
-        waiting = tuple(KnownDevice(device, believed_at_s=now_s) for device in expected)
-        self._knowledge = _Knowledge(waiting, steps)
-        self._began_s = now_s
-        self._logged = Health.FRESH
+        records = tuple(DeviceRecord(device, accepted_at_s=now_s) for device in expected)
+        self._snapshot = _Snapshot(records, steps)
+        self._started_at_s = now_s
+        self._logged_health = Health.FRESH
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def state(self) -> TemperatureState:
-        """What is known now. Cheap: arithmetic over the devices."""
-        knowledge = self._knowledge
-        now_s, steps = self._clock.now()
-        doubt = "the clock stepped back" if steps != knowledge.clock_steps else ""
-        return assess(knowledge.devices, now_s, self._config, doubt)
+        """The state now. Cheap: arithmetic over the devices."""
+        snapshot = self._snapshot
+        now_s, steps = self._clock.read()
+        clock_fault = "the clock stepped back" if steps != snapshot.backward_steps else ""
+        return assess(snapshot.records, now_s, self._config, clock_fault)
 
     def start(self) -> None:
-        """Begin to read in the background. Raises `TelemetryError` if it was started before."""
+        """Start the thread. Raises `TelemetryError` if it was started before."""
         if self._thread is not None or self._stopping.is_set():
-            raise TelemetryError("a TemperatureReader starts once: make a new one")
+            raise TelemetryError("a TemperatureReader starts once: construct a new one")
         name = f"temperature-{self._source.name}"
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """End the thread and close the source; False if a sensor call still held it after that.
+        """Stop the thread and close the source. False if a sensor call still blocks the thread.
 
-        Nothing can interrupt a call that hangs in a driver. The thread is a daemon, ends with that
-        call and does not keep the process alive.
+        A call that hangs in a driver cannot be interrupted. The thread ends after that call. It is
+        a daemon and does not keep the process alive.
         """
         self._stopping.set()
         if self._thread is None:
@@ -102,23 +110,24 @@ class TemperatureReader:
         self.stop()
 
     def poll(self) -> None:
-        """Read the source once and take in what it says. Never raises."""
+        """Read the source once and update the records. Never raises."""
         readings, fault = self._read()
-        now_s, steps = self._clock.now()
-        known = {device.device: device for device in self._knowledge.devices}
+        now_s, steps = self._clock.read()
+        records = {record.device: record for record in self._snapshot.records}
         for reading in readings:
             if self._config.devices is None:
-                known.pop(NO_DEVICE, None)
+                records.pop(NO_DEVICE, None)
             elif reading.device not in self._config.devices:
                 continue
-            before = known.get(reading.device, KnownDevice(reading.device, self._began_s))
-            at_s = now_s - max(0.0, reading.age_s)
-            known[reading.device] = judge(before, reading, at_s, self._config)
+            new = DeviceRecord(reading.device, self._started_at_s)
+            record = records.get(reading.device, new)
+            measured_at_s = now_s - max(0.0, reading.age_s)
+            records[reading.device] = with_reading(record, reading, measured_at_s, self._config)
         answered = {reading.device for reading in readings}
-        for device in known.keys() - answered:
-            known[device] = missing(known[device], fault or "its sensor does not answer")
-        ordered = tuple(known[device] for device in sorted(known))
-        self._knowledge = _Knowledge(ordered, steps)
+        for device in records.keys() - answered:
+            records[device] = with_fault(records[device], fault or "its sensor does not answer")
+        ordered = tuple(records[device] for device in sorted(records))
+        self._snapshot = _Snapshot(ordered, steps)
         self._log_change()
 
     def _read(self) -> tuple[list[Reading], str]:
@@ -126,7 +135,7 @@ class TemperatureReader:
             readings = self._source.read()
         except SensorError as error:
             return [], str(error)
-        except Exception as error:  # a fault of a source must not end the thread that watches it
+        except Exception as error:  # a fault of a source must not end the thread
             logger.exception("Temperature source %s failed", self._source.name)
             return [], f"{type(error).__name__}: {error}"
         return readings, "" if readings else "the source shows no device"
@@ -147,7 +156,7 @@ class TemperatureReader:
 
     def _log_change(self) -> None:
         state = self.state()
-        if state.health is self._logged:
+        if state.health is self._logged_health:
             return
         level = logging.INFO if state.health is Health.FRESH else logging.WARNING
         logger.log(
@@ -157,4 +166,4 @@ class TemperatureReader:
             state.health.name.lower(),
             f": {state.fault}" if state.fault else "",
         )
-        self._logged = state.health
+        self._logged_health = state.health

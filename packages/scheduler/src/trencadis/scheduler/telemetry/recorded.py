@@ -1,4 +1,4 @@
-"""A recorded file, played back: for demonstrations, for tests and for looking into an incident."""
+"""Plays back a recorded file, for demonstrations, tests and the analysis of incidents."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry.config import Clock
 from trencadis.scheduler.telemetry.errors import BadRecording, SensorError
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
 
 
 class RecordedSource(TemperatureSource):
-    """Plays ``path`` from its first line on, as fast as it was recorded times ``speed``.
+    """Plays ``path`` from its first line on, at ``speed`` times the recorded speed.
 
-    A ``.csv`` with the header ``time_s,device,temperature_c,power_w``, or a ``.jsonl`` with one
-    object of these keys a line; ``power_w`` may be missing or empty, NaN may be recorded. Times
-    are seconds, of any origin. A reading's age is what it was in the recording; after the last
-    line the source has nothing more, or starts again with ``loop``. Raises `ConfigError` and
-    `BadRecording`, which names the line.
+    The file is a ``.csv`` with the header ``time_s,device,temperature_c,power_w``, or a ``.jsonl``
+    with an object of these keys per line. ``power_w`` may be missing or empty; values may be NaN.
+    Times are seconds of any origin. After the last line the source fails, or starts again with
+    ``loop``. Raises `ConfigError`, and `BadRecording`, which names the line.
     """
 
     def __init__(
@@ -43,19 +42,19 @@ class RecordedSource(TemperatureSource):
         self._clock = clock
         self._timeline = sorted(_load(self._path), key=lambda item: item[0])
         self._times_s = [time_s for time_s, _ in self._timeline]
-        self._began_s: float | None = None
+        self._started_at_s: float | None = None
 
     @property
     def name(self) -> str:
         return "recorded"
 
     def read(self) -> list[Reading]:
-        """Each device's latest reading so far; raises `SensorError` after the recording's end."""
+        """The latest reading of each device. Raises `SensorError` after the end."""
         now_s = self._clock()
-        if self._began_s is None:
-            self._began_s = now_s
+        if self._started_at_s is None:
+            self._started_at_s = now_s
         first_s, last_s = self._times_s[0], self._times_s[-1]
-        played_s = (now_s - self._began_s) * self._speed
+        played_s = (now_s - self._started_at_s) * self._speed
         if self._loop and last_s > first_s:
             played_s %= last_s - first_s
         if played_s > last_s - first_s and not self._loop:
@@ -78,7 +77,7 @@ def _load(path: Path) -> list[tuple[float, Reading]]:
     rows = _jsonl_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(text)
     timeline = [_reading(path, line, row) for line, row in rows]
     if not timeline:
-        raise BadRecording(f"{path} holds no reading: record at least one line")
+        raise BadRecording(f"{path} has no reading: record at least one line")
     return timeline
 
 
@@ -105,10 +104,10 @@ def _reading(path: Path, line: int, row: Any) -> tuple[float, Reading]:
         reading = Reading(int(row["device"]), float(row["temperature_c"]), power_w)
         time_s = float(row["time_s"])
         if not math.isfinite(time_s) or reading.device < 0:
-            raise ValueError("a time is finite and a device is counted from 0")
+            raise ValueError("time_s must be finite and device at least 0")
         return time_s, reading
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise BadRecording(
-            f"{path}, line {line}: {row!r} is no reading ({type(error).__name__}: {error}): "
-            "it needs time_s, device and temperature_c, all numbers"
+            f"{path}, line {line}: {row!r} is not a reading ({type(error).__name__}: {error}): "
+            "time_s, device and temperature_c must be numbers"
         ) from error

@@ -1,7 +1,7 @@
-"""Writes the Python code of ``temperature.proto``, or checks that what is checked in is that.
+"""Generates the Python code of ``temperature.proto``, or checks that the stored code is current.
 
-``python -m trencadis.scheduler.telemetry.regenerate [--check]``, with grpcio-tools installed in
-the version that the tests use: another version of protoc writes other code.
+``python -m trencadis.scheduler.telemetry.regenerate [--check]``. It needs the version of
+grpcio-tools that the tests use, because other versions of protoc generate other code.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ PACKAGE_PATH = "trencadis/scheduler/telemetry/sidecar/generated"
 FILES = ("temperature_pb2.py", "temperature_pb2.pyi")
 
 HEADER = "# ruff: noqa\n# fmt: off\n# mypy: ignore-errors\n"
-"""Generated code answers to protoc's style, not to this project's."""
+"""Generated code does not follow this project's style."""
 
 
 def generate(directory: Path) -> dict[str, str]:
-    """The generated files by name, written below ``directory`` on the way.
+    """The generated files by name. protoc writes them below ``directory``.
 
-    Raises `MissingExtra` without grpcio-tools, `RuntimeError` where protoc fails.
+    Raises `MissingExtra` without grpcio-tools, `RuntimeError` if protoc fails.
     """
     protoc = import_extra("grpc_tools.protoc", library="grpcio-tools", extra="sidecar-dev")
     status = protoc.main(
@@ -44,29 +44,29 @@ def generate(directory: Path) -> dict[str, str]:
     return {name: HEADER + (written / name).read_text(encoding="utf-8") for name in FILES}
 
 
-def differing(fresh: dict[str, str]) -> list[str]:
-    """The files that are not what ``fresh`` says, missing ones among them."""
-    checked_in = {
+def differing(generated: dict[str, str]) -> list[str]:
+    """The stored files that differ from ``generated`` or are missing."""
+    stored = {
         name: (GENERATED / name).read_text(encoding="utf-8")
-        for name in fresh
+        for name in generated
         if (GENERATED / name).exists()
     }
-    return [name for name, text in fresh.items() if checked_in.get(name) != text]
+    return [name for name, text in generated.items() if stored.get(name) != text]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 when all is as generated (now), 1 when ``--check`` found a difference."""
+    """Exit status: 1 if ``--check`` found a difference, otherwise 0."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, only compare")
+    parser.add_argument("--check", action="store_true", help="compare only, write nothing")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as directory:
-        fresh = generate(Path(directory))
-    stale = differing(fresh)
+        generated = generate(Path(directory))
+    stale = differing(generated)
     if options.check:
         for name in stale:
-            sys.stderr.write(f"{GENERATED / name} is not what protoc writes: regenerate it\n")
+            sys.stderr.write(f"{GENERATED / name} differs from protoc's output: regenerate it\n")
         return 1 if stale else 0
-    for name, text in fresh.items():
+    for name, text in generated.items():
         (GENERATED / name).write_text(text, encoding="utf-8")
     return 0
 

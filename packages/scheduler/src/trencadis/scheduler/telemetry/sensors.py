@@ -1,6 +1,6 @@
 """The host's own sensors, through psutil (``pip install 'trencadis-scheduler[sensors]'``).
 
-For engines that run on the CPU, and for racks whose inlet sensor is what matters. psutil reads
+For engines that run on the CPU, and for racks with a relevant inlet sensor. psutil reads
 ``/sys/class/hwmon`` and, failing that, ``/sys/class/thermal``:
 https://psutil.readthedocs.io/en/latest/#psutil.sensors_temperatures.
 """
@@ -13,26 +13,31 @@ from trencadis.scheduler.telemetry.errors import SensorError
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource, import_extra
 
 CPU_CHIPS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
-"""The names that Linux gives to CPU sensors: Intel, AMD twice, Arm boards."""
+"""The names of CPU sensors on Linux: Intel, AMD (two), Arm boards."""
 
 
 class HostSensorSource(TemperatureSource):
-    """The host as one device, 0: the hottest of its ``chips``' sensors.
+    """The host as device 0, with the hottest sensor of ``chips``.
 
-    Without ``chips`` the CPU's count, and where none has a name that is known, every sensor.
-    Raises `MissingExtra`.
+    Without ``chips``: the sensors of the CPU, or all sensors if no name is known. Raises
+    `MissingExtra`.
     """
 
     def __init__(self, chips: tuple[str, ...] = ()) -> None:
         self._chips = chips
         self._psutil = import_extra("psutil", library="psutil", extra="sensors")
 
+    @classmethod
+    def from_argument(cls, argument: str) -> HostSensorSource:
+        """The source ``sensors:argument``; the argument has the chips, separated by commas."""
+        return cls(tuple(chip for chip in argument.split(",") if chip))
+
     @property
     def name(self) -> str:
         return "sensors"
 
     def read(self) -> list[Reading]:
-        """One reading, for device 0; raises `SensorError` where the host has no such sensor."""
+        """One reading, for device 0. Raises `SensorError` if the host has no such sensor."""
         try:
             by_chip = self._psutil.sensors_temperatures()
         except AttributeError:
@@ -47,7 +52,7 @@ class HostSensorSource(TemperatureSource):
         known = [value for value in celsius if value is not None and not math.isnan(value)]
         if not known:
             raise SensorError(
-                f"the host shows no temperature for {', '.join(wanted)}: "
-                f"it has {', '.join(sorted(by_chip)) or 'no sensors at all'}"
+                f"the host has no temperature for {', '.join(wanted)}: "
+                f"its sensors are {', '.join(sorted(by_chip)) or 'none'}"
             )
         return [Reading(0, float(max(known)))]

@@ -1,4 +1,4 @@
-"""Where temperatures come from: the interface of a source, and the value that it returns."""
+"""The interface of a temperature source, and the readings it returns."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from typing import Any
 
 import attrs
 
+from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import MissingExtra
 
 
 @attrs.frozen
 class Reading:
-    """What one device's sensor said, unjudged: NaN and nonsense pass through.
+    """A sample of one device's sensor, before any plausibility check: it may be NaN.
 
-    ``temperature_c`` in degrees C, ``power_w`` in watts (None: not measured). ``age_s`` is how
-    long before `TemperatureSource.read` returned it the value was measured, in seconds: an age
-    needs no agreement between clocks, be it another process's or another node's.
+    ``temperature_c``: degrees C. ``power_w``: watts; None if not measured. ``age_s``: seconds
+    between the measurement and the return of `TemperatureSource.read`. An age, unlike a time, needs
+    no common clock between processes or nodes.
     """
 
     device: int
@@ -28,19 +29,28 @@ class Reading:
 
 
 class Sensor(Enum):
-    """Which of an accelerator's sensors counts.
+    """The sensor of an accelerator whose temperature counts.
 
-    The chip is the default because policies' targets and vendors' dashboards speak of it (seed
-    003 alerts on ``DCGM_FI_DEV_GPU_TEMP``). Memory stacks run hotter than the chip and are allowed
-    to, so ``MEMORY`` and ``HOTTEST`` want a target of their own.
+    ``CHIP`` is the default, because targets and dashboards refer to it (seed 003 alerts on
+    ``DCGM_FI_DEV_GPU_TEMP``). Memory runs hotter than the chip, within its own limits, so
+    ``MEMORY`` and ``HOTTEST`` need a higher target.
     """
 
     CHIP = "chip"
     MEMORY = "memory"
     HOTTEST = "hottest"
 
-    def pick(self, chip_c: float | None, memory_c: float | None) -> float | None:
-        """The temperature that counts, None where the device does not have it."""
+    @classmethod
+    def from_argument(cls, argument: str) -> Sensor:
+        """The sensor of that name; ``CHIP`` for an empty one. Raises `ConfigError`."""
+        try:
+            return cls(argument or cls.CHIP)
+        except ValueError:
+            known = ", ".join(sensor.value for sensor in cls)
+            raise ConfigError(f"sensor {argument!r} is unknown: use one of {known}") from None
+
+    def select(self, chip_c: float | None, memory_c: float | None) -> float | None:
+        """The temperature that counts; None if the device has no such sensor."""
         if self is Sensor.CHIP:
             return chip_c
         if self is Sensor.MEMORY:
@@ -50,7 +60,7 @@ class Sensor(Enum):
 
 
 class TemperatureSource(ABC):
-    """Reads the sensors of the devices it knows. One thread at a time calls it."""
+    """Reads the sensors of its devices. Not thread-safe: one thread at a time may call it."""
 
     @property
     @abstractmethod
@@ -59,17 +69,17 @@ class TemperatureSource(ABC):
 
     @abstractmethod
     def read(self) -> list[Reading]:
-        """One reading for each device that answers now; raises `SensorError` where none does.
+        """One reading for each device that answers. Raises `SensorError` if none does.
 
-        It may block for as long as the sensor takes, within a bound of the source's own.
+        May block while the sensor is read, for a bounded time.
         """
 
     def close(self) -> None:  # noqa: B027  most sources hold nothing
-        """Give back what the source holds. Nothing is read afterwards."""
+        """Release the resources of the source. It is not read afterwards."""
 
 
 def import_extra(module: str, *, library: str, extra: str) -> Any:
-    """Import an optional library, or raise `MissingExtra`, which says what to install."""
+    """Import an optional library. Raises `MissingExtra`, which names the extra to install."""
     try:
         return import_module(module)
     except ModuleNotFoundError as error:

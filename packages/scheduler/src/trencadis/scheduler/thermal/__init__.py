@@ -1,29 +1,29 @@
-"""Policies that keep devices cool by running fewer sequences, and what they are tested on."""
+"""Thermal policies, which cool devices by running fewer sequences, and a model to test them."""
 
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.heat_model import BOARDS, Board, HeatModel
-from trencadis.scheduler.thermal.loader import load_thermal_policy, thermal_policy_from_env
-from trencadis.scheduler.thermal.off import NoThermalPolicy
+from trencadis.scheduler.thermal.no_policy import NoThermalPolicy
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView, ThermalState
-from trencadis.scheduler.thermal.power import PowerBudgetPolicy
+from trencadis.scheduler.thermal.power_budget import PowerBudgetPolicy
+from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
+from trencadis.scheduler.thermal.registry import POLICIES, load_thermal_policy
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims
-from trencadis.scheduler.thermal.watts import WattsModel
 
 __all__ = [
     "BOARDS",
+    "POLICIES",
     "VICTIM_ORDERS",
     "Board",
     "HeatModel",
     "NoThermalPolicy",
     "PowerBudgetPolicy",
+    "PowerModel",
     "ProportionalThermalPolicy",
     "SchedulerThermalPolicy",
     "SchedulerView",
     "ThermalGuard",
     "ThermalState",
-    "WattsModel",
     "first_victims",
     "load_thermal_policy",
-    "thermal_policy_from_env",
 ]

@@ -1,4 +1,4 @@
-"""Stands between the scheduler and a thermal policy that somebody else may have written."""
+"""Protects the scheduler from the faults of a thermal policy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView, ThermalState
+from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.victims import first_victims, lru
-from trencadis.scheduler.thermal.watts import WattsModel
 
 logger = logging.getLogger(__name__)
 
@@ -16,14 +16,14 @@ Alert = Callable[[str], None]
 
 
 class ThermalGuard:
-    """Feeds a policy its readings, bounds what it answers and outlives its faults.
+    """Passes readings to a policy, checks its answers, and disables it on a fault.
 
-    ``read`` gives the newest `ThermalState` at once, without waiting for a sensor. While a sensor
-    is stale or failing the cap may fall and does not rise: what is not seen may be hot. A policy
-    that raises, or answers with what is no cap or no running group, is disabled: ``alert`` (by
-    default an error in the log) is told why, and serving goes on without a thermal cap.
+    ``read`` returns the newest `ThermalState` without waiting for a sensor. While a sensor is stale
+    or failed the cap may fall, but not rise: an unknown device may be hot. A policy is disabled if
+    it raises, returns no valid cap, or selects a group that is not running. Then ``alert`` (by
+    default an error in the log) gets the reason, and serving continues without a thermal cap.
 
-    ``watts`` is learned here, from the measured power, for whoever wants to know.
+    ``power_model`` is fitted to the measured power, with or without a policy that uses power.
     """
 
     def __init__(
@@ -33,50 +33,53 @@ class ThermalGuard:
         alert: Alert = logger.error,
     ) -> None:
         self.policy: SchedulerThermalPolicy | None = policy
-        self.watts = WattsModel()
+        self.power_model = PowerModel()
         self.fault = ""
         self._read = read
         self._alert = alert
         self._cap: int | None = None
 
     def cap(self, scheduler: SchedulerView) -> int | None:
-        """The cap of this step; None for none."""
+        """The cap of this step; None without a policy."""
         if self.policy is None:
             return None
         try:
             state = self._read()
             if state.power_w is not None:
-                self.watts.learn(state.power_w, scheduler.num_running)
+                self.power_model.observe(state.power_w, scheduler.num_running_seqs)
                 self.policy.on_power_reading(state.power_w)
             if state.hottest_c is not None:
                 self.policy.on_temp_reading(0, state.hottest_c)
             cap = max(0, int(self.policy.get_max_running_seqs(scheduler)))
-            trusted = state.may_raise_cap
-        except Exception as error:  # whatever a policy raises, serving goes on
+            may_raise = state.may_raise_cap
+        except Exception as error:  # whatever a policy raises, serving continues
             self._disable(error)
             return None
-        if self._cap is not None and not trusted:
+        if self._cap is not None and not may_raise:
             cap = min(cap, self._cap)
         self._cap = cap
         return cap
 
     def victims(self, running: Sequence[SequenceGroup], count: int) -> list[SequenceGroup]:
-        """Running groups with ``count`` sequences between them, the policy's choice first."""
-        chosen: list[SequenceGroup] = []
+        """Groups to evict, with ``count`` or more sequences in total: the policy's choice first.
+
+        If the policy selects too few, the least recently scheduled groups follow.
+        """
+        selected: list[SequenceGroup] = []
         if self.policy is not None:
             try:
-                chosen = list(dict.fromkeys(self.policy.select_victims(running, count)))
-                strangers = [group for group in chosen if group not in running]
-                if strangers:
+                selected = list(dict.fromkeys(self.policy.select_victims(running, count)))
+                not_running = [group for group in selected if group not in running]
+                if not_running:
                     raise ValueError(
-                        f"select_victims returned {strangers[0]!r}, which is not running"
+                        f"select_victims returned {not_running[0]!r}, which is not running"
                     )
             except Exception as error:  # as above
                 self._disable(error)
-                chosen = []
-        left = count - sum(group.seats for group in chosen)
-        rest = [group for group in running if group not in chosen]
-        return chosen + first_victims(lru, rest, left)
+                selected = []
+        left = count - sum(group.num_seqs for group in selected)
+        rest = [group for group in running if group not in selected]
+        return selected + first_victims(lru, rest, left)
 
     def _disable(self, error: Exception) -> None:
         name = type(self.policy).__name__

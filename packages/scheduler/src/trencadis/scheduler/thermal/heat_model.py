@@ -1,7 +1,7 @@
-"""A board as two lumped masses, for tests and for the simulated device.
+"""A lumped-capacitance thermal model of a board, for tests and for the simulated device.
 
-The chip heats its heat sink, the sink heats the air: two RC stages. Temperatures are degrees C,
-resistances K/W, heat capacities J/K, power W.
+Two RC stages: the chip heats its heat sink, and the sink heats the air. Units: temperatures in
+degrees C, thermal resistances in K/W, heat capacities in J/K, power in W.
 """
 
 from __future__ import annotations
@@ -13,11 +13,12 @@ import attrs
 
 @attrs.frozen(kw_only=True)
 class Board:
-    """What one accelerator board draws and how it sheds heat.
+    """Power and cooling of one accelerator board.
 
-    ``idle_w`` is drawn with nothing running, ``sequence_w`` more by each running decode sequence,
-    ``limit_w`` at most. ``chip_k_per_w`` leads from chip to sink, ``sink_k_per_w`` from sink to
-    air at full fan speed. ``max_c`` is the TjMax that no policy may let it pass.
+    ``idle_w``: power with nothing running. ``sequence_w``: additional power of each running decode
+    sequence. ``limit_w``: power limit. ``chip_k_per_w``: resistance from chip to sink.
+    ``sink_k_per_w``: resistance from sink to air at full fan speed. ``max_c``: TjMax, which a
+    policy must not exceed.
     """
 
     name: str
@@ -35,9 +36,8 @@ BOARDS = {
     board.name: board
     for board in (
         # Limit: 700 W, as commonly given for SXM5 (data sheet not checked). Watts per sequence:
-        # seed 003. Idle power and
-        # the resistances are chosen so that full power in 35 degree air settles at 78 degrees;
-        # heat capacities are those of 0.12 kg and 1.1 kg of copper (385 J/kg K).
+        # seed 003. Idle power and resistances are chosen so that full power in air of 35 degrees
+        # settles at 78 degrees. Heat capacities: 0.12 kg and 1.1 kg of copper (385 J/kg K).
         Board(
             name="h100",
             idle_w=110.0,
@@ -49,8 +49,8 @@ BOARDS = {
             sink_j_per_k=420.0,
             max_c=90.0,
         ),
-        # Limit: 700 W (mlcommons/inference_results_v4.1, closed/NVIDIA, H200-SXM-141GBx8). The chip
-        # is the H100's, and so is the rest.
+        # Limit: 700 W (mlcommons/inference_results_v4.1, closed/NVIDIA, H200-SXM-141GBx8).
+        # The other values are those of the H100, which has the same chip.
         Board(
             name="h200",
             idle_w=110.0,
@@ -62,9 +62,8 @@ BOARDS = {
             sink_j_per_k=420.0,
             max_c=90.0,
         ),
-        # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The rest as above, with the larger
-        # sink of
-        # an air-cooled OAM board; watts per sequence in proportion to the limit.
+        # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The other values as above, with the
+        # larger sink of an air-cooled OAM board, and watts per sequence in proportion to the limit.
         Board(
             name="gaudi2",
             idle_w=100.0,
@@ -95,9 +94,9 @@ BOARDS = {
 class HeatModel:
     """The temperatures of one board over time.
 
-    ``ambient_c`` and ``fan`` (1: all fans; 0.5: half of the air flow) may be set at any time;
-    neighbours are modelled as warmer air. A sink's resistance grows as the air flow to the power
-    -0.8, as for turbulent flow along plates.
+    ``ambient_c`` and ``fan`` (1: all fans; 0.5: half of the air flow) may be set at any time. Hot
+    neighbours are modelled as warmer air. The resistance of the sink scales with the air flow to
+    the power of -0.8, as for turbulent flow along plates.
     """
 
     def __init__(self, board: Board, ambient_c: float = 30.0, fan: float = 1.0) -> None:
@@ -109,16 +108,16 @@ class HeatModel:
         self.settle(0)
 
     def settle(self, num_running: int) -> None:
-        """Go to where the temperatures end up with so many sequences running for ever."""
+        """Set the steady state of ``num_running`` sequences."""
         self.power_w = self._power(num_running)
         self.sink_c = self.ambient_c + self.power_w * self._sink_k_per_w()
         self.chip_c = self.sink_c + self.power_w * self.board.chip_k_per_w
 
     def step(self, seconds: float, num_running: int) -> float:
-        """Run for a while; returns the chip's temperature at its end, degrees C."""
+        """Advance the model by ``seconds``. Returns the temperature of the chip, degrees C."""
         board = self.board
         self.power_w = self._power(num_running)
-        # Well below the faster time constant, so that the explicit steps are stable.
+        # Well below the smaller time constant, so that the explicit Euler steps are stable.
         shortest_s = board.chip_k_per_w * board.chip_j_per_k / 5
         parts = max(1, math.ceil(seconds / shortest_s))
         for _ in range(parts):

@@ -1,7 +1,7 @@
-"""What a thermal policy is: it caps the running sequences and names who goes when there are more.
+"""The interface of a thermal policy: it limits the running sequences and selects victims.
 
-The interface is that of seed 003, section 6. A policy sees readings and a view of the scheduler;
-it never touches queues or blocks.
+The interface is that of seed 003, section 6. A policy sees readings and a view of the scheduler. It
+never changes queues or blocks.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from trencadis.scheduler.group import SequenceGroup
 
 
 class SchedulerView(Protocol):
-    """What a policy may ask of the scheduler that it serves."""
+    """What a policy may read from its scheduler."""
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """The settings in force; ``max_num_seqs`` follows the operator's control events."""
+        """The settings in force; ``max_num_seqs`` follows the operator's control requests."""
 
     @property
-    def num_running(self) -> int:
+    def num_running_seqs(self) -> int:
         """Running sequences."""
 
     @property
@@ -31,10 +31,11 @@ class SchedulerView(Protocol):
 
 
 class ThermalState(Protocol):
-    """The telemetry that a step acts on; `trencadis.scheduler.telemetry` has one.
+    """The telemetry of one step, such as a `TemperatureState` of `trencadis.scheduler.telemetry`.
 
-    ``hottest_c`` is None while nothing has been read yet; ``may_raise_cap`` is False while a
-    sensor is stale or failing. ``power_w`` is the sum over the devices, None if not measured.
+    ``hottest_c``: the temperature of the hottest device, degrees C; None before the first reading.
+    ``may_raise_cap``: False while a sensor is stale or failed. ``power_w``: the power of all
+    devices together, watts; None if it is not measured.
     """
 
     @property
@@ -48,9 +49,9 @@ class ThermalState(Protocol):
 
 
 class SchedulerThermalPolicy(ABC):
-    """Decides how many sequences may run, and which of them are evicted.
+    """Decides how many sequences may run, and which groups are evicted.
 
-    A policy that raises is taken out of service with an alert; see `ThermalGuard`.
+    A policy that raises is disabled with an alert; see `ThermalGuard`.
     """
 
     @abstractmethod
@@ -61,15 +62,18 @@ class SchedulerThermalPolicy(ABC):
     def select_victims(
         self, running: Sequence[SequenceGroup], num_to_evict: int
     ) -> Sequence[SequenceGroup]:
-        """Groups to evict, with ``num_to_evict`` sequences between them."""
+        """Groups to evict, which have ``num_to_evict`` or more sequences in total."""
 
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:  # noqa: B027  optional
-        """Called in every step with the hottest device's temperature, degrees C, as device 0."""
+        """Called in every step with the temperature of the hottest device, degrees C.
+
+        ``gpu_idx`` is always 0.
+        """
 
     def on_power_reading(self, watts: float) -> None:  # noqa: B027  optional
-        """Called in every step in which all devices' power is known, with the sum in watts."""
+        """Called in every step with the sum of all devices' power, watts, if it is known."""
 
     def retarget(self, target_temp_c: float) -> bool:
-        """Take a new target in degrees C; False from a policy that has none."""
+        """Set a new target temperature, degrees C. Returns False if the policy has no target."""
         del target_temp_c
         return False

@@ -1,4 +1,4 @@
-"""Who is evicted: orders of the running groups, the first victim first."""
+"""Victim orders: the order in which running groups are evicted."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ VictimKey = Callable[[SequenceGroup], tuple[float, ...]]
 
 
 def lru(group: SequenceGroup) -> tuple[float, ...]:
-    """Least recently scheduled; of those in the same step, the one that runs the longest.
+    """Least recently scheduled first; within the same step, longest running first.
 
-    Under lasting pressure groups so take turns: one that comes back is the last to go again.
+    Under lasting pressure groups alternate: a group that was resumed is the last to be evicted
+    again.
     """
     return (group.last_scheduled_step, group.started_at_s, group.arrival)
 
 
 def largest_kv(group: SequenceGroup) -> tuple[float, ...]:
-    """Most blocks first: the fewest groups for the memory."""
+    """Most blocks first: evicts the fewest groups for the same memory."""
     return (-group.get_num_kv_blocks(), -group.arrival)
 
 
 def lowest_priority(group: SequenceGroup) -> tuple[float, ...]:
-    """The last turn first: the lowest priority, then the latest arrival."""
+    """Lowest priority first, then latest arrival."""
     return (-group.priority, -group.arrival)
 
 
 def cheapest(group: SequenceGroup) -> tuple[float, ...]:
-    """Least swap traffic per watt saved; each sequence saves the same, whatever its length."""
-    return (group.get_num_kv_blocks() / group.seats, -group.arrival)
+    """Least swap traffic per saved watt first. Every sequence saves the same watts."""
+    return (group.get_num_kv_blocks() / group.num_seqs, -group.arrival)
 
 
 VICTIM_ORDERS: Mapping[str, VictimKey] = {
@@ -39,23 +40,26 @@ VICTIM_ORDERS: Mapping[str, VictimKey] = {
     "lowest_priority": lowest_priority,
     "cheapest": cheapest,
 }
+"""The victim orders by name: sort keys, the first victim first."""
 
 
 def victim_order(name: str) -> VictimKey:
-    """The order of that name. Raises `ConfigError`, which lists those that exist."""
+    """The victim order of that name. Raises `ConfigError`, which lists the known names."""
     if name not in VICTIM_ORDERS:
-        raise ConfigError(f"victim order {name!r} is not one of {', '.join(VICTIM_ORDERS)}")
+        raise ConfigError(
+            f"victim order {name!r} is unknown: use one of {', '.join(VICTIM_ORDERS)}"
+        )
     return VICTIM_ORDERS[name]
 
 
 def first_victims(
     order: VictimKey, running: Sequence[SequenceGroup], num_to_evict: int
 ) -> list[SequenceGroup]:
-    """The first groups in ``order`` that have ``num_to_evict`` sequences between them."""
+    """The first groups in ``order`` with ``num_to_evict`` or more sequences in total."""
     victims: list[SequenceGroup] = []
     for group in sorted(running, key=order):
         if num_to_evict <= 0:
             break
         victims.append(group)
-        num_to_evict -= group.seats
+        num_to_evict -= group.num_seqs
     return victims

@@ -1,4 +1,4 @@
-"""Intel's PyTorch bridge, ``habana_frameworks``: loaded when a Gaudi is chosen, not before."""
+"""Loads Intel's PyTorch bridge, ``habana_frameworks``, when the device is hpu."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 https://docs.habana.ai/en/latest/PyTorch/Reference/Runtime_Flags.html"""
 
 _RECIPE_CACHE_MB = 16384
-"""What Intel's own launch scripts of vLLM keep (HabanaAI/vllm-fork)."""
+"""The size that Intel's launch scripts for vLLM use (HabanaAI/vllm-fork)."""
 
 _INSTALL = "https://docs.habana.ai/en/latest/Installation_Guide/"
 
 
 @attrs.frozen
 class Bridge:
-    """The modules of the bridge that are used here.
+    """The modules of the bridge that this engine uses.
 
-    ``hpu`` is ``torch.hpu``, ``core`` has ``mark_step``. ``lazy``: operations are collected until
-    ``mark_step`` and graphs can be recorded; otherwise they run at once and modules can be
-    compiled. The variable ``PT_HPU_LAZY_MODE`` decides, and its default differs between releases.
+    ``hpu`` is ``torch.hpu``; ``core`` has ``mark_step``. ``lazy``: operations are collected until
+    ``mark_step``, and graphs can be captured. Otherwise operations run at once and modules can be
+    compiled. ``PT_HPU_LAZY_MODE`` selects the mode; its default differs between releases.
     """
 
     hpu: Any
@@ -45,16 +45,15 @@ class Bridge:
 
 
 def is_installed() -> bool:
-    """Whether there is a bridge to load."""
+    """Whether the bridge is installed."""
     return importlib.util.find_spec("habana_frameworks") is not None
 
 
 def load_bridge(recipe_cache: Path | None = None) -> Bridge:
-    """Load the bridge and find a device.
+    """Load the bridge and check that a device is available.
 
-    ``recipe_cache``: a directory on a local disk in which compiled recipes are kept for the next
-    start; a setting in the environment goes before it. Raises `DeviceError`, in one line that says
-    what is missing and what to install.
+    ``recipe_cache``: a directory on a local disk that caches compiled recipes for the next start;
+    the environment variable takes precedence. Raises `DeviceError` that says what to install.
     """
     if not is_installed():
         raise DeviceError(
@@ -66,7 +65,7 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
     try:
         bridge = _load()
         available = bridge.hpu.is_available()
-    except Exception as error:  # whatever the driver's libraries raise, it is for the user
+    except Exception as error:  # the driver's libraries raise errors of any type
         raise DeviceError(
             f"device hpu: habana_frameworks does not load ({_first_line(error)}): install "
             "habanalabs-graph, habanalabs-thunk and habanalabs-dkms of the release that "
@@ -92,7 +91,7 @@ def _keep_recipes(directory: Path) -> None:
 
 
 def _load() -> Bridge:
-    # Importing the package is what registers the device, its kernels and its compiler.
+    # The import registers the device, its kernels and its compiler.
     importlib.import_module("habana_frameworks.torch")
     internal = importlib.import_module("habana_frameworks.torch.utils.internal")
     return Bridge(

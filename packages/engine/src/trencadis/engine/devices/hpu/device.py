@@ -1,7 +1,7 @@
-"""Intel Gaudi, in whichever of its two modes the process runs.
+"""The Intel Gaudi device, in lazy mode or in eager mode with ``torch.compile``.
 
-Lazy mode collects operations until ``mark_step`` and records HPU graphs; the other runs them one
-by one and compiles modules with ``torch.compile``. Each refuses what the other is for.
+Lazy mode collects operations until ``mark_step`` and captures HPU graphs. Eager mode runs
+operations at once and compiles modules. Graphs need the first mode, compilation the second.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ logger = logging.getLogger("trencadis.engine")
 
 
 class HPUDevice(Device):
-    """The process's Gaudi: the bridge gives each process one.
+    """The Gaudi that the bridge assigns to this process.
 
-    ``recipe_cache``: directory for compiled recipes. Raises `DeviceError` where there is no Gaudi
-    or its software does not load.
+    ``recipe_cache``: directory for compiled recipes. Raises `DeviceError` if there is no Gaudi or
+    its software does not load.
     """
 
     name = "hpu"
@@ -51,7 +51,7 @@ class HPUDevice(Device):
         return int(self._bridge.hpu.mem_get_info()[1])
 
     def synchronize(self) -> None:
-        """Wait for the device, first giving it what is only collected so far."""
+        """Execute collected operations, then wait for the device."""
         self.mark_step()
         self._bridge.hpu.synchronize()
 
@@ -60,14 +60,14 @@ class HPUDevice(Device):
             self._bridge.core.mark_step()
 
     def optimize(self, model: nn.Module) -> None:
-        """Put Intel's fused kernels where they compute what the model does."""
+        """Use Intel's fused kernels where they give the model's own results."""
         use_fused_kernels(model, self.torch_device)
 
     def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
-        """Record ``run(*inputs)`` as an HPU graph, running it once.
+        """Capture ``run(*inputs)`` as an HPU graph, running it once.
 
-        It may hold no copy to or from the host, no shape or branch that depends on values and no
-        update in place of a view:
+        A graph must not contain copies to or from the host, shapes or branches that depend on
+        values, or in-place updates of views:
         https://docs.habana.ai/en/latest/PyTorch/Inference_on_PyTorch/Inference_Using_HPU_Graphs.html
         Raises `DeviceError` outside lazy mode.
         """
@@ -85,12 +85,12 @@ class HPUDevice(Device):
         return None
 
     def keep_compiled(self, directory: Path) -> None:
-        """Nothing: the bridge keeps recipes itself, where it was told when it was loaded."""
+        """Nothing to do: the bridge caches recipes in the directory given when it was loaded."""
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Compiled by its first call, as the bridge's backend does.
+        """A module that the bridge's backend compiles in its first call.
 
-        Raises `DeviceError` in lazy mode, which has no ``torch.compile``
+        Raises `DeviceError` in lazy mode, which does not support ``torch.compile``
         (``vllm_gaudi/platform.py``, ``set_torch_compile``).
         """
         missing = self.compiler_missing()

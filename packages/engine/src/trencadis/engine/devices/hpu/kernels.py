@@ -1,7 +1,7 @@
-"""Intel's fused kernels, used where they import and give what the model itself computes.
+"""Intel's fused kernels for prefill attention and RMSNorm.
 
-Every release of Intel's software has its own kernels, so each is tried on a few values when a model
-is loaded, against PyTorch's formulation; one that differs is left out, with a warning.
+Releases of Intel's software differ in their kernels. So each kernel is compared with PyTorch on a
+small input when a model is loaded; one that differs is not used, with a warning.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from trencadis.engine.models.paged_context import MASKED, PROMPT_KERNEL
 logger = logging.getLogger("trencadis.engine")
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Absolute, on values of order one: a few roundings of the type, and accumulation in it."""
+"""Largest accepted difference, relative above 1: a few roundings of the dtype."""
 
 
 def use_fused_kernels(model: nn.Module, device: torch.device) -> None:
-    """Put FusedSDPA and FusedRMSNorm into ``model``, in place, where they can be used."""
+    """Replace attention and norms of ``model`` in place by FusedSDPA and FusedRMSNorm."""
     _use_attention(model, device)
     _use_norms(model, device)
 
@@ -49,7 +49,7 @@ class PromptAttention:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> torch.Tensor:
-        """Shapes ``[B, H, Q, D]`` and ``[B, K, L, D]``; the kernel groups heads by itself."""
+        """Shapes ``[B, H, Q, D]`` and ``[B, K, L, D]``. The kernel handles grouped heads itself."""
         bias = None
         if attn_mask is not None:
             bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, MASKED)
@@ -58,9 +58,9 @@ class PromptAttention:
 
 
 class FusedNorm(nn.Module):
-    """FusedRMSNorm in place of a module that computes the same.
+    """A module that computes RMSNorm with FusedRMSNorm.
 
-    Input and weight must have one type (optimum-habana, ``modeling_llama.py``).
+    Input and weight must have the same dtype (optimum-habana, ``modeling_llama.py``).
     """
 
     def __init__(self, kernel: Any, weight: nn.Parameter, eps: float) -> None:
@@ -87,7 +87,7 @@ def _use_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def _use_norms(model: nn.Module, device: torch.device) -> None:
-    """A norm is known by its class and by what it computes: some scale by ``1 + weight``."""
+    """Replace the norms of each class whose results agree: some classes scale by ``1 + weight``."""
     kernel = _kernel("normalization", "FusedRMSNorm")
     if kernel is None:
         return
@@ -115,7 +115,7 @@ def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, float]]:
 def _attention_trial(
     attend: PromptAttention, dtype: torch.dtype, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Grouped heads, once in causal order and once under a mask: by the kernel, and by PyTorch."""
+    """Results of the kernel and of PyTorch, for grouped heads, causal and with a mask."""
     values = torch.Generator().manual_seed(0)
     query = torch.randn(2, 4, 8, 64, generator=values).to(dtype)
     key, value = torch.randn(2, 2, 2, 8, 64, generator=values).to(dtype)
@@ -148,15 +148,15 @@ def _agrees(what: str, found: torch.Tensor, expected: torch.Tensor, dtype: torch
     largest = float(difference.max())
     if largest <= _TOLERANCE[dtype]:
         return True
-    logger.warning("%s is not used: it is off by %.3g on a trial", what, largest)
+    logger.warning("%s is not used: it differs by %.3g from PyTorch in a trial", what, largest)
     return False
 
 
 def _kernel(package: str, name: str) -> Any:
-    """A kernel of ``habana_frameworks.torch.hpex``, or None where this release has none."""
+    """A kernel of ``habana_frameworks.torch.hpex``, or None if this release lacks it."""
     try:
         module = importlib.import_module(f"habana_frameworks.torch.hpex.{package}")
         return getattr(module, name)
     except (ImportError, AttributeError):
-        logger.info("%s is not there: PyTorch's formulation is used", name)
+        logger.info("%s is not available: PyTorch's implementation is used", name)
         return None

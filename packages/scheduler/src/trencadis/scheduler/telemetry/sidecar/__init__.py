@@ -1,5 +1,5 @@
-"""``thermal-sidecar``: one process reads a node's sensors, and engines anywhere watch it.
+"""``thermal-sidecar``: one process reads the sensors of a node, and engines receive the readings.
 
-For engines that may not touch the driver (containers without the device's management library),
-and for tensor-parallel groups over several nodes. Needs the extra ``sidecar``.
+For engines without access to the driver (containers without the device's management library), and
+for tensor-parallel groups on several nodes. Needs the extra ``sidecar``.
 """

@@ -1,4 +1,4 @@
-"""``thermal-sidecar``: serves this node's temperatures until it is told to stop."""
+"""``thermal-sidecar``: serves the temperatures of this node until SIGTERM or SIGINT."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import attrs
+
+from trencadis.scheduler import __version__
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import TelemetryError
-from trencadis.scheduler.telemetry.opening import open_source
+from trencadis.scheduler.telemetry.registry import SOURCES, open_source
+from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
 from trencadis.scheduler.telemetry.sidecar.tls import ServerTls
 
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT}
@@ -19,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0 after SIGTERM or SIGINT, 2 for a setting or a library that is wrong."""
+    """Exit status: 0 after SIGTERM or SIGINT, 2 for a wrong setting or a missing library."""
     options = _parser().parse_args(arguments)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    # Blocked before any thread starts, so that only `sigwait` below ever sees them.
+    # Blocked before any thread starts, so that only `sigwait` below receives them.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         return _serve(options)
@@ -32,10 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _serve(options: argparse.Namespace) -> int:
-    from trencadis.scheduler.telemetry.sidecar.server import (  # noqa: PLC0415  --help needs no gRPC
-        SidecarConfig,
-        SidecarServer,
-    )
+    # --help needs no gRPC.
+    from trencadis.scheduler.telemetry.sidecar.server import SidecarServer  # noqa: PLC0415
 
     config = SidecarConfig(
         listen=options.listen,
@@ -67,22 +69,26 @@ def _tls(options: argparse.Namespace) -> ServerTls | None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="thermal-sidecar", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--source",
         required=True,
-        help="nvml, hlml, sensors, exporter:URL, recorded:FILE or sidecar:HOST:PORT",
+        help="Source of the temperatures: KIND or KIND:ARGUMENT, for example "
+        "exporter:http://localhost:9400/metrics. "
+        f"Kinds: {', '.join(SOURCES)}.",
     )
-    parser.add_argument("--listen", default="127.0.0.1:50061", help="HOST:PORT or unix:PATH")
-    parser.add_argument("--period-s", type=float, default=1.0, help="seconds between readings")
-    parser.add_argument("--max-streams", type=int, default=16, help="callers served at once")
-    parser.add_argument("--tls-certificate", metavar="PEM", help="this server's certificate chain")
-    parser.add_argument("--tls-key", metavar="PEM", help="its private key")
-    parser.add_argument(
-        "--tls-client-authority",
-        metavar="PEM",
-        help="serve only clients with a certificate that this authority signed (mutual TLS)",
-    )
-    parser.add_argument(
-        "--insecure", action="store_true", help="listen to other machines without TLS"
-    )
+    for name in ("listen", "period_s", "max_streams"):
+        field = attrs.fields_dict(SidecarConfig)[name]
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=type(field.default),
+            default=field.default,
+            help=f"{field.metadata['help']} Default: %(default)s.",
+        )
+    for field in attrs.fields(ServerTls):
+        parser.add_argument(
+            f"--tls-{field.name.replace('_', '-')}", metavar="PEM", help=field.metadata["help"]
+        )
+    insecure = attrs.fields_dict(SidecarConfig)["allow_insecure"]
+    parser.add_argument("--insecure", action="store_true", help=insecure.metadata["help"])
     return parser

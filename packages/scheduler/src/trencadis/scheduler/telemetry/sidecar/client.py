@@ -1,4 +1,4 @@
-"""The engine's end of a sidecar: a source that keeps the last round it was sent."""
+"""The client of a sidecar: a source that keeps the last round it has received."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import threading
 import time
 from typing import Any
 
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry.config import Clock
 from trencadis.scheduler.telemetry.errors import MissingExtra, SensorError
 from trencadis.scheduler.telemetry.sidecar import wire
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
 from trencadis.scheduler.telemetry.sidecar.generated import temperature_pb2
-from trencadis.scheduler.telemetry.sidecar.tls import ClientTls, contents
+from trencadis.scheduler.telemetry.sidecar.tls import ClientTls, read_pem
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
 
 try:
@@ -24,23 +24,23 @@ except ModuleNotFoundError as missing:
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = (
-    # A node that loses power sends no goodbye; without pings the stream would wait for ever.
+CHANNEL_OPTIONS = (
+    # A node that loses power does not close the stream: without pings it would wait forever.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
-    # Channels to one address share a connection and its own long backoff by default, see
-    # https://github.com/grpc/grpc/issues/21240; the backoff here is ours.
+    # By default, channels to one address share a connection with a long backoff, see
+    # https://github.com/grpc/grpc/issues/21240. Here `Backoff` applies.
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_http_proxy", 0),
 )
 
 
 class SidecarSource(TemperatureSource):
-    """The devices of the node whose sidecar listens at ``address``, ``host:port`` or ``unix:path``.
+    """The devices of a node with a sidecar at ``address``: ``host:port`` or ``unix:path``.
 
-    A thread holds one stream and connects again, with ``backoff``, whenever it ends; ``read`` only
-    looks at the last round, so it never waits for the network. ``tls`` None: plain text. Raises
-    `ConfigError` for an address that is none and for a certificate that cannot be read.
+    A thread holds one stream, and reconnects with ``backoff`` when it ends. ``read`` returns the
+    last round and never waits for the network. ``tls`` None: no TLS. Raises `ConfigError` for an
+    invalid address and for a certificate that cannot be read.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class SidecarSource(TemperatureSource):
         self._clock = clock
         self._latest: wire.Round | None = None
         self._fault = "not connected yet"
-        self._lock = threading.Lock()  # guards _stream and _closed, so that close misses no stream
+        self._lock = threading.Lock()  # guards _stream and _closed
         self._stream: Any = None
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thermal-sidecar", daemon=True)
@@ -74,12 +74,12 @@ class SidecarSource(TemperatureSource):
         return "sidecar"
 
     def read(self) -> list[Reading]:
-        """The last round, as old as it is; raises `SensorError` while there is no connection."""
+        """The last round with its age. Raises `SensorError` while there is no connection."""
         latest, fault = self._latest, self._fault
         if fault or latest is None:
             raise SensorError(f"sidecar {self._address}: {fault}")
         if latest.fault:
-            raise SensorError(f"sidecar {self._address}: its {latest.source}: {latest.fault}")
+            raise SensorError(f"sidecar {self._address}, source {latest.source}: {latest.fault}")
         return latest.aged(self._clock())
 
     def close(self) -> None:
@@ -94,7 +94,7 @@ class SidecarSource(TemperatureSource):
         failures = 0
         while not self._closed.is_set():
             before = self._latest
-            reason = self._follow_one_stream()
+            reason = self._receive()
             if self._closed.is_set():
                 break
             failures = 1 if self._latest is not before else failures + 1
@@ -104,8 +104,8 @@ class SidecarSource(TemperatureSource):
                 logger.warning("Sidecar %s is lost: %s", self._address, reason)
             self._closed.wait(delay_s)
 
-    def _follow_one_stream(self) -> str:
-        """Take in rounds until the stream ends; why it did."""
+    def _receive(self) -> str:
+        """Receive rounds until the stream ends. Returns the reason of the end."""
         with self._channel() as channel:
             watch = channel.unary_stream(
                 wire.WATCH_PATH,
@@ -126,7 +126,7 @@ class SidecarSource(TemperatureSource):
                 return _reason(error)
             finally:
                 self._stream = None
-        return "it ended the stream"
+        return "the sidecar ended the stream"
 
     def _channel(self) -> Any:
         if self._credentials is None:
@@ -135,17 +135,17 @@ class SidecarSource(TemperatureSource):
 
 
 def _credentials(tls: ClientTls | None) -> tuple[tuple[tuple[str, Any], ...], Any]:
-    """Channel options, and credentials or None; read once, so that a bad file shows at once."""
+    """Channel options, and credentials or None. Reads the files once, so that errors show early."""
     if tls is None:
-        return OPTIONS, None
+        return CHANNEL_OPTIONS, None
     credentials = grpc.ssl_channel_credentials(
-        root_certificates=contents(tls.authority) if tls.authority else None,
-        private_key=contents(tls.key) if tls.key else None,
-        certificate_chain=contents(tls.certificate) if tls.certificate else None,
+        root_certificates=read_pem(tls.authority) if tls.authority else None,
+        private_key=read_pem(tls.key) if tls.key else None,
+        certificate_chain=read_pem(tls.certificate) if tls.certificate else None,
     )
     if tls.server_name is None:
-        return OPTIONS, credentials
-    return (*OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)), credentials
+        return CHANNEL_OPTIONS, credentials
+    return (*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", tls.server_name)), credentials
 
 
 def _reason(error: Any) -> str:

@@ -1,11 +1,11 @@
-"""The sidecar's one reader of sensors, and what its streams wait on."""
+"""Reads the sensors of the sidecar and passes each round to the waiting streams."""
 
 from __future__ import annotations
 
 import logging
 import threading
 
-from trencadis.scheduler.telemetry.config import Clock
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.telemetry.errors import SensorError
 from trencadis.scheduler.telemetry.sidecar.wire import Round
 from trencadis.scheduler.telemetry.source import TemperatureSource
@@ -14,9 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Feed:
-    """Reads ``source`` every ``period_s`` seconds, however many streams watch, and keeps one round.
+    """Reads ``source`` every ``period_s`` seconds and keeps the latest round.
 
-    Readings go out unjudged: whether to believe them is decided by whoever acts on them.
+    The number of streams does not matter. Readings are not checked here: the reader in the engine
+    does that.
     """
 
     def __init__(self, source: TemperatureSource, period_s: float, clock: Clock) -> None:
@@ -33,7 +34,7 @@ class Feed:
         self._thread.start()
 
     def close(self, timeout_s: float) -> bool:
-        """Wake every stream and end the thread; False if a sensor call still holds it."""
+        """Wake all streams and end the thread. False if a sensor call still blocks it."""
         self._closed.set()
         self.wake()
         if self._thread.ident is None:
@@ -43,14 +44,14 @@ class Feed:
         return not self._thread.is_alive()
 
     def wake(self) -> None:
-        """Have every waiting stream look again whether it should go on."""
+        """Wake all waiting streams, so that they check whether to continue."""
         with self._changed:
             self._changed.notify_all()
 
-    def newer_than(self, number: int, timeout_s: float) -> tuple[int, Round | None]:
-        """The latest round and its number, once it is newer than ``number``; None before.
+    def wait_for_newer(self, number: int, timeout_s: float) -> tuple[int, Round | None]:
+        """Wait for a round newer than ``number``; return its number and the round.
 
-        Returns early, perhaps with None, when the feed closes or is woken.
+        After the timeout, or when the feed closes or is woken: ``number`` and None.
         """
         with self._changed:
             if self._number <= number and not self.closed:

@@ -1,4 +1,4 @@
-"""The sidecar's server: one gRPC method that streams a node's readings."""
+"""The gRPC server of the sidecar: one method, which streams the readings of a node."""
 
 from __future__ import annotations
 
@@ -8,15 +8,13 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import attrs
-
-from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry.config import Clock
+from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.telemetry.errors import MissingExtra, TelemetryError
 from trencadis.scheduler.telemetry.sidecar import wire
+from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
 from trencadis.scheduler.telemetry.sidecar.feed import Feed
 from trencadis.scheduler.telemetry.sidecar.generated import temperature_pb2
-from trencadis.scheduler.telemetry.sidecar.tls import ServerTls, contents
+from trencadis.scheduler.telemetry.sidecar.tls import read_pem
 from trencadis.scheduler.telemetry.source import TemperatureSource
 
 try:
@@ -26,53 +24,20 @@ except ModuleNotFoundError as missing:
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
-
-OPTIONS = (
-    # Otherwise Linux lets a second sidecar take the same port and half of the callers.
+SERVER_OPTIONS = (
+    # Otherwise Linux lets a second sidecar use the same port and serve half of the clients.
     ("grpc.so_reuseport", 0),
-    # Clients ping a quiet connection every 10 s; the default calls that an attack after two.
+    # Clients ping an idle connection every 10 s; by default the server closes it after two pings.
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
 )
 """https://github.com/grpc/grpc/blob/master/doc/keepalive.md"""
 
 
-def _in_range(low: float, high: float, unit: str) -> Any:
-    def check(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not low <= value <= high:
-            raise ConfigError(
-                f"sidecar {attribute.name} must be from {low:g} to {high:g} {unit}, got {value!r}"
-            )
-
-    return check
-
-
-@attrs.frozen(kw_only=True)
-class SidecarConfig:
-    """``listen``: ``host:port`` (port 0: a free one) or ``unix:path``. ``period_s``: seconds
-    between rounds. ``max_streams``: callers served at once; one more is told RESOURCE_EXHAUSTED.
-
-    Without ``tls`` only this machine may call, unless ``allow_insecure``: whoever can put himself
-    in the sidecar's place can throttle an engine, or keep it from throttling. Raises `ConfigError`.
-    """
-
-    listen: str = "127.0.0.1:50061"
-    period_s: float = attrs.field(default=1.0, validator=_in_range(0.01, 3600, "seconds"))
-    max_streams: int = attrs.field(default=16, validator=_in_range(1, 1024, "streams"))
-    tls: ServerTls | None = None
-    allow_insecure: bool = False
-
-    def __attrs_post_init__(self) -> None:
-        local = self.listen.startswith("unix:") or self.listen.rpartition(":")[0] in LOOPBACK
-        if self.tls is None and not local and not self.allow_insecure:
-            raise ConfigError(
-                f"listen {self.listen!r} is reachable from other machines and there is no TLS: "
-                "give a certificate and key, listen on 127.0.0.1, or allow it with --insecure"
-            )
-
-
 class SidecarServer:
-    """Serves ``source``, which it owns, until `stop`. Bounded in streams, threads and memory."""
+    """Serves the readings of ``source`` until `stop`, which also closes the source.
+
+    Streams, threads and memory are bounded. ``clock`` returns seconds.
+    """
 
     def __init__(
         self,
@@ -84,12 +49,12 @@ class SidecarServer:
         self._config = config or SidecarConfig()
         self._clock = clock
         self._feed = Feed(source, self._config.period_s, clock)
-        # A stream holds its thread for as long as it lives, so there are as many of each.
+        # Each stream occupies a thread, so there are as many threads as streams.
         self._threads = ThreadPoolExecutor(
             self._config.max_streams, thread_name_prefix="thermal-stream"
         )
         self._server = grpc.server(
-            self._threads, options=OPTIONS, maximum_concurrent_rpcs=self._config.max_streams
+            self._threads, options=SERVER_OPTIONS, maximum_concurrent_rpcs=self._config.max_streams
         )
         watch = grpc.unary_stream_rpc_method_handler(
             self._watch,
@@ -100,14 +65,14 @@ class SidecarServer:
         self._server.add_generic_rpc_handlers((handler,))
 
     def start(self) -> int:
-        """Begin to read and to serve; the port. Raises `TelemetryError` if it cannot listen."""
+        """Start reading and serving. Returns the port. Raises `TelemetryError` if that fails."""
         try:
             port = self._bind()
         except RuntimeError as error:
             self.stop()
             raise TelemetryError(
                 f"cannot listen on {self._config.listen}: {error}: choose another port, "
-                "or stop what holds this one"
+                "or stop the process that uses this one"
             ) from error
         self._feed.start()
         self._server.start()
@@ -115,7 +80,7 @@ class SidecarServer:
         return port
 
     def stop(self, grace_s: float = 2.0) -> bool:
-        """End every stream, then server and threads; False if a sensor call still hangs."""
+        """End all streams, then server and threads. False if a sensor call still hangs."""
         stopped = self._server.stop(grace_s)
         ended = self._feed.close(grace_s)
         stopped.wait(grace_s + 1)
@@ -126,9 +91,9 @@ class SidecarServer:
         tls = self._config.tls
         if tls is None:
             return int(self._server.add_insecure_port(self._config.listen))
-        authority = contents(tls.client_authority) if tls.client_authority else None
+        authority = read_pem(tls.client_authority) if tls.client_authority else None
         credentials = grpc.ssl_server_credentials(
-            [(contents(tls.key), contents(tls.certificate))],
+            [(read_pem(tls.key), read_pem(tls.certificate))],
             root_certificates=authority,
             require_client_auth=authority is not None,
         )
@@ -137,9 +102,9 @@ class SidecarServer:
     def _watch(
         self, _: temperature_pb2.WatchRequest, context: Any
     ) -> Iterator[temperature_pb2.Round]:
-        context.add_callback(self._feed.wake)  # a caller that goes away frees its thread at once
+        context.add_callback(self._feed.wake)  # a client that disconnects frees its thread at once
         number = 0
         while context.is_active() and not self._feed.closed:
-            number, latest = self._feed.newer_than(number, timeout_s=self._config.period_s)
+            number, latest = self._feed.wait_for_newer(number, timeout_s=self._config.period_s)
             if latest is not None:
                 yield wire.to_message(latest, self._clock())

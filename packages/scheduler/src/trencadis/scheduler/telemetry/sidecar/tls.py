@@ -1,4 +1,4 @@
-"""Certificates for the two ends, as files: checked when named, read when used."""
+"""TLS settings of server and client: paths of PEM files, checked when they are constructed."""
 
 from __future__ import annotations
 
@@ -21,37 +21,71 @@ def _file(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
 
 @attrs.frozen(kw_only=True)
 class ServerTls:
-    """The sidecar's certificate chain and key, PEM files.
+    """The sidecar's certificate and key. The metadata of each field has its ``help`` text.
 
-    With ``client_authority`` only clients are served that show a certificate which it signed
-    (mutual TLS). Raises `ConfigError`.
+    Raises `ConfigError`.
     """
 
-    certificate: Path = attrs.field(converter=Path, validator=_file)
-    key: Path = attrs.field(converter=Path, validator=_file)
-    client_authority: Path | None = attrs.field(default=None, converter=_path, validator=_file)
+    certificate: Path = attrs.field(
+        converter=Path,
+        validator=_file,
+        metadata={"help": "PEM file with the server's certificate chain."},
+    )
+    key: Path = attrs.field(
+        converter=Path,
+        validator=_file,
+        metadata={"help": "PEM file with the server's private key."},
+    )
+    client_authority: Path | None = attrs.field(
+        default=None,
+        converter=_path,
+        validator=_file,
+        metadata={
+            "help": "PEM file of the authority that must have signed the clients' certificates "
+            "(mutual TLS); without it clients need no certificate."
+        },
+    )
 
 
 @attrs.frozen(kw_only=True)
 class ClientTls:
-    """Whom the client believes, and who it is.
+    """Which server the client trusts, and the client's own certificate.
 
-    ``authority`` signed the sidecar's certificate (None: the system's roots). ``certificate`` and
-    ``key`` are for a sidecar that asks for them. ``server_name`` is the name in the sidecar's
-    certificate where it is not the address's. Raises `ConfigError`.
+    The metadata of each field has its ``help`` text. Raises `ConfigError`.
     """
 
-    authority: Path | None = attrs.field(default=None, converter=_path, validator=_file)
-    certificate: Path | None = attrs.field(default=None, converter=_path, validator=_file)
-    key: Path | None = attrs.field(default=None, converter=_path, validator=_file)
-    server_name: str | None = None
+    authority: Path | None = attrs.field(
+        default=None,
+        converter=_path,
+        validator=_file,
+        metadata={
+            "help": "PEM file of the authority that signed the sidecar's certificate; None: the "
+            "system's root certificates."
+        },
+    )
+    certificate: Path | None = attrs.field(
+        default=None,
+        converter=_path,
+        validator=_file,
+        metadata={"help": "PEM file with the client's certificate chain, for mutual TLS."},
+    )
+    key: Path | None = attrs.field(
+        default=None,
+        converter=_path,
+        validator=_file,
+        metadata={"help": "PEM file with the client's private key, for mutual TLS."},
+    )
+    server_name: str | None = attrs.field(
+        default=None,
+        metadata={"help": "Name in the sidecar's certificate, if it is not that of the address."},
+    )
 
     def __attrs_post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             raise ConfigError("a client certificate needs its key: give both, or neither")
 
 
-def contents(path: Path) -> bytes:
+def read_pem(path: Path) -> bytes:
     """The bytes of a PEM file. Raises `ConfigError` if it cannot be read."""
     try:
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""The service as both ends see it: its method, and readings to and from messages."""
+"""The gRPC service for both ends: its method, and the conversion of messages."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WATCH_PATH = f"/{SERVICE}/{WATCH}"
 
 @attrs.frozen
 class Round:
-    """One round of a node's sensors, taken at ``taken_at_s`` on the clock of whoever holds it."""
+    """One round of readings of a node, at ``taken_at_s`` on the local clock, in seconds."""
 
     readings: tuple[Reading, ...]
     fault: str
@@ -29,13 +29,13 @@ class Round:
     taken_at_s: float
 
     def aged(self, now_s: float) -> list[Reading]:
-        """The readings as they are at ``now_s``: each older by the time since."""
+        """The readings with their ages at ``now_s``."""
         waited_s = max(0.0, now_s - self.taken_at_s)
         return [attrs.evolve(reading, age_s=reading.age_s + waited_s) for reading in self.readings]
 
 
 def to_message(this_round: Round, now_s: float) -> temperature_pb2.Round:
-    """The message that says ``this_round`` at ``now_s``, the sender's clock."""
+    """The message for a round, sent at ``now_s`` on the sender's clock."""
     return temperature_pb2.Round(
         readings=[
             temperature_pb2.Reading(
@@ -52,7 +52,7 @@ def to_message(this_round: Round, now_s: float) -> temperature_pb2.Round:
 
 
 def from_message(message: temperature_pb2.Round, now_s: float) -> Round:
-    """The round in ``message``, received at ``now_s`` on the receiver's clock."""
+    """The round of a message, received at ``now_s`` on the receiver's clock."""
     readings = tuple(
         Reading(
             device=reading.device,

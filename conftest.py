@@ -1,0 +1,17 @@
+"""Leaves out the tests that are marked slow or soak, unless ``-m`` names the marker."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+LEFT_OUT = {"slow", "soak"}
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = LEFT_OUT.difference(re.findall(r"\w+", config.option.markexpr))
+    deselected = [item for item in items if any(map(item.get_closest_marker, left_out))]
+    if deselected:
+        items[:] = [item for item in items if item not in deselected]
+        config.hook.pytest_deselected(items=deselected)

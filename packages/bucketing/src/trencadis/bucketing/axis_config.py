@@ -1,0 +1,57 @@
+"""The user's settings for one axis of a bucket grid."""
+
+from __future__ import annotations
+
+import attrs
+
+from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.validators import optional_integer
+
+
+@attrs.frozen
+class AxisConfig:
+    """The settings of one axis of one phase. None leaves a setting to its default.
+
+    The metadata of each field has its meaning (`help`) and the end of its environment variable
+    (`env`); the start is in the metadata of `BucketingConfig`.
+
+    Raises:
+        BucketingError: a setting out of bounds, or `min` above `max`.
+    """
+
+    min: int | None = attrs.field(
+        default=None,
+        validator=optional_integer(0),
+        metadata={"help": "smallest bucket, in units of the axis", "env": "MIN"},
+    )
+    step: int | None = attrs.field(
+        default=None,
+        validator=optional_integer(1),
+        metadata={"help": "granularity of the buckets, in units of the axis", "env": "STEP"},
+    )
+    max: int | None = attrs.field(
+        default=None,
+        validator=optional_integer(0),
+        metadata={"help": "largest bucket, in units of the axis", "env": "MAX"},
+    )
+    limit: int | None = attrs.field(
+        default=None,
+        validator=optional_integer(1),
+        metadata={"help": "largest number of buckets on the axis", "env": "LIMIT"},
+    )
+    pad_max: int | None = attrs.field(
+        default=None,
+        validator=optional_integer(0),
+        metadata={"help": "largest padding, in units of the axis", "env": "PAD_MAX"},
+    )
+    pad_percent: int | None = attrs.field(
+        default=None,
+        validator=optional_integer(0, 50),
+        metadata={"help": "largest padding, in percent of a bucket, 0 to 50", "env": "PAD_PERCENT"},
+    )
+
+    def __attrs_post_init__(self) -> None:
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise BucketingError(
+                f"bucket min {self.min} is above max {self.max}: lower min or raise max"
+            )

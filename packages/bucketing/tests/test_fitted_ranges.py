@@ -1,0 +1,202 @@
+"""Fitted ranges: as good as exhaustive search, better than every other range."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trencadis.bucketing import (
+    BucketingError,
+    exponential_range,
+    fitted_axes,
+    fitted_range,
+    linear_range,
+    padding_aware_range,
+)
+
+
+def padding(values: tuple[int, ...], lengths: list[int], weights: list[float]) -> float:
+    """Padded elements, by linear search."""
+    return sum(
+        weight * (next(value for value in values if value >= length) - length)
+        for length, weight in zip(lengths, weights, strict=True)
+    )
+
+
+def least_padding(
+    lengths: list[int], weights: list[float], step: int, max: int, limit: int
+) -> float:
+    """The least padding of any range, by exhaustive search."""
+    candidates = range(0, max, step)
+    return min(
+        padding((*chosen, max), lengths, weights)
+        for count in range(min(limit, len(candidates) + 1))
+        for chosen in itertools.combinations(candidates, count)
+    )
+
+
+@st.composite
+def small_fits(draw: st.DrawFn) -> tuple[list[int], list[int], int, int, int]:
+    step, max = draw(st.integers(1, 4)), draw(st.integers(1, 24))
+    lengths = draw(st.lists(st.integers(0, max), min_size=1, max_size=12))
+    weights = draw(st.lists(st.integers(1, 9), min_size=len(lengths), max_size=len(lengths)))
+    return lengths, weights, step, max, draw(st.integers(1, 5))
+
+
+@settings(max_examples=150, deadline=None)
+@given(small_fits())
+def test_a_fit_pads_as_little_as_exhaustive_search(
+    fit: tuple[list[int], list[int], int, int, int],
+) -> None:
+    lengths, weights, step, max, limit = fit
+    values = fitted_range(lengths, step, max, limit, weights)
+    assert list(values) == sorted(set(values))
+    assert len(values) <= limit
+    assert values[-1] == max
+    assert all(value % step == 0 for value in values[:-1])
+    best = least_padding(lengths, list(weights), step, max, limit)
+    assert padding(values, lengths, list(weights)) == best
+
+
+@given(small_fits())
+def test_a_fit_has_no_bucket_that_saves_nothing(
+    fit: tuple[list[int], list[int], int, int, int],
+) -> None:
+    lengths, weights, step, max, limit = fit
+    values = fitted_range(lengths, step, max, limit, weights)
+    paid = padding(values, lengths, list(weights))
+    for bucket in values[:-1]:
+        fewer = tuple(value for value in values if value != bucket)
+        assert padding(fewer, lengths, list(weights)) > paid
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.integers(1, 4096), min_size=1, max_size=200),
+    st.sampled_from([1, 16, 128]),
+    st.integers(0, 50),
+)
+def test_no_other_range_of_the_same_size_pads_less(
+    lengths: list[int], step: int, percent: int
+) -> None:
+    for rule in (
+        (*linear_range(step, step * 8, 4000), 4096),
+        exponential_range(step, step, 4096, 12),
+        padding_aware_range(step, step, 4096, 1024, percent),
+    ):
+        # Values that double up from step are multiples of it, as those of a fit are.
+        fit = fitted_range(lengths, step, 4096, len(rule))
+        ones = [1.0] * len(lengths)
+        assert padding(fit, lengths, ones) <= padding(rule, lengths, ones)
+
+
+@given(small_fits())
+def test_weights_count_as_repetition(fit: tuple[list[int], list[int], int, int, int]) -> None:
+    lengths, weights, step, max, limit = fit
+    repeated = [length for length, w in zip(lengths, weights, strict=True) for _ in range(w)]
+    assert fitted_range(lengths, step, max, limit, weights) == fitted_range(
+        repeated, step, max, limit
+    )
+
+
+def test_fractional_weights_and_weights_of_zero() -> None:
+    assert fitted_range([3, 7, 9], 1, 10, 2, [0.5, 0.0, 0.25]) == (3, 10)
+    assert fitted_range([3, 7], 1, 10, 3, [0, 4]) == (7, 10)
+
+
+def test_a_large_fit_is_optimal() -> None:
+    # 1,024 candidates and 64 buckets; the plain quadratic recurrence is the oracle.
+    lengths = np.random.default_rng(0).lognormal(8, 1.2, 20_000).clip(1, 131_072).astype(np.int64)
+    values = np.array(fitted_range(lengths, 128, 131_072, 64))
+    edges = np.arange(128, 131_073, 128)
+    below = np.searchsorted(np.sort(lengths), edges, side="right")
+    costs = edges * below
+    starts = np.concatenate([[0], below])
+    for _ in range(63):
+        table = np.concatenate([[0], costs])[:, None] + edges * (below - starts[:, None])
+        costs = np.where(np.arange(1025)[:, None] <= np.arange(1024), table, 1 << 60).min(axis=0)
+    assert values[np.searchsorted(values, lengths)].sum() == costs[-1]
+
+
+def padded_tokens(axes: tuple[tuple[int, ...], tuple[int, ...]], rows: list[list[int]]) -> int:
+    return sum(
+        math.prod(
+            next(value for value in values if value >= size)
+            for values, size in zip(axes, row, strict=True)
+        )
+        for row in rows
+    )
+
+
+batches = st.lists(st.tuples(st.integers(1, 6), st.integers(1, 40)).map(list), min_size=1)
+
+
+@settings(deadline=None)
+@given(batches, st.integers(1, 12))
+def test_two_axes_keep_the_budget_and_each_is_optimal_for_the_other(
+    rows: list[list[int]], budget: int
+) -> None:
+    first, second = fitted_axes(rows, (1, 4), (6, 40), budget)
+    assert len(first) * len(second) <= budget
+    assert (first[-1], second[-1]) == (6, 40)
+    paid = padded_tokens((first, second), rows)
+    by_second = [row[0] * next(value for value in second if value >= row[1]) for row in rows]
+    weight = [paid // row[0] for paid, row in zip(by_second, rows, strict=True)]
+    again = fitted_range([row[0] for row in rows], 1, 6, len(first), weight)
+    assert padded_tokens((again, second), rows) == paid
+
+
+@settings(deadline=None)
+@given(batches)
+def test_two_axes_with_a_bucket_for_every_size_pad_nothing(rows: list[list[int]]) -> None:
+    first, second = fitted_axes(rows, (1, 1), (6, 40), 6 * 40)
+    assert padded_tokens((first, second), rows) == sum(math.prod(row) for row in rows)
+
+
+def test_two_axes_fitted_together_pad_less_than_fitted_apart() -> None:
+    # Large batches are short and small ones long: each axis should spend its buckets there.
+    rows = [[8, n] for n in range(8, 64)] + [[n % 2 + 1, 60 * n] for n in range(1, 34)]
+    together = fitted_axes(rows, (1, 1), (8, 2048), 12)
+    apart = (
+        fitted_range([row[0] for row in rows], 1, 8, 3),
+        fitted_range([row[1] for row in rows], 1, 2048, 4),
+    )
+    assert padded_tokens(together, rows) < padded_tokens(apart, rows)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "changed", "message"),
+    [
+        ([], {}, "no lengths to fit: record some traffic, or use the exp strategy"),
+        ([1, math.nan], {}, "must be integers: remove NaN and fractions"),
+        ([1.5], {}, "must be integers"),
+        ([math.inf], {}, "must be integers"),
+        (["a"], {}, "must be integers"),
+        ([-1], {}, "run from -1 to -1, outside 0 to max 1024: raise max"),
+        ([2000], {}, "outside 0 to max 1024"),
+        ([1], {"step": 0}, "fit step 0 must be at least 1: raise it"),
+        ([1], {"limit": 0}, "fit limit 0 must be at least 1"),
+        ([1], {"weights": [1, 2]}, "one for each of the 1 lengths"),
+        ([1], {"weights": [math.nan]}, "must be finite, not negative"),
+        ([1], {"weights": [-1]}, "must be finite, not negative"),
+        ([1], {"weights": [0]}, "all weights are 0"),
+    ],
+)
+def test_bad_lengths_or_weights_are_an_error(
+    lengths: list[float], changed: dict[str, object], message: str
+) -> None:
+    arguments: dict[str, object] = {"step": 128, "max": 1024, "limit": 4, **changed}
+    with pytest.raises(BucketingError, match=message):
+        fitted_range(lengths, **arguments)  # type: ignore[arg-type]
+
+
+def test_batches_must_be_rows_of_two() -> None:
+    with pytest.raises(BucketingError, match="not rows of two sizes"):
+        fitted_axes([[1, 2, 3]], (1, 1), (4, 4), 4)
+    with pytest.raises(BucketingError, match="limit 0 must be at least 1"):
+        fitted_axes([[1, 2]], (1, 1), (4, 4), 0)

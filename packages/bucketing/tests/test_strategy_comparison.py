@@ -1,0 +1,93 @@
+"""Strategies on real traffic: the padding that a fit to the first half saves on the second."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from trencadis.bucketing import (
+    BucketingError,
+    StrategyResult,
+    Trace,
+    compare_strategies,
+    fitted_range,
+)
+
+# Azure LLM inference trace 2023, CC-BY 4.0: data/README.md has the attribution.
+LENGTHS = np.load(Path(__file__).parent / "data" / "azure_2023_lengths.npz")
+MODEL_CONTEXT = 131_072
+
+
+def halves(name: str) -> tuple[np.ndarray, np.ndarray]:
+    rows = Trace(LENGTHS[f"{name}_lengths"].astype(np.int64)).requests()
+    return rows[: len(rows) // 2], rows[len(rows) // 2 :]
+
+
+def compared(name: str, longest: int | None = None) -> dict[str, StrategyResult]:
+    seen, later = halves(name)
+    own = math.ceil(max(seen.max(), later.max()) / 128) * 128
+    rows = compare_strategies(seen, later, step=128, maxima=(1, longest or own))
+    return {row.strategy: row for row in rows}
+
+
+@pytest.mark.parametrize("name", ["code", "conv"])
+def test_a_fit_to_the_past_saves_where_the_grid_ends_at_the_model_context(name: str) -> None:
+    found = compared(name, MODEL_CONTEXT)
+    assert found["fit as exp"].graphs <= found["exp"].graphs
+    assert found["fit as exp"].padding <= 0.6 * found["exp"].padding
+    assert found["fit as pad"].graphs <= found["pad"].graphs
+    assert found["fit as pad"].padding <= 0.75 * found["pad"].padding
+
+
+def test_a_fit_to_the_past_saves_where_the_longest_prompt_is_known() -> None:
+    conv = compared("conv")
+    assert conv["fit as exp"].padding <= 0.6 * conv["exp"].padding
+    assert conv["fit as pad"].padding <= 0.75 * conv["pad"].padding
+
+
+def test_on_evenly_distributed_lengths_no_range_saves_as_much() -> None:
+    # With the longest prompt known beforehand, the best range of all for the second half itself
+    # pads 0.71 times as much as exp and 0.82 times as much as pad: a fit comes close to that.
+    code = compared("code")
+    _, later = halves("code")
+    for rule, bound in (("exp", 0.71), ("pad", 0.82)):
+        hindsight = fitted_range(later[:, 1], 128, 7552, code[rule].graphs)
+        values = np.array(hindsight)
+        least = values[np.searchsorted(values, later[:, 1])].sum() / later[:, 1].sum() - 1
+        assert least > bound * code[rule].padding
+        assert code[f"fit as {rule}"].padding < 1.06 * least
+
+
+def test_padding_of_every_strategy_on_a_complete_trace() -> None:
+    # What the plugin's own functions gave for the complete trace, step 128, up to 7,552 tokens.
+    seen, later = halves("code")
+    complete = np.concatenate([seen, later])
+    rows = compare_strategies(complete, complete, step=128, maxima=(1, 7552), budget=59)
+    shown = [(row.strategy, row.graphs, round(100 * row.padding, 1)) for row in rows]
+    assert shown == [
+        ("lin", 59, 3.2),
+        ("exp", 12, 16.0),
+        ("pad", 15, 11.6),
+        ("fit as exp", 12, 11.7),
+        ("fit as pad", 15, 9.5),
+        ("fit to 59", 59, 3.2),
+    ]
+    assert rows[0].worst_padding == 127
+
+
+def test_counts_equal_repetition() -> None:
+    rows = np.array([[1, 100], [2, 300], [4, 50]])
+    counts = np.array([3, 1, 2])
+    repeated = np.repeat(rows, counts, axis=0)
+    counted = compare_strategies(rows, rows, step=16, maxima=(4, 512), counts=counts)
+    assert counted == compare_strategies(repeated, repeated, step=16, maxima=(4, 512))
+
+
+def test_traffic_above_the_maxima_is_an_error() -> None:
+    rows = np.array([[1, 100]])
+    for judged, maxima in ((rows, (1, 99)), (rows[:0], (1, 100))):
+        with pytest.raises(BucketingError, match="raise the maxima"):
+            compare_strategies(rows, judged, step=16, maxima=maxima)

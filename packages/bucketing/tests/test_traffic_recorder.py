@@ -1,0 +1,120 @@
+"""The recorder: exact counts, bounded memory, merging and saving."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.bucketing import BucketingError, TrafficRecorder
+
+AXES = ("batch", "seq")
+shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10_000)), max_size=60)
+
+
+def recorder(seen: list[tuple[int, int]], capacity: int = 1 << 16) -> TrafficRecorder:
+    made = TrafficRecorder(AXES, capacity=capacity)
+    for shape in seen:
+        made.record(shape)
+    return made
+
+
+def counted(made: TrafficRecorder) -> dict[tuple[int, ...], int]:
+    rows, counts = made.shapes()
+    return {tuple(row): count for row, count in zip(rows.tolist(), counts.tolist(), strict=True)}
+
+
+@given(shapes)
+def test_counts_are_exact_below_the_capacity(seen: list[tuple[int, int]]) -> None:
+    made = recorder(seen)
+    assert counted(made) == Counter(seen)
+    assert made.total == len(seen)
+    assert made.resolution == (1, 1)
+
+
+@given(shapes, st.integers(4, 12))
+def test_memory_is_bounded_and_the_total_exact(seen: list[tuple[int, int]], capacity: int) -> None:
+    made = recorder(seen, capacity)
+    kept = counted(made)
+    assert len(kept) <= capacity
+    assert made.total == len(seen)
+    # Every shape was counted, rounded up to the resolution.
+    expected: Counter[tuple[int, ...]] = Counter()
+    for shape in seen:
+        pairs = zip(shape, made.resolution, strict=True)
+        expected[tuple(math.ceil(size / unit) * unit for size, unit in pairs)] += 1
+    assert kept == expected
+
+
+@given(shapes, shapes, st.integers(4, 70))
+def test_merging_adds_counts(
+    one: list[tuple[int, int]], two: list[tuple[int, int]], capacity: int
+) -> None:
+    made = recorder(one, capacity)
+    other = recorder(two)
+    made.merge(other)
+    assert made.total == len(one) + len(two)
+    assert counted(other) == Counter(two)
+    if capacity > len(one) + len(two):
+        assert counted(made) == Counter(one + two)
+
+
+def test_merging_takes_the_coarser_resolution() -> None:
+    coarse = recorder([(1, n) for n in range(1, 50)], capacity=4)
+    fine = recorder([(3, 7)])
+    fine.merge(coarse)
+    assert fine.resolution == coarse.resolution != (1, 1)
+    assert fine.total == 50
+
+
+@given(shapes, st.integers(4, 70))
+def test_a_saved_recorder_loads_unchanged(
+    tmp_path_factory: pytest.TempPathFactory, seen: list[tuple[int, int]], capacity: int
+) -> None:
+    path = tmp_path_factory.mktemp("traffic") / "traffic.json"
+    made = recorder(seen, capacity)
+    made.save(path)
+    loaded = TrafficRecorder.load(path)
+    assert counted(loaded) == counted(made)
+    assert (loaded.axes, loaded.resolution) == (made.axes, made.resolution)
+    loaded.save(path.with_suffix(".again"))
+    assert path.read_text() == path.with_suffix(".again").read_text()
+    assert sorted(found.name for found in path.parent.iterdir()) == [
+        "traffic.again",
+        "traffic.json",
+    ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{}",
+        "[]",
+        '{"axes": ["n"], "capacity": 9, "resolution": [3], "counts": []}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [[1]]}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [["x", 1]]}',
+    ],
+)
+def test_a_file_of_another_format_is_an_error(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "traffic.json"
+    path.write_text(text)
+    with pytest.raises(BucketingError, match=r"traffic.json is not recorded traffic"):
+        TrafficRecorder.load(path)
+
+
+def test_bad_arguments_are_an_error() -> None:
+    with pytest.raises(BucketingError, match="give at least one axis"):
+        TrafficRecorder(())
+    with pytest.raises(BucketingError, match="a capacity of at least 4"):
+        TrafficRecorder(AXES, capacity=3)
+    made = TrafficRecorder(AXES)
+    for shape, count in (((1,), 1), ((1, -1), 1), ((1, 1), -1)):
+        with pytest.raises(BucketingError, match="cannot be counted"):
+            made.record(shape, count)
+    with pytest.raises(BucketingError, match="record both with the same axes"):
+        made.merge(TrafficRecorder(("batch",)))

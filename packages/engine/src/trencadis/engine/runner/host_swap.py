@@ -1,0 +1,33 @@
+"""Sizes the host memory and the bandwidth for swapping sequences out of device memory."""
+
+from __future__ import annotations
+
+from trencadis.engine.config import DEFAULT_SWAP_SPACE, EngineConfig
+from trencadis.engine.devices import Device
+from trencadis.engine.errors import ConfigError
+from trencadis.kvcache import BandwidthGovernor, KVCacheError
+
+
+def num_host_blocks(
+    config: EngineConfig, device: Device, block_bytes: int, blocks_per_sequence: int
+) -> int:
+    """Host blocks for swapped sequences.
+
+    As configured, but not more than ``max_num_seqs`` sequences of ``blocks_per_sequence`` blocks
+    can fill. Without a setting: 4 GiB where the device has its own memory, else none.
+    """
+    if config.num_host_blocks is not None:
+        return config.num_host_blocks
+    gib = config.swap_space
+    if gib is None:
+        shares_host_memory = device.default_kv_cache_memory is not None
+        gib = 0.0 if shares_host_memory else DEFAULT_SWAP_SPACE
+    return min(int(gib * (1 << 30)) // block_bytes, blocks_per_sequence * config.max_num_seqs)
+
+
+def swap_governor(config: EngineConfig, block_bytes: int) -> BandwidthGovernor:
+    """The bandwidth limit of swap transfers. Raises `ConfigError` where one block exceeds it."""
+    try:
+        return BandwidthGovernor(block_bytes, config.swap_bandwidth * 1e9)
+    except KVCacheError as error:
+        raise ConfigError(f"swap_bandwidth {config.swap_bandwidth} GB/s: {error}") from None

@@ -1,0 +1,107 @@
+"""The limits that an engine serves within, and what is sized by them.
+
+The engine and the simulator share this module, so that both size the KV cache, the bucket grids
+and the scheduler by the same rules.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+import attrs
+
+from trencadis.engine.errors import ConfigError
+from trencadis.kvcache import ceil_div
+from trencadis.scheduler import SchedulerConfig
+from trencadis.warmup import format_bytes
+
+
+class BatchSettings(Protocol):
+    """The settings that limit a batch; `EngineConfig` and `SimulationConfig` have them."""
+
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def max_num_batched_tokens(self) -> int: ...
+    @property
+    def max_waiting(self) -> int: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int | None: ...
+
+
+@attrs.frozen(kw_only=True)
+class ServingLimits:
+    """Upper bounds of everything that one step can contain.
+
+    ``max_model_len`` and ``max_num_batched_tokens`` are in tokens, ``max_num_seqs`` in sequences,
+    ``block_size`` in tokens per KV block, ``num_blocks`` in device blocks, the padding block
+    included.
+    """
+
+    max_model_len: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    block_size: int
+    num_blocks: int
+
+    @classmethod
+    def of(cls, settings: BatchSettings, max_model_len: int, num_blocks: int) -> ServingLimits:
+        """The limits under ``settings``, for a model and a cache of this size."""
+        return cls(
+            max_model_len=max_model_len,
+            max_num_batched_tokens=token_budget(settings),
+            max_num_seqs=settings.max_num_seqs,
+            block_size=settings.block_size,
+            num_blocks=num_blocks,
+        )
+
+    def scheduler_config(
+        self,
+        *,
+        max_waiting: int,
+        max_chunk_tokens: int | None,
+        policy: Literal["fcfs", "priority"] = "fcfs",
+    ) -> SchedulerConfig:
+        """The scheduler's settings.
+
+        ``max_chunk_tokens`` is the largest query bucket: a longer prefill chunk would be a bucket
+        miss. None without buckets.
+        """
+        return SchedulerConfig(
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            max_model_len=self.max_model_len,
+            max_chunk_tokens=max_chunk_tokens,
+            max_waiting=max_waiting,
+            policy=policy,
+        )
+
+
+def token_budget(settings: BatchSettings) -> int:
+    """Most tokens of one step: never less than one token for each sequence."""
+    return max(settings.max_num_batched_tokens, settings.max_num_seqs)
+
+
+def num_cache_blocks(
+    settings: BatchSettings, max_model_len: int, *, fitting: int, block_bytes: int, remedy: str
+) -> int:
+    """Device blocks of the KV cache, the padding block included.
+
+    As configured, or ``fitting``, the number that the memory holds, but not more than
+    ``max_num_seqs`` sequences of ``max_model_len`` tokens can fill. Raises `ConfigError` where one
+    such sequence does not fit; ``remedy`` ends its message.
+    """
+    per_sequence = ceil_div(max_model_len, settings.block_size)
+    num_blocks = settings.num_blocks
+    if num_blocks is None:
+        num_blocks = min(fitting, per_sequence * settings.max_num_seqs + 1)
+    if num_blocks - 1 < per_sequence:
+        tokens = max(0, num_blocks - 1) * settings.block_size
+        raise ConfigError(
+            f"a KV cache of {num_blocks} blocks of {settings.block_size} tokens cannot hold one "
+            f"sequence of max_model_len {max_model_len}: lower max_model_len to {tokens} or "
+            f"{remedy} (a block takes {format_bytes(block_bytes)})"
+        )
+    return num_blocks

@@ -1,0 +1,262 @@
+"""Flags, environment variables, help and tables that are derived from settings classes."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from fnmatch import fnmatch
+from typing import Any
+
+import attrs
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import trencadis.engine
+from trencadis.bucketing import BucketingConfig
+from trencadis.engine import ConfigError, EngineConfig
+from trencadis.engine.settings import (
+    add_flags,
+    environment_help,
+    flag_table,
+    format_size,
+    from_env,
+    given_flags,
+    parse_gib,
+    parse_json_object,
+    parse_option,
+    parse_size,
+    setting,
+    with_defaults,
+)
+from trencadis.engine.simulated import SimulationConfig
+from trencadis.engine.validators import integer, number, one_of
+from trencadis.kvcache import DefragConfig
+from trencadis.warmup import WarmupConfig
+
+
+@attrs.frozen(kw_only=True)
+class Oven:
+    """Settings of every kind."""
+
+    name: str = attrs.field(metadata=setting("--name", group="kitchen", help="its name"))
+    celsius: int = attrs.field(
+        default=180,
+        validator=integer(0, 300),
+        metadata=setting(
+            "--celsius", "--temp", env="OVEN_C", group="heat", metavar="C", help="100% of the heat"
+        ),
+    )
+    hours: float = attrs.field(
+        default=2.0, validator=number(0), metadata=setting("--hours", group="heat", help="how long")
+    )
+    mode: str = attrs.field(
+        default="grill",
+        validator=one_of("grill", "fan"),
+        metadata=setting("--mode", group="heat", help="grill or fan"),
+    )
+    size: int = attrs.field(
+        default=4 << 20, metadata=setting("--size", group="kitchen", parse=parse_size, help="bytes")
+    )
+    light: bool = attrs.field(
+        default=True, metadata=setting("--no-light", group="kitchen", help="keep it dark")
+    )
+    keys: tuple[str, ...] = attrs.field(
+        default=(),
+        metadata=setting(
+            "--key", env="OVEN_KEY", group="kitchen", repeated=True, secret=True, help="opens it"
+        ),
+    )
+    plain: int = attrs.field(default=1, metadata={"help": "a | b", "env": "OVEN_PLAIN"})
+    bare: int | None = None
+
+
+def parse(*argv: str) -> dict[str, Any]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, Oven)
+    return given_flags(parser.parse_args(argv), Oven)
+
+
+def test_flags_that_are_not_given_give_nothing() -> None:
+    assert parse("--name", "x") == {"name": "x"}
+
+
+def test_flags_become_values_of_their_fields() -> None:
+    argv = ("--name=x", "--temp=90", "--hours=1", "--mode=fan", "--size=2KiB", "--no-light")
+    assert parse(*argv, "--key=a", "--key=b") == {
+        "name": "x",
+        "celsius": 90,
+        "hours": 1.0,
+        "mode": "fan",
+        "size": 2048,
+        "light": False,
+        "keys": ("a", "b"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ((), "required: --name"),
+        (("--name=x", "--celsius=hot"), "invalid int value: 'hot'"),
+        (("--name=x", "--mode=steam"), "invalid choice: 'steam'"),
+        (("--name=x", "--size=lots"), "'lots' is not a size"),
+    ],
+)
+def test_a_flag_that_cannot_be_parsed_is_a_usage_error(
+    argv: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse(*argv)
+    assert message in capsys.readouterr().err
+
+
+def test_help_has_groups_placeholders_choices_and_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    assert list(add_flags(parser, Oven)) == ["kitchen", "heat"]
+    text = " ".join(parser.format_help().split())
+    for part in (
+        "kitchen: --name NAME its name --size SIZE bytes (default: 4MiB) --no-light keep it dark",
+        "opens it; may be repeated. Other users of this machine can see it: prefer OVEN_KEY",
+        "--celsius C, --temp C 100% of the heat (default: 180) [env: OVEN_C]",
+        "--hours HOURS how long (default: 2)",
+        "--mode {grill,fan} grill or fan (default: grill)",
+    ):
+        assert part in text, text
+
+
+def test_the_environment_gives_the_settings_that_name_a_variable() -> None:
+    environ = {"OVEN_C": " 90 ", "OVEN_KEY": " k ", "HOME": "/"}
+    assert from_env(environ, Oven) == {"celsius": 90, "keys": (" k ",)}
+    assert from_env({"OVEN_C": " ", "OVEN_KEY": ""}, Oven) == {}
+    assert from_env({"OVEN_KEY": " "}, Oven) == {"keys": (" ",)}
+    with pytest.raises(ConfigError, match="OVEN_C=hot: "):
+        from_env({"OVEN_C": "hot"}, Oven)
+    lines = environment_help(Oven).splitlines()
+    assert lines == [
+        "  OVEN_C      see --celsius",
+        "  OVEN_KEY    see --key",
+        "  OVEN_PLAIN  a | b",
+    ]
+
+
+def test_the_table_has_every_setting_and_no_empty_column() -> None:
+    rows = flag_table(Oven).splitlines()
+    assert rows[0] == "| setting | flag | environment | default | meaning |"
+    assert rows[2] == "| `name` | `--name` |  |  | its name |"
+    assert (
+        rows[3] == "| `celsius` | `--celsius C`, `--temp C` | `OVEN_C` | 180 | 100% of the heat |"
+    )
+    assert "| `mode` | `--mode {grill,fan}` |  | grill | grill or fan |" in rows
+    assert "| `light` | `--no-light` |  | True | `False`: keep it dark |" in rows
+    assert rows[-2] == "| `plain` |  | `OVEN_PLAIN` | 1 | a \\| b |"
+    assert rows[-1] == "| `bare` |  |  |  |  |"
+    plain = attrs.make_class("Plain", {"x": attrs.field(default=1, metadata={"help": "what"})})
+    assert flag_table(plain).splitlines()[0] == "| setting | default | meaning |"
+
+
+def test_a_subclass_changes_inherited_defaults() -> None:
+    changes = with_defaults({"hours": "all day"}, celsius=220)
+    small = attrs.make_class("Small", {}, bases=(Oven,), kw_only=True, field_transformer=changes)
+    assert small(name="x").celsius == 220
+    assert Oven(name="x").celsius == 180
+    assert "| all day |" in flag_table(small)
+    with pytest.raises(KeyError, match="colour"):
+        attrs.make_class("Red", {}, bases=(Oven,), field_transformer=with_defaults(colour="red"))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("1", 1),
+        ("1048576", 1048576),
+        ("1k", 1024),
+        ("1KiB", 1024),
+        ("1kb", 1000),
+        ("512M", 512 * 1024**2),
+        ("512MiB", 512 * 1024**2),
+        ("2 GiB", 2 * 1024**3),
+        ("2GB", 2 * 10**9),
+        ("1.5G", 3 * 2**29),
+        ("1T", 1024**4),
+        ("7B", 7),
+    ],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "x", "-1", "0", "1.2.3", "1XB", "GiB", "1e9", "0.1", "iB"])
+def test_what_is_not_a_size(text: str) -> None:
+    with pytest.raises(ValueError, match=r"size|byte"):
+        parse_size(text)
+
+
+@given(st.integers(1, 1 << 50))
+def test_a_size_is_written_as_it_is_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+def test_gib_objects_and_options() -> None:
+    assert parse_gib("0.5") == 1 << 29
+    assert parse_json_object('{"a": 1}') == {"a": 1}
+    assert parse_option("a=1.5") == ("a", 1.5)
+    assert parse_option("a=b=c") == ("a", "b=c")
+
+
+@pytest.mark.parametrize(
+    ("parse_text", "text", "message"),
+    [
+        (parse_gib, "much", "'much' is not a number of GiB"),
+        (parse_gib, "nan", "is not a number of GiB"),
+        (parse_gib, "inf", "is not a number of GiB"),
+        (parse_json_object, "{", "'{' is not JSON"),
+        (parse_json_object, "[]", r"'\[\]' is not a JSON object"),
+        (parse_option, "a", "'a' is not NAME=VALUE"),
+        (parse_option, "=1", "'=1' is not NAME=VALUE"),
+    ],
+)
+def test_values_that_cannot_be_parsed(parse_text: Any, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_text(text)
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SimulationConfig])
+def test_every_setting_has_a_meaning_and_every_flag_a_group(cls: type[EngineConfig]) -> None:
+    for field in attrs.fields(cls):
+        assert field.metadata["help"], field.name
+        assert field.metadata["group"] or not field.metadata["flags"], field.name
+
+
+@pytest.mark.parametrize("cls", [EngineConfig, SimulationConfig])
+def test_the_help_names_every_variable_of_the_libraries(cls: type[EngineConfig]) -> None:
+    known = [line.split()[0] for line in environment_help(cls).splitlines()]
+    variables = {*BucketingConfig().to_env(), "VLLM_SKIP_WARMUP", "VLLM_DEBUG"}
+    for library in (BucketingConfig, WarmupConfig, DefragConfig):
+        variables |= {field.metadata.get("env") for field in attrs.fields(library)} - {None}
+    missing = {name for name in variables if not any(fnmatch(name, pattern) for pattern in known)}
+    assert not missing
+
+
+def test_the_libraries_have_their_own_defaults() -> None:
+    config = EngineConfig(model="m")
+    assert config.graphs == WarmupConfig()
+    assert config.defrag == DefragConfig()
+    assert EngineConfig.from_env({}, model="m") == config
+
+
+def test_every_public_name_can_be_imported() -> None:
+    for name in trencadis.engine.__all__:
+        assert getattr(trencadis.engine, name).__name__ == name or name == "FinishReason"
+    with pytest.raises(AttributeError, match="no attribute 'Motor'"):
+        _ = trencadis.engine.Motor  # type: ignore[attr-defined, unused-ignore]
+
+
+def test_the_settings_load_no_numpy() -> None:
+    code = (
+        "import sys; from trencadis.engine import EngineConfig; import trencadis.engine.settings; "
+        "print([name for name in ('numpy', 'torch', 'zmq', 'asyncio') if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"

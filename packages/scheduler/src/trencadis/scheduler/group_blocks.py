@@ -1,0 +1,189 @@
+"""The KV-cache blocks of sequence groups: the block manager's operations on whole groups."""
+
+from __future__ import annotations
+
+from trencadis.kvcache import AllocStatus, BlockManager, CopyPlan, Direction, ceil_div
+from trencadis.scheduler.group import Sequence, SequenceGroup
+
+
+class GroupBlocks:
+    """Allocates, appends, forks, swaps and frees the blocks of groups.
+
+    - ``moves``: the copies of the current step, in the order in which they must be carried out.
+    - ``num_swapping_out``: device blocks that become free once copies to the host that the
+      bandwidth limit deferred are carried out.
+    """
+
+    def __init__(self, blocks: BlockManager) -> None:
+        self.moves = CopyPlan()
+        self.num_swapping_out = 0
+        self._blocks = blocks
+        self._block_size = blocks.config.block_size
+
+    @property
+    def num_free(self) -> int:
+        return self._blocks.pool.num_free_blocks
+
+    def begin_step(self, now: float) -> None:
+        """Start a new move plan with the deferred copies that are due at ``now`` (seconds)."""
+        self.moves = CopyPlan()
+        due = self._blocks.resume_swaps(now)
+        self.num_swapping_out = max(0, self.num_swapping_out - len(due.out))
+        if due.out:
+            self.moves.add(Direction.OUT, due.out)
+        if due.in_:
+            self.moves.add(Direction.IN, due.in_)
+
+    # Allocation: a group starts with blocks for the common prefix of its sequences.
+
+    def hash_prompt(self, group: SequenceGroup) -> None:
+        """Compute the prefix keys of the prompt once, instead of on every attempt to admit it."""
+        if self._blocks.config.enable_prefix_caching:
+            request = group.request
+            group.prefix_keys = self._blocks.hasher(request.prompt_token_ids, request.extra_keys)
+
+    def can_allocate(self, group: SequenceGroup) -> bool:
+        """Whether there are free blocks for the common prefix and, after the fork, for the rest."""
+        sequences = group.unfinished_seqs
+        prefix_len = _common_prefix_len(sequences)
+        if len(sequences) > 1:
+            num_shared = prefix_len // self._block_size
+            num_own = sum(
+                ceil_div(len(sequence.token_ids), self._block_size) - num_shared
+                for sequence in sequences
+            )
+            if ceil_div(prefix_len, self._block_size) + num_own > self.num_free:
+                return False
+        allocation = self._blocks.can_allocate(
+            sequences[0].token_ids[:prefix_len],
+            prefix_keys=group.prefix_keys,
+            extra_keys=group.request.extra_keys,
+        )
+        return allocation is AllocStatus.OK
+
+    def allocate(self, group: SequenceGroup) -> None:
+        """Allocate the common prefix to the leader, the sequence with the fewest tokens.
+
+        Blocks from the prefix cache count as computed.
+        """
+        leader = min(group.unfinished_seqs, key=lambda sequence: len(sequence.token_ids))
+        prefix_len = _common_prefix_len(group.unfinished_seqs)
+        num_cached = self._blocks.allocate(
+            leader.seq_id,
+            leader.token_ids[:prefix_len],
+            prefix_keys=group.prefix_keys,
+            extra_keys=group.request.extra_keys,
+        )
+        leader.num_computed_tokens, leader.num_slots = num_cached, prefix_len
+        if not leader.num_output_tokens:
+            for sequence in group.unfinished_seqs:
+                sequence.num_cached_tokens = num_cached
+        group.allocated_seqs = [leader]
+        group.unforked_seqs = [
+            sequence for sequence in group.unfinished_seqs if sequence is not leader
+        ]
+
+    def next_uncached_digest(self, group: SequenceGroup) -> bytes | None:
+        """The digest of the first full prompt block that is not in the prefix cache, or None."""
+        if group.prefix_keys is None:
+            return None
+        keys = group.prefix_keys.blocks
+        num_cached = self._blocks.num_cached_prefix_blocks(group.prefix_keys)
+        return keys[num_cached].digest if num_cached < len(keys) else None
+
+    # Growth.
+
+    def fork_all(self, group: SequenceGroup) -> None:
+        """Fork all other sequences of a group from its leader, which has computed the prefix."""
+        leader = group.allocated_seqs[0]
+        for sequence in group.unforked_seqs:
+            self.fork(leader, sequence)
+        group.unforked_seqs = []
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Share all blocks of ``parent``, whose slots are all computed, with ``child``."""
+        self._blocks.fork(parent.seq_id, child.seq_id)
+        child.num_computed_tokens = child.num_slots = parent.num_slots
+        child.group.allocated_seqs.append(child)
+
+    def num_blocks_to_append(self, group: SequenceGroup) -> int:
+        """Free blocks that `append_slots` takes, including those of copy-on-write."""
+        if group.unforked_seqs:
+            return 0
+        return sum(
+            self._blocks.blocks_to_append(
+                sequence.seq_id, len(sequence.token_ids) - sequence.num_slots
+            )
+            for sequence in group.allocated_seqs
+            if len(sequence.token_ids) > sequence.num_slots
+        )
+
+    def append_slots(self, group: SequenceGroup) -> None:
+        """Reserve a slot for each token without one. Does nothing before the group has forked."""
+        if group.unforked_seqs:
+            return
+        for sequence in group.allocated_seqs:
+            tokens = sequence.token_ids
+            num_new = len(tokens) - sequence.num_slots
+            if num_new:
+                copies = self._blocks.append(sequence.seq_id, tokens[-num_new:])
+                sequence.num_slots = len(tokens)
+                if copies:
+                    self.moves.add(Direction.WITHIN, copies)
+
+    # Swaps.
+
+    def can_swap_out(self, group: SequenceGroup) -> bool:
+        return self._blocks.can_swap_out(_seq_ids(group))
+
+    def swap_out(self, group: SequenceGroup, now: float) -> None:
+        """Copy the computed blocks to the host; the device blocks become free after the copies."""
+        num_free_before = self._blocks.host_pool.num_free_blocks
+        copies = self._blocks.swap_out(_seq_ids(group), now)
+        num_host_blocks = num_free_before - self._blocks.host_pool.num_free_blocks
+        self.num_swapping_out += num_host_blocks - len(copies)
+        self.moves.add(Direction.OUT, copies)
+
+    def can_swap_in(self, group: SequenceGroup) -> bool:
+        return self._blocks.can_swap_in(_seq_ids(group))
+
+    def swap_in(self, group: SequenceGroup, now: float) -> None:
+        """Allocate device blocks and copy the content back. It may arrive later: `is_resident`."""
+        self.moves.add(Direction.IN, self._blocks.swap_in(_seq_ids(group), now))
+
+    def is_resident(self, group: SequenceGroup) -> bool:
+        """Whether all computed blocks of a group are on the device."""
+        return all(self._blocks.is_resident(sequence.seq_id) for sequence in group.allocated_seqs)
+
+    # Release.
+
+    def free(self, group: SequenceGroup) -> None:
+        """Free all blocks of a group, on the device and on the host."""
+        num_free_before = self._blocks.host_pool.num_free_blocks
+        for sequence in group.allocated_seqs:
+            self._blocks.free(sequence.seq_id)
+            sequence.num_computed_tokens = sequence.num_slots = 0
+        # Freed host blocks include those of cancelled copies, whose device blocks are free at once.
+        # This may subtract too much, so the scheduler never waits for blocks that do not come.
+        num_freed = self._blocks.host_pool.num_free_blocks - num_free_before
+        self.num_swapping_out = max(0, self.num_swapping_out - num_freed)
+        group.allocated_seqs, group.unforked_seqs = [], []
+
+    def free_sequence(self, sequence: Sequence) -> None:
+        """Free the blocks of one sequence of a group that keeps running."""
+        self._blocks.free(sequence.seq_id)
+
+
+def _seq_ids(group: SequenceGroup) -> list[int]:
+    return [sequence.seq_id for sequence in group.allocated_seqs]
+
+
+def _common_prefix_len(sequences: list[Sequence]) -> int:
+    """The number of first tokens that all sequences have in common: at least the prompt."""
+    tokens = sequences[0].token_ids
+    length = len(tokens)
+    for sequence in sequences[1:]:
+        others = sequence.token_ids
+        length = min(length, len(others))
+        length = next((i for i in range(length) if tokens[i] != others[i]), length)
+    return length

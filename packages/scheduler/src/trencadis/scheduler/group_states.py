@@ -1,0 +1,161 @@
+"""The state of every sequence group: the queues, and the transitions between them."""
+
+from __future__ import annotations
+
+import itertools
+
+from trencadis.scheduler.beams import BeamSearchState
+from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.group import QueueKey, Sequence, SequenceGroup
+from trencadis.scheduler.group_queue import GroupQueue
+from trencadis.scheduler.request import FinishReason, Request
+from trencadis.scheduler.sequence_status import SequenceStatus
+
+
+class GroupStates:
+    """Owns the queues and moves groups between them. Every group is in exactly one of them.
+
+    - ``resume_queue``: groups that wait to run again, SWAPPED and PREEMPTED ones.
+    - ``swapping_in``: SWAPPED groups that have device blocks again and wait for their content.
+    - ``groups``, ``sequences``: all that have not finished, by request id and sequence id.
+    - ``num_running_seqs``, ``num_swapping_in_seqs``: sequences of the running groups and of those
+      in ``swapping_in``; both count against the running limit.
+    - ``num_preempted``: PREEMPTED groups.
+    - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
+    """
+
+    def __init__(self, config: SchedulerConfig, block_size: int) -> None:
+        self.waiting = GroupQueue()
+        self.running = GroupQueue()
+        self.resume_queue = GroupQueue()
+        self.swapping_in: list[SequenceGroup] = []
+        self.groups: dict[str, SequenceGroup] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.num_running_seqs = 0
+        self.num_swapping_in_seqs = 0
+        self.num_preempted = 0
+        self.num_finished_seqs = 0
+        self._config = config
+        self._block_size = block_size
+        self._arrivals = itertools.count()
+        self._seq_ids = itertools.count()
+
+    def add(self, request: Request) -> SequenceGroup:
+        """Create the group of a request and put it into the waiting queue."""
+        arrival = next(self._arrivals)
+        priority = request.priority if self._config.policy == "priority" else 0
+        group = SequenceGroup(request, arrival, self._block_size, QueueKey(priority, arrival))
+        search = request.beam_search
+        if search is not None:
+            max_output = self._config.max_model_len - request.num_prompt_tokens
+            max_output = min(request.max_tokens, max_output)
+            group.beam_state = BeamSearchState(request, search, max_output)
+        for _ in range(1 if search is not None else request.num_seqs):
+            sequence = self.add_sequence(group, list(request.prompt_token_ids))
+            group.unfinished_seqs.append(sequence)
+        self.groups[request.request_id] = group
+        self.waiting.add(group)
+        return group
+
+    def add_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
+        """Create a sequence that can be scheduled."""
+        sequence = self.create_sequence(group, token_ids)
+        self.sequences[sequence.seq_id] = sequence
+        return sequence
+
+    def create_sequence(self, group: SequenceGroup, token_ids: list[int]) -> Sequence:
+        """Create a sequence with a new id that is not in ``sequences``."""
+        return Sequence(next(self._seq_ids), group.request, token_ids, group)
+
+    def start(self, group: SequenceGroup, now: float) -> None:
+        """Change the status to RUNNING: the group is admitted or resumed.
+
+        Raises `IllegalTransition`.
+        """
+        status = group.status
+        group.transition_to(SequenceStatus.RUNNING)
+        self._leave_queue(group, status)
+        self.running.add(group)
+        self.num_running_seqs += group.num_seqs
+        group.started_at_s = now
+
+    def preempt(self, group: SequenceGroup, *, swapped: bool) -> None:
+        """Change the status from RUNNING to SWAPPED, or to PREEMPTED for recomputation.
+
+        Raises `IllegalTransition`.
+        """
+        group.transition_to(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
+        self.running.remove(group)
+        self.num_running_seqs -= group.num_seqs
+        self.resume_queue.add(group)
+        self.num_preempted += not swapped
+
+    def begin_swap_in(self, group: SequenceGroup) -> None:
+        """A swapped group has device blocks again; `start` it once their content has arrived."""
+        self.resume_queue.remove(group)
+        self.swapping_in.append(group)
+        self.num_swapping_in_seqs += group.num_seqs
+
+    def abort(self, group: SequenceGroup) -> None:
+        """Remove a group in any state."""
+        if group.status is SequenceStatus.RUNNING:
+            self._finish(group)
+        else:
+            self._leave_queue(group, group.status)
+            if group.status is not SequenceStatus.WAITING:
+                group.transition_to(SequenceStatus.WAITING)
+            self._remove(group)
+        group.finish_reason = FinishReason.ABORT
+        for sequence in group.unfinished_seqs:
+            sequence.finish_reason = FinishReason.ABORT
+
+    def finish_sample(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Finish a sample of a running group; with its last sample the group finishes."""
+        group = sequence.group
+        sequence.finish_reason = reason
+        group.allocated_seqs.remove(sequence)
+        if len(group.unfinished_seqs) == 1:
+            self._finish(group)
+            group.finish_reason = reason
+        else:
+            self.num_running_seqs -= 1
+            del self.sequences[sequence.seq_id]
+        group.unfinished_seqs.remove(sequence)
+        group.finished_seqs.append(sequence)
+        self.num_finished_seqs += 1
+
+    def drop_beam(self, beam: Sequence) -> None:
+        """Remove a beam that has no continuation."""
+        beam.group.unfinished_seqs.remove(beam)
+        beam.group.allocated_seqs.remove(beam)
+        del self.sequences[beam.seq_id]
+
+    def finish_beam_search(self, group: SequenceGroup, results: list[Sequence]) -> None:
+        """Finish a running beam search with its hypotheses, best first."""
+        self.num_finished_seqs += group.num_seqs
+        self._finish(group)
+        group.unfinished_seqs, group.allocated_seqs = [], []
+        group.finished_seqs = results
+        group.finish_reason = results[0].finish_reason
+
+    def _finish(self, group: SequenceGroup) -> None:
+        group.transition_to(SequenceStatus.FINISHED)
+        self.running.remove(group)
+        self.num_running_seqs -= group.num_seqs
+        self._remove(group)
+
+    def _leave_queue(self, group: SequenceGroup, status: SequenceStatus) -> None:
+        """Remove a group that has, or had until now, a ``status`` other than RUNNING."""
+        if status is SequenceStatus.WAITING:
+            self.waiting.remove(group)
+        elif group in self.swapping_in:
+            self.swapping_in.remove(group)
+            self.num_swapping_in_seqs -= group.num_seqs
+        else:
+            self.resume_queue.remove(group)
+            self.num_preempted -= status is SequenceStatus.PREEMPTED
+
+    def _remove(self, group: SequenceGroup) -> None:
+        del self.groups[group.request_id]
+        for sequence in group.unfinished_seqs:
+            del self.sequences[sequence.seq_id]

@@ -1,0 +1,74 @@
+"""Predicted costs of preemption: swaps and recomputation, from the measured times of past steps."""
+
+from __future__ import annotations
+
+import math
+
+import attrs
+
+from trencadis.kvcache import Direction
+from trencadis.scheduler.group import SequenceGroup
+from trencadis.scheduler.moving_average import moving_average
+from trencadis.scheduler.output import SchedulerOutput
+
+
+@attrs.frozen(kw_only=True)
+class StepTiming:
+    """Measured durations of the parts of one step, in seconds; None: not measured."""
+
+    prompts_s: float | None = None
+    swap_out_s: float | None = None
+    swap_in_s: float | None = None
+
+
+@attrs.define(kw_only=True)
+class PreemptionCosts:
+    """Seconds per swapped block and per prefill token, averaged over measured steps.
+
+    The initial values for swaps are those of seed 003, section 5. The one for prefill is that of a
+    model of 8 billion parameters (16e9 operations per token) at 400e12 operations per second.
+    """
+
+    swap_out_s_per_block: float = 40e-6
+    swap_in_s_per_block: float = 50e-6
+    prefill_s_per_token: float = 40e-6
+
+    def update(self, output: SchedulerOutput, timing: StepTiming) -> None:
+        """Update the averages with the durations of a step."""
+        num_blocks = dict.fromkeys(Direction, 0)
+        for direction, copies in output.moves:
+            num_blocks[direction] += len(copies)
+        num_tokens = sum(len(chunk.token_ids) for chunk in output.prompts)
+        self.swap_out_s_per_block = _updated(
+            self.swap_out_s_per_block, timing.swap_out_s, num_blocks[Direction.OUT]
+        )
+        self.swap_in_s_per_block = _updated(
+            self.swap_in_s_per_block, timing.swap_in_s, num_blocks[Direction.IN]
+        )
+        self.prefill_s_per_token = _updated(self.prefill_s_per_token, timing.prompts_s, num_tokens)
+
+    def swap_s(self, group: SequenceGroup) -> float:
+        """Seconds to swap a running group out and in again."""
+        per_block = self.swap_out_s_per_block + self.swap_in_s_per_block
+        return group.get_num_kv_blocks() * per_block
+
+    def recompute_s(self, group: SequenceGroup) -> float:
+        """Seconds to recompute a running group; the prompt counts once."""
+        num_computed = [sequence.num_computed_tokens for sequence in group.allocated_seqs]
+        num_tokens = sum(num_computed)
+        if len(num_computed) > 1:
+            num_shared = min(group.request.num_prompt_tokens, *num_computed)
+            num_tokens -= num_shared * (len(num_computed) - 1)
+        return num_tokens * self.prefill_s_per_token
+
+    def resume_s(self, group: SequenceGroup, *, swapped: bool) -> float:
+        """Seconds until a group can run again: its swap-in latency, or its recomputation."""
+        if swapped:
+            return group.get_num_kv_blocks() * self.swap_in_s_per_block
+        return self.recompute_s(group)
+
+
+def _updated(average: float, seconds: float | None, count: int) -> float:
+    if seconds is None or not count or not (0 <= seconds < math.inf):
+        return average
+    return moving_average(average, seconds / count)

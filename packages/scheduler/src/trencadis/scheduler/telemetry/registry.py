@@ -1,0 +1,45 @@
+"""Opens a temperature source from a line of text, as in a setting or on a command line."""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.telemetry.source import TemperatureSource
+
+SOURCES: Mapping[str, str] = {
+    "nvml": "trencadis.scheduler.telemetry.nvml:NvmlSource.from_argument",
+    "hlml": "trencadis.scheduler.telemetry.hlml:HlmlSource.from_argument",
+    "sensors": "trencadis.scheduler.telemetry.sensors:HostSensorSource.from_argument",
+    "exporter": "trencadis.scheduler.telemetry.exporter:ExporterSource",
+    "recorded": "trencadis.scheduler.telemetry.recorded:RecordedSource",
+    "sidecar": "trencadis.scheduler.telemetry.sidecar.client:SidecarSource",
+}
+"""The built-in sources, by kind: ``module:callable``.
+
+The callable takes the text after the colon of a setting (empty without a colon) and returns the
+source. To add a source, write a module with a subclass of `TemperatureSource` and add a line here,
+with a test, a row in the README's table and a line in the changelog. Nothing else registers it. A
+source of another package needs no registration: pass it to `TemperatureReader`.
+"""
+
+
+def open_source(spec: str) -> TemperatureSource:
+    """Open the source ``kind`` or ``kind:argument``. The kinds are the keys of `SOURCES`.
+
+    Examples: ``nvml``, ``hlml:hottest``, ``sensors:coretemp,k10temp``,
+    ``exporter:http://localhost:9400/metrics``, ``recorded:day.csv``, ``sidecar:node7:50061``. A
+    sidecar with TLS, or an exporter with unusual labels, needs more than a line: construct a
+    `SidecarSource` or an `ExporterSource`.
+
+    Raises `ConfigError` for an unknown kind or a bad argument, `MissingExtra` for a missing
+    library.
+    """
+    kind, _, argument = spec.partition(":")
+    if kind not in SOURCES:
+        raise ConfigError(
+            f"temperature source {spec!r} is unknown: use one of {', '.join(SOURCES)}"
+        )
+    source: TemperatureSource = pkgutil.resolve_name(SOURCES[kind])(argument)
+    return source

@@ -1,0 +1,101 @@
+"""Settings: the environment variables of the plugin, the README, and the accepted values."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import attrs
+import pytest
+
+from trencadis.warmup import ConfigError, WarmupConfig
+from trencadis.warmup.validators import integer, number, one_of
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_settings_are_read_from_the_variables_of_the_plugin() -> None:
+    config = WarmupConfig.from_env(
+        {
+            "VLLM_SKIP_WARMUP": "true",
+            "VLLM_GRAPH_RESERVED_MEM": "0.4",
+            "VLLM_GRAPH_PROMPT_RATIO": "0.2",
+            "VLLM_GRAPH_PROMPT_STRATEGY": "Traffic",
+            "VLLM_GRAPH_DECODE_STRATEGY": "min_tokens",
+        }
+    )
+    assert config == WarmupConfig(
+        skip=True,
+        graph_reserved_mem=0.4,
+        graph_prompt_ratio=0.2,
+        prompt_strategy="traffic",
+        decode_strategy="min_tokens",
+    )
+    assert WarmupConfig.from_env({"VLLM_SKIP_WARMUP": "", "PATH": "/bin"}) == WarmupConfig()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("VLLM_SKIP_WARMUP", "perhaps", "must be true or false"),
+        ("VLLM_GRAPH_RESERVED_MEM", "40%", "could not convert"),
+        ("VLLM_GRAPH_RESERVED_MEM", "1.4", "must be a number from 0 to 1, got 1.4"),
+        ("VLLM_GRAPH_PROMPT_RATIO", "nan", "must be a number from 0 to 1, got nan"),
+        ("VLLM_GRAPH_PROMPT_STRATEGY", "max_tokens", "one of min_tokens, max_bs, traffic"),
+    ],
+)
+def test_an_invalid_variable_is_named_with_its_value(
+    variable: str, value: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"{variable}={value}: .*{message}"):
+        WarmupConfig.from_env({variable: value})
+
+
+def test_every_setting_has_a_help_sentence() -> None:
+    for field in attrs.fields(WarmupConfig):
+        assert field.metadata["help"].endswith("."), field.name
+
+
+def test_the_readme_has_each_variable_with_its_default_and_help() -> None:
+    def written(default: object) -> str:
+        return str(default).lower() if isinstance(default, (bool, float)) else f"`{default}`"
+
+    rows = re.findall(r"^\| `(VLLM_\w+)` \| (.*?) \| (.*?) \|$", README.read_text(), re.MULTILINE)
+    assert rows == [
+        (field.metadata["env"], written(field.default), field.metadata["help"])
+        for field in attrs.fields(WarmupConfig)
+        if "env" in field.metadata
+    ]
+
+
+@attrs.frozen
+class Example:
+    count: object = attrs.field(default=3, validator=integer(2))
+    share: object = attrs.field(default=0.5, validator=number(0, 1))
+    mode: object = attrs.field(default="a", validator=one_of("a", "b"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "accepted"),
+    [
+        ("count", 1, "an integer of at least 2"),
+        ("count", 2.0, "an integer of at least 2"),
+        ("count", True, "an integer of at least 2"),
+        ("share", 1.01, "a number from 0 to 1"),
+        ("share", float("nan"), "a number from 0 to 1"),
+        ("share", True, "a number from 0 to 1"),
+        ("share", "0.5", "a number from 0 to 1"),
+        ("mode", "c", "one of a, b"),
+    ],
+)
+def test_a_validator_names_field_accepted_values_and_value(
+    name: str, value: object, accepted: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        Example(**{name: value})
+    assert str(error.value) == f"{name} must be {accepted}, got {value!r}"
+
+
+def test_both_ends_of_a_range_are_accepted() -> None:
+    assert Example(count=2, share=0) == Example(count=2, share=0.0)
+    assert Example(share=1).share == 1

@@ -1,0 +1,94 @@
+"""Linear costs are predicted exactly; other costs with a lower bound that reflects the error."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.bucketing import Bucket, BucketGrid
+from trencadis.warmup.graph_cost import GraphCostModel
+
+MIB = 1 << 20
+GRID = BucketGrid({"batch": (1, 2, 4, 8), "seq": range(128, 1025, 128)})
+
+
+def make_bucket(batch: int, seq: int) -> Bucket:
+    return Bucket(("batch", "seq"), (batch, seq))
+
+
+def linear(parts: tuple[float, ...], bucket: Bucket) -> float:
+    batch, seq = bucket.shape
+    return MIB * (parts[0] + parts[1] * batch + parts[2] * seq + parts[3] * batch * seq)
+
+
+PARTS = st.tuples(*[st.floats(0.01, 100)] * 4)
+SPANNING = [make_bucket(1, 128), make_bucket(2, 128), make_bucket(1, 256), make_bucket(2, 256)]
+
+
+@given(parts=PARTS)
+def test_linear_costs_are_predicted_exactly_after_one_measurement_per_coefficient(
+    parts: tuple[float, ...],
+) -> None:
+    model = GraphCostModel(GRID)
+    for seen in SPANNING:
+        model.observe(seen, linear(parts, seen))
+    for bucket in GRID:
+        assert model.expected(bucket) == pytest.approx(linear(parts, bucket), rel=1e-4)
+
+
+@given(parts=PARTS)
+def test_the_lower_bound_never_exceeds_a_linear_cost_and_converges_to_it(
+    parts: tuple[float, ...],
+) -> None:
+    model = GraphCostModel(GRID)
+    for seen in list(GRID)[:20]:
+        for bucket in GRID:
+            assert model.lower_bound(bucket) <= linear(parts, bucket) * (1 + 1e-9)
+        model.observe(seen, linear(parts, seen))
+    for bucket in GRID:
+        assert model.lower_bound(bucket) >= 0.999 * linear(parts, bucket)
+
+
+def test_each_correct_prediction_raises_the_lower_bound() -> None:
+    model, asked, claims = GraphCostModel(GRID), make_bucket(8, 1024), []
+    for seen in (*SPANNING, make_bucket(4, 128), make_bucket(4, 256), make_bucket(1, 384)):
+        model.observe(seen, seen["batch"] * seen["seq"])
+        claims.append(model.lower_bound(asked) if model.has_fit_for(asked) else 0.0)
+    assert claims[:4] == [0.0] * 4
+    assert claims[4] < claims[5] < claims[6] < 8 * 1024
+
+
+def test_the_fit_does_not_cover_an_unmeasured_batch_size() -> None:
+    model = GraphCostModel(GRID)
+    for seq in (128, 256, 384, 512):
+        model.observe(make_bucket(8, seq), 8 * seq)
+    assert model.has_fit_for(make_bucket(8, 1024))
+    assert not model.has_fit_for(make_bucket(4, 128))
+    assert model.lower_bound(make_bucket(4, 128)) == 0
+
+
+def test_without_a_fit_a_larger_shape_costs_no_less_than_a_smaller_one() -> None:
+    model = GraphCostModel(GRID)
+    assert model.lower_bound(make_bucket(1, 128)) == 0
+    model.observe(make_bucket(2, 256), 100)
+    assert model.lower_bound(make_bucket(4, 256)) == 100
+    assert model.lower_bound(make_bucket(4, 128)) == 0
+
+
+def test_the_lower_bound_falls_with_the_prediction_error() -> None:
+    exact, noisy = GraphCostModel(GRID), GraphCostModel(GRID)
+    for i, bucket in enumerate(list(GRID)[:12]):
+        tokens = bucket["batch"] * bucket["seq"]
+        exact.observe(bucket, 1000 * tokens)
+        noisy.observe(bucket, 1000 * tokens * (1.2 if i % 2 else 0.8))
+    asked = make_bucket(2, 1024)
+    assert exact.lower_bound(asked) > 0.99 * 2_048_000
+    assert noisy.lower_bound(asked) < 0.9 * 2_048_000
+
+
+def test_costs_of_zero_are_predicted_as_zero() -> None:
+    model = GraphCostModel(GRID)
+    for bucket in list(GRID)[:8]:
+        model.observe(bucket, 0)
+    assert model.lower_bound(make_bucket(8, 1024)) == 0

@@ -1,0 +1,157 @@
+"""The division of memory, compared with the figures of a logged start on Gaudi."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trencadis.warmup import ConfigError, GraphBudget, MemoryPlan, MemoryUse, format_bytes
+
+GIB = 1 << 30
+
+# From Intel's "Warm-up" page of the vLLM plugin for Gaudi: the log of Llama 3 8B in bf16,
+# 128 tokens per block, 131,072 bytes of keys and values per token.
+LOGGED = MemoryPlan.from_profile(
+    int(79.16 * GIB),
+    gpu_memory_utilization=0.5,
+    graph_reserved_mem=0.4,
+    graph_prompt_ratio=0.3,
+    block_bytes=128 * 131072,
+)
+
+
+def test_memory_is_divided_as_in_the_log() -> None:
+    assert LOGGED.usable / GIB == pytest.approx(39.58, abs=0.005)
+    assert LOGGED.graphs / GIB == pytest.approx(15.83, abs=0.005)
+    assert LOGGED.kv_cache / GIB == pytest.approx(23.75, abs=0.005)
+    assert LOGGED.num_blocks == 1519
+
+
+def test_the_log_line_is_that_of_the_seed() -> None:
+    assert LOGGED.describe() == (
+        "Free device memory: 79.16 GiB, 39.58 GiB usable (gpu_memory_utilization=0.5), "
+        "15.83 GiB reserved for HPUGraphs (VLLM_GRAPH_RESERVED_MEM=0.4), "
+        "23.75 GiB reserved for KV cache"
+    )
+
+
+def test_graphs_get_the_free_memory_above_the_margin_as_in_the_log() -> None:
+    budget = LOGGED.graph_budget(int(55.43 * GIB))
+    assert budget.total / GIB == pytest.approx(15.85, abs=1e-6)
+    assert budget.prompt / GIB == pytest.approx(4.755, abs=1e-6)
+    assert budget.decode / GIB == pytest.approx(11.095, abs=1e-6)
+    assert budget.describe() == (
+        "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.755 GiB for prompt and "
+        "11.095 GiB for decode (VLLM_GRAPH_PROMPT_RATIO=0.3)"
+    )
+
+
+def test_no_graph_budget_if_free_memory_is_below_the_margin() -> None:
+    assert LOGGED.graph_budget(int(30 * GIB)).total == 0
+
+
+@given(total=st.integers(0, 1 << 45), ratio=st.floats(0, 1))
+def test_shares_add_up_to_the_budget(total: int, ratio: float) -> None:
+    budget = GraphBudget(total=total, free=total, prompt_ratio=ratio)
+    assert budget.prompt + budget.decode == total
+    assert min(budget.prompt, budget.decode) >= 0
+
+
+def test_a_cache_of_fewer_than_two_blocks_is_an_error_with_a_remedy() -> None:
+    with pytest.raises(
+        ConfigError, match=r"810 MiB .* 1 GiB: raise gpu_memory_utilization \(0.9\)"
+    ):
+        MemoryPlan.from_profile(1000 << 20, block_bytes=GIB)
+
+
+def test_memory_use_of_a_step_is_the_log_line_of_the_seed() -> None:
+    total, host = int(94.62 * GIB), 1007 * GIB
+    before = MemoryUse(
+        device_used=0, device_total=total, host_used=int(472.25 * GIB), host_total=host
+    )
+    after = MemoryUse(
+        device_used=int(14.97 * GIB),
+        device_total=total,
+        host_used=int(475.2 * GIB),
+        host_total=host,
+    )
+    assert after.since(before, "Pre-loading model weights on hpu:0") == (
+        "Pre-loading model weights on hpu:0 took 14.97 GiB of device memory "
+        "(14.97 GiB/94.62 GiB used) and 2.95 GiB of host memory (475.2 GiB/1007 GiB used)"
+    )
+    assert "took -14.97 GiB of device memory (0 B/94.62 GiB used) and -2.95 GiB" in before.since(
+        after, "Releasing"
+    )
+
+
+def test_host_memory_is_read_from_linux_and_omitted_elsewhere(tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 1024 kB\nMemFree: 1 kB\nMemAvailable: 256 kB\nHugePages: 0\n")
+    use = MemoryUse.read(device_free=3, device_total=10, meminfo=meminfo)
+    assert (use.device_used, use.host_used, use.host_total) == (7, 768 << 10, 1 << 20)
+    missing = MemoryUse.read(device_free=3, device_total=10, meminfo=tmp_path / "none")
+    assert missing.since(missing, "Nothing") == "Nothing took 0 B of device memory (7 B/10 B used)"
+
+
+def test_by_default_nine_tenths_are_usable_and_a_tenth_of_that_is_for_graphs() -> None:
+    plan = MemoryPlan(free_after_profile=100 * GIB, block_bytes=GIB)
+    assert plan.usable == pytest.approx(90 * GIB)
+    assert plan.graphs == pytest.approx(9 * GIB)
+    assert plan.num_blocks == 81
+
+
+@given(
+    free=st.integers(1, 1 << 48),
+    block=st.integers(1, 1 << 32),
+    utilization=st.floats(0, 1),
+    reserved=st.floats(0, 1),
+)
+def test_the_parts_never_exceed_the_usable_memory(
+    free: int, block: int, utilization: float, reserved: float
+) -> None:
+    plan = MemoryPlan(
+        free_after_profile=free,
+        block_bytes=block,
+        gpu_memory_utilization=utilization,
+        graph_reserved_mem=reserved,
+    )
+    assert plan.num_blocks * block <= plan.kv_cache
+    assert plan.kv_cache + plan.graphs <= plan.usable * (1 + 1e-12)
+    assert plan.usable <= free
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("gpu_memory_utilization", 1.5),
+        ("gpu_memory_utilization", float("nan")),
+        ("graph_reserved_mem", -0.1),
+        ("graph_prompt_ratio", 2),
+        ("free_after_profile", 0),
+        ("block_bytes", -1),
+    ],
+)
+def test_an_invalid_setting_is_named_with_its_value(setting: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=f"{setting}.*{value}"):
+        MemoryPlan(**{"free_after_profile": GIB, "block_bytes": 1024, setting: value})
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        # Figures as the same log writes them.
+        (0, "0 B"),
+        (-252 * 1024, "-252 KiB"),
+        (int(14.97 * GIB), "14.97 GiB"),
+        (504 << 20, "504 MiB"),
+        (int(180.9 * (1 << 20)), "180.9 MiB"),
+        (1007 * GIB, "1007 GiB"),
+        (-int(1.238 * (1 << 20)), "-1.238 MiB"),
+        (1 << 40, "1 TiB"),
+    ],
+)
+def test_bytes_are_formatted_as_in_the_log(size: int, text: str) -> None:
+    assert format_bytes(size) == text
