@@ -1,7 +1,7 @@
 """A stand-in engine, and clients of an app that serves it.
 
-The tests are about the HTTP layer. The stand-in answers with the bytes of the prompt; a test sets its
-delays and its errors.
+The tests are about the HTTP layer. The stand-in answers with the bytes of the prompt; a test sets
+its delays and its errors.
 """
 
 from __future__ import annotations
