@@ -1,7 +1,7 @@
-"""A stand-in engine with the surface of the real one, and ways to reach an app around it.
+"""A stand-in engine, and clients of an app that serves it.
 
-The HTTP layer is what these tests are about: the stand-in answers by repeating the prompt, as
-slowly as a test asks, and refuses, fails or dies where a test asks for that.
+The tests are about the HTTP layer. The stand-in answers with the bytes of the prompt; a test sets
+its delays and its errors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ BOS = 256
 
 
 class ByteTokenizer:
-    """A token for each byte, and one to begin with."""
+    """One token per byte, and a beginning-of-sequence token."""
 
     vocab_size = 257
 
@@ -66,7 +66,7 @@ class ByteTokenizer:
 
 
 class StandInEngine:
-    """Answers with the bytes of the prompt; all else is as a test sets it."""
+    """Answers with the bytes of the prompt. Tests set its attributes."""
 
     def __init__(self) -> None:
         self.tokenizer = ByteTokenizer()
@@ -235,7 +235,7 @@ async def url(engine: StandInEngine) -> AsyncIterator[str]:
 
 @pytest.fixture
 def serving(engine: StandInEngine) -> Callable[..., Any]:
-    """``async with serving(max_body_size=10) as url``: an app with settings of a test's own."""
+    """``async with serving(max_body_size=10) as url``: an app with other settings."""
 
     def start(**settings: Any) -> Any:
         return listening(create_app(engine, ServerSettings(**settings)))
@@ -245,7 +245,7 @@ def serving(engine: StandInEngine) -> Callable[..., Any]:
 
 @pytest.fixture
 def soon() -> Iterator[Callable[..., Any]]:
-    """``await soon(condition)``: wait, within limits, for what happens in another task."""
+    """``await soon(condition)``: wait up to some seconds until another task makes it true."""
 
     async def wait(condition: Callable[[], bool], limit: float = 5.0) -> None:
         for _ in range(int(limit / 0.01)):

@@ -26,7 +26,7 @@ def admin(engine):
     return reach(engine, admin_keys=["boss"])
 
 
-async def test_an_order_is_carried_out_and_answered_as_the_seed_says(admin, engine):
+async def test_an_order_reaches_the_engine_and_the_response_is_that_of_the_seed(admin, engine):
     order = {"max_num_seqs": 12, "force_evict": 2, "target_temp_c": 80, "policy": "largest_kv"}
     response = await admin.post(PATH, json={**order, "dry_run": True}, headers=KEY)
     assert response.status_code == 200
@@ -40,7 +40,7 @@ async def test_an_order_is_carried_out_and_answered_as_the_seed_says(admin, engi
     assert engine.orders == [BatchControl(**order, dry_run=True)]
 
 
-async def test_the_seeds_own_call_needs_no_content_type(admin, engine):
+async def test_the_call_of_the_seed_needs_no_content_type(admin, engine):
     body = b'{"target_temp_c": 80.0, "policy": "largest_kv"}'
     response = await admin.post(PATH, content=body, headers=KEY)
     assert response.status_code == 200

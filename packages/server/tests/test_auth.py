@@ -1,4 +1,4 @@
-"""API keys guard /v1 and nothing else."""
+"""API keys protect /v1 only."""
 
 from __future__ import annotations
 

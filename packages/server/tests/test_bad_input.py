@@ -1,4 +1,4 @@
-"""Whatever a client gets wrong: an OpenAI error that names the field, and a server that goes on."""
+"""Invalid requests: the response is an OpenAI error that names the field."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ async def test_an_unknown_model_is_not_found(client):
 
 
 @pytest.mark.parametrize("size", [255, 256, 5000])
-async def test_a_prompt_that_leaves_no_room_is_refused_with_openais_code(client, engine, size):
+async def test_a_prompt_that_fills_the_context_is_refused_with_openais_code(client, engine, size):
     response = await client.post("/v1/completions", json={"prompt": "x" * size})
     message = assert_error(response, 400, "prompt", "context_length_exceeded")
     assert str(size + 1) in message
@@ -198,7 +198,7 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_openais_code(client,
     assert not engine.requests
 
 
-async def test_the_longest_prompt_that_leaves_room_is_answered(client):
+async def test_the_longest_prompt_that_leaves_one_token_is_answered(client):
     body = {"prompt": "x" * 254}
     response = await client.post("/v1/completions", json={**body, "max_tokens": 1})
     assert response.status_code == 200
@@ -211,7 +211,7 @@ async def test_the_longest_prompt_that_leaves_room_is_answered(client):
     [b"{", b'{"messages": [}', b"nonsense", b"\xff\xfe", b'{"a": 1}}', b"[" * 100_000, b"1" * 5000],
     ids=lambda body: repr(body[:20]),
 )
-async def test_malformed_json_is_said_to_be(client, body):
+async def test_malformed_json_is_an_error_that_says_so(client, body):
     response = await client.post(
         "/v1/chat/completions", content=body, headers={"Content-Type": "application/json"}
     )
@@ -269,20 +269,20 @@ async def test_an_overloaded_engine_says_when_to_come_back(client, engine):
         assert response.headers["retry-after"] == "1"
 
 
-async def test_a_dead_engine_is_said_to_be(client, engine):
+async def test_a_dead_engine_is_an_error_that_says_so(client, engine):
     engine.is_alive = False
     response = await client.post("/v1/completions", json={"prompt": "a"})
     assert "restart" in assert_error(response, 503, None, "engine_dead")
     assert "retry-after" not in response.headers
 
 
-async def test_an_engine_that_fails_otherwise_gives_nothing_away(client, engine):
+async def test_an_unexpected_engine_error_is_not_shown_to_the_client(client, engine):
     engine.fails_with = RuntimeError("secret path /home/x")
     response = await client.post("/v1/completions", json={"prompt": "a"})
     assert "secret" not in assert_error(response, 500, None, "internal_error")
 
 
-async def test_what_the_engine_says_of_a_prompt_is_said_of_the_messages(client, engine):
+async def test_an_engine_error_about_the_prompt_names_the_messages(client, engine):
     engine.fails_with = InvalidRequest("prompt needs 9 blocks, there are 4", "prompt")
     response = await client.post("/v1/chat/completions", json={"messages": HELLO})
     assert "9 blocks" in assert_error(response, 400, "messages", "invalid_value")

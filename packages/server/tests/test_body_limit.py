@@ -1,4 +1,4 @@
-"""Bodies that are too large or too slow are refused while they arrive."""
+"""Bodies that are too large or too slow are rejected before they are complete."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def test_a_body_that_never_ends_arriving_is_refused(serving):
     assert b"request_timeout" in answer
 
 
-async def test_a_client_that_leaves_while_sending_is_forgotten(serving, engine):
+async def test_a_client_that_disconnects_while_sending_starts_no_request(serving, engine):
     async with serving() as url:
         _, writer = await asyncio.open_connection(*url.removeprefix("http://").split(":"))
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: 20\r\n\r\n{")

@@ -1,4 +1,4 @@
-"""Chat completions: what goes to the engine, and what comes back."""
+"""Chat completions: the arguments of the engine, and the response."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_an_answer_has_the_shape_of_openai(client, engine):
     assert response.headers["x-request-id"] == answer["id"]
 
 
-async def test_without_a_limit_the_rest_of_the_context_is_asked_for(client, engine):
+async def test_the_default_limit_is_the_rest_of_the_context(client, engine):
     await chat(client)
     prompt, params, _, _ = engine.requests[0]
     assert params.max_tokens == engine.max_model_len - len(prompt)
@@ -63,7 +63,7 @@ async def test_without_a_limit_the_rest_of_the_context_is_asked_for(client, engi
         ({"max_tokens": 5, "max_completion_tokens": 6}, 6),
     ],
 )
-async def test_both_names_of_the_limit_are_taken(client, engine, fields, expected):
+async def test_both_names_of_the_limit_are_accepted(client, engine, fields, expected):
     answer = (await chat(client, **fields)).json()
     assert engine.requests[0][1].max_tokens == expected
     assert answer["choices"][0]["finish_reason"] == "length"
@@ -101,7 +101,7 @@ async def test_several_samples_are_several_choices(client):
     assert answer["usage"]["completion_tokens"] == 12
 
 
-async def test_text_parts_are_joined_and_developer_is_the_system(client, engine):
+async def test_text_parts_are_joined_and_developer_becomes_system(client, engine):
     messages = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -118,7 +118,7 @@ async def test_template_options_reach_the_template(client, engine):
     assert engine.tokenizer.decode(engine.requests[0][0]) == "[user]hello<mood=calm>"
 
 
-async def test_a_stream_is_role_then_text_then_reason(client):
+async def test_a_stream_has_the_role_then_text_then_the_finish_reason(client):
     response = await chat(client, stream=True, max_tokens=3)
     assert response.headers["content-type"].startswith("text/event-stream")
     chunks = events(response.text)
@@ -135,7 +135,7 @@ async def test_a_stream_is_role_then_text_then_reason(client):
     assert not any("usage" in chunk for chunk in chunks)
 
 
-async def test_a_stream_tells_its_cost_when_asked_to(client):
+async def test_a_stream_ends_with_token_counts_under_include_usage(client):
     options = {"include_usage": True}
     response = await chat(client, stream=True, stream_options=options, max_tokens=3)
     *chunks, last = events(response.text)
@@ -145,14 +145,14 @@ async def test_a_stream_tells_its_cost_when_asked_to(client):
     assert last["usage"]["total_tokens"] == last["usage"]["prompt_tokens"] + 3
 
 
-async def test_a_stream_tells_its_cost_throughout_when_asked_to(client):
+async def test_every_event_has_token_counts_under_continuous_usage_stats(client):
     options = {"include_usage": True, "continuous_usage_stats": True}
     response = await chat(client, stream=True, stream_options=options, max_tokens=3)
     counts = [chunk["usage"]["completion_tokens"] for chunk in events(response.text)]
     assert counts == [1, 1, 2, 3, 3]
 
 
-async def test_streamed_samples_are_told_apart_by_their_index(client):
+async def test_streamed_choices_have_their_index(client):
     chunks = events((await chat(client, stream=True, n=2, max_tokens=2)).text)
     texts = {0: "", 1: ""}
     roles = []
@@ -165,14 +165,14 @@ async def test_streamed_samples_are_told_apart_by_their_index(client):
     assert sorted(roles) == [0, 1]
 
 
-async def test_stream_and_whole_answer_agree(client):
+async def test_streamed_and_complete_answers_are_equal(client):
     whole = (await chat(client, max_tokens=20)).json()["choices"][0]["message"]["content"]
     chunks = events((await chat(client, stream=True, max_tokens=20)).text)
     assert "".join(c["choices"][0]["delta"].get("content", "") for c in chunks) == whole
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_tell_the_chosen_and_the_likely_tokens(client, stream):
+async def test_logprobs_report_the_chosen_and_the_most_probable_tokens(client, stream):
     response = await chat(client, logprobs=True, top_logprobs=2, max_tokens=1, stream=stream)
     if stream:
         logprobs = events(response.text)[1]["choices"][0]["logprobs"]
@@ -186,7 +186,7 @@ async def test_logprobs_tell_the_chosen_and_the_likely_tokens(client, stream):
     assert position["top_logprobs"][0]["logprob"] == -1.0
 
 
-async def test_logprobs_without_a_number_tell_the_chosen_token_alone(client, engine):
+async def test_logprobs_without_top_logprobs_report_the_chosen_token(client, engine):
     answer = (await chat(client, logprobs=True, max_tokens=1)).json()
     assert answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []
     assert engine.requests[0][1].logprobs == 0
@@ -201,7 +201,7 @@ async def test_logprobs_without_a_number_tell_the_chosen_token_alone(client, eng
         {"something_new": 1},
     ],
 )
-async def test_fields_that_ask_for_nothing_are_taken(client, fields):
+async def test_unsupported_fields_without_effect_are_accepted(client, fields):
     await chat(client, **fields)
 
 

@@ -33,7 +33,7 @@ async def test_every_form_of_a_prompt_is_answered_in_order(client, prompt, texts
     assert [choice["index"] for choice in answer["choices"]] == list(range(len(texts)))
 
 
-async def test_sixteen_tokens_unless_told_otherwise(client, engine):
+async def test_the_default_limit_is_sixteen_tokens(client, engine):
     await complete(client, prompt="x" * 50)
     await complete(client, prompt="x" * 50, max_tokens=None)
     assert engine.requests[0][1].max_tokens == 16
@@ -70,7 +70,7 @@ async def test_echo_repeats_the_prompt(client, prompt, stream):
     assert "".join(answer["choices"][0]["text"] for answer in answers) == "abcab"
 
 
-async def test_a_stream_ends_with_a_reason_and_the_cost(client):
+async def test_a_stream_ends_with_the_finish_reason_and_the_token_counts(client):
     response = await complete(
         client, prompt="abcd", max_tokens=2, stream=True, stream_options={"include_usage": True}
     )
@@ -109,7 +109,7 @@ async def test_many_prompts_are_answered_together(client, engine):
     assert not engine.running
 
 
-async def test_vllms_names_for_beams_and_urgency_reach_the_engine(client, engine):
+async def test_beam_search_and_priority_reach_the_engine(client, engine):
     fields = {"n": 2, "best_of": 3, "use_beam_search": True, "length_penalty": 0.5}
     await complete(client, prompt="ab", early_stopping="never", priority=-4, **fields)
     _, params, _, priority = engine.requests[0]
@@ -120,6 +120,6 @@ async def test_vllms_names_for_beams_and_urgency_reach_the_engine(client, engine
 
 
 @pytest.mark.parametrize("fields", [{"best_of": 2, "n": 2}, {"use_beam_search": True}])
-async def test_what_has_no_losers_can_be_streamed(client, fields):
+async def test_samples_without_best_of_and_beams_can_be_streamed(client, fields):
     response = await complete(client, prompt="ab", stream=True, **fields)
     assert chunks(response.text)

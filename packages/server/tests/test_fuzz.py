@@ -1,4 +1,4 @@
-"""Whatever JSON arrives, the answer is 200 or a 4xx in OpenAI's shape, and nothing is left."""
+"""Any JSON is answered with 200 or an OpenAI error 4xx, and leaves no request running."""
 
 from __future__ import annotations
 

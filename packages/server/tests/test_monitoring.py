@@ -123,7 +123,7 @@ async def test_every_statistic_has_a_metric(engine):
     assert read - {"cache_usage"} == set(attrs.fields_dict(EngineStats))
 
 
-async def test_heat_is_shown_where_it_is_measured(client, engine):
+async def test_temperatures_are_metrics_if_they_are_measured(client, engine):
     assert not [name for name, _ in await samples(client) if "temperature" in name]
     engine.thermal = ThermalStats()
     assert ("trencadis:temperature_celsius", None) not in await samples(client)
@@ -158,7 +158,7 @@ async def test_requests_are_counted_by_how_they_ended(client, engine):
     assert after["vllm:request_generation_tokens_sum", None] == 3 + 4 * 2
 
 
-async def test_refused_requests_never_ended(client, engine):
+async def test_rejected_requests_are_not_counted_as_finished(client, engine):
     engine.overloaded = True
     response = await client.post("/v1/completions", json={"prompt": "abc"})
     assert response.status_code == 503
@@ -191,7 +191,7 @@ async def test_every_series_names_the_model_as_vllm_does(client):
                 assert sample.labels["engine"] == "0"
 
 
-async def test_openmetrics_is_spoken_where_asked_for(client):
+async def test_openmetrics_is_sent_if_the_client_accepts_it(client):
     response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
     assert response.headers["content-type"].startswith("application/openmetrics-text")
     assert response.text.endswith("# EOF\n")

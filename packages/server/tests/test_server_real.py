@@ -1,4 +1,4 @@
-"""A real server process with the small real model, asked by the official client."""
+"""A server process with the small real model, and the official client."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def test_beams_are_answers(client, model):
     assert "Paris" in texts[0]
 
 
-def test_an_operator_evicts_what_runs_and_it_goes_on(http, client, model):
+def test_a_request_that_an_operator_preempts_is_finished_later(http, client, model):
     answers: list[Any] = []
     fields = {"model": model, "messages": QUESTION, "n": 2, "seed": 1, "max_tokens": 60}
 
@@ -267,6 +267,7 @@ def test_an_operator_evicts_what_runs_and_it_goes_on(http, client, model):
     thread = threading.Thread(target=run)
     thread.start()
     wait_until(lambda: metric(http, "trencadis:running_seqs") == 2)
+    assert metric(http, "vllm:num_requests_running") == 1
     order = {"force_evict": 1, "max_num_seqs": 4}
     done = http.post("/v1/admin/batch", json=order, headers=ADMIN).json()
     thread.join(60)
@@ -282,7 +283,7 @@ def test_an_operator_evicts_what_runs_and_it_goes_on(http, client, model):
     assert restored["new_max_num_seqs"] == 8
 
 
-def test_a_target_temperature_caps_what_runs(http, client, model):
+def test_a_target_temperature_limits_the_running_sequences(http, client, model):
     assert metric(http, "trencadis:temperature_celsius") == 71
     assert metric(http, "trencadis:power_watts") == 300
     assert metric(http, "trencadis:thermal_policy_active") == 1
@@ -324,7 +325,7 @@ def ask(client: openai.OpenAI, model: str, word: str) -> str:
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_leaves_ends_its_request(http, client, model, stream):
+def test_a_client_that_disconnects_aborts_its_request(http, client, model, stream):
     body = {
         "model": model,
         "messages": QUESTION,
@@ -400,7 +401,7 @@ def test_extreme_but_valid_sampling_is_served(http):
     assert http.get("/health").status_code == 200
 
 
-def test_an_engine_that_dies_is_told(server, http):
+def test_clients_are_told_that_the_engine_died(server, http):
     """Last in this module: afterwards its server only says so."""
     (core,) = (pid for pid in session_members(server.process.pid) if is_core(server, pid))
     os.kill(core, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Answers over a real socket: events as they are made, clients that leave, engines that die."""
+"""Streams over a real socket: timing of events, clients that disconnect, engines that die."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CHAT = "/v1/chat/completions"
 HELLO = {"messages": [{"role": "user", "content": "x" * 100}]}
 
 
-async def test_events_come_as_they_are_made(url, engine):
+async def test_events_are_sent_when_they_are_generated(url, engine):
     engine.delay = 0.05
     clock = asyncio.get_running_loop().time
     async with (
@@ -31,7 +31,9 @@ async def test_events_come_as_they_are_made(url, engine):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("prompts", [1, 3])
-async def test_a_client_that_leaves_a_stream_ends_its_request(url, engine, soon, path, prompts):
+async def test_a_client_that_disconnects_from_a_stream_aborts_its_request(
+    url, engine, soon, path, prompts
+):
     engine.delay = 0.02
     body = HELLO if path == CHAT else {"prompt": ["x" * 100] * prompts, "max_tokens": 90}
     async with httpx.AsyncClient(base_url=url) as client:
@@ -49,7 +51,7 @@ async def test_a_client_that_leaves_a_stream_ends_its_request(url, engine, soon,
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_client_that_leaves_before_the_answer_ends_its_request(
+async def test_a_client_that_disconnects_before_the_answer_aborts_its_request(
     url, engine, soon, path, stream
 ):
     engine.delay = 30.0  # nothing is sent yet when the client leaves
@@ -61,7 +63,7 @@ async def test_a_client_that_leaves_before_the_answer_ends_its_request(
     assert engine.aborted
 
 
-async def test_many_clients_that_leave_at_any_moment_leave_nothing_behind(url, engine, soon):
+async def test_clients_that_disconnect_at_random_times_leave_no_request_running(url, engine, soon):
     engine.delay = 0.1
 
     limits = httpx.Limits(max_connections=60)
@@ -100,7 +102,7 @@ async def test_an_engine_that_dies_ends_the_stream_with_an_error_event(url, engi
         assert (await client.get("/health")).status_code == 503
 
 
-async def test_a_client_that_reads_nothing_is_given_up(serving, engine, soon):
+async def test_a_client_that_does_not_read_is_disconnected(serving, engine, soon):
     # an endless answer, of which the client never takes a byte
     engine.max_model_len = 10_000_000
     async with serving(send_timeout=0.3) as url:
@@ -121,7 +123,7 @@ async def test_a_client_that_reads_nothing_is_given_up(serving, engine, soon):
     assert engine.aborted
 
 
-async def test_a_long_prompt_does_not_hold_up_others(url, engine):
+async def test_a_long_prompt_does_not_delay_other_requests(url, engine):
     encode = engine.tokenizer.encode
 
     def slowly(text, add_special_tokens=True):

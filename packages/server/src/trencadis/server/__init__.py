@@ -1,8 +1,8 @@
-"""An OpenAI-compatible HTTP server: an app around a running engine, and a command for both.
+"""An OpenAI-compatible HTTP server for an engine.
 
-`create_app` is for programs that already run an engine; ``engine-serve`` (or ``python -m
-trencadis.server``) starts one and serves it. Names are imported on first use, so that
-``engine-serve --help`` needs neither a web framework nor torch.
+`create_app` makes an ASGI app for an engine that a program runs. `serve` and the command
+``engine-serve`` (or ``python -m trencadis.server``) start an engine and serve it. Names are
+imported on first use, so that ``engine-serve --help`` imports neither FastAPI nor PyTorch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = [
     "serve",
 ]
 
-_HOMES = {
+_MODULES = {
     "LaunchError": "launch",
     "ServerSettings": "settings",
     "ServingEngine": "engine_protocol",
@@ -42,9 +42,9 @@ if not TYPE_CHECKING:  # a type checker that sees it accepts every misspelt name
     def __getattr__(name: str) -> Any:
         if name == "__version__":
             return import_module("importlib.metadata").version("trencadis-server")
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
+        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -4,5 +4,5 @@ from __future__ import annotations
 
 from trencadis.server.cli import main
 
-if __name__ == "__main__":  # the engine's core process imports this module again
+if __name__ == "__main__":  # the core process imports this module, too
     raise SystemExit(main())

@@ -1,4 +1,4 @@
-"""The ASGI app: an engine that already runs, behind the OpenAI API."""
+"""The ASGI app that serves an engine over the OpenAI API."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from trencadis.server.settings import ServerSettings
 
 
 def create_app(engine: ServingEngine, settings: ServerSettings | None = None) -> FastAPI:
-    """An app that serves ``engine``, which its caller starts before and stops after.
+    """Make an app that serves ``engine``. The caller starts and stops the engine.
 
-    Any ASGI server runs it; `serve` does with uvicorn. ``host``, ``port`` and the like in
-    ``settings`` matter to that server alone.
+    Any ASGI server runs the app; `serve` uses uvicorn. The app ignores the ``settings`` of that
+    server: ``host``, ``port``, ``shutdown_timeout`` and ``access_log``.
     """
     settings = settings or ServerSettings()
     encoder = PromptEncoder(engine, settings.max_pending_prompts)
@@ -46,10 +46,16 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
         encoder=encoder,
         created=int(time.time()),
     )
-    for build in (chat_router, completions_router, models_router, health_router, admin_router):
-        app.include_router(build(context))
+    for router in (
+        chat_router,
+        completions_router,
+        models_router,
+        health_router,
+        admin_router,
+    ):
+        app.include_router(router(context))
     install_error_handlers(app, settings.retry_after)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
-    # added last, so asked first: before a body is read
+    # the middleware added last runs first: keys are checked before a body is read
     app.add_middleware(BearerAuth, api_keys=settings.api_keys, admin_keys=settings.admin_keys)
     return app

@@ -1,4 +1,4 @@
-"""Chat messages as clients send them, and as chat templates take them: a role and a text."""
+"""Chat messages: from the API's forms to a role and a text, which chat templates take."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
 
-_NO_TEXT = ("tool_calls", "function_call", "audio")
-"""Fields that carry part of a message beside its text, which no template here is given."""
+_UNSUPPORTED = ("tool_calls", "function_call", "audio")
+"""Fields of a message that are not passed to the chat template."""
 
 
 def check_characters(text: str) -> str:
-    """The text, or `InvalidRequest` for a lone surrogate, which JSON can hold and UTF-8 cannot."""
+    """Return the text.
+
+    Raises `InvalidRequest` for a lone surrogate, which JSON allows and UTF-8 does not.
+    """
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -26,7 +29,7 @@ Text = Annotated[str, AfterValidator(check_characters)]
 
 
 def _joined_text(content: Any) -> Any:
-    """A list of text parts as one text, line by line as vLLM joins them."""
+    """A list of text parts as one text, joined by newlines as in vLLM."""
     if not isinstance(content, list):
         return content
     return "\n".join(_part_text(position, part) for position, part in enumerate(content))
@@ -45,7 +48,7 @@ def _part_text(position: int, part: Any) -> str:
 
 
 class ChatMessage(BaseModel):
-    """One turn of a conversation. ``developer`` is OpenAI's newer name for ``system``."""
+    """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -54,14 +57,14 @@ class ChatMessage(BaseModel):
     name: Text | None = None
 
     @model_validator(mode="after")
-    def _text_alone(self) -> Self:
-        for name in _NO_TEXT:
+    def _check_supported(self) -> Self:
+        for name in _UNSUPPORTED:
             if (self.model_extra or {}).get(name):
                 raise InvalidRequest(f"{name} in a message is not supported")
         return self
 
     def for_template(self) -> dict[str, Any]:
-        """What the chat template sees."""
+        """The message as the chat template takes it."""
         role = "system" if self.role == "developer" else self.role
         message = {"role": role, "content": self.content}
         return message if self.name is None else {**message, "name": self.name}

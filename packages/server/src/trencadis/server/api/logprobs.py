@@ -1,4 +1,4 @@
-"""Log-probabilities in the two shapes that the OpenAI API gives them."""
+"""Log-probabilities in the OpenAI API's two formats: chat completions and completions."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from openai.types.completion_choice import Logprobs
 from trencadis.engine import PositionLogprobs, TokenLogprob
 from trencadis.server.engine_protocol import ServingTokenizer
 
-LOWEST = -9999.0
-"""Stands for minus infinity, which JSON lacks: what OpenAI and vLLM report."""
+MIN_LOGPROB = -9999.0
+"""Replaces minus infinity, which JSON does not have. OpenAI and vLLM report the same value."""
 
 
 def chat_logprobs(
     tokenizer: ServingTokenizer, positions: Iterable[PositionLogprobs]
 ) -> list[ChatCompletionTokenLogprob]:
-    """One entry per generated token, as chat completions report them."""
+    """The format of chat completions: one entry per generated token."""
     return [_chat_position(tokenizer, position) for position in positions]
 
 
 def completion_logprobs(
     tokenizer: ServingTokenizer, positions: Iterable[PositionLogprobs], text_offset: int
 ) -> Logprobs:
-    """Parallel lists over the generated tokens, as completions report them.
+    """The format of completions: parallel lists with an entry per generated token.
 
-    ``text_offset`` is where, in characters, the first of these tokens stands in its answer. The
-    chosen token is among the top ones even where it is not one of the most likely.
+    ``text_offset`` is the position of the first token in the text of its choice, in characters. The
+    top log-probabilities always include the chosen token.
     """
     texts: list[str] = []
     offsets: list[int] = []
@@ -39,8 +39,8 @@ def completion_logprobs(
         offsets.append(text_offset)
         text_offset += len(text)
         chosen.append(_finite(position.chosen.logprob))
-        likely = {tokenizer.token_text(t.token_id): _finite(t.logprob) for t in position.top}
-        top.append({text: _finite(position.chosen.logprob)} | likely)
+        most_probable = {tokenizer.token_text(t.token_id): _finite(t.logprob) for t in position.top}
+        top.append({text: _finite(position.chosen.logprob)} | most_probable)
     return Logprobs(text_offset=offsets, token_logprobs=chosen, tokens=texts, top_logprobs=top)
 
 
@@ -62,4 +62,4 @@ def _top(tokenizer: ServingTokenizer, token: TokenLogprob) -> TopLogprob:
 
 
 def _finite(logprob: float) -> float:
-    return logprob if logprob > LOWEST else LOWEST
+    return logprob if logprob > MIN_LOGPROB else MIN_LOGPROB

@@ -209,7 +209,7 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = _parameter("max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = _parameter("logprobs")
-    # vLLM's own
+    # vLLM extensions
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = (
@@ -247,7 +247,7 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
     logprobs: int | None = _parameter("logprobs")
     best_of: int | None = _parameter("best_of")
-    # vLLM's own
+    # vLLM extensions
     add_special_tokens: bool | None = None
 
     @property

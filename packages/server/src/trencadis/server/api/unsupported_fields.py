@@ -1,7 +1,7 @@
-"""Fields that OpenAI or vLLM define and this server does not offer.
+"""Request fields that OpenAI or vLLM defines and this server does not support.
 
-To ignore one of them would answer a question that the client did not ask, so it is refused by
-name, unless its value asks for nothing (null always does).
+Such a field is an error, because the answer would not be what the client asked for. A value that
+has no effect, such as null or an empty list, is accepted.
 """
 
 from __future__ import annotations
@@ -14,52 +14,53 @@ from trencadis.engine import InvalidRequest
 
 logger = logging.getLogger(__name__)
 
-_NOTHING: tuple[Any, ...] = ()
+_NULL_ONLY: tuple[Any, ...] = ()
 
-_ASKS_FOR_NOTHING: dict[str, tuple[Any, ...]] = {
-    # OpenAI's
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    # OpenAI
     "tools": ([],),
     "tool_choice": ("none",),
     "functions": ([],),
     "function_call": ("none",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "audio": _NOTHING,
-    "prediction": _NOTHING,
-    "reasoning_effort": _NOTHING,
-    "verbosity": _NOTHING,
-    "web_search_options": _NOTHING,
-    "moderation": _NOTHING,
+    "audio": _NULL_ONLY,
+    "prediction": _NULL_ONLY,
+    "reasoning_effort": _NULL_ONLY,
+    "verbosity": _NULL_ONLY,
+    "web_search_options": _NULL_ONLY,
+    "moderation": _NULL_ONLY,
     "service_tier": ("auto", "default"),
     "best_of": (1,),
     "suffix": ("",),
     "echo": (False,),
-    # vLLM's
+    # vLLM
     "add_special_tokens": (False,),
-    "allowed_token_ids": _NOTHING,
+    "allowed_token_ids": _NULL_ONLY,
     "bad_words": ([],),
-    "cache_salt": _NOTHING,
-    "chat_template": _NOTHING,
+    "cache_salt": _NULL_ONLY,
+    "chat_template": _NULL_ONLY,
     "documents": ([],),
-    "guided_choice": _NOTHING,
-    "guided_grammar": _NOTHING,
-    "guided_json": _NOTHING,
-    "guided_regex": _NOTHING,
-    "kv_transfer_params": _NOTHING,
+    "guided_choice": _NULL_ONLY,
+    "guided_grammar": _NULL_ONLY,
+    "guided_json": _NULL_ONLY,
+    "guided_regex": _NULL_ONLY,
+    "kv_transfer_params": _NULL_ONLY,
     "logits_processors": ([],),
-    "logprob_token_ids": _NOTHING,
-    "mm_processor_kwargs": _NOTHING,
-    "prompt_embeds": _NOTHING,
-    "prompt_logprobs": _NOTHING,
-    "repetition_detection": _NOTHING,
+    "logprob_token_ids": _NULL_ONLY,
+    "mm_processor_kwargs": _NULL_ONLY,
+    "prompt_embeds": _NULL_ONLY,
+    "prompt_logprobs": _NULL_ONLY,
+    "repetition_detection": _NULL_ONLY,
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
-    "structured_outputs": _NOTHING,
+    "structured_outputs": _NULL_ONLY,
     "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": _NOTHING,
-    "vllm_xargs": _NOTHING,
+    "truncate_prompt_tokens": _NULL_ONLY,
+    "vllm_xargs": _NULL_ONLY,
 }
+"""Unsupported fields, each with the values (besides null) that have no effect."""
 
 _IGNORED = frozenset(
     {
@@ -67,15 +68,18 @@ _IGNORED = frozenset(
         *("prompt_cache_retention", "parallel_tool_calls", "include_reasoning", "request_id"),
     }
 )
-"""Defined by OpenAI or vLLM, and without any effect on the answer of a text model."""
+"""Fields that OpenAI or vLLM defines and that do not affect the output of a text model."""
 
 
 def refuse_unsupported(undeclared: Mapping[str, Any]) -> None:
-    """Raise `InvalidRequest` for the first field that asks for something this server lacks."""
+    """Raise `InvalidRequest` for the first unsupported field that has an effect.
+
+    ``undeclared`` are the fields of a request that its model does not declare.
+    """
     for name, value in undeclared.items():
-        accepted = _ASKS_FOR_NOTHING.get(name)
+        accepted = _UNSUPPORTED.get(name)
         if accepted is not None and value is not None and value not in accepted:
             raise InvalidRequest(f"{name} is not supported by this server: leave it out", name)
-    unknown = [name for name in undeclared if name not in _ASKS_FOR_NOTHING.keys() | _IGNORED]
+    unknown = [name for name in undeclared if name not in _UNSUPPORTED.keys() | _IGNORED]
     if unknown:
         logger.debug("ignored unknown request fields: %s", ", ".join(map(repr, unknown)))

@@ -1,4 +1,4 @@
-"""Tokens that a request cost, as it goes and in OpenAI's form."""
+"""Token counts of a request."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from trencadis.engine import CompletionDelta
 
 @attrs.define
 class Usage:
-    """Counts of one request. ``cached`` holds, for each prompt, its tokens found in the cache."""
+    """Token counts of one request. ``cached`` is the number of prefix hits of each prompt."""
 
     prompt_tokens: int
     completion_tokens: int = 0
     cached: dict[int, int] = attrs.field(factory=dict)
 
     def add(self, prompt: int, delta: CompletionDelta) -> None:
-        """Count what an answer to prompt number ``prompt`` gained."""
+        """Add a delta of a choice for prompt number ``prompt``."""
         self.completion_tokens += len(delta.token_ids)
         self.cached[prompt] = delta.num_cached_tokens
 
     def so_far(self) -> CompletionUsage:
-        """The counts up to now."""
+        """The current counts, as the OpenAI API reports them."""
         return CompletionUsage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.completion_tokens,

@@ -1,4 +1,4 @@
-"""Probes and monitoring: ``/health``, ``/version``, ``/metrics``. Open even with API keys."""
+"""Monitoring: ``/health``, ``/version``, ``/metrics``. They need no API key."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from trencadis.server.routes.context import ServingContext
 
 
 def health_router(context: ServingContext) -> APIRouter:
-    """Routes that tell how the server is."""
+    """The routes for monitoring."""
     router = APIRouter(tags=["monitoring"])
 
     @router.get("/health")
     async def health() -> Response:
-        """200 while requests can be served, 503 once the engine stopped or does not answer."""
+        """200 if requests can be served, 503 if the engine has stopped or does not respond."""
         limit = context.settings.health_timeout
         try:
             await asyncio.wait_for(context.engine.check_health(), limit)
@@ -33,7 +33,7 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/metrics")
     async def metrics(request: Request) -> Response:
-        """Metrics in the text format of Prometheus, or in OpenMetrics where it is asked for."""
+        """Metrics in the Prometheus text format, or in OpenMetrics if the client accepts it."""
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
         content = encode(context.metrics.registry)
         return Response(content, headers={"Content-Type": content_type})

@@ -1,0 +1,54 @@
+"""The README: request fields, fields of an order, and metrics are those of the code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import attrs
+from openai.types.chat import completion_create_params as chat_params
+from openai.types.completion_create_params import CompletionCreateParamsBase
+
+from trencadis.engine import BatchControl
+from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.metrics.metric_tables import (
+    ENGINE_METRICS,
+    REQUEST_METRICS,
+    REQUEST_SUCCESS,
+)
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_the_readme_lists_all_request_fields_that_openai_does_not_have():
+    (listed,) = re.findall(r"extensions of vLLM: (.*?)\. `/docs`", README, re.DOTALL)
+    extensions = set()
+    for model, params in (
+        (ChatCompletionRequest, chat_params.CompletionCreateParamsBase),
+        (CompletionRequest, CompletionCreateParamsBase),
+    ):
+        extensions |= set(model.model_fields) - set(params.__annotations__) - {"stream"}
+    assert set(re.findall(r"`(.*?)`", listed)) == extensions | {
+        "stream_options.continuous_usage_stats"
+    }
+
+
+def test_the_readme_lists_all_fields_of_an_order():
+    section = README.partition("## Operators")[2].partition("## Metrics")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(
+        attrs.fields_dict(BatchControl)
+    )
+
+
+def metrics_table() -> str:
+    """All metrics as the README shows them, with the names that Prometheus shows."""
+    rows = [(f"{m.name}_total" if m.kind == "counter" else m.name, m.help) for m in ENGINE_METRICS]
+    rows += [(metric.name, metric.help) for metric in REQUEST_METRICS]
+    rows.append((f"{REQUEST_SUCCESS[0]}_total", REQUEST_SUCCESS[1]))
+    lines = ["| metric | meaning |", "|---|---|"]
+    return "\n".join([*lines, *(f"| `{name}` | {about} |" for name, about in rows)])
+
+
+def test_the_readme_lists_all_metrics():
+    table = README.partition("<!-- metrics:begin -->")[2].partition("<!-- metrics:end -->")[0]
+    assert table.strip() == metrics_table().strip()
