@@ -36,7 +36,7 @@ LIGHT = {
 """Third-party packages that the four small libraries may load when they are imported."""
 
 OPTIONAL = {
-    "bucketing.plot": {"matplotlib"},
+    "bucketing.cli.plot": {"matplotlib"},
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
     "kvcache.huge_pages": {"torch"},
@@ -55,11 +55,12 @@ UNDRAWN_ROOMS = 6
 
 FLOORS: dict[str, list[set[str]]] = {
     "bucketing": [
-        {"errors"},
-        {"bucket", "bucket_file", "cells", "config", "fitted", "ranges"},
-        {"axis_plan", "comparison", "grid", "reach", "trace", "traffic"},
-        {"fit_plans", "plot"},
+        {"errors", "rounding"},
+        {"bucket_file", "traffic", "validators"},
+        {"grid", "strategies"},
+        {"config"},
         {"serving_grids"},
+        {"strategy_comparison"},
         {"cli"},
     ],
     "kvcache": [

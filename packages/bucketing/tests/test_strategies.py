@@ -15,10 +15,9 @@ from trencadis.bucketing import (
     prompt_grid,
     sequence_grid,
 )
-from trencadis.bucketing.axis_settings import AxisSettings
 from trencadis.bucketing.cli import main
 from trencadis.bucketing.config import describe_axis_settings
-from trencadis.bucketing.strategies import STRATEGIES, Strategy
+from trencadis.bucketing.strategies import STRATEGIES, AxisSettings, Strategy
 
 LIMITS = {"max_num_seqs": 5, "max_model_len": 1000, "block_size": 128}
 

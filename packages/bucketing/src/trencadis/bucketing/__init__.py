@@ -2,18 +2,20 @@
 
 from typing import TYPE_CHECKING
 
-from trencadis.bucketing.axis_config import AxisConfig
-from trencadis.bucketing.bucket import Bucket
 from trencadis.bucketing.bucket_file import read_bucket_file, write_bucket_file
-from trencadis.bucketing.config import BucketingConfig
+from trencadis.bucketing.config import AxisConfig, BucketingConfig
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import fitted_axes, fitted_range
-from trencadis.bucketing.grid import BucketGrid
-from trencadis.bucketing.ranges import exponential_range, linear_range, padding_aware_range
+from trencadis.bucketing.grid import Bucket, BucketGrid
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
+from trencadis.bucketing.strategies import (
+    exponential_range,
+    fitted_axes,
+    fitted_range,
+    linear_range,
+    padding_aware_range,
+)
 from trencadis.bucketing.strategy_comparison import StrategyResult, compare_strategies
-from trencadis.bucketing.trace import Trace, read_trace
-from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.traffic import Trace, TrafficRecorder, read_trace
 
 __all__ = [
     "AxisConfig",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
-from trencadis.bucketing.array_types import IntArray
+import numpy as np
+import numpy.typing as npt
 
+IntArray: TypeAlias = npt.NDArray[np.int64]
 Integers = TypeVar("Integers", int, IntArray)
 
 

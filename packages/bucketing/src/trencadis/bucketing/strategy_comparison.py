@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import attrs
 import numpy as np
 
-from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.config import BucketingConfig
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import fitted_axes, padded
-from trencadis.bucketing.serving_axes import prompt_axes
-from trencadis.bucketing.strategies import STRATEGIES
+from trencadis.bucketing.rounding import IntArray
+from trencadis.bucketing.serving_grids import prompt_axes
+from trencadis.bucketing.strategies import STRATEGIES, fitted_axes, padded
 
 
 @attrs.frozen

@@ -10,11 +10,14 @@ from typing import Any, SupportsIndex, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.bucketing.array_types import FloatArray, IntArray
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.rounding import IntArray
 
 Validator: TypeAlias = Callable[[Any, Any, Any], None]
 """A validator of attrs: it takes the instance, the attribute and the value."""
+
+Weights: TypeAlias = IntArray | npt.NDArray[np.float64]
+"""The weights of lengths. Sums of integer weights are exact."""
 
 
 def optional_integer(minimum: int, maximum: int | None = None) -> Validator:
@@ -146,7 +149,7 @@ def checked_lengths(lengths: npt.ArrayLike, max: int) -> IntArray:
     return integers
 
 
-def checked_weights(weights: npt.ArrayLike | None, count: int) -> IntArray | FloatArray:
+def checked_weights(weights: npt.ArrayLike | None, count: int) -> Weights:
     """The weights of `count` lengths; each is 1 where `weights` is None. Integers stay integers.
 
     Raises:
@@ -156,7 +159,7 @@ def checked_weights(weights: npt.ArrayLike | None, count: int) -> IntArray | Flo
         return np.ones(count, dtype=np.int64)
     given = np.asarray(weights)
     exact = np.issubdtype(given.dtype, np.integer)
-    values: IntArray | FloatArray = given.astype(np.int64) if exact else given.astype(np.float64)
+    values: Weights = given.astype(np.int64) if exact else given.astype(np.float64)
     if len(values) != count or not np.all(np.isfinite(values)) or not np.all(values >= 0):
         raise BucketingError(
             f"the {len(values)} weights must be finite, not negative, and one for each of the "

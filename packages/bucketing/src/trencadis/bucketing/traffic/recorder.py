@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.rounding import round_up
+from trencadis.bucketing.rounding import IntArray, round_up
 
 
 class TrafficRecorder:

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from trencadis.bucketing.array_types import IntArray
-from trencadis.bucketing.axis_settings import AxisSettings
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fitted_ranges import fitted_axes, fitted_range
-from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.rounding import IntArray
+from trencadis.bucketing.strategies.axis_settings import AxisSettings
+from trencadis.bucketing.strategies.fitted_ranges import fitted_axes, fitted_range
+from trencadis.bucketing.traffic import TrafficRecorder
 
 logger = logging.getLogger(__name__)
 

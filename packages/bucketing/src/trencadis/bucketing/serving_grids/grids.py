@@ -11,22 +11,25 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 
-from trencadis.bucketing.axis_settings import AxisSettings
-from trencadis.bucketing.bucket_cost import PromptCost
-from trencadis.bucketing.config import BucketingConfig, Phase
-from trencadis.bucketing.config_files import listed_shapes, recorded_traffic
-from trencadis.bucketing.environment import variable_of
+from trencadis.bucketing.config import (
+    BucketingConfig,
+    Phase,
+    listed_shapes,
+    recorded_traffic,
+    variable_of,
+)
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.grid import BucketGrid
-from trencadis.bucketing.reachable_shapes import (
+from trencadis.bucketing.grid import (
+    BucketGrid,
+    PromptCost,
     ReachableDecodeShapes,
     ReachablePromptShapes,
     every_shape,
 )
 from trencadis.bucketing.rounding import ceil_div
-from trencadis.bucketing.serving_axes import decode_axes, prompt_axes, sequence_axes
-from trencadis.bucketing.strategies import STRATEGIES
-from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.serving_grids.axes import decode_axes, prompt_axes, sequence_axes
+from trencadis.bucketing.strategies import STRATEGIES, AxisSettings
+from trencadis.bucketing.traffic import TrafficRecorder
 from trencadis.bucketing.validators import check_positive
 
 PROMPT_AXES = ("batch", "query", "context_blocks")

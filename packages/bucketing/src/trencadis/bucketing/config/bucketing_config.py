@@ -13,8 +13,8 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from trencadis.bucketing.axis_config import AxisConfig
-from trencadis.bucketing.environment import (
+from trencadis.bucketing.config.axis_config import AxisConfig
+from trencadis.bucketing.config.environment import (
     axis_variables,
     describe_settings,
     read_flag,

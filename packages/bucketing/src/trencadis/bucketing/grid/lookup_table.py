@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.bucketing.bucket import Shape
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.grid.bucket import Shape
 
 MAX_CELLS = 1 << 24
 """Of the full product, before any filter. A server captures at most a few thousand graphs. At

@@ -1,9 +1,10 @@
-"""A bucket: one named shape that a graph is compiled for."""
+"""A bucket: one named shape that a graph is compiled for, and what it costs to run."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import attrs
@@ -58,3 +59,31 @@ class Bucket:
     def __repr__(self) -> str:
         pairs = zip(self.axes, self.shape, strict=True)
         return f"Bucket({', '.join(f'{axis}={size}' for axis, size in pairs)})"
+
+
+Cost: TypeAlias = Callable[[Bucket], float]
+
+
+def element_count(bucket: Bucket) -> float:
+    """The default cost: the product of the sizes, where a size of 0 counts as 1."""
+    return float(math.prod(size or 1 for size in bucket.shape))
+
+
+@attrs.frozen
+class PromptCost:
+    """The cost of a prompt bucket (batch, query, context blocks), in (token, token) pairs.
+
+    Linear layers cost per new token, attention per pair of a new token and a token it attends to.
+    The weights make both equal at a context of about `max_model_len`.
+
+    Attributes:
+        max_model_len: tokens of one sequence.
+        block_size: tokens per block.
+    """
+
+    max_model_len: int
+    block_size: int
+
+    def __call__(self, bucket: Bucket) -> float:
+        batch, query, blocks = bucket.shape
+        return float(batch * query * (self.max_model_len + query + blocks * self.block_size))

@@ -10,16 +10,14 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from trencadis.bucketing.array_types import IntArray
 from trencadis.bucketing.bucket_file import write_bucket_file
 from trencadis.bucketing.config import BucketingConfig, Phase
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.grid import BucketGrid
-from trencadis.bucketing.rounding import ceil_div, round_up
+from trencadis.bucketing.rounding import IntArray, ceil_div, round_up
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
 from trencadis.bucketing.strategy_comparison import StrategyResult, best_fit, compare_strategies
-from trencadis.bucketing.trace import read_trace
-from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.traffic import TrafficRecorder, read_trace
 
 
 def show_grids(options: argparse.Namespace) -> None:
@@ -54,7 +52,7 @@ def fit_trace(options: argparse.Namespace) -> None:
 def plot_trace(options: argparse.Namespace) -> None:
     """Draw the lengths of a trace with the bucket edges of `exp` and of the best fit."""
     try:
-        from trencadis.bucketing.plot import plot_traffic  # noqa: PLC0415 - needs the plot extra
+        from trencadis.bucketing.cli.plot import plot_traffic  # noqa: PLC0415 - needs the plot extra
     except ImportError as error:
         raise BucketingError(
             f"plot needs matplotlib ({error}): install trencadis-bucketing[plot]"

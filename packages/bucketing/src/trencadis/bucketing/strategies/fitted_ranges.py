@@ -8,11 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.bucketing.array_types import FloatArray, IntArray
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.optimal_partition import least_padding_edges
-from trencadis.bucketing.rounding import round_up
-from trencadis.bucketing.validators import checked_lengths, checked_weights
+from trencadis.bucketing.rounding import IntArray, round_up
+from trencadis.bucketing.strategies.optimal_partition import least_padding_edges
+from trencadis.bucketing.validators import Weights, checked_lengths, checked_weights
 
 
 def fitted_range(
@@ -102,7 +101,7 @@ def _budget_splits(budget: int) -> list[tuple[int, int]]:
 
 def _alternate(
     sizes: tuple[IntArray, IntArray],
-    weight: IntArray | FloatArray,
+    weight: Weights,
     steps: tuple[int, int],
     maxima: tuple[int, int],
     limits: tuple[int, int],
@@ -122,15 +121,13 @@ def _alternate(
         least, best = total, (axes[0], axes[1])
 
 
-def _fit(
-    lengths: IntArray, weight: IntArray | FloatArray, step: int, max: int, limit: int
-) -> tuple[int, ...]:
+def _fit(lengths: IntArray, weight: Weights, step: int, max: int, limit: int) -> tuple[int, ...]:
     edges, weights = _histogram(lengths, weight, step, max)
     return least_padding_edges(edges, weights, limit)
 
 
 def _histogram(
-    lengths: IntArray, weights: IntArray | FloatArray, step: int, max: int
+    lengths: IntArray, weights: Weights, step: int, max: int
 ) -> tuple[list[int], list[float]]:
     """The candidate buckets, the last one `max`, and the total weight that rounds up to each."""
     seen = weights > 0

@@ -11,11 +11,9 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from trencadis.bucketing.bucket import Bucket, Shape
-from trencadis.bucketing.bucket_cost import Cost, element_count
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.fallback import fallback_size
-from trencadis.bucketing.lookup_table import (
+from trencadis.bucketing.grid.bucket import Bucket, Cost, Shape, element_count
+from trencadis.bucketing.grid.lookup_table import (
     cell_edges,
     cells,
     cheapest_dominating,
@@ -23,7 +21,8 @@ from trencadis.bucketing.lookup_table import (
     nested_answers,
     positions,
 )
-from trencadis.bucketing.reachable_shapes import Reachable, every_shape
+from trencadis.bucketing.grid.reachable_shapes import Reachable, every_shape
+from trencadis.bucketing.rounding import round_up
 from trencadis.bucketing.validators import checked_axis
 
 Filter: TypeAlias = Callable[[Bucket], bool]
@@ -232,6 +231,25 @@ class BucketGrid:
         pairs = zip(self._axes, self._values, strict=True)
         product = " × ".join(f"{len(values)} {name}" for name, values in pairs)
         return f"<BucketGrid {self._phase}: {len(self)} buckets, {product}>"
+
+
+def fallback_size(axis: str, size: int, largest: int) -> int:
+    """`size` rounded up to a multiple of a step that grows with it, as in Gaudi's plugin.
+
+    The step is the cube root of `size`, rounded up, times 2 for the axis `batch` and times 32 for
+    any other. So longer shapes meet fewer, wider fallbacks. (vllm-gaudi,
+    `vllm_gaudi/extension/bucketing/common.py`, `calc_fallback_value`.)
+
+    Args:
+        axis: the name of the axis.
+        size: the size to pad.
+        largest: the largest bucket of the axis; a size up to it is not padded beyond it.
+    """
+    if size <= 1:
+        return size
+    step = math.ceil(math.pow(size, 1 / 3)) * (2 if axis == "batch" else 32)
+    padded = round_up(size, step)
+    return min(padded, largest) if size <= largest else padded
 
 
 def _checked_costs(buckets: Sequence[Bucket], cost: Cost) -> list[float]:

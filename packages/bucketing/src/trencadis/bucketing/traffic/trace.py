@@ -14,9 +14,10 @@ from typing import Any
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
-from trencadis.bucketing.array_types import FloatArray, IntArray
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.rounding import IntArray
 
 # Column names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
@@ -37,7 +38,7 @@ class Trace:
     """
 
     lengths: IntArray
-    arrivals: FloatArray | None = None
+    arrivals: npt.NDArray[np.float64] | None = None
     outputs: IntArray | None = None
 
     def requests(self) -> IntArray:

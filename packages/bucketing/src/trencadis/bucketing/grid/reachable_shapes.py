@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import attrs
 
-from trencadis.bucketing.bucket import Shape
+from trencadis.bucketing.grid.bucket import Shape
 
 Reachable: TypeAlias = Callable[[Shape, Shape], bool]
 """Whether any shape from the first to the second, size by size, can come."""

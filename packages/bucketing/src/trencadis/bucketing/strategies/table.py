@@ -7,10 +7,14 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from trencadis.bucketing.axis_settings import AxisSettings
-from trencadis.bucketing.ranges import exponential_range, linear_range, padding_aware_range
-from trencadis.bucketing.traffic_fit import fit_to_traffic
-from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.strategies.axis_settings import AxisSettings
+from trencadis.bucketing.strategies.ranges import (
+    exponential_range,
+    linear_range,
+    padding_aware_range,
+)
+from trencadis.bucketing.strategies.traffic_fit import fit_to_traffic
+from trencadis.bucketing.traffic import TrafficRecorder
 
 Range: TypeAlias = Callable[..., tuple[int, ...]]
 Fit: TypeAlias = Callable[[Sequence[AxisSettings], TrafficRecorder], Mapping[str, tuple[int, ...]]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trencadis.bucketing import __version__
-from trencadis.bucketing.commands import fit_trace, plot_trace, show_grids
+from trencadis.bucketing.cli.commands import fit_trace, plot_trace, show_grids
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.strategies import STRATEGIES
@@ -143,7 +143,3 @@ def _share(text: str) -> float:
     if not 0 <= share < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a share from 0 to less than 1")
     return share
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -9,8 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
-from trencadis.bucketing.array_types import IntArray
-from trencadis.bucketing.rounding import ceil_div
+from trencadis.bucketing.rounding import IntArray, ceil_div
 from trencadis.bucketing.strategy_comparison import StrategyResult
 
 _GREY, _ORANGE, _BLUE = "#9aa0a6", "#d1603d", "#2b6cb0"

@@ -6,11 +6,11 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from trencadis.bucketing.bucket_file import FileShape, read_bucket_file
-from trencadis.bucketing.config import BucketingConfig, Phase
-from trencadis.bucketing.environment import variable_of
+from trencadis.bucketing.config.bucketing_config import BucketingConfig, Phase
+from trencadis.bucketing.config.environment import variable_of
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.strategies import STRATEGIES
-from trencadis.bucketing.traffic_recorder import TrafficRecorder
+from trencadis.bucketing.traffic import TrafficRecorder
 
 
 def listed_shapes(

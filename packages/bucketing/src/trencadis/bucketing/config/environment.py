@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from trencadis.bucketing.axis_config import AxisConfig
+from trencadis.bucketing.config.axis_config import AxisConfig
 from trencadis.bucketing.errors import BucketingError
 
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")

@@ -1,0 +1,18 @@
+"""Grids of buckets: which bucket a shape is padded to, which shapes can come, and the costs."""
+
+from trencadis.bucketing.grid.bucket import Bucket, PromptCost
+from trencadis.bucketing.grid.bucket_grid import BucketGrid
+from trencadis.bucketing.grid.reachable_shapes import (
+    ReachableDecodeShapes,
+    ReachablePromptShapes,
+    every_shape,
+)
+
+__all__ = [
+    "Bucket",
+    "BucketGrid",
+    "PromptCost",
+    "ReachableDecodeShapes",
+    "ReachablePromptShapes",
+    "every_shape",
+]

@@ -1,0 +1,23 @@
+"""Bucketing strategies: functions that compute the values of axes, and the table of them."""
+
+from trencadis.bucketing.strategies.axis_settings import AxisSettings
+from trencadis.bucketing.strategies.fitted_ranges import fitted_axes, fitted_range, padded
+from trencadis.bucketing.strategies.ranges import (
+    exponential_range,
+    linear_range,
+    padding_aware_range,
+)
+from trencadis.bucketing.strategies.table import STRATEGIES, Size, Strategy
+
+__all__ = [
+    "STRATEGIES",
+    "AxisSettings",
+    "Size",
+    "Strategy",
+    "exponential_range",
+    "fitted_axes",
+    "fitted_range",
+    "linear_range",
+    "padded",
+    "padding_aware_range",
+]
