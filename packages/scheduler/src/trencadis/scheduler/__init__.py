@@ -19,12 +19,11 @@ from trencadis.scheduler.errors import (
     StepOrderError,
     UnservableRequest,
 )
-from trencadis.scheduler.group import Sequence, SequenceGroup
+from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
 from trencadis.scheduler.preemption_costs import PreemptionCosts, StepTiming
 from trencadis.scheduler.request import BeamSearch, FinishReason, Request
 from trencadis.scheduler.scheduler import Scheduler
-from trencadis.scheduler.sequence_status import SequenceStatus
 from trencadis.scheduler.thermal.guard import ThermalGuard
 
 __all__ = [

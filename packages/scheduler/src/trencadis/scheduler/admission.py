@@ -1,17 +1,16 @@
-"""Admission control: resumes groups and admits waiting ones, without starvation."""
+"""Admission control: refuses unservable requests, resumes groups and admits waiting ones."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 from trencadis.scheduler.config import SchedulerConfig
-from trencadis.scheduler.group import SequenceGroup
+from trencadis.scheduler.errors import DuplicateRequest, QueueFull, UnservableRequest
+from trencadis.scheduler.group import SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
-from trencadis.scheduler.group_queue import GroupQueue
-from trencadis.scheduler.group_states import GroupStates
-from trencadis.scheduler.pending_prefixes import PendingPrefixes
-from trencadis.scheduler.scheduling_step import SchedulingStep
-from trencadis.scheduler.sequence_status import SequenceStatus
+from trencadis.scheduler.group_states import GroupQueue, GroupStates
+from trencadis.scheduler.output import SchedulingStep
+from trencadis.scheduler.request import Request
 
 
 class AdmissionControl:
@@ -32,6 +31,18 @@ class AdmissionControl:
         self._group_blocks = group_blocks
         self._pending_prefixes = PendingPrefixes(group_blocks)
         self._num_free_at_refusal: dict[int, int] = {}
+
+    def check(self, request: Request) -> None:
+        """Raises `DuplicateRequest`, `QueueFull` or `UnservableRequest`."""
+        if request.request_id in self._states.groups:
+            raise DuplicateRequest(f"request id {request.request_id!r} is already in the scheduler")
+        num_waiting = len(self._states.waiting)
+        if num_waiting >= self._config.max_waiting:
+            raise QueueFull(
+                f"the waiting queue has {num_waiting} requests and max_waiting is "
+                f"{self._config.max_waiting}: try again later"
+            )
+        self._check_size(request)
 
     def start_swapped_in(self, step: SchedulingStep) -> None:
         """Start the groups whose swap-in has completed."""
@@ -62,6 +73,30 @@ class AdmissionControl:
     def discard(self, group: SequenceGroup) -> None:
         """Forget a group that has left the scheduler."""
         self._num_free_at_refusal.pop(group.arrival, None)
+
+    def _check_size(self, request: Request) -> None:
+        """Raises `UnservableRequest` for one that could not run to its end even alone."""
+        length, config = request.num_prompt_tokens, self._config
+        if length == 0:
+            raise UnservableRequest("the prompt is empty: give at least one token")
+        if length >= config.max_model_len:
+            raise UnservableRequest(
+                f"the prompt has {length} tokens, max_model_len is {config.max_model_len} "
+                "and the output needs at least one: shorten the prompt or raise max_model_len"
+            )
+        if request.num_seqs > config.max_num_seqs:
+            raise UnservableRequest(
+                f"the request runs {request.num_seqs} sequences at once, max_num_seqs is "
+                f"{config.max_num_seqs}: lower n, best_of or the beam width"
+            )
+        num_needed = self._group_blocks.max_num_blocks(request, config.max_model_len)
+        num_total = self._group_blocks.pool.num_usable_blocks
+        if num_needed > num_total:
+            raise UnservableRequest(
+                f"{length} prompt tokens and {request.num_seqs} × {request.max_tokens} more could "
+                f"need {num_needed} blocks, which do not fit in the KV cache of {num_total}: "
+                "shorten the prompt, lower max_tokens, n or the beam width, or add blocks"
+            )
 
     def _start_groups(
         self,
@@ -124,7 +159,7 @@ class AdmissionControl:
         self._states.begin_swap_in(group)
         if self._group_blocks.is_resident(group):
             self._states.start(group, step.now)
-            step.schedule_group(group)
+            step.schedule([group])
 
     def _can_admit(self, group: SequenceGroup, step: SchedulingStep) -> bool:
         resumed = self.next_group(self._states.resume_queue, step)
@@ -143,14 +178,49 @@ class AdmissionControl:
     def _start(self, group: SequenceGroup, step: SchedulingStep) -> None:
         self._group_blocks.allocate(group)
         self._states.start(group, step.now)
-        step.schedule_group(group)
+        step.schedule([group])
 
     def _can_allocate(self, group: SequenceGroup) -> bool:
         """Whether there are blocks for a group. A refused group needs more free blocks to retry."""
-        num_free = self._group_blocks.num_free
+        num_free = self._group_blocks.pool.num_free_blocks
         if num_free <= self._num_free_at_refusal.get(group.arrival, -1):
             return False
         if self._group_blocks.can_allocate(group):
             return True
         self._num_free_at_refusal[group.arrival] = num_free
         return False
+
+
+class PendingPrefixes:
+    """Remembers which prompt blocks are being computed, by digest.
+
+    A group that waits for such a block gets it from the prefix cache instead of computing it.
+    """
+
+    def __init__(self, group_blocks: GroupBlocks) -> None:
+        self._group_blocks = group_blocks
+        self._digests: dict[SequenceGroup, frozenset[bytes]] = {}
+
+    def add(self, group: SequenceGroup) -> None:
+        """Add the blocks that a group, which has just been admitted, will compute."""
+        if group.prefix_keys is None:
+            return
+        num_computed = group.allocated_seqs[0].num_computed_tokens // group.block_size
+        digests = frozenset(key.digest for key in group.prefix_keys.blocks[num_computed:])
+        if digests:
+            self._digests[group] = digests
+
+    def has_next_block(self, group: SequenceGroup) -> bool:
+        """Whether the first block that ``group`` lacks in the prefix cache is being computed."""
+        if not self._digests:
+            return False
+        digest = self._group_blocks.next_uncached_digest(group)
+        return digest is not None and any(digest in pending for pending in self._digests.values())
+
+    def discard_computed(self) -> None:
+        """Remove groups that have computed their prompt or do not run any more."""
+        for group in tuple(self._digests):
+            if group.status is not SequenceStatus.RUNNING or (
+                group.allocated_seqs[0].num_computed_tokens >= group.request.num_prompt_tokens
+            ):
+                del self._digests[group]

@@ -25,10 +25,6 @@ class SteadyClock:
         self._offset_s = -self._last_s
         self._backward_steps = 0
 
-    def now(self) -> float:
-        """Seconds since the clock was made."""
-        return self.read()[0]
-
     def read(self) -> tuple[float, int]:
         """Seconds since the clock was made, and the number of backward steps so far."""
         with self._lock:

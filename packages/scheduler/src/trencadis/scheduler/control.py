@@ -1,18 +1,28 @@
 """Control requests of an operator: queued from any thread, applied at the top of a step.
 
-The fields and the answer are those of ``/v1/admin/batch`` in seed 003, section 4. They count
-sequences, not requests, as ``max_num_seqs`` does.
+Their fields and those of the answer are the fields of ``/v1/admin/batch`` in seed 003, section 4.
+They count sequences, not requests, as ``max_num_seqs`` does.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from concurrent.futures import Future
+from typing import TypeGuard
 
 import attrs
 
+from trencadis.scheduler.errors import ControlError, SchedulerError
+from trencadis.scheduler.group import SequenceGroup, SequenceStatus
+from trencadis.scheduler.group_states import GroupStates
+from trencadis.scheduler.output import SchedulingStep
+from trencadis.scheduler.preemption import Preemptor
+from trencadis.scheduler.running_limit import RunningLimit
+from trencadis.scheduler.thermal.guard import ThermalGuard
+from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
 from trencadis.scheduler.validators import integer, number, one_of
 
 
@@ -66,28 +76,135 @@ class BatchControlResult:
     new_max_num_seqs: int
 
 
-class ControlQueue:
-    """Control requests that have not been applied yet. Thread-safe."""
+class ControlHandler:
+    """Queues requests until the next step, then changes the running limit and preempts victims.
 
-    def __init__(self) -> None:
+    It also queues requests to preempt, of `Scheduler.abort_and_swap`.
+    """
+
+    def __init__(
+        self,
+        states: GroupStates,
+        preemptor: Preemptor,
+        limit: RunningLimit,
+        thermal: ThermalGuard | None,
+    ) -> None:
+        self._states = states
+        self._preemptor = preemptor
+        self._limit = limit
+        self._thermal = thermal
         self._pending: deque[tuple[BatchControl, Future[BatchControlResult]]] = deque()
+        self._to_preempt: list[str] = []
 
-    def __len__(self) -> int:
-        return len(self._pending)
+    @property
+    def has_control_requests(self) -> bool:
+        return bool(self._pending)
 
     def put(self, control: BatchControl) -> Future[BatchControlResult]:
-        """Queue a control request. The future resolves in the next ``schedule()``."""
+        """Queue a control request. Thread-safe; see `Scheduler.control`."""
         future: Future[BatchControlResult] = Future()
         self._pending.append((control, future))
         return future
 
-    def pop(self) -> tuple[BatchControl, Future[BatchControlResult]] | None:
-        """The next control request that was not cancelled, None if the queue is empty.
+    def request_preemption(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """Preempt those of the requests that run in the next step; returns their ids."""
+        groups = (self._states.groups.get(request_id) for request_id in dict.fromkeys(request_ids))
+        running = [group.request_id for group in groups if _is_running(group)]
+        self._to_preempt.extend(running)
+        return tuple(running)
 
-        The request can no longer be cancelled; the caller resolves its future.
+    def apply(self, step: SchedulingStep) -> None:
+        """Preempt the requested groups, then apply each control request and answer it.
+
+        Skips control requests that were cancelled; later they can no longer be cancelled.
         """
+        if self._to_preempt:
+            requested = [self._states.groups.get(request_id) for request_id in self._to_preempt]
+            self._to_preempt.clear()
+            victims = [group for group in requested if _is_running(group)]
+            self._force_evict(list(dict.fromkeys(victims)), step)
         while self._pending:
             control, future = self._pending.popleft()
-            if future.set_running_or_notify_cancel():
-                return control, future
-        return None
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                result = self._apply(control, step)
+            except SchedulerError as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+    def _apply(self, control: BatchControl, step: SchedulingStep) -> BatchControlResult:
+        """Raises `ControlError` before anything has changed."""
+        max_num_seqs = self._max_num_seqs(control)
+        previous_running = self._states.num_running_seqs
+        victims = self._victims(control, max_num_seqs, step)
+        if not control.dry_run:
+            self._set_target_temp(control)
+            self._limit.set_max_num_seqs(max_num_seqs)
+            if control.force_evict and control.max_num_seqs is None:
+                self._force_evict(victims, step)
+            else:
+                self._preempt(victims, step)
+        num_preempted = sum(group.num_seqs for group in victims)
+        return BatchControlResult(
+            previous_running=previous_running,
+            new_running=previous_running - num_preempted,
+            evicted_request_ids=tuple(group.request_id for group in victims),
+            estimated_watts_saved=num_preempted * self._watts_per_sequence(),
+            new_max_num_seqs=max_num_seqs,
+        )
+
+    def _max_num_seqs(self, control: BatchControl) -> int:
+        config = self._limit.config
+        max_num_seqs = config.max_num_seqs if control.max_num_seqs is None else control.max_num_seqs
+        if max_num_seqs > config.max_num_batched_tokens:
+            raise ControlError(
+                f"max_num_seqs {max_num_seqs} is above max_num_batched_tokens "
+                f"{config.max_num_batched_tokens}, so a full decode batch does not fit in a step: "
+                "lower the first",
+                "max_num_seqs",
+            )
+        if control.target_temp_c is not None and (
+            self._thermal is None or self._thermal.policy is None
+        ):
+            raise ControlError(
+                f"target_temp_c {control.target_temp_c} needs a thermal policy and none is active: "
+                "start with a policy, or set max_num_seqs",
+                "target_temp_c",
+            )
+        return max_num_seqs
+
+    def _set_target_temp(self, control: BatchControl) -> None:
+        if control.target_temp_c is None or self._thermal is None or self._thermal.policy is None:
+            return
+        if not self._thermal.policy.retarget(control.target_temp_c):
+            raise ControlError(
+                f"{type(self._thermal.policy).__name__} has no target temperature to set to "
+                f"{control.target_temp_c}: use the proportional policy, or set max_num_seqs",
+                "target_temp_c",
+            )
+
+    def _victims(
+        self, control: BatchControl, max_num_seqs: int, step: SchedulingStep
+    ) -> list[SequenceGroup]:
+        limit = min(max_num_seqs, self._limit.value(step.now))
+        num_seqs = max(control.force_evict or 0, self._states.num_running_seqs - limit)
+        return first_victims(victim_order(control.policy), list(self._states.running), num_seqs)
+
+    def _preempt(self, groups: list[SequenceGroup], step: SchedulingStep) -> None:
+        for group in groups:
+            self._preemptor.preempt(group, step)
+
+    def _force_evict(self, groups: list[SequenceGroup], step: SchedulingStep) -> None:
+        """Preempt groups and hold the running limit at the number of sequences that are left."""
+        self._preempt(groups, step)
+        if groups:
+            self._limit.hold(step.now)
+
+    def _watts_per_sequence(self) -> float:
+        return PRIOR_W if self._thermal is None else self._thermal.power_model.per_sequence_w
+
+
+def _is_running(group: SequenceGroup | None) -> TypeGuard[SequenceGroup]:
+    return group is not None and group.status is SequenceStatus.RUNNING

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 from trencadis.kvcache import AllocStatus, BlockManager, CopyPlan, Direction, ceil_div
 from trencadis.scheduler.group import Sequence, SequenceGroup
+from trencadis.scheduler.request import Request
 
 
 class GroupBlocks:
     """Allocates, appends, forks, swaps and frees the blocks of groups.
 
+    - ``pool``: the device blocks.
     - ``moves``: the copies of the current step, in the order in which they must be carried out.
     - ``num_swapping_out``: device blocks that become free once copies to the host that the
       bandwidth limit deferred are carried out.
     """
 
     def __init__(self, blocks: BlockManager) -> None:
+        self.pool = blocks.pool
         self.moves = CopyPlan()
         self.num_swapping_out = 0
         self._blocks = blocks
         self._block_size = blocks.config.block_size
-
-    @property
-    def num_free(self) -> int:
-        return self._blocks.pool.num_free_blocks
 
     def begin_step(self, now: float) -> None:
         """Start a new move plan with the deferred copies that are due at ``now`` (seconds)."""
@@ -33,6 +32,19 @@ class GroupBlocks:
             self.moves.add(Direction.OUT, due.out)
         if due.in_:
             self.moves.add(Direction.IN, due.in_)
+
+    def max_num_blocks(self, request: Request, max_model_len: int) -> int:
+        """The most blocks that a request can need when it runs alone.
+
+        Its sequences share the full blocks of the prompt; every other block belongs to one of
+        them. The last token of an output needs no slot. For a copy-on-write, the block manager
+        counts one block per sequence that shares the block: one more than it copies.
+        """
+        length = request.num_prompt_tokens
+        num_slots = max(length, min(length + request.max_tokens, max_model_len) - 1)
+        num_shared = length // self._block_size
+        num_own = ceil_div(num_slots, self._block_size) - num_shared
+        return num_shared + request.num_seqs * num_own + (request.num_seqs > 1)
 
     # Allocation: a group starts with blocks for the common prefix of its sequences.
 
@@ -52,7 +64,7 @@ class GroupBlocks:
                 ceil_div(len(sequence.token_ids), self._block_size) - num_shared
                 for sequence in sequences
             )
-            if ceil_div(prefix_len, self._block_size) + num_own > self.num_free:
+            if ceil_div(prefix_len, self._block_size) + num_own > self.pool.num_free_blocks:
                 return False
         allocation = self._blocks.can_allocate(
             sequences[0].token_ids[:prefix_len],

@@ -1,4 +1,7 @@
-"""The decision of a step, and the tokens that came of it, as plain values."""
+"""The output of the scheduler: the decision of a step and its new tokens, as plain values.
+
+`SchedulingStep` builds the decision.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache import CopyPlan
+from trencadis.kvcache import BlockManager, CopyPlan
+from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import FinishReason
 
 
@@ -78,3 +82,76 @@ class SequenceUpdate(NamedTuple):
     request_id: str
     token_id: int
     finish_reason: FinishReason | None = None
+
+
+@attrs.define
+class SchedulingStep:
+    """A step while it is scheduled: its remaining token budget, and the sequences scheduled so far.
+
+    - ``now``: time of the step, in seconds.
+    - ``max_chunk_tokens``: maximum length of a prefill chunk; None: the token budget alone.
+    - ``max_running_seqs``: the running limit, in sequences.
+    """
+
+    number: int
+    now: float
+    token_budget: int
+    max_chunk_tokens: int | None
+    blocks: BlockManager
+    max_running_seqs: int = 0
+    prompts: list[ScheduledSequence] = attrs.field(factory=list)
+    decodes: list[ScheduledSequence] = attrs.field(factory=list)
+    preempted_seq_ids: list[int] = attrs.field(factory=list)
+
+    def schedule(self, groups: abc.Iterable[SequenceGroup]) -> None:
+        """Schedule the tokens of running groups: first all decodes, then prefill chunks.
+
+        A sequence with one token to compute is a decode, one with more gets a prefill chunk.
+        """
+        prefills: list[tuple[Sequence, int]] = []
+        for group in groups:
+            for sequence in group.allocated_seqs:
+                num_tokens = sequence.num_slots - sequence.num_computed_tokens
+                if num_tokens == 1:
+                    self._schedule_tokens(sequence, 1)
+                elif num_tokens > 1:
+                    prefills.append((sequence, num_tokens))
+        for sequence, num_tokens in prefills:
+            self._schedule_tokens(sequence, min(num_tokens, self.max_chunk_tokens or num_tokens))
+
+    def to_output(self, moves: CopyPlan) -> SchedulerOutput:
+        return SchedulerOutput(
+            self.number,
+            tuple(self.prompts),
+            tuple(self.decodes),
+            moves,
+            tuple(self.preempted_seq_ids),
+            self.max_running_seqs,
+        )
+
+    def _schedule_tokens(self, sequence: Sequence, num_tokens: int) -> None:
+        """Schedule at most ``num_tokens`` of a sequence, as the token budget allows."""
+        num_tokens = min(num_tokens, self.token_budget)
+        if num_tokens == 0:
+            return
+        group = sequence.group
+        start = sequence.num_computed_tokens
+        end = start + num_tokens
+        tokens = sequence.token_ids
+        forks: tuple[int, ...] = ()
+        samples = end == len(tokens)
+        if samples and group.unforked_seqs:
+            # Sequences without tokens beyond the common prefix use the same row of logits.
+            forks = tuple(fork.seq_id for fork in group.unforked_seqs if len(fork.token_ids) == end)
+        scheduled = ScheduledSequence(
+            sequence.seq_id,
+            start,
+            tokens[start:end],
+            self.blocks.block_table(sequence.seq_id),
+            samples,
+            forks,
+            group.beam_state.candidates_per_beam if group.beam_state is not None else 0,
+        )
+        (self.decodes if num_tokens == 1 else self.prompts).append(scheduled)
+        self.token_budget -= num_tokens
+        group.last_scheduled_step = self.number

@@ -1,13 +1,16 @@
-"""Preemption of running groups, by swap or by recomputation, whichever is predicted faster."""
+"""Preemption of running groups, when blocks run out or for waiting groups of higher priority.
+
+It swaps a group out or frees its blocks for recomputation, whichever is predicted faster.
+"""
 
 from __future__ import annotations
 
-from trencadis.scheduler.completion_rate import CompletionRate
+from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
-from trencadis.scheduler.preemption_costs import PreemptionCosts
-from trencadis.scheduler.scheduling_step import SchedulingStep
+from trencadis.scheduler.output import SchedulingStep
+from trencadis.scheduler.preemption_costs import CompletionRate, PreemptionCosts
 
 
 class Preemptor:
@@ -19,6 +22,7 @@ class Preemptor:
         group_blocks: GroupBlocks,
         costs: PreemptionCosts,
         completion_rate: CompletionRate,
+        admission: AdmissionControl,
     ) -> None:
         self.num_swaps = 0
         self.num_recomputes = 0
@@ -26,6 +30,7 @@ class Preemptor:
         self._group_blocks = group_blocks
         self._costs = costs
         self._completion_rate = completion_rate
+        self._admission = admission
 
     def preempt(self, group: SequenceGroup, step: SchedulingStep) -> None:
         """Take a running group off the device."""
@@ -46,9 +51,9 @@ class Preemptor:
         swap-out in progress, or for a group that is being swapped in, which it can preempt later.
         """
         blocks, states = self._group_blocks, self._states
-        while (num_needed := blocks.num_blocks_to_append(group)) > blocks.num_free:
+        while (num_needed := blocks.num_blocks_to_append(group)) > blocks.pool.num_free_blocks:
             victim = states.running.last()
-            if num_needed <= blocks.num_free + blocks.num_swapping_out:
+            if num_needed <= blocks.pool.num_free_blocks + blocks.num_swapping_out:
                 return False
             if victim is group and states.swapping_in:
                 return False
@@ -56,6 +61,26 @@ class Preemptor:
             if victim is group:
                 return False
         return True
+
+    def preempt_for_priority(self, step: SchedulingStep) -> None:
+        """Preempt groups of lower priority to start the first waiting group.
+
+        Does nothing if there are too few of them, or if waiting is predicted to be faster. A group
+        that was bypassed ``max_bypasses`` times is never a victim, so that requests of higher
+        priority cannot keep it from finishing.
+        """
+        group = self._admission.next_group(self._states.waiting, step)
+        if group is None or not self._states.running:
+            return
+        if self._states.running.last().queue_key.priority <= group.queue_key.priority:
+            return
+        num_missing = group.num_seqs - (step.max_running_seqs - self._states.num_running_seqs)
+        if num_missing <= 0 and self._group_blocks.can_allocate(group):
+            return
+        victims = self._priority_victims(group, num_missing)
+        if all(self.beats_waiting(victim, step.now) for victim in victims):
+            for victim in victims:
+                self.preempt(victim, step)
 
     def beats_waiting(self, victim: SequenceGroup, now: float) -> bool:
         """Whether a new request would wait longer to start than the victim needs to resume.
@@ -68,3 +93,16 @@ class Preemptor:
     def _should_swap(self, group: SequenceGroup) -> bool:
         is_faster = self._costs.swap_s(group) <= self._costs.recompute_s(group)
         return is_faster and self._group_blocks.can_swap_out(group)
+
+    def _priority_victims(self, group: SequenceGroup, num_seqs: int) -> list[SequenceGroup]:
+        """Running groups of lower priority with ``num_seqs`` sequences, the last first, or none."""
+        victims: list[SequenceGroup] = []
+        for victim in reversed(list(self._states.running)):
+            if victim.queue_key.priority <= group.queue_key.priority:
+                return []
+            if not self._admission.is_overdue(victim):
+                victims.append(victim)
+                num_seqs -= victim.num_seqs
+                if num_seqs <= 0:
+                    return victims
+        return []

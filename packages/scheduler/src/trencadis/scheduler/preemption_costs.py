@@ -1,4 +1,7 @@
-"""Predicted costs of preemption: swaps and recomputation, from the measured times of past steps."""
+"""Predictions that decide preemptions: its costs, and how long a request waits without it.
+
+They are exponentially weighted moving averages of the measurements of past steps.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,10 @@ import attrs
 
 from trencadis.kvcache import Direction
 from trencadis.scheduler.group import SequenceGroup
-from trencadis.scheduler.moving_average import moving_average
 from trencadis.scheduler.output import SchedulerOutput
+
+NEWEST_WEIGHT = 0.2
+"""Weight of the newest measurement in a moving average."""
 
 
 @attrs.frozen(kw_only=True)
@@ -68,7 +73,39 @@ class PreemptionCosts:
         return self.recompute_s(group)
 
 
+class CompletionRate:
+    """Averages the interval between finished sequences, in seconds."""
+
+    def __init__(self) -> None:
+        self._num_finished = 0
+        self._last_finished_s = 0.0
+        self._interval_s: float | None = None
+
+    def update(self, num_finished: int, now: float) -> None:
+        """Take the number of sequences that have finished since the start, at ``now`` (seconds)."""
+        num_new = num_finished - self._num_finished
+        if not num_new:
+            return
+        interval_s = (now - self._last_finished_s) / num_new
+        average_s = interval_s if self._interval_s is None else self._interval_s
+        self._interval_s = _moving_average(average_s, interval_s)
+        self._last_finished_s = now
+        self._num_finished = num_finished
+
+    def expected_wait_s(self, now: float) -> float:
+        """Seconds that a new request waits until a sequence finishes.
+
+        This is never less than the time since the last sequence finished.
+        """
+        return max(now - self._last_finished_s, self._interval_s or 0.0)
+
+
 def _updated(average: float, seconds: float | None, count: int) -> float:
     if seconds is None or not count or not (0 <= seconds < math.inf):
         return average
-    return moving_average(average, seconds / count)
+    return _moving_average(average, seconds / count)
+
+
+def _moving_average(average: float, measurement: float) -> float:
+    """The average with one more measurement."""
+    return average + NEWEST_WEIGHT * (measurement - average)

@@ -10,8 +10,8 @@ import attrs
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.group_states import GroupStates
+from trencadis.scheduler.output import SchedulingStep
 from trencadis.scheduler.preemption import Preemptor
-from trencadis.scheduler.scheduling_step import SchedulingStep
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.victims import first_victims, victim_order

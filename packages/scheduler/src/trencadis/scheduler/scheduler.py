@@ -4,8 +4,8 @@
 The scheduler knows no model and no device. `Scheduler` connects its parts:
 
 - `GroupStates` owns the queues, `GroupBlocks` the blocks of groups.
-- `AdmissionControl` admits and resumes groups.
-- `Preemptor` preempts them, for `PriorityPreemption`, `RunningLimit` and `ControlHandler`.
+- `AdmissionControl` checks new requests, admits and resumes groups.
+- `Preemptor` preempts them, also for `RunningLimit` and `ControlHandler`.
 - `StepResultProcessor` applies the results of a step.
 """
 
@@ -19,23 +19,17 @@ from trencadis.kvcache import BlockManager, Defragmenter, Direction
 from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
-from trencadis.scheduler.completion_rate import CompletionRate
 from trencadis.scheduler.config import SchedulerConfig
-from trencadis.scheduler.control import BatchControl, BatchControlResult
-from trencadis.scheduler.control_handler import ControlHandler
+from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlHandler
 from trencadis.scheduler.errors import StepOrderError
-from trencadis.scheduler.group import Sequence
+from trencadis.scheduler.group import Sequence, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
-from trencadis.scheduler.output import SchedulerOutput, SequenceUpdate
+from trencadis.scheduler.output import SchedulerOutput, SchedulingStep, SequenceUpdate
 from trencadis.scheduler.preemption import Preemptor
-from trencadis.scheduler.preemption_costs import PreemptionCosts, StepTiming
-from trencadis.scheduler.priority_preemption import PriorityPreemption
+from trencadis.scheduler.preemption_costs import CompletionRate, PreemptionCosts, StepTiming
 from trencadis.scheduler.request import FinishReason, Request
-from trencadis.scheduler.request_check import RequestCheck
 from trencadis.scheduler.running_limit import RunningLimit
-from trencadis.scheduler.scheduling_step import SchedulingStep
-from trencadis.scheduler.sequence_status import SequenceStatus
 from trencadis.scheduler.step_results import StepResultProcessor, StepResults
 from trencadis.scheduler.thermal.guard import ThermalGuard
 
@@ -66,22 +60,18 @@ class Scheduler:
         self._config = config
         self._blocks = blocks
         self._defragmenter = defragmenter
-        self._time = SteadyClock(clock)
+        self._clock = SteadyClock(clock)
         self._now = 0.0
         self._states = states = GroupStates(config, blocks.config.block_size)
-        self._group_blocks = GroupBlocks(blocks)
-        self._request_check = RequestCheck(config, blocks, states)
+        self._group_blocks = group_blocks = GroupBlocks(blocks)
         self._completion_rate = CompletionRate()
-        self._preemptor = Preemptor(states, self._group_blocks, self.costs, self._completion_rate)
-        self._admission = AdmissionControl(config, states, self._group_blocks)
-        self._priority_preemption = PriorityPreemption(
-            states, self._group_blocks, self._preemptor, self._admission
+        self._admission = AdmissionControl(config, states, group_blocks)
+        self._preemptor = Preemptor(
+            states, group_blocks, self.costs, self._completion_rate, self._admission
         )
         self._running_limit = RunningLimit(config, states, self._preemptor, thermal)
         self._control = ControlHandler(states, self._preemptor, self._running_limit, thermal)
-        self._results = StepResultProcessor(
-            states, self._group_blocks, blocks, config.max_model_len
-        )
+        self._results = StepResultProcessor(states, group_blocks, blocks, config.max_model_len)
         self._to_finish: set[int] = set()
         self._step = 0
         self._in_flight: SchedulerOutput | None = None
@@ -149,7 +139,7 @@ class Scheduler:
         prompt, a prompt of ``max_model_len`` or more, more sequences than ``max_num_seqs``, or more
         blocks than the KV cache has.
         """
-        self._request_check.check(request)
+        self._admission.check(request)
         group = self._states.add(request)
         self._group_blocks.hash_prompt(group)
         return group.unfinished_seqs[0]
@@ -209,7 +199,16 @@ class Scheduler:
             raise StepOrderError(
                 f"step {self._step} is still in flight: call update() before schedule()"
             )
-        step = self._begin_step()
+        self._step += 1
+        self._now, _ = self._clock.read()
+        self._group_blocks.begin_step(self._now)
+        step = SchedulingStep(
+            self._step,
+            self._now,
+            self._config.max_num_batched_tokens,
+            self._config.max_chunk_tokens,
+            self._blocks,
+        )
         if self._states.swapping_in:
             self._admission.start_swapped_in(step)
         if self._to_finish:
@@ -217,11 +216,13 @@ class Scheduler:
         self._control.apply(step)
         self._running_limit.enforce(step, self)
         if self._config.policy == "priority":
-            self._priority_preemption.preempt(step)
+            self._preemptor.preempt_for_priority(step)
         self._append_slots(step)
-        self._defragment()
-        self._schedule_decodes(step)
-        self._schedule_chunks(step)
+        if self._defragmenter is not None:
+            plan = self._defragmenter.defragment()
+            if plan is not None:
+                self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
+        step.schedule(self._states.running)
         self._admission.start_groups(step)
         self._in_flight = step.to_output(self._group_blocks.moves)
         return self._in_flight
@@ -258,18 +259,6 @@ class Scheduler:
 
     # The phases of schedule().
 
-    def _begin_step(self) -> SchedulingStep:
-        self._step += 1
-        self._now = self._time.now()
-        self._group_blocks.begin_step(self._now)
-        return SchedulingStep(
-            self._step,
-            self._now,
-            self._config.max_num_batched_tokens,
-            self._config.max_chunk_tokens,
-            self._blocks,
-        )
-
     def _finish_samples(self) -> None:
         """Finish the samples that `finish` has marked, where their group runs and has forked."""
         for seq_id in tuple(self._to_finish):
@@ -287,7 +276,7 @@ class Scheduler:
         """Reserve slots for the newest tokens of running groups; preempt if blocks run out."""
         states, blocks = self._states, self._group_blocks
         # With two free blocks per running sequence, a single sequence needs no check of its own.
-        is_ample = blocks.num_free >= 2 * states.num_running_seqs
+        is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
         for group in tuple(states.running):
             if group.status is not SequenceStatus.RUNNING:
                 continue
@@ -295,20 +284,4 @@ class Scheduler:
                 blocks.append_slots(group)
             elif self._preemptor.free_blocks_for(group, step):
                 blocks.append_slots(group)
-                is_ample = blocks.num_free >= 2 * states.num_running_seqs
-
-    def _defragment(self) -> None:
-        """Plan block moves, after the running groups have got their blocks."""
-        plan = self._defragmenter.defragment() if self._defragmenter is not None else None
-        if plan is not None:
-            self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
-
-    def _schedule_decodes(self, step: SchedulingStep) -> None:
-        for group in self._states.running:
-            step.schedule_decodes(group)
-
-    def _schedule_chunks(self, step: SchedulingStep) -> None:
-        for group in self._states.running:
-            if step.token_budget == 0:
-                return
-            step.schedule_chunks(group)
+                is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
