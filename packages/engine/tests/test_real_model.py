@@ -77,6 +77,17 @@ def serve(model_path: str, token_ids: list[tuple[int, ...]], **settings: object)
     return LLM(model_path, **{**defaults, **settings})
 
 
+def test_short_prompts_served_at_once_give_the_tokens_of_generate(
+    model_path: str, token_ids: list[tuple[int, ...]]
+) -> None:
+    """The slow tests below hold 48 prompts of up to 893 tokens to the same law."""
+    short = sorted(token_ids, key=len)[:4]
+    llm = serve(model_path, short, max_model_len=256, max_num_seqs=4, num_blocks=40)
+    results = llm.generate(short, GREEDY)
+    tokens = [generation.completions[0].token_ids for generation in results]
+    assert tokens == generate_alone(model_path, short)
+
+
 def test_prompts_are_of_mixed_length(token_ids: list[tuple[int, ...]]) -> None:
     lengths = sorted(map(len, token_ids))
     assert len(lengths) == 48
@@ -84,6 +95,7 @@ def test_prompts_are_of_mixed_length(token_ids: list[tuple[int, ...]]) -> None:
     assert lengths[-1] >= 880
 
 
+@pytest.mark.slow
 def test_served_at_once_under_pressure_every_token_is_that_of_generate(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
@@ -95,6 +107,7 @@ def test_served_at_once_under_pressure_every_token_is_that_of_generate(
     assert llm.core.stats.num_used_blocks == 0
 
 
+@pytest.mark.slow
 def test_without_buckets_every_token_is_the_same(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
@@ -103,6 +116,7 @@ def test_without_buckets_every_token_is_the_same(
     assert [one.completions[0].token_ids for one in results] == expected
 
 
+@pytest.mark.slow
 def test_in_one_huge_bucket_every_token_is_the_same(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
@@ -122,6 +136,7 @@ def test_in_one_huge_bucket_every_token_is_the_same(
     assert llm.core.stats.num_bucket_misses == 0
 
 
+@pytest.mark.slow
 def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token(
     model_path: str, token_ids: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,6 +167,7 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
     assert computed[True] < 0.7 * computed[False]
 
 
+@pytest.mark.slow
 def test_bf16_logits_stay_within_tolerance_of_fp32(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:

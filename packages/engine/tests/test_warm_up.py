@@ -89,6 +89,7 @@ def compiled(
     yield core, cache
 
 
+@pytest.mark.slow
 def test_after_a_full_warm_up_nothing_is_compiled(
     compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
 ) -> None:
@@ -102,6 +103,7 @@ def test_after_a_full_warm_up_nothing_is_compiled(
     assert stats.num_ready_buckets == stats.num_buckets == 2
 
 
+@pytest.mark.slow
 def test_a_second_start_finds_all_but_the_damaged_programs(
     tiny_model: Path, compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
 ) -> None:
@@ -116,6 +118,7 @@ def test_a_second_start_finds_all_but_the_damaged_programs(
         assert serve(core) == expected
 
 
+@pytest.mark.slow
 def test_without_warm_up_live_traffic_compiles_and_says_so(
     tiny_model: Path,
     compiled: tuple[EngineCore, Path],
@@ -159,6 +162,7 @@ def test_shapes_become_ready_behind_traffic(
     assert serve(core) == expected
 
 
+@pytest.mark.slow
 def test_requests_are_served_while_a_shape_is_being_compiled(
     tiny_model: Path, compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
 ) -> None:

@@ -418,7 +418,9 @@ def is_core(server: ServerProcess, pid: int) -> bool:
     return pid != server.process.pid and "spawn_main" in command
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
 def test_a_signal_leaves_no_process_behind(number):
     server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
@@ -433,6 +435,7 @@ def test_a_signal_leaves_no_process_behind(number):
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_middle_of_compiling_leaves_no_process_and_a_whole_cache(tmp_path):
     flags = ("--max-model-len", "128", "--max-num-seqs", "2", "--compile")
     server = ServerProcess(*flags, "--compile-cache", str(tmp_path))
@@ -452,6 +455,7 @@ def test_a_signal_in_the_middle_of_compiling_leaves_no_process_and_a_whole_cache
         server.kill()
 
 
+@pytest.mark.slow
 def test_a_killed_server_leaves_no_core_behind():
     server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
