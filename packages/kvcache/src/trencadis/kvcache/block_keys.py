@@ -1,4 +1,4 @@
-"""Block keys: the identity of the content of a full block.
+"""The prefix cache: the keys of full blocks, the index of cached content, and the reuse rate.
 
 The key and value vectors of a block depend on every token before it. So the key of a block holds
 its tokens and the key of its parent, the block before it: a hash chain, as in vLLM's automatic
@@ -11,6 +11,7 @@ parents, so a hash collision, accidental or forged, never gives a request other 
 from __future__ import annotations
 
 from array import array
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b
 
@@ -21,6 +22,9 @@ ID_TYPECODE = "i"
 
 Digest = Callable[[bytes, bytes], bytes]
 """Gives the digest of a block, from the digest of its parent and its tokens as bytes."""
+
+_MAX_OUTCOMES = 1024
+"""At this number of outcomes the weight of all earlier outcomes is halved."""
 
 
 def blake2b_digest(parent: bytes, content: bytes) -> bytes:
@@ -125,3 +129,168 @@ class RequestHasher:
 def encode_extra_keys(extra_keys: Sequence[Hashable]) -> bytes:
     """The extra keys as bytes. Equal extra keys give equal bytes, different ones do not."""
     return repr(tuple(extra_keys)).encode() if extra_keys else b""
+
+
+class PrefixIndex:
+    """A map from block keys to blocks: at most one block per digest, and one key per block.
+
+    The first key that was registered for a content is its canonical key. Later blocks are
+    registered with canonical parents, so that comparing two chains takes one step.
+    """
+
+    def __init__(self) -> None:
+        self._block_of: dict[bytes, int] = {}
+        self._key_of: dict[int, BlockKey] = {}
+
+    def __len__(self) -> int:
+        return len(self._key_of)
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._key_of
+
+    def key_of(self, block: int) -> BlockKey | None:
+        """The key that ``block`` is registered under, if any."""
+        return self._key_of.get(block)
+
+    def lookup(self, key: BlockKey) -> int | None:
+        """The block that holds the content of ``key``, if any."""
+        block = self._block_of.get(key.digest)
+        return block if block is not None and self._key_of[block].same_as(key) else None
+
+    def match(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
+        """The blocks of the longest cached prefix of ``keys``, with their canonical keys."""
+        hits: list[tuple[int, BlockKey]] = []
+        parent: BlockKey | None = None
+        for key in keys:
+            block = self._block_of.get(key.digest)
+            if block is None:
+                break
+            known = self._key_of[block]
+            equal = known.tokens == key.tokens and known.extra == key.extra
+            # Usually the parent is the key that the previous iteration verified.
+            if not equal or not (known.parent is parent or known.same_as(key)):
+                break
+            hits.append((block, known))
+            parent = known
+        return hits
+
+    def register(self, key: BlockKey, block: int) -> BlockKey:
+        """Register ``block`` as the holder of ``key``; returns the canonical key of the content.
+
+        If another block already holds the same content, or other content with the same digest,
+        that block stays registered and ``block`` is not.
+        """
+        holder = self._block_of.get(key.digest)
+        if holder is not None:
+            known = self._key_of[holder]
+            return known if known.same_as(key) else key
+        self._block_of[key.digest] = block
+        self._key_of[block] = key
+        return key
+
+    def drop(self, block: int) -> BlockKey | None:
+        """Remove ``block``, whose content is about to change; returns its key, if any."""
+        key = self._key_of.pop(block, None)
+        if key is not None:
+            del self._block_of[key.digest]
+        return key
+
+    def clear(self) -> None:
+        """Remove every block."""
+        self._block_of.clear()
+        self._key_of.clear()
+
+
+class ReuseEstimator:
+    """Measures the share of cached blocks that get a prefix hit.
+
+    A block that is evicted before its first hit counts as unused. Its digest is remembered, for
+    the latest ``num_remembered`` such blocks. If a later prompt asks for the content, the block
+    counts as reused after all. Without this correction a cache that evicts too early would
+    measure that nothing is ever reused.
+    """
+
+    def __init__(self, num_remembered: int) -> None:
+        self._num_remembered = num_remembered
+        self._evicted_digests: OrderedDict[bytes, None] = OrderedDict()
+        self._num_reused = 0
+        self._num_unused = 1
+
+    @property
+    def rate(self) -> float:
+        """The reused share, 0 to 1. Recent outcomes count more. It is 0 before any outcome."""
+        return self._num_reused / (self._num_reused + self._num_unused)
+
+    def record_hit(self, key: BlockKey) -> None:
+        """Count a prefix hit of a cached block. Only the first hit of a content counts."""
+        if not key.hits:
+            self._num_reused += 1
+            self._decay()
+
+    def record_eviction(self, key: BlockKey) -> None:
+        """Count the eviction of a cached block, unless it had a hit."""
+        if key.hits:
+            return
+        self._num_unused += 1
+        self._decay()
+        self._evicted_digests[key.digest] = None
+        if len(self._evicted_digests) > self._num_remembered:
+            self._evicted_digests.popitem(last=False)
+
+    def record_misses(self, keys: Iterable[BlockKey]) -> None:
+        """Correct the count for content that a prompt asks for after it was evicted."""
+        if not self._evicted_digests:
+            return
+        for key in keys:
+            if key.digest in self._evicted_digests:
+                del self._evicted_digests[key.digest]
+                self._num_reused += 1
+                self._num_unused = max(1, self._num_unused - 1)
+
+    def _decay(self) -> None:
+        if self._num_reused + self._num_unused >= _MAX_OUTCOMES:
+            self._num_reused //= 2
+            self._num_unused = max(1, self._num_unused // 2)
+
+
+class PrefixCache:
+    """Combines a request hasher with a prefix index; finds no prefix if not ``enabled``."""
+
+    def __init__(self, index: PrefixIndex, hasher: RequestHasher, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._index = index
+        self._hasher = hasher
+
+    def match(
+        self,
+        tokens: array[int],
+        prefix_keys: PrefixKeys | None,
+        extra_keys: Sequence[Hashable],
+    ) -> tuple[PrefixKeys, list[tuple[int, BlockKey]]]:
+        """The keys of a prompt, and the blocks of its longest cached prefix with their keys.
+
+        The prefix leaves at least one token to compute. Computes the keys that are missing in
+        ``prefix_keys``. Raises `InvalidSetting` if ``prefix_keys`` belong to other tokens.
+        """
+        if prefix_keys is None:
+            prefix_keys = PrefixKeys((), encode_extra_keys(extra_keys))
+        if not self.enabled:
+            return prefix_keys, []
+        prefix_keys = self._hasher.extended(prefix_keys, tokens)
+        num_blocks = (len(tokens) - 1) // self._hasher.block_size
+        return prefix_keys, self._index.match(prefix_keys.blocks[:num_blocks])
+
+    def cache_full_blocks(
+        self, keys: list[BlockKey], new_blocks: Sequence[int], tokens: array[int], extra: bytes
+    ) -> None:
+        """Register the next full blocks of a sequence, so that prompts can share them.
+
+        ``keys`` are those of the blocks before; the keys of ``new_blocks`` are appended.
+        """
+        start = len(keys)
+        num_tokens = (start + len(new_blocks)) * self._hasher.block_size
+        self._hasher.extend_chain(keys, tokens, num_tokens, extra)
+        for position, block in enumerate(new_blocks, start):
+            # The canonical key of the parent can be another object: see `PrefixIndex`.
+            keys[position].parent = keys[position - 1] if position else None
+            keys[position] = self._index.register(keys[position], block)
