@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from trencadis.kvcache.block_keys import PrefixKeys, RequestHasher
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig, DefragConfig
 from trencadis.kvcache.copy_plan import (
@@ -29,6 +28,7 @@ from trencadis.kvcache.errors import (
     UnsupportedLayer,
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
+from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor

@@ -19,9 +19,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from trencadis.kvcache.block_keys import BlockKey, PrefixIndex, ReuseEstimator
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
+from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
 
 
 class BlockPool:

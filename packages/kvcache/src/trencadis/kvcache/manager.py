@@ -11,11 +11,11 @@ from array import array
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 
-from trencadis.kvcache.block_keys import ID_TYPECODE, PrefixCache, PrefixKeys, RequestHasher
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import CacheConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies
 from trencadis.kvcache.errors import InvalidSetting, OutOfBlocks
+from trencadis.kvcache.prefix_cache import ID_TYPECODE, PrefixCache, PrefixKeys, RequestHasher
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import (
     BlockIds,

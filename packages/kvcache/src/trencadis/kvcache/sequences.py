@@ -9,7 +9,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache.block_keys import BlockKey
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.copy_plan import BlockCopy
 from trencadis.kvcache.errors import (
@@ -19,6 +18,7 @@ from trencadis.kvcache.errors import (
     NotSwapped,
     UnknownSequence,
 )
+from trencadis.kvcache.prefix_cache import BlockKey
 
 BlockIds = npt.NDArray[np.int32]
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trencadis.kvcache.block_keys import BlockKey, PrefixIndex
 from trencadis.kvcache.block_pool import BlockBitmap
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import NotSwapped, OutOfBlocks, OutOfHostBlocks
+from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import BlockReferences, BlockTable, SequenceState
 from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue

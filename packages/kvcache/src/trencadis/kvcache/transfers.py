@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 import attrs
 
 from trencadis.kvcache import validators
-from trencadis.kvcache.block_keys import BlockKey
 from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.sequences import SequenceState
 
 DEFAULT_BYTES_PER_S = 20e9
