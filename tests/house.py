@@ -39,7 +39,6 @@ OPTIONAL = {
     "bucketing.cli.plot": {"matplotlib"},
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
-    "kvcache.huge_pages": {"torch"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
@@ -64,11 +63,12 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cli"},
     ],
     "kvcache": [
-        {"errors"},
-        {"bandwidth", "block_table", "config", "id_set", "layers", "memory", "moves", "prefix"},
-        {"copiers", "decode_layout", "reuse", "sequence"},
-        {"block_pool", "swap_space", "tensors"},
-        {"device_blocks", "prefix_cache"},
+        {"copy_plan", "errors", "rounding"},
+        {"copiers", "decode_layout", "prefix_cache", "validators"},
+        {"config", "tensors"},
+        {"block_pool"},
+        {"sequences"},
+        {"transfers"},
         {"swapper"},
         {"manager"},
         {"defrag"},

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from trencadis.kvcache import BlockPool, InvalidBlock, OutOfBlocks
-from trencadis.kvcache.block_keys import BlockKey
+from trencadis.kvcache.prefix_cache import BlockKey
 
 
 def key(name: str) -> BlockKey:

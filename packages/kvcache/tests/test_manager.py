@@ -40,7 +40,10 @@ def state(manager: BlockManager) -> object:
         manager.pool.num_free_blocks,
         manager.pool.highest_used_block,
         [manager.pool.ref_count(block) for block in range(1, manager.config.num_blocks)],
-        [(s.seq_id, list(s.token_ids), s.block_table.view.tolist()) for s in manager._sequences],
+        [
+            (s.seq_id, list(s.token_ids), s.block_table.view.tolist())
+            for s in manager._sequences.values()
+        ],
     )
 
 

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from trencadis.kvcache import RequestHasher
-from trencadis.kvcache.prefix_index import PrefixIndex
+from trencadis.kvcache.prefix_cache import PrefixIndex
 
 
 def constant_digest(parent: bytes, content: bytes) -> bytes:

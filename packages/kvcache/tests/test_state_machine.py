@@ -45,7 +45,7 @@ from trencadis.kvcache import (
     ceil_div,
     lay_out,
 )
-from trencadis.kvcache.block_keys import blake2b_digest
+from trencadis.kvcache.prefix_cache import blake2b_digest
 from trencadis.kvcache.tensors import KVCache
 
 SIZE = 4

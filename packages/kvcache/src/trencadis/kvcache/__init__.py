@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from trencadis.kvcache.bandwidth import BandwidthGovernor
-from trencadis.kvcache.block_keys import PrefixKeys, RequestHasher
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig, DefragConfig
 from trencadis.kvcache.copy_plan import (
@@ -29,10 +27,12 @@ from trencadis.kvcache.errors import (
     UnknownSequence,
     UnsupportedLayer,
 )
-from trencadis.kvcache.host_block_pool import HostBlockPool
-from trencadis.kvcache.layers import require_paged_attention
 from trencadis.kvcache.manager import AllocStatus, BlockManager
+from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
 from trencadis.kvcache.rounding import ceil_div
+from trencadis.kvcache.swapper import HostBlockPool
+from trencadis.kvcache.transfers import BandwidthGovernor
+from trencadis.kvcache.validators import require_paged_attention
 
 __all__ = [
     "NO_OWNER",

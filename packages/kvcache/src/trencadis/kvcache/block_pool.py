@@ -1,18 +1,15 @@
 """The pool of device blocks: reference counts, allocation order and eviction.
 
 A block is *used* (reference count above 0), *cached* (free, but its content may get a prefix hit)
-or *empty* (free, without known content). Cached blocks count as free blocks: the pool evicts them
-when it has no empty block.
+or *empty* (free, without known content). Cached blocks count as free blocks.
 
 The allocation order decides the cost of every decode step, because contiguous decode attention
 reads all blocks up to the highest used block, rounded up to a decode bucket. The pool allocates
 the lowest empty block. Without an empty block it evicts the least recently used cached block.
 
 With ``decode_buckets`` a pool evicts a cached block inside the bucket in use rather than allocate
-an empty block beyond it, though a prefill may have to be recomputed. Set them only without a
-defragmenter. A defragmenter does better: it lets used blocks spill out of the bucket and then
-exchanges them with cached blocks, so that no content is lost
-(``benchmarks/kvcache_eviction.py``; the figures are in the README).
+an empty block beyond it. Set them only without a defragmenter: a defragmenter moves used blocks
+back into the bucket and loses no content (``benchmarks/kvcache_eviction.py``).
 """
 
 from __future__ import annotations
@@ -22,20 +19,16 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
-from trencadis.kvcache.block_bitmap import BlockBitmap
-from trencadis.kvcache.block_keys import BlockKey
 from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
-from trencadis.kvcache.prefix_index import PrefixIndex
-from trencadis.kvcache.reuse_estimator import ReuseEstimator
+from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
 
 
 class BlockPool:
     """The device blocks 1 to ``num_blocks - 1``; block 0 is the padding block.
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
-    touches a constant number of bitmap words per block; an eviction also looks once at each
-    decode bucket.
+    takes O(1) per block; an eviction also looks once at each decode bucket.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
@@ -49,9 +42,7 @@ class BlockPool:
         # Bucket i ends before block _bounds[i]. A last bucket ends with the cache.
         self._bounds = [bound for bound in decode_buckets if bound < num_blocks]
         # The cached blocks of each bucket with the time of their release, least recent first.
-        self._cached: list[OrderedDict[int, int]] = [
-            OrderedDict() for _ in range(len(self._bounds) + 1)
-        ]
+        self._cached = [OrderedDict[int, int]() for _ in range(len(self._bounds) + 1)]
         self._num_releases = 0
 
     @property
@@ -62,17 +53,17 @@ class BlockPool:
     @property
     def num_used_blocks(self) -> int:
         """Blocks with at least one reference, from a sequence or a pending swap."""
-        return len(self._used)
+        return self._used.count
 
     @property
     def num_free_blocks(self) -> int:
         """Blocks that can be allocated: empty and cached blocks."""
-        return self.num_blocks - 1 - len(self._used)
+        return self.num_blocks - 1 - self._used.count
 
     @property
     def num_cached_blocks(self) -> int:
         """Free blocks whose content the prefix index knows."""
-        return self.num_free_blocks - len(self._empty)
+        return self.num_free_blocks - self._empty.count
 
     @property
     def highest_used_block(self) -> int:
@@ -147,9 +138,8 @@ class BlockPool:
 
     def iter_free_ascending(self) -> Iterator[int]:
         """The free blocks, lowest first."""
-        return takewhile(
-            lambda block: block < self.num_blocks, self._used.iter_missing(PADDING_BLOCK + 1)
-        )
+        free = self._used.iter_missing(PADDING_BLOCK + 1)
+        return takewhile(lambda block: block < self.num_blocks, free)
 
     def reset_prefix_cache(self) -> None:
         """Clear the prefix index. Every cached block becomes empty; used blocks stay used."""
@@ -157,7 +147,7 @@ class BlockPool:
             for block in bucket:
                 self._empty.add(block)
             bucket.clear()
-        self.prefix_index = PrefixIndex()
+        self.prefix_index.clear()
 
     def _bucket_of(self, block: int) -> int:
         return bisect_right(self._bounds, block)
@@ -165,20 +155,20 @@ class BlockPool:
     def _pop_free_block(self) -> int:
         bucket_in_use = self._bucket_of(self.highest_used_block)
         empty = self._empty.lowest()
-        if empty > 0 and self._bucket_of(empty) <= bucket_in_use:
-            return self._pop_empty(empty)
-        cached = self._least_recently_used(bucket_in_use)
-        if cached < 0 and empty < 0:
-            cached = self._least_recently_used(len(self._bounds))
-        if cached > 0:
-            self._evict(cached)
-            return cached
+        if empty < 0 or self._bucket_of(empty) > bucket_in_use:
+            cached = self._least_recently_used(bucket_in_use)
+            if cached < 0 and empty < 0:
+                cached = self._least_recently_used(len(self._bounds))
+            if cached > 0:
+                self._evict(cached)
+                return cached
         if empty < 0:
             raise OutOfBlocks(
                 f"all {self.num_blocks - 1} blocks are in use: "
                 "free or swap out a sequence, or raise num_blocks"
             )
-        return self._pop_empty(empty)
+        self._empty.remove(empty)
+        return empty
 
     def _least_recently_used(self, last_bucket: int) -> int:
         """The least recently used cached block of the buckets up to ``last_bucket``, or -1."""
@@ -188,10 +178,6 @@ class BlockPool:
                 candidate, released = next(iter(bucket.items()))
                 if oldest < 0 or released < oldest:
                     oldest, block = released, candidate
-        return block
-
-    def _pop_empty(self, block: int) -> int:
-        self._empty.remove(block)
         return block
 
     def _evict(self, block: int) -> None:
@@ -204,12 +190,10 @@ class BlockPool:
         return self.prefix_index.drop(block)
 
     def _reuse_cached(self, block: int) -> None:
-        bucket = self._cached[self._bucket_of(block)]
-        if block not in bucket:
+        if self._cached[self._bucket_of(block)].pop(block, None) is None:
             raise InvalidBlock(
                 f"block {block} is empty and has no content to share: allocate a block instead"
             )
-        del bucket[block]
         self._used.add(block)
         key = self.prefix_index.key_of(block)
         if key is not None:
@@ -228,3 +212,88 @@ class BlockPool:
                 f"block {block} is not one of 1 to {self.num_blocks - 1}: pass a block of this "
                 "pool; block 0 is the padding block"
             )
+
+
+_SHIFT = 9
+_LEAF_IDS = 1 << _SHIFT
+_MASK = _LEAF_IDS - 1
+
+
+class BlockBitmap:
+    """A set of ids from 0 to ``size - 1`` that gives its lowest and its highest member in O(1).
+
+    Two levels of bitmaps in Python integers: a leaf holds 512 ids, the summary has one bit for each
+    leaf that is not empty. ``count`` is the number of members.
+    """
+
+    __slots__ = ("_leaves", "_summary", "count")
+
+    def __init__(self, size: int) -> None:
+        self._leaves = [0] * ((size + _MASK) >> _SHIFT)
+        self._summary = 0
+        self.count = 0
+
+    def add(self, block: int) -> None:
+        """Add an id that is not in the set."""
+        leaf = block >> _SHIFT
+        self._leaves[leaf] |= 1 << (block & _MASK)
+        self._summary |= 1 << leaf
+        self.count += 1
+
+    def remove(self, block: int) -> None:
+        """Remove an id that is in the set."""
+        leaf = block >> _SHIFT
+        self._leaves[leaf] ^= 1 << (block & _MASK)
+        if not self._leaves[leaf]:
+            self._summary ^= 1 << leaf
+        self.count -= 1
+
+    def add_range(self, start: int, stop: int) -> None:
+        """Add the ids ``start`` to ``stop - 1``, none of which is in the set."""
+        for leaf in range(start >> _SHIFT, (stop + _MASK) >> _SHIFT):
+            low = max(start - (leaf << _SHIFT), 0)
+            high = min(stop - (leaf << _SHIFT), _LEAF_IDS)
+            bits = (1 << high) - (1 << low)
+            self._leaves[leaf] |= bits
+            self._summary |= bool(bits) << leaf
+        self.count += stop - start
+
+    def lowest(self) -> int:
+        """The lowest member, or -1 for an empty set."""
+        if not self._summary:
+            return -1
+        leaf = (self._summary & -self._summary).bit_length() - 1
+        bits = self._leaves[leaf]
+        return (leaf << _SHIFT) + (bits & -bits).bit_length() - 1
+
+    def highest(self) -> int:
+        """The highest member, or -1 for an empty set."""
+        if not self._summary:
+            return -1
+        leaf = self._summary.bit_length() - 1
+        return (leaf << _SHIFT) + self._leaves[leaf].bit_length() - 1
+
+    def iter_descending(self) -> Iterator[int]:
+        """The members from the highest to the lowest, computed lazily."""
+        summary = self._summary
+        while summary:
+            leaf = summary.bit_length() - 1
+            summary ^= 1 << leaf
+            bits = self._leaves[leaf]
+            while bits:
+                top = bits.bit_length() - 1
+                bits ^= 1 << top
+                yield (leaf << _SHIFT) + top
+
+    def iter_missing(self, start: int) -> Iterator[int]:
+        """The ids from ``start`` that are not members, in ascending order, computed lazily.
+
+        Ends with the last leaf, so it can yield ids of ``size`` and above.
+        """
+        for leaf in range(start >> _SHIFT, len(self._leaves)):
+            missing = ~self._leaves[leaf] & ((1 << _LEAF_IDS) - 1)
+            if leaf == start >> _SHIFT:
+                missing &= -1 << (start & _MASK)
+            while missing:
+                yield (leaf << _SHIFT) + (missing & -missing).bit_length() - 1
+                missing &= missing - 1

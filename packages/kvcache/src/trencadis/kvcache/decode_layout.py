@@ -13,7 +13,6 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.kvcache.block_table import BlockIds
 from trencadis.kvcache.errors import InvalidSetting
 
 NO_OWNER = -1
@@ -51,7 +50,7 @@ class DecodeLayout:
 
 
 def lay_out(
-    block_tables: Sequence[BlockIds],
+    block_tables: Sequence[Int32Array],
     num_tokens: Sequence[int],
     block_size: int,
     num_blocks: int | None = None,

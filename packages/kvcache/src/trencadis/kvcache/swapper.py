@@ -1,4 +1,4 @@
-"""Swaps sequences out to the host and back in, and plans the copies that this needs.
+"""Swapping: the pool of host blocks, and the copies that move sequences to it and back.
 
 Only computed blocks are copied. A block that several of the sequences share is copied once. A
 block whose content is on the host already is not copied out, and a block whose content is still
@@ -9,15 +9,69 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from trencadis.kvcache.bandwidth import BandwidthGovernor
-from trencadis.kvcache.block_references import BlockReferences
-from trencadis.kvcache.block_table import BlockTable
+from trencadis.kvcache.block_pool import BlockBitmap
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import NotSwapped, OutOfBlocks, OutOfHostBlocks
-from trencadis.kvcache.host_block_pool import HostBlockPool
+from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
-from trencadis.kvcache.sequences import SequenceState
-from trencadis.kvcache.transfers import Transfer, TransferQueue
+from trencadis.kvcache.sequences import BlockReferences, BlockTable, SequenceState
+from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue
+
+
+class HostBlockPool:
+    """Host blocks 0 to ``num_blocks - 1`` with reference counts and an index of their content.
+
+    Swapped sequences that share a block share one host block. A block without references is free
+    and its content is lost.
+    """
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self._free = BlockBitmap(num_blocks)
+        self._free.add_range(0, num_blocks)
+        self._ref_counts = [0] * num_blocks
+        self._prefix_index = PrefixIndex()
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Host blocks without a reference."""
+        return self._free.count
+
+    def ref_count(self, block: int) -> int:
+        """The number of references to ``block``, from sequences and pending swap ins."""
+        return self._ref_counts[block]
+
+    def lookup(self, key: BlockKey | None) -> int | None:
+        """The host block that holds the content of ``key``, or will after a pending swap out."""
+        return None if key is None else self._prefix_index.lookup(key)
+
+    def allocate(self, key: BlockKey | None) -> int:
+        """Allocate the lowest free block for the content of ``key``. Raises `OutOfHostBlocks`."""
+        block = self._free.lowest()
+        if block < 0:
+            raise OutOfHostBlocks(
+                f"all {self.num_blocks} host blocks are in use: raise num_host_blocks"
+            )
+        self._free.remove(block)
+        self._ref_counts[block] = 1
+        if key is not None:
+            self._prefix_index.register(key, block)
+        return block
+
+    def share(self, block: int) -> None:
+        """Add a reference to a used block."""
+        self._ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Remove a reference; without references a block is free."""
+        self._ref_counts[block] -= 1
+        if self._ref_counts[block] == 0:
+            self._prefix_index.drop(block)
+            self._free.add(block)
+
+    def reset_prefix_cache(self) -> None:
+        """Clear the index, so that no other sequence shares what is on the host now."""
+        self._prefix_index.clear()
 
 
 class Swapper:
@@ -110,11 +164,6 @@ class Swapper:
             self._swap_in_sequence(sequence, sequence_hits, transfers)
         self.incoming.extend(transfers.values())
 
-    @property
-    def has_pending(self) -> bool:
-        """Whether a transfer in either direction is pending."""
-        return bool(self.outgoing.transfers or self.incoming.transfers)
-
     def admit_outgoing(self, now: float) -> Copies:
         """The device-to-host copies due at time ``now``; releases their device blocks."""
         admitted = self.outgoing.admit(now)
@@ -178,9 +227,9 @@ class Swapper:
         self.outgoing.extend(transfers.values())
         for block in reversed(sequence.block_table.view.tolist()):
             if block in transfers:
-                self._references.detach(block, sequence.seq_id)
+                self._references.detach(block, sequence)
             else:
-                self._references.release(block, sequence.seq_id)
+                self._references.release(block, sequence)
         sequence.host_block_table = host_block_table
         sequence.block_table = BlockTable()
 
@@ -190,7 +239,7 @@ class Swapper:
         for position in range(len(sequence.host_block_table or ())):
             block = self._prefix_hit(sequence, position)
             if block is not None:
-                self._references.share(block, sequence.seq_id, position)
+                self._references.share(block, sequence, position)
                 hits[position] = block
         return hits
 
@@ -202,7 +251,7 @@ class Swapper:
         block_table = BlockTable()
         for position in range(self._num_blocks(sequence)):
             if position >= len(host_blocks):
-                block_table.append(self._references.allocate(sequence.seq_id, position))
+                block_table.append(self._references.allocate(sequence, position))
             elif position in hits:
                 block_table.append(hits[position])
                 self._host_pool.release(host_blocks[position])
@@ -224,13 +273,13 @@ class Swapper:
         sequence.num_pending_blocks += 1
         transfer = transfers.get(host_block)
         if transfer is None:
-            block = self._references.allocate(sequence.seq_id, position)
+            block = self._references.allocate(sequence, position)
             # The transfer takes over the sequence's reference to the host block.
             transfers[host_block] = Transfer(
                 block, host_block, (sequence,), sequence.key_at(position)
             )
             return block
-        self._references.share(transfer.device_block, sequence.seq_id, position)
+        self._references.share(transfer.device_block, sequence, position)
         self._host_pool.release(host_block)
         transfer.sequences += (sequence,)
         return transfer.device_block

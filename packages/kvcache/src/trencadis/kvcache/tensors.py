@@ -22,10 +22,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from trencadis.kvcache.copiers import copier_for
+from trencadis.kvcache.copiers import copier_for, zeros
 from trencadis.kvcache.copy_plan import BlockCopy, Direction
 from trencadis.kvcache.errors import InvalidBlock
-from trencadis.kvcache.huge_pages import zeros
 from trencadis.kvcache.validators import require_at_least
 
 

@@ -1,15 +1,62 @@
-"""Pending transfers: the copies between host and device that wait for bandwidth."""
+"""Pending transfers between host and device, and the bandwidth limit that admits them."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import attrs
 
-from trencadis.kvcache.bandwidth import BandwidthGovernor
-from trencadis.kvcache.block_keys import BlockKey
+from trencadis.kvcache import validators
+from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.sequences import SequenceState
+
+DEFAULT_BYTES_PER_S = 20e9
+"""Above 20 GB/s, copies between host and device dominate the step time (seed 003)."""
+
+
+@attrs.define(eq=False)
+class BandwidthGovernor:
+    """A token bucket: grants at most ``bytes_per_s * (t + window_s)`` bytes in any ``t`` seconds.
+
+    ``bytes_per_block`` is the size of a block in all layers, keys and values together.
+    ``window_s`` limits the burst: the seconds of unused bandwidth that can be saved. Raises
+    `InvalidSetting` if the burst is smaller than one block.
+    """
+
+    bytes_per_block: int = attrs.field(validator=validators.positive)
+    bytes_per_s: float = attrs.field(default=DEFAULT_BYTES_PER_S, validator=validators.positive)
+    window_s: float = attrs.field(default=0.1, validator=validators.positive)
+    _saved_bytes: float = attrs.field(init=False)
+    _updated_s: float | None = attrs.field(init=False, default=None)
+
+    def __attrs_post_init__(self) -> None:
+        self._saved_bytes = self._burst_bytes
+        if self._burst_bytes < self.bytes_per_block:
+            raise InvalidSetting(
+                f"window_s {self.window_s} at {self.bytes_per_s:.3g} bytes_per_s is "
+                f"{self._burst_bytes:.3g} bytes, less than one block of {self.bytes_per_block}: "
+                "raise window_s or bytes_per_s"
+            )
+
+    @property
+    def _burst_bytes(self) -> float:
+        return self.bytes_per_s * self.window_s
+
+    def grant(self, num_blocks: int, now: float) -> int:
+        """Of ``num_blocks`` blocks, how many may be copied at time ``now`` (seconds).
+
+        The granted bytes are spent. A clock that steps back saves nothing until it is past its
+        former maximum.
+        """
+        if self._updated_s is not None and now > self._updated_s:
+            earned = (now - self._updated_s) * self.bytes_per_s
+            self._saved_bytes = min(self._burst_bytes, self._saved_bytes + earned)
+        self._updated_s = now if self._updated_s is None else max(self._updated_s, now)
+        granted = min(num_blocks, int(self._saved_bytes // self.bytes_per_block))
+        self._saved_bytes -= granted * self.bytes_per_block
+        return granted
 
 
 @attrs.define(eq=False)
@@ -26,42 +73,36 @@ class Transfer:
     key: BlockKey | None = None
 
 
-class TransferQueue:
+class TransferQueue(deque[Transfer]):
     """The pending transfers of one direction, first in, first out.
 
     ``governor`` limits how many are admitted; without one all are admitted at once. Both
-    directions share one governor, because they share the link. ``transfers`` may be read.
+    directions share one governor, because they share the link.
     """
 
     def __init__(self, governor: BandwidthGovernor | None) -> None:
+        super().__init__()
         self._governor = governor
-        self.transfers: deque[Transfer] = deque()
-
-    def __iter__(self) -> Iterator[Transfer]:
-        return iter(self.transfers)
-
-    def extend(self, transfers: Iterable[Transfer]) -> None:
-        """Append transfers."""
-        self.transfers.extend(transfers)
 
     def admit(self, now: float) -> list[Transfer]:
         """Remove and return the transfers that may be carried out at time ``now`` (seconds)."""
-        num_pending = len(self.transfers)
-        if not num_pending:
+        if not self:
             return []
-        granted = num_pending if self._governor is None else self._governor.grant(num_pending, now)
-        return [self.transfers.popleft() for _ in range(granted)]
+        granted = len(self)
+        if self._governor is not None:
+            granted = self._governor.grant(granted, now)
+        return [self.popleft() for _ in range(granted)]
 
     def cancel(self, is_unused: Callable[[Transfer], bool]) -> list[Transfer]:
         """Remove and return the transfers whose content no sequence needs any more."""
-        cancelled = [transfer for transfer in self.transfers if is_unused(transfer)]
+        cancelled = [transfer for transfer in self if is_unused(transfer)]
         if cancelled:
-            self.transfers = deque(
-                transfer for transfer in self.transfers if not is_unused(transfer)
-            )
+            kept = [transfer for transfer in self if not is_unused(transfer)]
+            self.clear()
+            self.extend(kept)
         return cancelled
 
     def relocate(self, moves: Mapping[int, int]) -> None:
         """Update the transfers after device blocks have moved from key to value of ``moves``."""
-        for transfer in self.transfers:
+        for transfer in self:
             transfer.device_block = moves.get(transfer.device_block, transfer.device_block)

@@ -1,20 +1,26 @@
-"""Checks of settings. Every failure is an `InvalidSetting` that names the setting and its value.
+"""Checks of settings and of the model. A failure names the setting or the layer, and its value.
 
-`require_at_least` checks a plain argument. The others are validators for `attrs.field`, or make
-one.
+`require_at_least` checks a plain argument and `require_paged_attention` the layers of a model. The
+others are validators for `attrs.field`, or make one; they raise `InvalidSetting`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, TypeGuard
 
 import attrs
 
-from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.errors import InvalidSetting, UnsupportedLayer
 
 Validator = Callable[[object, "attrs.Attribute[Any]", Any], None]
+
+PAGED_ATTENTION = frozenset({"attention", "full_attention"})
+"""Layer types that store one key and one value vector per token and never overwrite them.
+
+The names are those of ``layer_types`` in a ``transformers`` model configuration.
+"""
 
 
 def require_at_least(name: str, value: object, minimum: int, remedy: str) -> None:
@@ -23,6 +29,21 @@ def require_at_least(name: str, value: object, minimum: int, remedy: str) -> Non
         raise InvalidSetting(
             f"{name} must be an integer of at least {minimum}, got {value!r}: {remedy}"
         )
+
+
+def require_paged_attention(layer_types: Iterable[str]) -> None:
+    """Raises `UnsupportedLayer` for a model with a layer that does not store one entry per token.
+
+    The error names the first such layer and its type. A sliding window overwrites entries that a
+    shared prefix needs. A state-space or linear attention layer has one running state per
+    sequence, which block copies would corrupt.
+    """
+    for index, layer_type in enumerate(layer_types):
+        if layer_type not in PAGED_ATTENTION:
+            raise UnsupportedLayer(
+                f"layer {index} is {layer_type!r}, which this cache does not support: only "
+                f"{', '.join(sorted(PAGED_ATTENTION))} layers store one entry per token"
+            )
 
 
 def at_least(minimum: int, remedy: str) -> Validator:

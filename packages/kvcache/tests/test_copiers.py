@@ -7,7 +7,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from trencadis.kvcache.huge_pages import zeros
+from trencadis.kvcache.copiers import zeros
 
 CPU = torch.device("cpu")
 SMAPS = Path("/proc/self/smaps")
