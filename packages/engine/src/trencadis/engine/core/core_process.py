@@ -108,7 +108,8 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
             _handle(core, channel, message, orders)
         core.advance_warm_up()
         tokens = core.step() if core.has_work else []
-        _send_results(orders, channel)
+        if orders:
+            _send_results(orders, channel)
         now_s = time.monotonic()
         stats = None
         if now_s >= stats_due_s or not core.has_work:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -28,7 +28,6 @@ from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
-    SchedulerOutput,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -184,18 +183,27 @@ class EngineCore:
         no sequence could run, because of swap transfers or a lowered running limit.
         """
         output = self.scheduler.schedule()
-        stalled = output.is_empty and not output.moves
+        stalled = not (output.decodes or output.prompts or output.moves)
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
         computed = self.worker.runner.run(output)
         sampled = self.requests.sample(output, computed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
+        swap_s = computed.swap_s
+        timing = None
+        if swap_s or not output.decodes:
+            timing = StepTiming(
+                # A step with decodes does not tell how long its prefill chunks took.
+                prompts_s=None if output.decodes else compute_s,
+                swap_out_s=swap_s.get(Direction.OUT),
+                swap_in_s=swap_s.get(Direction.IN),
+            )
         updates = self.scheduler.update(
             output,
             sampled.token_ids,
             logprobs=sampled.logprobs,
             candidates=sampled.candidates,
-            timing=_timing(output, computed.swap_s, compute_s),
+            timing=timing,
         )
         self._num_steps += 1
         for chunk in output.prompts:
@@ -206,22 +214,6 @@ class EngineCore:
     def close(self) -> None:
         """Stop reading temperatures."""
         self._thermal.stop()
-
-
-def _timing(
-    output: SchedulerOutput, swap_s: Mapping[Direction, float], compute_s: float
-) -> StepTiming | None:
-    """What a step tells about the costs of swap and prefill; None where it tells nothing.
-
-    A step with decodes does not tell how long its prefill chunks took.
-    """
-    if output.decodes and not swap_s:
-        return None
-    return StepTiming(
-        prompts_s=None if output.decodes else compute_s,
-        swap_out_s=swap_s.get(Direction.OUT),
-        swap_in_s=swap_s.get(Direction.IN),
-    )
 
 
 def _device(config: EngineConfig) -> Device:

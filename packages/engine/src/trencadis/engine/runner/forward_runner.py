@@ -97,7 +97,8 @@ class ForwardRunner:
     @torch.inference_mode()
     def capture(self, batch: ModelInput) -> None:
         """Capture a graph for the shape of ``batch``. Later batches of this shape replay it."""
-        captured = self._with_layer_run(batch)
+        layer_run = self._layer_runs.get(batch.shape)
+        captured = batch if layer_run is None else _with(batch, layer_run)
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             return self._compute(captured.with_tensors(tensors))
@@ -118,7 +119,8 @@ class ForwardRunner:
     def _run(self, batch: ModelInput) -> torch.Tensor:
         graph = self._graphs.get(batch.shape)
         if graph is None:
-            rows = self._compute(self._with_layer_run(batch))
+            layer_run = self._layer_runs.get(batch.shape)
+            rows = self._compute(batch if layer_run is None else _with(batch, layer_run))
         else:
             rows = graph.replay(batch.tensors)
         self._device.mark_step()
@@ -127,10 +129,6 @@ class ForwardRunner:
             return rows.cpu()[: batch.num_rows]
         rows = rows[: batch.num_rows]
         return rows if graph is None else rows.clone()  # the next replay overwrites the output
-
-    def _with_layer_run(self, batch: ModelInput) -> ModelInput:
-        layer_run = self._layer_runs.get(batch.shape)
-        return batch if layer_run is None else _with(batch, layer_run)
 
     def _compute(self, batch: ModelInput) -> torch.Tensor:
         out = self._model(
