@@ -1,4 +1,4 @@
-"""Continuous batching for LLM serving: who runs in the next step.
+"""Continuous batching for LLM serving: which sequences run in the next step.
 
 Thermal policies are in `trencadis.scheduler.thermal`, temperature sources in
 `trencadis.scheduler.telemetry`.

@@ -14,7 +14,7 @@ from trencadis.scheduler.request import Request
 
 
 class AdmissionControl:
-    """Starts groups while the running limit, the token budget and the free blocks allow it.
+    """Checks requests; starts groups while running limit, token budget and free blocks allow it.
 
     A queue starts in its order. A group that cannot start now may be bypassed by later groups. The
     oldest group of a queue is bypassed at most ``max_bypasses`` times; then it is overdue and

@@ -116,7 +116,7 @@ class ControlHandler:
     def apply(self, step: SchedulingStep) -> None:
         """Preempt the requested groups, then apply each control request and answer it.
 
-        Skips control requests that were cancelled; later they can no longer be cancelled.
+        Skips control requests that were cancelled. The others can no longer be cancelled.
         """
         if self._to_preempt:
             requested = [self._states.groups.get(request_id) for request_id in self._to_preempt]
