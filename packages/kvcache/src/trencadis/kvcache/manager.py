@@ -183,9 +183,9 @@ class BlockManager:
             )
 
     def blocks_to_append(self, seq_id: int, num_tokens: int = 1) -> int:
-        """The number of free blocks that `append` to a sequence on the device needs.
+        """The number of free blocks that `append` of ``num_tokens`` needs.
 
-        Includes the copy-on-write of a shared last block.
+        Includes the copy-on-write of a shared last block. The sequence must be on the device.
         """
         sequence = self._sequences.resident(seq_id)
         return sum(self._append_needs(sequence, num_tokens))

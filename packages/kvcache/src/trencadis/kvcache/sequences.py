@@ -69,6 +69,7 @@ class SequenceState:
 
     ``keys`` are the keys of its first computed full blocks; None after a reset of the prefix
     cache, when its content must not be shared. ``extra`` are its encoded extra keys.
+    ``block_table`` is set by `BlockReferences.allocate_table`.
     ``host_block_table`` is None while it is on the device. ``num_pending_blocks`` counts the
     device blocks whose swap in is not complete.
     """
@@ -78,7 +79,7 @@ class SequenceState:
     num_computed_tokens: int
     keys: list[BlockKey] | None
     extra: bytes
-    block_table: BlockTable = attrs.field(factory=BlockTable)
+    block_table: BlockTable = attrs.field(init=False)
     host_block_table: list[int] | None = None
     num_pending_blocks: int = 0
 
@@ -95,14 +96,15 @@ class SequenceState:
                 f"{self.num_computed_tokens} of them are computed: fork it after mark_computed "
                 "and before append"
             )
-        return SequenceState(
+        child = SequenceState(
             seq_id=child_id,
             token_ids=self.token_ids[:],
             num_computed_tokens=self.num_computed_tokens,
             keys=None if self.keys is None else self.keys[:],
             extra=self.extra,
-            block_table=BlockTable(self.block_table.view),
         )
+        child.block_table = BlockTable(self.block_table.view)
+        return child
 
     def key_at(self, position: int) -> BlockKey | None:
         """The key of a computed full block; None for other blocks, or if nothing is shared."""
