@@ -251,6 +251,6 @@ class SamplingParams:
         return self.n if self.best_of is None else self.best_of
 
     @property
-    def chooses(self) -> bool:
+    def needs_ranking(self) -> bool:
         """Whether the answers are known only after all sequences have ended."""
         return self.use_beam_search or self.num_seqs > self.n

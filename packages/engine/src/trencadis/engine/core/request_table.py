@@ -112,7 +112,7 @@ class RequestTable:
         run now. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
         self._check(key, params, priority)
-        if params.chooses and not params.use_beam_search and params.logprobs is None:
+        if params.needs_ranking and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # best_of ranks samples by logprobs
         entry = _Entry(key, params, len(prompt_token_ids))
         self._entries[key] = entry
@@ -215,7 +215,7 @@ class RequestTable:
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
         if key in self._entries:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
-        if params.chooses and params.num_seqs > self._max_num_seqs:
+        if params.needs_ranking and params.num_seqs > self._max_num_seqs:
             raise InvalidRequest(
                 f"{params.num_seqs} sequences at once are above max_num_seqs {self._max_num_seqs}: "
                 "ask for fewer",
@@ -241,7 +241,7 @@ class RequestTable:
         request = as_request(key, prompt_token_ids, params, priority, max_new_tokens, eos)
         # A group above the running limit would wait until temperature or an order raise it.
         # Samples that are compared in the end (best_of, beams) must stay in one group.
-        return [request] if params.chooses else split_samples(request, max(1, running_limit))
+        return [request] if params.needs_ranking else split_samples(request, max(1, running_limit))
 
     def _sample_tokens(
         self, seq_ids: list[int], rows: list[int], logits: torch.Tensor

@@ -54,7 +54,7 @@ class RequestStream:
         if sample.finished:
             return False  # the core sent it before it knew that a stop string ended the sample
         delta = sample.push(token)
-        if not self._params.chooses:
+        if not self._params.needs_ranking:
             self._emit(delta)
         else:
             self._held[token.index].append(delta)
@@ -64,7 +64,7 @@ class RequestStream:
 
     def abort(self) -> None:
         """End every sample with the text it has so far; unranked samples end with no text."""
-        if self._params.chooses:
+        if self._params.needs_ranking:
             samples = self._samples[: self._params.n]
             ended = [attrs.evolve(sample.abort(), text="") for sample in samples]
         else:
