@@ -569,3 +569,26 @@ def test_a_clock_that_steps_back_does_not_extend_the_hold() -> None:
     for _ in range(12):
         bench.step()
     assert bench.scheduler.num_running_seqs == 1
+
+
+def test_a_recomputed_sample_whose_sibling_finishes_preempts_for_the_blocks_it_lacks() -> None:
+    """It lacks a slot for each of its tokens, although its group has a single sequence by then."""
+    bench = make(
+        num_blocks=41,
+        num_host_blocks=0,
+        prefixes=True,
+        max_num_seqs=3,
+        max_num_batched_tokens=16,
+        max_model_len=160,
+    )
+    group = bench.add("samples", 8, n=2, max_tokens=60)
+    second = group.unfinished_seqs[1].seq_id
+    for _ in range(50):
+        bench.step(1.0)
+    bench.add("long", prompt_token_ids=tuple(range(100, 232)), max_tokens=4)
+    bench.scheduler.abort_and_swap(["samples"])
+    bench.step(1.0)
+    bench.scheduler.finish(second)
+    for _ in range(100):
+        bench.step(1.0)
+    assert not bench.scheduler.has_work

@@ -118,6 +118,13 @@ class GroupBlocks:
         child.num_computed_tokens = child.num_slots = parent.num_slots
         child.group.allocated_seqs.append(child)
 
+    def lacks_at_most_one_slot(self, group: SequenceGroup) -> bool:
+        """Whether each sequence of a group has at most one token without a slot."""
+        for sequence in group.allocated_seqs:
+            if len(sequence.token_ids) - sequence.num_slots > 1:
+                return False
+        return True
+
     def num_blocks_to_append(self, group: SequenceGroup) -> int:
         """Free blocks that `append_slots` takes, including those of copy-on-write."""
         if group.unforked_seqs:

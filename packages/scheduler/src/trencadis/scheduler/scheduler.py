@@ -275,12 +275,13 @@ class Scheduler:
     def _append_slots(self, step: SchedulingStep) -> None:
         """Reserve slots for the newest tokens of running groups; preempt if blocks run out."""
         states, blocks = self._states, self._group_blocks
-        # With two free blocks per running sequence, a single sequence needs no check of its own.
+        # A sequence that lacks one slot takes one block at most: a new one, or a copy-on-write. A
+        # sequence that was recomputed and then forked lacks a slot for each of its own tokens.
         is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
         for group in tuple(states.running):
             if group.status is not SequenceStatus.RUNNING:
                 continue
-            if is_ample and len(group.allocated_seqs) == 1:
+            if is_ample and blocks.lacks_at_most_one_slot(group):
                 blocks.append_slots(group)
             elif self._preemptor.free_blocks_for(group, step):
                 blocks.append_slots(group)
