@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 
 import attrs
@@ -237,9 +236,8 @@ def test_a_taken_port_is_one_line_before_any_model_is_loaded(capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        begun = time.monotonic()
+        # The model does not exist either, so the port was checked before the model.
         assert main(["./no-such-model", "--port", str(port), "--log-level", "error"]) == 1
-        assert time.monotonic() - begun < 5
     error = capsys.readouterr().err
     assert f"port {port}" in error
     assert "--port" in error

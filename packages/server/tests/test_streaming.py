@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import threading
 from contextlib import suppress
 
 import httpx
@@ -125,28 +126,25 @@ async def test_a_client_that_does_not_read_is_disconnected(serving, engine, soon
 
 async def test_a_long_prompt_does_not_delay_other_requests(url, engine):
     encode = engine.tokenizer.encode
+    started, release = threading.Event(), threading.Event()
 
     def slowly(text, add_special_tokens=True):
         if text.startswith("slow"):
-            import time
-
-            time.sleep(0.5)
+            started.set()
+            assert release.wait(60)
         return encode(text, add_special_tokens)
 
     engine.tokenizer.encode = slowly
-    clock = asyncio.get_running_loop().time
-    async with httpx.AsyncClient(base_url=url) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=60) as client:
         slow = asyncio.create_task(client.post("/v1/completions", json={"prompt": "slow"}))
-        await asyncio.sleep(0.1)
-        begun = clock()
+        assert await asyncio.to_thread(started.wait, 60)
+        # Its prompt is being encoded until the event is set, after the other request is answered.
         assert (await client.get("/health")).status_code == 200
-        assert clock() - begun < 0.3
+        release.set()
         assert (await slow).status_code == 200
 
 
 async def test_prompts_past_the_bound_are_refused(serving, engine):
-    import threading
-
     release = threading.Event()
     engine.tokenizer.encode = lambda text, special: release.wait(5) and [1, 2]
     async with serving(max_pending_prompts=2) as url, httpx.AsyncClient(base_url=url) as client:
