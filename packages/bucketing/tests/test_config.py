@@ -139,3 +139,9 @@ def test_a_bad_value_in_code_names_its_setting() -> None:
         BucketingConfig(contiguous_pa="no")  # type: ignore[arg-type]
     with pytest.raises(BucketingError, match=r"bucket_file 3 .*: give an instance of str"):
         BucketingConfig(bucket_file=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("strategy", [[], {}, 1, b"exp"])
+def test_a_strategy_that_is_no_text_is_refused(strategy: object) -> None:
+    with pytest.raises(BucketingError, match="is unknown: choose from"):
+        BucketingConfig(strategy=strategy)

@@ -333,3 +333,24 @@ def test_prompt_tokens_are_counted_once_whatever_is_recomputed_or_sampled(
     assert stats.num_preemptions > 0
     assert stats.num_prompt_tokens == 2 * length
     assert stats.num_generation_tokens == 2 * 2 * 50
+
+
+def test_a_request_of_more_samples_than_may_run_counts_as_one_that_runs(tiny_model: Path) -> None:
+    """Its samples are several groups of the scheduler."""
+    core = LLM(str(tiny_model), **settings(max_num_seqs=4)).core
+    core.add("a", (5, 6, 7), SamplingParams(n=6, max_tokens=30, ignore_eos=True))
+    for _ in range(5):
+        core.step()
+    stats = core.stats
+    assert (stats.num_running_reqs, stats.num_waiting_reqs) == (1, 0)
+    assert stats.num_running_seqs == 4
+
+
+def test_the_prompt_of_a_beam_search_counts_when_its_prefill_ends(tiny_model: Path) -> None:
+    core = LLM(str(tiny_model), **settings()).core
+    core.add("a", (5, 6, 7), SamplingParams(use_beam_search=True, n=2, max_tokens=20))
+    for _ in range(3):
+        core.step()
+    assert core.stats.num_prompt_tokens == 3
+    core.abort("a")
+    assert core.stats.num_prompt_tokens == 3

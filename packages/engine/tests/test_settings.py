@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import subprocess
 import sys
+from collections.abc import Mapping
 from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any, get_args
 
 import attrs
@@ -15,8 +18,9 @@ from hypothesis import strategies as st
 
 import trencadis.engine
 from trencadis.bucketing import BucketingConfig
-from trencadis.engine import ConfigError, EngineConfig, devices
+from trencadis.engine import ConfigError, EngineConfig, EngineStats, devices
 from trencadis.engine.config import DEVICES, SchedulingPolicy
+from trencadis.engine.core import engine_core
 from trencadis.engine.settings import (
     add_flags,
     environment_help,
@@ -35,6 +39,8 @@ from trencadis.engine.simulated import SimulationConfig
 from trencadis.engine.validators import integer, number, one_of
 from trencadis.kvcache import DefragConfig
 from trencadis.scheduler.config import QueuePolicy
+from trencadis.scheduler.telemetry.registry import SOURCES
+from trencadis.scheduler.thermal import POLICIES
 from trencadis.warmup import WarmupConfig
 
 
@@ -271,3 +277,40 @@ def test_the_devices_that_can_be_named_are_those_there_are() -> None:
 
 def test_the_scheduling_policies_are_those_of_the_scheduler() -> None:
     assert get_args(SchedulingPolicy) == get_args(QueuePolicy)
+
+
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(EngineConfig)])
+def test_every_setting_is_read_somewhere(name: str) -> None:
+    """A setting that is parsed and never read has no effect, and no other test may notice."""
+    source = Path(trencadis.engine.__file__).parent
+    modules = [path for path in source.rglob("*.py") if path.name not in {"config.py", "cli.py"}]
+    read = {
+        node.attr
+        for path in modules
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute)
+    }
+    assert name in read or name == "served_model_name", f"nothing reads EngineConfig.{name}"
+
+
+def test_the_core_fills_every_statistic() -> None:
+    """A field that it leaves out would always be 0."""
+    tree = ast.parse(Path(engine_core.__file__).read_text())
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "EngineStats"
+    ]
+    (call,) = calls
+    filled = {keyword.arg for keyword in call.keywords}
+    assert filled == {field.name for field in attrs.fields(EngineStats)}
+
+
+@pytest.mark.parametrize(
+    ("name", "choices"),
+    [("thermal_policy", POLICIES), ("temperature_source", SOURCES), ("device", devices.DEVICES)],
+)
+def test_the_help_of_a_setting_names_every_choice(name: str, choices: Mapping[str, object]) -> None:
+    """`config` does not import the libraries that know the choices."""
+    text = attrs.fields_dict(EngineConfig)[name].metadata["help"]
+    assert not [choice for choice in choices if choice not in text and choice != "none"]

@@ -10,6 +10,7 @@ from trencadis.kvcache import (
     BlockManager,
     CacheConfig,
     DuplicateSequence,
+    InvalidBlock,
     InvalidSetting,
     KVCacheError,
     NotComputed,
@@ -271,3 +272,11 @@ def test_a_second_free_is_refused() -> None:
     with pytest.raises(UnknownSequence, match="sequence 1 has no blocks"):
         manager.free(1)
     assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
+
+
+@pytest.mark.parametrize("src", [-1, 0, 8, 10**9])
+def test_a_block_outside_the_pool_is_not_relocated(src: int) -> None:
+    manager = BlockManager(CacheConfig(num_blocks=8, block_size=2))
+    manager.allocate(1, [1, 2, 3])
+    with pytest.raises(InvalidBlock, match=f"block {src} is not one of 1 to 7"):
+        manager.relocate([BlockCopy(src, 3)])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from pkgutil import iter_modules
 
 import attrs
 import pytest
@@ -20,6 +22,7 @@ from trencadis.scheduler import (
     SchedulerConfig,
     SequenceGroup,
     ThermalGuard,
+    thermal,
 )
 from trencadis.scheduler.thermal import (
     BOARDS,
@@ -29,6 +32,7 @@ from trencadis.scheduler.thermal import (
     PowerBudgetPolicy,
     PowerModel,
     ProportionalThermalPolicy,
+    SchedulerThermalPolicy,
     SchedulerView,
     load_thermal_policy,
 )
@@ -265,7 +269,8 @@ def test_policies_of_other_packages_are_loaded_by_entry_point(
     assert isinstance(load_thermal_policy("external"), NoThermalPolicy)
     with pytest.raises(ConfigError, match="'broken' cannot be imported: No module named 'nowhere'"):
         load_thermal_policy("broken")
-    with pytest.raises(ConfigError, match="broken, external, none, power, proportional, or module"):
+    names = ", ".join(sorted(["broken", "external", *POLICIES]))
+    with pytest.raises(ConfigError, match=f"{re.escape(names)}, or module"):
         load_thermal_policy("unknown")
 
 
@@ -347,3 +352,17 @@ def test_the_policy_keeps_a_board_with_a_failing_fan_below_its_limit(
     assert 82.0 - 3.0 <= model.chip_c <= 90.0
     assert all(later - earlier >= 5 for earlier, later in pairwise(turns))
     assert max(history[-600:]) - min(history[-600:]) <= 0.15 * 200
+
+
+def test_every_built_in_policy_is_registered() -> None:
+    modules = (f"trencadis.scheduler.thermal.{m.name}" for m in iter_modules(thermal.__path__))
+    classes = {
+        f"{module}:{name}"
+        for module in modules
+        for name, item in vars(importlib.import_module(module)).items()
+        if isinstance(item, type)
+        and issubclass(item, SchedulerThermalPolicy)
+        and item.__module__ == module
+        and item is not SchedulerThermalPolicy
+    }
+    assert classes == set(POLICIES.values())

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import math
 
 import attrs
+import numpy as np
 import pytest
 
-from trencadis.scheduler import BatchControl, ConfigError, SchedulerConfig, UnservableRequest
+from trencadis.scheduler import (
+    BatchControl,
+    ConfigError,
+    ControlError,
+    Request,
+    SchedulerConfig,
+    UnservableRequest,
+)
 from trencadis.scheduler.thermal import VICTIM_ORDERS
 from trencadis.scheduler.validators import integer, number, one_of
 
@@ -71,7 +80,7 @@ def test_the_error_class_can_be_another_of_the_package() -> None:
 
 def test_other_layers_can_read_the_bounds_of_a_control_request() -> None:
     fields = attrs.fields(BatchControl)
-    assert (fields.max_num_seqs.validator.low, fields.max_num_seqs.validator.high) == (1, None)
+    assert (fields.max_num_seqs.validator.low, fields.max_num_seqs.validator.high) == (1, 2**63 - 1)
     assert fields.target_temp_c.validator.high == 95
     assert fields.target_temp_c.validator.exclusive_low
     assert fields.policy.validator.accepted == tuple(VICTIM_ORDERS)
@@ -81,3 +90,18 @@ def test_other_layers_can_read_the_bounds_of_a_control_request() -> None:
 def test_every_setting_has_a_help_text(settings: type) -> None:
     for field in attrs.fields(settings):
         assert field.metadata["help"].endswith("."), field.name
+
+
+def test_numpy_integers_are_integers() -> None:
+    request = Request(request_id="a", prompt_token_ids=[1], max_tokens=np.int64(4), n=np.int32(2))
+    assert (request.max_tokens, request.n) == (4, 2)
+
+
+def test_an_order_beyond_64_bits_is_refused() -> None:
+    with pytest.raises(ConfigError, match="force_evict must be an integer from 0 to 92233720"):
+        BatchControl(force_evict=10**30)
+
+
+def test_a_control_error_survives_copying() -> None:
+    error = copy.copy(ControlError("too hot", "target_temp_c"))  # by the protocol of pickle
+    assert (str(error), error.field) == ("too hot", "target_temp_c")

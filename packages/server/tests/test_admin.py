@@ -135,3 +135,10 @@ async def test_the_ranges_are_those_of_the_engine(admin, engine, name):
     response = await admin.post(PATH, json={name: outside[0] + 1}, headers=KEY)
     assert response.status_code == 200
     assert engine.orders == [BatchControl(**{name: outside[0] + 1})]
+
+
+async def test_an_order_beyond_64_bits_is_refused(admin, engine):
+    response = await admin.post(PATH, json={"force_evict": 10**30}, headers=KEY)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "force_evict"
+    assert not engine.orders

@@ -10,6 +10,7 @@ from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 
 from trencadis.engine import BatchControl
+from trencadis.server import create_app
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 from trencadis.server.metrics.metric_tables import (
     ENGINE_METRICS,
@@ -52,3 +53,13 @@ def metrics_table() -> str:
 def test_the_readme_lists_all_metrics():
     table = README.partition("<!-- metrics:begin -->")[2].partition("<!-- metrics:end -->")[0]
     assert table.strip() == metrics_table().strip()
+
+
+def test_the_readme_lists_every_route(engine):
+    """And so a router that the app does not include is noticed."""
+    listed = set()
+    for cell in re.findall(r"^\| (`(?:GET|POST) .*?) \|", README, re.MULTILINE):
+        listed |= set(re.findall(r"`(?:GET |POST )?(/[^`]*)`", cell))
+    served = {re.sub(r":\w+}", "}", path) for path in create_app(engine).openapi()["paths"]}
+    assert listed - {"/docs", "/openapi.json", "/metrics", "/v1/admin/batch"} <= served
+    assert served <= listed

@@ -43,7 +43,7 @@ def one_of(choices: Collection[str], *, optional: bool = False) -> Validator:
     """
 
     def validate(_: Any, attribute: Any, value: Any) -> None:
-        if (optional and value is None) or value in choices:
+        if (optional and value is None) or (isinstance(value, str) and value in choices):
             return
         raise BucketingError(
             f"bucketing {attribute.name} {value!r} ({attribute.metadata['env']}) is unknown: "

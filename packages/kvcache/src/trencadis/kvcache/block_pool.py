@@ -72,7 +72,7 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """The number of references to ``block``, 0 for a free block. Raises `InvalidBlock`."""
-        self._require_valid(block)
+        self.require_valid(block)
         return self._ref_counts[block]
 
     def is_shared(self, block: int) -> bool:
@@ -88,14 +88,14 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Add a reference to a used or cached block. Raises `InvalidBlock`."""
-        self._require_valid(block)
+        self.require_valid(block)
         if self._ref_counts[block] == 0:
             self._reuse_cached(block)
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
         """Remove a reference; without references a block is free. Raises `InvalidBlock`."""
-        self._require_valid(block)
+        self.require_valid(block)
         if self._ref_counts[block] == 0:
             raise InvalidBlock(
                 f"block {block} is not in use: it was released more often than it was shared"
@@ -206,7 +206,8 @@ class BlockPool:
         else:
             self._empty.add(block)
 
-    def _require_valid(self, block: int) -> None:
+    def require_valid(self, block: int) -> None:
+        """Raise `InvalidBlock` for an id that is no block of this pool."""
         if not PADDING_BLOCK < block < self.num_blocks:
             raise InvalidBlock(
                 f"block {block} is not one of 1 to {self.num_blocks - 1}: pass a block of this "

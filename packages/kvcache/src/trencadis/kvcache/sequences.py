@@ -252,7 +252,11 @@ class BlockReferences:
             self._others[dst] = self._others.pop(src)
 
     def has_computed_slot(self, block: int) -> bool:
-        """Whether a used block has content. A block that only a pending swap out uses has."""
+        """Whether a used block has content. A block that only a pending swap out uses has.
+
+        Raises `InvalidBlock`.
+        """
+        self.pool.require_valid(block)
         sequences = self._sequences(block)
         first_slot = self._position[block] * self._block_size
         return not sequences or any(

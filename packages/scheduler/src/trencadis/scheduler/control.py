@@ -25,6 +25,9 @@ from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
 from trencadis.scheduler.validators import integer, number, one_of
 
+_INT64_MAX = 2**63 - 1
+"""The largest integer that the engine's messages can carry."""
+
 
 @attrs.frozen(kw_only=True)
 class BatchControl:
@@ -35,12 +38,12 @@ class BatchControl:
 
     max_num_seqs: int | None = attrs.field(
         default=None,
-        validator=integer(1, optional=True),
+        validator=integer(1, _INT64_MAX, optional=True),
         metadata={"help": "New maximum number of sequences that run at once; null: unchanged."},
     )
     force_evict: int | None = attrs.field(
         default=None,
-        validator=integer(0, optional=True),
+        validator=integer(0, _INT64_MAX, optional=True),
         metadata={
             "help": "Number of running sequences to preempt now. Without max_num_seqs, the number "
             "that is left stays the running limit for SchedulerConfig.force_evict_hold_s seconds."

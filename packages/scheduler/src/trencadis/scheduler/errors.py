@@ -34,6 +34,6 @@ class IllegalTransition(SchedulerError):
 class ControlError(SchedulerError, ValueError):
     """An order that this scheduler cannot carry out. ``field`` names the field of the order."""
 
-    def __init__(self, message: str, field: str) -> None:
+    def __init__(self, message: str, field: str | None = None) -> None:
         super().__init__(message)
         self.field = field

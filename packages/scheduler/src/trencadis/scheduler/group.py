@@ -15,6 +15,7 @@ import attrs
 
 from trencadis.kvcache import PrefixKeys, ceil_div
 from trencadis.scheduler.beams import BeamSearchState
+from trencadis.scheduler.config import QueuePolicy
 from trencadis.scheduler.errors import IllegalTransition
 from trencadis.scheduler.request import FinishReason, Request
 
@@ -90,11 +91,17 @@ class Sequence:
 class QueueKey(NamedTuple):
     """The position of a group in a queue: groups with a lower key run first.
 
-    ``priority`` is 0 for every group under the ``fcfs`` policy.
+    ``priority`` is 0 for every group under the ``fcfs`` policy. To add a queue order: a value of
+    `QueuePolicy`, and its key in `of`.
     """
 
     priority: int
     arrival: int
+
+    @classmethod
+    def of(cls, request: Request, arrival: int, policy: QueuePolicy) -> QueueKey:
+        """The key of a request; ``arrival`` is its number in order of arrival."""
+        return cls(request.priority if policy == "priority" else 0, arrival)
 
 
 @attrs.define(eq=False)

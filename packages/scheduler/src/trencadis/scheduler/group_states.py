@@ -93,8 +93,8 @@ class GroupStates:
     def add(self, request: Request) -> SequenceGroup:
         """Create the group of a request and put it into the waiting queue."""
         arrival = next(self._arrivals)
-        priority = request.priority if self._config.policy == "priority" else 0
-        group = SequenceGroup(request, arrival, self._block_size, QueueKey(priority, arrival))
+        key = QueueKey.of(request, arrival, self._config.policy)
+        group = SequenceGroup(request, arrival, self._block_size, key)
         search = request.beam_search
         if search is not None:
             max_output = self._config.max_model_len - request.num_prompt_tokens

@@ -3,12 +3,13 @@
 A validator is a frozen value with public bounds, so that other layers (an HTTP schema, a command
 line) derive their bounds from it: ``attrs.fields(Config).some_field.validator.low``.
 
-A bool is never an integer or a number. NaN and infinities are never numbers.
+A bool is never an integer or a number; a NumPy integer is. NaN and infinities are never numbers.
 """
 
 from __future__ import annotations
 
 import math
+from numbers import Integral, Real
 from typing import Any
 
 import attrs
@@ -28,7 +29,7 @@ class IntegerValidator:
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value is None and self.optional:
             return
-        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
         if not is_integer or value < self.low or (self.high is not None and value > self.high):
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
@@ -55,7 +56,7 @@ class NumberValidator:
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value is None and self.optional:
             return
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value) or not self._is_within_bounds(value):
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 import attrs
+from typing_extensions import assert_never
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
@@ -25,7 +26,6 @@ from trencadis.engine.ipc.messages import (
     Rejected,
     StepDone,
     Stop,
-    ToCore,
 )
 from trencadis.scheduler import BatchControlResult, ControlError
 
@@ -100,6 +100,7 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
 
 def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
     orders: _Orders = {}
+    channel.send(StepDone((), core.stats))
     stats_due_s = 0.0
     while os.getppid() == front:
         for message in channel.receive(_receive_timeout(core)):
@@ -110,6 +111,7 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
         tokens = core.step() if core.has_work else []
         if orders:
             _send_results(orders, channel)
+            stats_due_s = 0.0  # what the orders changed shows at once
         now_s = time.monotonic()
         stats = None
         if now_s >= stats_due_s or not core.has_work:
@@ -129,7 +131,12 @@ _Orders = dict[int, Future[BatchControlResult]]
 """Results of orders that were not sent yet, by order number."""
 
 
-def _handle(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Orders) -> None:
+def _handle(
+    core: EngineCore,
+    channel: CoreChannel,
+    message: Add | Abort | Finish | Control,
+    orders: _Orders,
+) -> None:
     if isinstance(message, Add):
         try:
             core.add(message.key, message.prompt_token_ids, message.params, message.priority)
@@ -147,6 +154,8 @@ def _handle(core: EngineCore, channel: CoreChannel, message: ToCore, orders: _Or
             orders[message.number] = core.control(message.order)
         except InvalidRequest as error:
             channel.send(Controlled(message.number, None, str(error), error.field))
+    else:
+        assert_never(message)
 
 
 def _send_results(orders: _Orders, channel: CoreChannel) -> None:

@@ -28,6 +28,7 @@ from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
+    SequenceStatus,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -112,13 +113,14 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         runner = self.worker.runner
+        requests = self.requests.count_by_state()
         return EngineStats(
-            num_running_reqs=self.scheduler.num_running,
+            num_running_reqs=requests[SequenceStatus.RUNNING],
             num_running_seqs=self.scheduler.num_running_seqs,
             max_running_seqs=self._running_limit,
-            num_waiting_reqs=self.scheduler.num_waiting,
-            num_swapped_reqs=self.scheduler.num_swapped,
-            num_preempted_reqs=self.scheduler.num_preempted,
+            num_waiting_reqs=requests[SequenceStatus.WAITING],
+            num_swapped_reqs=requests[SequenceStatus.SWAPPED],
+            num_preempted_reqs=requests[SequenceStatus.PREEMPTED],
             num_used_blocks=self.blocks.pool.num_used_blocks,
             num_total_blocks=self.blocks.pool.num_usable_blocks,
             highest_block_in_use=self.blocks.pool.highest_used_block,

@@ -8,6 +8,7 @@ ids in every step, so only the table knows which request a sequence belongs to.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
@@ -28,11 +29,19 @@ from trencadis.scheduler import (
     Scheduler,
     SchedulerOutput,
     SequenceGroup,
+    SequenceStatus,
     SequenceUpdate,
     UnservableRequest,
 )
 from trencadis.scheduler import FinishReason as SchedulerFinishReason
 from trencadis.scheduler import Sequence as ScheduledTokens
+
+_FURTHEST_FIRST = (
+    SequenceStatus.RUNNING,
+    SequenceStatus.SWAPPED,
+    SequenceStatus.PREEMPTED,
+    SequenceStatus.WAITING,
+)
 
 
 @attrs.define(eq=False)
@@ -97,6 +106,20 @@ class RequestTable:
         self._entries: dict[str, _Entry] = {}
         self._samples: dict[int, _Sample] = {}
         self._beam_searches: dict[str, _Entry] = {}
+
+    def count_by_state(self) -> Counter[SequenceStatus]:
+        """The number of requests in each state.
+
+        A request of several groups is in the state of the group that has got furthest, and runs
+        if one of them has finished.
+        """
+        counts: Counter[SequenceStatus] = Counter()
+        for entry in self._entries.values():
+            states = {group.status for group in entry.groups}
+            if SequenceStatus.FINISHED in states:
+                states = {SequenceStatus.RUNNING}
+            counts[next(state for state in _FURTHEST_FIRST if state in states)] += 1
+        return counts
 
     def add(
         self,
@@ -187,8 +210,6 @@ class RequestTable:
             if sample is None:
                 search = self._beam_searches.get(update.request_id)
                 if search is not None:
-                    if not search.prompt_counted:
-                        self._count_prompt(search)
                     tokens.extend(self._hypothesis(search, update.seq_id))
                 continue
             entry = sample.entry
@@ -257,13 +278,20 @@ class RequestTable:
     ) -> dict[int, Sequence[Candidate]]:
         """The most probable next tokens of each beam. ``beams`` are keyed by row of ``logits``."""
         live = {
-            sequence.seq_id: (sequence, entry.params)
+            sequence.seq_id: (sequence, entry)
             for entry in self._beam_searches.values()
             for sequence in entry.groups[0].unfinished_seqs
         }
+        for beam in beams.values():
+            entry = live[beam.seq_id][1]
+            if not entry.prompt_counted:
+                self._count_prompt(entry)
         ranked = rank_tokens(
             _select(logits, list(beams)),
-            [self._sampling_row(*live[beam.seq_id], seed=0) for beam in beams.values()],
+            [
+                self._sampling_row(sequence, entry.params, seed=0)
+                for sequence, entry in (live[beam.seq_id] for beam in beams.values())
+            ],
             [beam.num_candidates for beam in beams.values()],
         )
         return {

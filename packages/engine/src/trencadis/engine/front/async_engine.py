@@ -10,6 +10,7 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
+from typing_extensions import assert_never
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.core_process import LogSettings
@@ -214,6 +215,8 @@ class AsyncEngine:
                     self._resolve_order(message)
                 elif isinstance(message, Failed):
                     raise EngineDead(message.message)
+                elif not isinstance(message, Ready):
+                    assert_never(message)
         except EngineError as error:
             logger.error("The engine stops serving: %s", error)
             self._fail(f"{error}: restart the server")

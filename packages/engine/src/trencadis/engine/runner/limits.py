@@ -6,10 +6,11 @@ and the scheduler by the same rules.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from typing import Protocol
 
 import attrs
 
+from trencadis.engine.config import SchedulingPolicy
 from trencadis.engine.errors import ConfigError
 from trencadis.kvcache import ceil_div
 from trencadis.scheduler import SchedulerConfig
@@ -62,7 +63,7 @@ class ServingLimits:
         *,
         max_waiting: int,
         max_chunk_tokens: int | None,
-        policy: Literal["fcfs", "priority"] = "fcfs",
+        policy: SchedulingPolicy = "fcfs",
     ) -> SchedulerConfig:
         """The scheduler's settings.
 
