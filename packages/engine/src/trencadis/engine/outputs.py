@@ -96,8 +96,8 @@ class EngineStats:
       ``num_recomputes`` freed it.
     - ``num_steps``: steps.
     - ``num_prompt_tokens``: tokens of prompts; each prompt counts once, in full.
-    - ``num_prefill_tokens``: tokens computed in prefill. Prefix hits do not count; recomputed
-      tokens count again.
+    - ``num_prefill_tokens``: tokens of prefill chunks of two or more tokens; a single token runs in
+      the decode batch. Prefix hits do not count; recomputed tokens count again.
     - ``num_generation_tokens``: tokens generated, of all sequences.
     - ``num_padded_tokens``: tokens computed as padding.
     - ``num_bucket_misses``: forward passes whose shape no bucket holds.
