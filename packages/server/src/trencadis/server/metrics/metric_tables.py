@@ -117,8 +117,8 @@ ENGINE_METRICS = (
     ),
     _counter(
         "trencadis:prefill_tokens",
-        "Tokens of prefill chunks of two or more tokens. Prefix hits do not count, recomputed tokens "
-        "count again.",
+        "Tokens of prefill chunks of two or more tokens. Prefix hits do not count, recomputed "
+        "tokens count again.",
         lambda s: s.num_prefill_tokens,
     ),
     _counter("vllm:generation_tokens", "Tokens generated.", lambda s: s.num_generation_tokens),
