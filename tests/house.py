@@ -130,7 +130,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"front"},
     ],
     "engine.core": [
-        {"group_requests", "request_check", "thermal_monitor"},
+        {"request_conversion", "thermal_monitor"},
         {"request_table"},
         {"engine_core"},
         {"core_process"},
@@ -147,7 +147,6 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.front": [
         {"core_client", "tokenizer"},
         {"detokenizer"},
-        {"sample_stream"},
         {"request_stream"},
         {"async_engine", "llm"},
     ],
@@ -161,7 +160,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"loader"},
     ],
     "engine.runner": [
-        {"block_moves", "host_swap", "limits", "prompt_batches", "sampler", "shapes"},
+        {"block_moves", "host_swap", "limits", "sampler", "shapes"},
         {"grids", "model_input", "sampler_warmup"},
         {"background_warmup", "forward_runner"},
         {"model_runner"},

@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from pathlib import Path
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core.request_check import check_request
+from trencadis.engine.core.request_conversion import check_request
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
@@ -60,6 +60,7 @@ class EngineCore:
         self.spec = self.worker.spec
         self.max_model_len = self.worker.limits.max_model_len
         self.pause_s = 0.0
+        self._num_buckets = self.worker.num_buckets
         self._num_steps = 0
         self._num_prefill_tokens = 0
         self._running_limit = config.max_num_seqs
@@ -124,7 +125,7 @@ class EngineCore:
             num_used_blocks=self.blocks.pool.num_used_blocks,
             num_total_blocks=self.blocks.pool.num_usable_blocks,
             highest_block_in_use=self.blocks.pool.highest_used_block,
-            num_buckets=self.worker.num_buckets,
+            num_buckets=self._num_buckets,
             num_ready_buckets=runner.num_ready_buckets,
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 import torch
 
-from trencadis.engine.core.group_requests import as_request, split_samples
+from trencadis.engine.core.request_conversion import as_request, split_samples
 from trencadis.engine.errors import EngineOverloaded, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import FinishReason

@@ -12,7 +12,7 @@ import attrs
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
-from trencadis.engine.core.request_check import check_request
+from trencadis.engine.core.request_conversion import check_request
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs

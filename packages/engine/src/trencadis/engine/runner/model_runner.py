@@ -21,13 +21,13 @@ from trencadis.engine.runner.model_input import (
     build_prompt,
     lay_out_decodes,
 )
-from trencadis.engine.runner.prompt_batches import split_prompts
 from trencadis.engine.runner.shapes import (
     DecodeShape,
     ForwardShape,
     PromptShape,
     decode_shape,
     prompt_shape,
+    split_prompts,
 )
 from trencadis.kvcache import Direction
 from trencadis.kvcache.tensors import KVCache

@@ -9,8 +9,7 @@ import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.runner.grids import Grids
-from trencadis.engine.runner.prompt_batches import split_prompts
-from trencadis.engine.runner.shapes import decode_shape, prompt_shape
+from trencadis.engine.runner.shapes import decode_shape, prompt_shape, split_prompts
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.kvcache import CopyPlan, Direction
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming
