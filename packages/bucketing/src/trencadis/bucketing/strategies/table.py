@@ -117,5 +117,5 @@ STRATEGIES: dict[str, Strategy] = {
 
 To add a strategy, write a function in `ranges.py` and add its row here. The settings, their
 environment variables, the command's options, the log line and the comparison read this table.
-README.md and CHANGELOG.md need a line each, and the function a test.
+README.md needs a row in each of its three tables, CHANGELOG.md a line, and the function a test.
 """
