@@ -115,6 +115,9 @@ class RequestTable:
         """
         counts: Counter[SequenceStatus] = Counter()
         for entry in self._entries.values():
+            if len(entry.groups) == 1:  # most requests, and a full queue has thousands
+                counts[entry.groups[0].status] += 1
+                continue
             states = {group.status for group in entry.groups}
             if SequenceStatus.FINISHED in states:
                 states = {SequenceStatus.RUNNING}
