@@ -69,6 +69,13 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Breaks the four small libraries in listed places, and sees whether their tests notice."""
+    install(session, *TEST_TOOLS, *editable(*WITHOUT_TORCH, extras=True))
+    session.run("python", "tools/mutants.py", *session.posargs, env=ONE_THREAD)
+
+
+@nox.session
 @nox.parametrize("package", PACKAGES)
 def tests_alone(session: nox.Session, package: str) -> None:
     """Runs the tests of one package with only its required dependencies installed."""
