@@ -141,6 +141,11 @@ class GroupStates:
         self._arrivals = count()
         self._seq_ids = count()
 
+    @property
+    def num_started_seqs(self) -> int:
+        """Sequences that count against the running limit: they run or are being swapped in."""
+        return self.num_running_seqs + self.num_swapping_in_seqs
+
     def add(self, request: Request) -> SequenceGroup:
         """Create the group of a request and put it into the waiting queue."""
         arrival = next(self._arrivals)
