@@ -119,14 +119,20 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def is_finite(value: Any) -> bool:
-    """Whether a value is a finite number, also one of NumPy; a bool is none."""
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold, also NaN; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         return False
     try:
-        return math.isfinite(value)
+        float(value)
     except OverflowError:  # an integer beyond the range of floats
         return False
+    return True
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, also one of NumPy; a bool is none."""
+    return is_number(value) and math.isfinite(value)
 
 
 def integer(
