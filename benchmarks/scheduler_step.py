@@ -1,15 +1,21 @@
 """Time of a scheduler step, which does not depend on the number of waiting requests.
 
-    PYTHONPATH=packages/kvcache/src:packages/scheduler/src python benchmarks/scheduler_step.py
+    export PYTHONPATH=packages/kvcache/src:packages/scheduler/src
+    python benchmarks/scheduler_step.py [--width N]
 
-256 sequences decode with blocks of 16 tokens, while 0 to 20,000 requests wait. Figures are medians
-over 400 steps. All sequences have the same length, so every 16th step allocates 256 blocks and
-publishes 256 to the prefix cache; this makes the mean differ from the median. vLLM 0.32 takes 1.87
-ms for schedule and 0.79 ms for update with 2,000 requests waiting, measured on two Zen 4 cores.
+256 sequences decode with blocks of 16 tokens, while 0 to 200,000 requests wait: of one sequence,
+or with ``--width N`` of N sequences. With ``--width`` a control request has lowered the running
+limit to N - 1 before, and N - 2 sequences decode: a step looks for groups that fit and finds none.
+
+Figures are medians over 400 steps. The 256 sequences have the same length, so every 16th step
+allocates 256 blocks and publishes 256 to the prefix cache; this makes the mean differ from the
+median. vLLM 0.32 takes 1.87 ms for schedule and 0.79 ms for update with 2,000 requests waiting,
+measured on two Zen 4 cores.
 """
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -17,7 +23,7 @@ import time
 import attrs
 
 from trencadis.kvcache import BlockManager, CacheConfig
-from trencadis.scheduler import Request, Scheduler, SchedulerConfig, ThermalGuard
+from trencadis.scheduler import BatchControl, Request, Scheduler, SchedulerConfig, ThermalGuard
 from trencadis.scheduler.thermal import NoThermalPolicy, ProportionalThermalPolicy
 
 RUNNING = 256
@@ -33,19 +39,25 @@ class Cool:
     power_w: float | None = None
 
 
-def measure(waiting: int, thermal: ThermalGuard | None = None) -> tuple[float, float, float, float]:
+def measure(
+    waiting: int, *, width: int = 1, thermal: ThermalGuard | None = None
+) -> tuple[float, float, float, float]:
     """Seconds: the medians of schedule and of update, the mean and the p99 of their sum."""
+    running = RUNNING if width == 1 else width - 2
     blocks = BlockManager(CacheConfig(num_blocks=20_000, block_size=16))
     config = SchedulerConfig(
-        max_num_seqs=RUNNING,
+        max_num_seqs=max(running, width),
         max_num_batched_tokens=8192,
         max_model_len=8192,
-        max_waiting=waiting + RUNNING,
+        max_waiting=waiting + running,
     )
     scheduler = Scheduler(config, blocks, thermal=thermal)
-    for i in range(RUNNING + waiting):
+    if width > 1:
+        scheduler.control(BatchControl(max_num_seqs=width - 1))
+    for i in range(running + waiting):
         prompt = (i, *range(63))
-        scheduler.add(Request(request_id=f"r{i}", prompt_token_ids=prompt, max_tokens=2000))
+        n = 1 if i < running else width
+        scheduler.add(Request(request_id=f"r{i}", prompt_token_ids=prompt, max_tokens=2000, n=n))
     schedules: list[float] = []
     updates: list[float] = []
     gc.collect()
@@ -57,7 +69,7 @@ def measure(waiting: int, thermal: ThermalGuard | None = None) -> tuple[float, f
         resumed = time.perf_counter()
         scheduler.update(output, sampled)
         end = time.perf_counter()
-        if len(output.decodes) == RUNNING:
+        if len(output.decodes) == running:
             schedules.append(middle - start)
             updates.append(end - resumed)
     sums = sorted(a + b for a, b in zip(schedules, updates, strict=True))
@@ -74,12 +86,20 @@ def show(name: str, *seconds: float) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--width", type=int, default=1, help="Sequences of each waiting request: 1, or 3 and more."
+    )
+    width = parser.parse_args().width
     print(" " * 37 + "schedule  update    mean sum  p99 of it")
-    for waiting in (0, 200, 2_000, 20_000):
-        show(f"{waiting:,} waiting", *measure(waiting))
+    for waiting in (0, 200, 2_000, 20_000, 200_000):
+        show(f"{waiting:,} waiting", *measure(waiting, width=width))
+    if width > 1:
+        return
     policies = {"no-op": NoThermalPolicy(), "proportional, idle": ProportionalThermalPolicy()}
     for name, policy in policies.items():
-        show(f"2,000 waiting, {name}", *measure(2_000, ThermalGuard(policy, Cool)))
+        guard = ThermalGuard(policy, Cool)
+        show(f"2,000 waiting, {name}", *measure(2_000, thermal=guard))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from trencadis.engine import EngineConfig, EngineCore, SamplingParams, default_m
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.scheduler.telemetry import TemperatureReader
 from trencadis.scheduler.telemetry.recorded import RecordedSource
-from trencadis.scheduler.thermal import ProportionalThermalPolicy
+from trencadis.scheduler.thermal import NoThermalPolicy, ProportionalThermalPolicy
 
 PROMPT_TOKENS = 48
 PARAMS = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -103,7 +103,7 @@ def _ratio(
     """p99 TTFT of the core with the policy over p99 TTFT of the other."""
     for number, watch in enumerate(watches):
         assert watch.guard is not None
-        watch.guard.policy = ProportionalThermalPolicy() if number == on else None
+        watch.guard.policy = ProportionalThermalPolicy() if number == on else NoThermalPolicy()
     p99_ms = _serve(cores, requests)
     return p99_ms[on] / p99_ms[1 - on]
 

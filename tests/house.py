@@ -117,7 +117,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "scheduler.thermal": [
-        {"heat_model", "policy", "power_model", "victims"},
+        {"heat_model", "policy", "readings", "victims"},
+        {"power_model"},
         {"guard", "no_policy", "power_budget", "proportional", "registry"},
     ],
     "engine": [

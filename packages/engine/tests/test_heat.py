@@ -210,7 +210,7 @@ class Raising(NoThermalPolicy):
 
 
 @pytest.mark.parametrize("where", ["cap", "victims"])
-def test_a_policy_that_raises_is_out_of_service_and_serving_goes_on(
+def test_a_policy_that_raises_keeps_its_last_limit_and_serving_goes_on(
     tiny_model: Path,
     sensor: Sensor,
     expected: dict[str, list[int]],
@@ -225,8 +225,9 @@ def test_a_policy_that_raises_is_out_of_service_and_serving_goes_on(
     assert thermal is not None
     assert (thermal.policy, thermal.policy_active) == ("Raising", False)
     assert "a bug in a policy" in thermal.fault
-    assert "Raising is disabled" in caplog.text
-    assert core.stats.max_running_seqs == 8
+    assert thermal.num_policy_faults >= 1
+    assert caplog.text.count("Raising failed in") == 1
+    assert core.stats.max_running_seqs == (8 if where == "cap" else 3)
     order = core.control(BatchControl(target_temp_c=70.0))
     core.step()
     assert isinstance(order.exception(), ControlError)

@@ -239,6 +239,45 @@ def test_a_configured_device_without_readings_fails_safe() -> None:
     assert bench.says(Reading(0, 60.0), after_s=31.0).hottest_c == 95.0
 
 
+@pytest.mark.parametrize("power_w", [math.nan, math.inf, -math.inf, 0.0, -3.0])
+def test_an_impossible_power_is_unknown_and_the_temperature_counts(power_w: float) -> None:
+    state = Bench().says(Reading(0, 61.5, power_w), Reading(1, 62.5, 300.0))
+    assert (state.health, state.hottest_c, state.power_w) == (Health.FRESH, 62.5, None)
+
+
+def test_a_sensor_whose_power_is_nan_can_be_frozen() -> None:
+    bench = Bench(frozen_after_s=30.0)
+    for _ in range(60):
+        state = bench.says(Reading(0, 61.5, float("nan")))
+    assert state.health is Health.STALE
+    assert "frozen" in state.fault
+
+
+@pytest.mark.parametrize(
+    "reading",
+    [
+        None,
+        (0, 61.5),
+        Reading("0", 61.5),
+        Reading(-1, 61.5),
+        Reading(True, 61.5),
+        Reading(0, "61.5"),
+        Reading(0, None),
+        Reading(0, 10**400),
+        Reading(0, 61.5, "300"),
+        Reading(0, 61.5, 300.0, None),
+    ],
+    ids=repr,
+)
+def test_what_a_source_returns_instead_of_readings_becomes_a_state(reading: Any) -> None:
+    bench = Bench()
+    bench.says(Reading(0, 50.5))
+    state = bench.says(reading, after_s=10.0)
+    assert (state.health, state.hottest_c) == (Health.STALE, 50.5)
+    assert "which is no reading" in state.fault
+    assert bench.says(Reading(0, 51.5)).health is Health.FRESH
+
+
 def test_power_is_unknown_if_a_device_does_not_measure_it() -> None:
     assert Bench().says(Reading(0, 60.0, 300.0), Reading(1, 60.0)).power_w is None
 

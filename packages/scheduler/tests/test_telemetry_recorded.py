@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -114,3 +115,27 @@ def test_a_missing_file_and_a_bad_speed_are_errors(tmp_path: Path) -> None:
         open_source(f"recorded:{tmp_path / 'nowhere.csv'}")
     with pytest.raises(ConfigError, match="speed"):
         playing(tmp_path, CSV, speed=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.csv", b"time_s,device,temperature_c,power_w\n0,0,\xff,\n"),
+        ("a.jsonl", b'{"time_s": 0, "device": 1e400, "temperature_c": 50}'),
+        ("a.jsonl", b'{"time_s": 1e400, "device": 0, "temperature_c": 50}'),
+        ("a.jsonl", b'{"time_s": 0, "device": 0, "temperature_c": 1' + b"0" * 400 + b"}"),
+    ],
+)
+def test_a_file_that_is_no_recording_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(BadRecording, match=re.escape(str(path))):
+        RecordedSource(path)
+
+
+@pytest.mark.parametrize("speed", [0, -1.0, math.nan, math.inf, "fast", None, True])
+def test_a_speed_that_is_no_positive_number_is_refused(tmp_path: Path, speed: Any) -> None:
+    path = tmp_path / "a.csv"
+    path.write_text("time_s,device,temperature_c,power_w\n0,0,50,\n")
+    with pytest.raises(ConfigError, match="speed of a recording"):
+        RecordedSource(path, speed=speed)

@@ -128,13 +128,21 @@ async def test_temperatures_are_metrics_if_they_are_measured(client, engine):
     engine.thermal = ThermalStats()
     assert ("trencadis:temperature_celsius", None) not in await samples(client)
     engine.thermal = ThermalStats(
-        hottest_c=81.5, power_w=640.0, sensor="stale", policy="proportional", policy_active=True
+        hottest_c=81.5,
+        power_w=640.0,
+        sensor="stale",
+        policy="proportional",
+        policy_active=True,
+        num_policy_faults=3,
+        num_rejected_readings=5,
     )
     after = await samples(client)
     assert after["trencadis:temperature_celsius", None] == 81.5
     assert after["trencadis:power_watts", None] == 640.0
     assert after["trencadis:sensor_health", None] == 1
     assert after["trencadis:thermal_policy_active", None] == 1
+    assert after["trencadis:thermal_policy_faults_total", None] == 3
+    assert after["trencadis:thermal_readings_rejected_total", None] == 5
 
 
 async def test_requests_are_counted_by_how_they_ended(client, engine):

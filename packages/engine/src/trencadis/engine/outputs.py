@@ -62,7 +62,9 @@ class ThermalStats:
     ``power_w``: power of all devices together, watts; None if it is not measured.
     ``sensor``: how current the readings are. ``fault``: the error of the sensors or of the policy,
     "" for none. ``policy``: name of the policy, "" for none. ``policy_active``: whether the policy
-    limits the running sequences; False after it failed.
+    limits the running sequences; False while it fails, and its last limit stays.
+    ``num_policy_faults``, ``num_rejected_readings``: steps in which the policy failed, and readings
+    that were no temperature or power, since the start.
     """
 
     hottest_c: float | None = None
@@ -71,6 +73,8 @@ class ThermalStats:
     fault: str = ""
     policy: str = ""
     policy_active: bool = False
+    num_policy_faults: int = 0
+    num_rejected_readings: int = 0
 
 
 @attrs.frozen

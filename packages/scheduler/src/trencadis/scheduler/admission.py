@@ -22,8 +22,11 @@ class AdmissionControl:
     A queue starts in its order. A group that cannot start now may be bypassed by later groups. The
     oldest group of a queue is bypassed at most ``max_bypasses`` times; then it is overdue and
     starts next. So a group with k older ones in its queue is bypassed at most
-    ``(k + 1) * max_bypasses`` times, although only the oldest group is counted. Groups with more
-    sequences than the running limit wait until the limit rises.
+    ``(k + 1) * max_bypasses`` times, although only the oldest group is counted.
+
+    A group with more sequences than a thermal limit allows runs alone: it starts, in its order or
+    when it is overdue, once nothing else runs. One with more than ``max_num_seqs``, or than a
+    forced eviction has left, waits until that limit rises.
     """
 
     def __init__(
@@ -125,6 +128,7 @@ class AdmissionControl:
             if group is None:
                 return
             self._num_free_at_refusal.pop(group.arrival, None)
+            step.max_running_seqs = max(step.max_running_seqs, group.num_seqs)
             self._count_bypasses(group, step)
 
     def _start_first(
@@ -152,18 +156,21 @@ class AdmissionControl:
     def _next_groups(
         self, queue: GroupQueue, step: SchedulingStep, count: int
     ) -> list[SequenceGroup]:
-        oldest = queue.oldest(step.max_running_seqs)
+        oldest = queue.oldest(step.max_group_seqs)
         if oldest is not None and self.is_overdue(oldest):
             return [oldest]
-        return queue.first(count, step.max_running_seqs)
+        return queue.first(count, self._max_group_seqs(step))
 
     def _num_free_seqs(self, step: SchedulingStep) -> int:
-        states = self._states
-        return step.max_running_seqs - states.num_running_seqs - states.num_swapping_in_seqs
+        return self._max_group_seqs(step) - self._states.num_started_seqs
+
+    def _max_group_seqs(self, step: SchedulingStep) -> int:
+        """The most sequences of a group that may start now: above a thermal limit only alone."""
+        return step.max_running_seqs if self._states.num_started_seqs else step.max_group_seqs
 
     def _count_bypasses(self, started: SequenceGroup, step: SchedulingStep) -> None:
         for queue in (self._states.resume_queue, self._states.waiting):
-            oldest = queue.oldest(step.max_running_seqs)
+            oldest = queue.oldest(step.max_group_seqs)
             if oldest is not None and oldest.arrival < started.arrival:
                 oldest.num_bypasses += 1
 

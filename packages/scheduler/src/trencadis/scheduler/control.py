@@ -61,6 +61,7 @@ class BatchControl:
     )
     dry_run: bool = attrs.field(
         default=False,
+        validator=one_of(True, False),
         metadata={"help": "Answer what the request would do, and change nothing."},
     )
 
@@ -105,6 +106,8 @@ class ControlHandler:
 
     def put(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request. Thread-safe; see `Scheduler.control`."""
+        if not isinstance(control, BatchControl):
+            raise ControlError(f"control() needs a BatchControl, got {control!r}")
         future: Future[BatchControlResult] = Future()
         self._pending.append((control, future))
         return future
@@ -132,8 +135,10 @@ class ControlHandler:
                 continue
             try:
                 result = self._apply(control, step)
-            except SchedulerError as error:
+            except Exception as error:
                 future.set_exception(error)
+                if not isinstance(error, SchedulerError):
+                    raise  # a fault of the scheduler; the caller of the order must not wait for it
             else:
                 future.set_result(result)
 
@@ -168,9 +173,7 @@ class ControlHandler:
                 "lower the first",
                 "max_num_seqs",
             )
-        if control.target_temp_c is not None and (
-            self._thermal is None or self._thermal.policy is None
-        ):
+        if control.target_temp_c is not None and self._thermal is None:
             raise ControlError(
                 f"target_temp_c {control.target_temp_c} needs a thermal policy and none is active: "
                 "start with a policy, or set max_num_seqs",
@@ -179,14 +182,8 @@ class ControlHandler:
         return max_num_seqs
 
     def _set_target_temp(self, control: BatchControl) -> None:
-        if control.target_temp_c is None or self._thermal is None or self._thermal.policy is None:
-            return
-        if not self._thermal.policy.retarget(control.target_temp_c):
-            raise ControlError(
-                f"{type(self._thermal.policy).__name__} has no target temperature to set to "
-                f"{control.target_temp_c}: use the proportional policy, or set max_num_seqs",
-                "target_temp_c",
-            )
+        if control.target_temp_c is not None and self._thermal is not None:
+            self._thermal.retarget(control.target_temp_c)
 
     def _victims(
         self, control: BatchControl, max_num_seqs: int, step: SchedulingStep

@@ -2,64 +2,113 @@
 
 from __future__ import annotations
 
-import itertools
-from bisect import bisect_left
-from collections.abc import Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterator
+from heapq import merge
+from itertools import count, islice
+from operator import attrgetter
+from typing import Any
 
 from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.group import QueueKey, Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.request import FinishReason, Request
 
+_queue_key = attrgetter("queue_key")
+_arrival = attrgetter("arrival")
 
-class GroupQueue:
-    """Groups in ascending order of `QueueKey`; the oldest group is known as well.
+_REMOVED: Any = None
+"""What replaces a removed entry. It is never read."""
 
-    A step looks at a bounded number of groups, so its cost does not grow with the queue.
-    Groups of more than ``max_num_seqs`` sequences cannot run under the current running limit:
-    `first` and `oldest` skip them.
+
+class SortedGroups:
+    """Groups in ascending order of a key that no two of them share.
+
+    Adding a group behind all others, and removing one near either end, costs the same in a queue
+    of any length: entries before ``_head`` are removed ones, and are deleted many at a time.
     """
 
-    def __init__(self) -> None:
-        self._keys: list[QueueKey] = []
-        self._groups: list[SequenceGroup] = []
-        self._arrivals: list[int] = []
-        self._by_arrival: dict[int, SequenceGroup] = {}
+    def __init__(self, key: Callable[[SequenceGroup], Any]) -> None:
+        self._key = key
+        self._entries: list[tuple[Any, SequenceGroup]] = []
+        self._head = 0
 
     def __len__(self) -> int:
-        return len(self._groups)
+        return len(self._entries) - self._head
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return iter(self._groups)
+        return (group for _, group in islice(self._entries, self._head, None))
 
-    def first(self, count: int, max_num_seqs: int) -> list[SequenceGroup]:
-        """The first groups of the queue, at most ``count``."""
-        eligible = (group for group in self._groups if group.num_seqs <= max_num_seqs)
-        return list(itertools.islice(eligible, count))
+    def first(self) -> SequenceGroup:
+        """The first group; there must be one."""
+        return self._entries[self._head][1]
 
     def last(self) -> SequenceGroup:
-        """The last group of the queue, which must not be empty."""
-        return self._groups[-1]
-
-    def oldest(self, max_num_seqs: int) -> SequenceGroup | None:
-        """The group that arrived first."""
-        by_age = (self._by_arrival[arrival] for arrival in self._arrivals)
-        return next((group for group in by_age if group.num_seqs <= max_num_seqs), None)
+        """The last group; there must be one."""
+        return self._entries[-1][1]
 
     def add(self, group: SequenceGroup) -> None:
         """Insert a group at the position of its key."""
-        index = bisect_left(self._keys, group.queue_key)
-        self._keys.insert(index, group.queue_key)
-        self._groups.insert(index, group)
-        self._arrivals.insert(bisect_left(self._arrivals, group.arrival), group.arrival)
-        self._by_arrival[group.arrival] = group
+        insort(self._entries, (self._key(group), group), self._head)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a group, which must be present and have the key with which it was added."""
+        entries, head = self._entries, self._head
+        index = bisect_left(entries, (self._key(group),), head)
+        if index - head > len(entries) - index:
+            del entries[index]
+            return
+        entries[head + 1 : index + 1] = entries[head:index]
+        entries[head] = _REMOVED
+        self._head += 1
+        if 2 * self._head >= len(entries):
+            del entries[: self._head]
+            self._head = 0
+
+
+class GroupQueue:
+    """Groups that wait to run, in the order of `QueueKey` and in the order of arrival.
+
+    Groups of more than ``max_num_seqs`` sequences cannot run under the current running limit:
+    `first` and `oldest` skip them. Groups of one number of sequences are kept together, so a step
+    skips all groups of that number at once: its cost does not grow with the queue.
+    """
+
+    def __init__(self) -> None:
+        self._by_key: dict[int, SortedGroups] = {}
+        self._by_arrival: dict[int, SortedGroups] = {}
+        self._num_groups = 0
+
+    def __len__(self) -> int:
+        return self._num_groups
+
+    def first(self, count: int, max_num_seqs: int) -> list[SequenceGroup]:
+        """The first groups of the queue, at most ``count``."""
+        eligible = [groups for size, groups in self._by_key.items() if size <= max_num_seqs]
+        return list(islice(merge(*eligible, key=_queue_key), count))
+
+    def oldest(self, max_num_seqs: int) -> SequenceGroup | None:
+        """The group that arrived first."""
+        eligible = (
+            groups.first() for size, groups in self._by_arrival.items() if size <= max_num_seqs
+        )
+        return min(eligible, key=_arrival, default=None)
+
+    def add(self, group: SequenceGroup) -> None:
+        """Insert a group. Its number of sequences must not change while it is in the queue."""
+        size = group.num_seqs
+        self._by_key.setdefault(size, SortedGroups(_queue_key)).add(group)
+        self._by_arrival.setdefault(size, SortedGroups(_arrival)).add(group)
+        self._num_groups += 1
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group that is in the queue."""
-        index = bisect_left(self._keys, group.queue_key)
-        del self._keys[index], self._groups[index]
-        del self._arrivals[bisect_left(self._arrivals, group.arrival)]
-        del self._by_arrival[group.arrival]
+        size = group.num_seqs
+        self._by_key[size].remove(group)
+        self._by_arrival[size].remove(group)
+        if not self._by_key[size]:
+            del self._by_key[size], self._by_arrival[size]
+        self._num_groups -= 1
 
 
 class GroupStates:
@@ -77,7 +126,7 @@ class GroupStates:
 
     def __init__(self, config: SchedulerConfig, block_size: int) -> None:
         self.waiting = GroupQueue()
-        self.running = GroupQueue()
+        self.running = SortedGroups(_queue_key)
         self.resume_queue = GroupQueue()
         self.swapping_in: list[SequenceGroup] = []
         self.groups: dict[str, SequenceGroup] = {}
@@ -89,8 +138,13 @@ class GroupStates:
         self.num_finished_seqs = 0
         self._config = config
         self._block_size = block_size
-        self._arrivals = itertools.count()
-        self._seq_ids = itertools.count()
+        self._arrivals = count()
+        self._seq_ids = count()
+
+    @property
+    def num_started_seqs(self) -> int:
+        """Sequences that count against the running limit: they run or are being swapped in."""
+        return self.num_running_seqs + self.num_swapping_in_seqs
 
     def add(self, request: Request) -> SequenceGroup:
         """Create the group of a request and put it into the waiting queue."""

@@ -100,6 +100,8 @@ class SchedulingStep:
     - ``now``: time of the step, in seconds.
     - ``max_chunk_tokens``: maximum length of a prefill chunk; None: the token budget alone.
     - ``max_running_seqs``: the running limit, in sequences.
+    - ``max_group_seqs``: the most sequences of a group that may start; above ``max_running_seqs``
+      where a thermal limit is lower. Such a group runs alone.
     """
 
     number: int
@@ -108,6 +110,7 @@ class SchedulingStep:
     max_chunk_tokens: int | None
     blocks: BlockManager
     max_running_seqs: int = 0
+    max_group_seqs: int = 0
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
     decodes: list[ScheduledSequence] = attrs.field(factory=list)
     preempted_seq_ids: list[int] = attrs.field(factory=list)

@@ -5,6 +5,8 @@ A lower ``max_num_seqs`` alone does not stop sequences that already run (seed 00
 
 from __future__ import annotations
 
+import logging
+
 import attrs
 
 from trencadis.scheduler.config import SchedulerConfig
@@ -16,9 +18,15 @@ from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.victims import first_victims, victim_order
 
+logger = logging.getLogger(__name__)
+
 
 class RunningLimit:
     """The minimum of ``max_num_seqs``, the thermal policy's limit and a hold after an eviction.
+
+    The limit of a thermal policy leaves the first running group alone, whatever its number of
+    sequences: a group that is wider than the limit could not run at all otherwise. The other two
+    limits are orders of an operator: such a group waits, and a warning says so if nothing runs.
 
     ``config`` has the settings in force; control requests change its ``max_num_seqs``.
     """
@@ -38,17 +46,16 @@ class RunningLimit:
         self._hold_limit: int | None = None
         self._hold_until_s = 0.0
         self._was_exceeded = False
+        self._was_stalled = False
 
     def value(self, now: float) -> int:
         """The maximum number of running sequences at ``now`` (seconds)."""
-        if self._hold_limit is not None and now >= self._hold_until_s:
-            self._hold_limit = None
-        limit = self.config.max_num_seqs
-        if self._thermal_limit is not None:
-            limit = min(limit, self._thermal_limit)
-        if self._hold_limit is not None:
-            limit = min(limit, self._hold_limit)
-        return limit
+        limit = self._ordered_limit(now)
+        if self._thermal_limit is None:
+            return limit
+        running = self._states.running
+        num_first = running.first().num_seqs if running else 0
+        return min(limit, max(self._thermal_limit, num_first))
 
     def set_max_num_seqs(self, max_num_seqs: int) -> None:
         self.config = attrs.evolve(self.config, max_num_seqs=max_num_seqs)
@@ -68,6 +75,7 @@ class RunningLimit:
         if self._thermal is not None:
             self._thermal_limit = self._thermal.cap(view)
         step.max_running_seqs = self.value(step.now)
+        step.max_group_seqs = self._ordered_limit(step.now)
         excess = self._states.num_running_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False
@@ -79,6 +87,32 @@ class RunningLimit:
             return
         for victim in victims:
             self._preemptor.preempt(victim, step)
+
+    def warn_if_stalled(self) -> None:
+        """Warn, once, if nothing runs because each request is wider than ``max_num_seqs``."""
+        states, limit = self._states, self.config.max_num_seqs
+        queues = (states.resume_queue, states.waiting)
+        is_stalled = (
+            bool(states.groups)
+            and not states.num_started_seqs
+            and not any(queue.first(1, limit) for queue in queues)
+        )
+        if is_stalled and not self._was_stalled:
+            logger.warning(
+                "Nothing runs: each of the %d requests has more sequences than the %d that a "
+                "control request allows. Raise max_num_seqs, or abort them",
+                len(states.groups),
+                limit,
+            )
+        self._was_stalled = is_stalled
+
+    def _ordered_limit(self, now: float) -> int:
+        """The limit without that of the thermal policy."""
+        if self._hold_limit is not None and now >= self._hold_until_s:
+            self._hold_limit = None
+        if self._hold_limit is None:
+            return self.config.max_num_seqs
+        return min(self.config.max_num_seqs, self._hold_limit)
 
     def _victims(self, num_seqs: int) -> list[SequenceGroup]:
         running = list(self._states.running)

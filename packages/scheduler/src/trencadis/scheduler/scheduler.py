@@ -200,7 +200,8 @@ class Scheduler:
     def control(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request, from any thread. It takes effect at the top of the next step.
 
-        The future raises `ControlError`, naming the field, for one that cannot be applied.
+        The future raises `ControlError`, naming the field, for one that cannot be applied. Raises
+        `ControlError` for anything but a `BatchControl`.
         """
         return self._control.put(control)
 
@@ -243,6 +244,7 @@ class Scheduler:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
         step.schedule(self._states.running)
         self._admission.start_groups(step)
+        self._running_limit.warn_if_stalled()
         self._in_flight = step.to_output(self._group_blocks.take_moves())
         return self._in_flight
 

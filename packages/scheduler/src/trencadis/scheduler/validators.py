@@ -34,8 +34,7 @@ class IntegerValidator:
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value is None and self.optional:
             return
-        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_integer or not self._is_within_bounds(value):
+        if not is_integer(value) or not self._is_within_bounds(value):
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
     def _is_within_bounds(self, value: int) -> bool:
@@ -64,8 +63,7 @@ class NumberValidator:
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
         if value is None and self.optional:
             return
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not math.isfinite(value) or not self._is_within_bounds(value):
+        if not is_finite(value) or not self._is_within_bounds(value):
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
     def _is_within_bounds(self, value: float) -> bool:
@@ -116,6 +114,27 @@ class TypeValidator:
         return f"a {self.accepted.__name__}{' or None' if self.optional else ''}"
 
 
+def is_integer(value: Any) -> bool:
+    """Whether a value is an integer, also one of NumPy; a bool is none."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that a float can hold, also NaN; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    try:
+        float(value)
+    except OverflowError:  # an integer beyond the range of floats
+        return False
+    return True
+
+
+def is_finite(value: Any) -> bool:
+    """Whether a value is a finite number, also one of NumPy; a bool is none."""
+    return is_number(value) and math.isfinite(value)
+
+
 def integer(
     low: int | None,
     high: int | None = None,
@@ -153,8 +172,7 @@ def one_of(*accepted: Any, error: type[SchedulerError] = ConfigError) -> ChoiceV
 
 def check_token_id(value: Any, name: str, error: type[SchedulerError]) -> None:
     """Raise ``error`` unless ``value`` is an integer from 0 to `MAX_TOKEN_ID`."""
-    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-    if not is_integer or not 0 <= value <= MAX_TOKEN_ID:
+    if not is_integer(value) or not 0 <= value <= MAX_TOKEN_ID:
         raise error(f"{name} must be an integer from 0 to {MAX_TOKEN_ID}, got {value!r}")
 
 

@@ -19,8 +19,8 @@ _HEALTH: dict[Health, SensorHealth] = {
 class ThermalMonitor:
     """A background reader of temperatures, and a thermal policy that limits the running sequences.
 
-    ``guard`` connects the policy to the scheduler and turns it off when it fails; None without a
-    policy.
+    ``guard`` connects the policy to the scheduler and keeps its last limit when it fails; None
+    without a policy.
     """
 
     def __init__(
@@ -75,12 +75,15 @@ class ThermalMonitor:
         if self._reader is None:
             return None
         state = self._reader.state()
-        policy_fault = self.guard.fault if self.guard is not None else ""
+        guard = self.guard
+        policy_fault = guard.fault if guard is not None else ""
         return ThermalStats(
             hottest_c=state.hottest_c,
             power_w=state.power_w,
             sensor=_HEALTH[state.health],
             fault=policy_fault or state.fault,
             policy=self._name,
-            policy_active=self.guard is not None and self.guard.policy is not None,
+            policy_active=guard is not None and not policy_fault,
+            num_policy_faults=guard.num_faults if guard is not None else 0,
+            num_rejected_readings=guard.num_rejected_readings if guard is not None else 0,
         )

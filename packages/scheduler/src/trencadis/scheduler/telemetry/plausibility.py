@@ -7,11 +7,13 @@ accepted reading stays and ages; `temperature_state` derives the health from its
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import attrs
 
 from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.source import Reading
+from trencadis.scheduler.validators import is_integer, is_number
 
 NO_DEVICE = -1
 """The device of the only record until a source has shown its first device."""
@@ -48,6 +50,8 @@ def with_reading(
         return record  # the source repeats an old sample
     if not _is_possible(reading, config):
         return with_fault(record, f"impossible temperature {reading.temperature_c} °C")
+    if reading.power_w is not None and not 0 < reading.power_w < math.inf:
+        reading = attrs.evolve(reading, power_w=None)  # some exporters report 0 or NaN as "unknown"
     record = _with_latest(record, reading, measured_at_s)
     repeated_s = measured_at_s - record.changed_at_s
     if repeated_s >= _frozen_after_s(reading, config):
@@ -72,6 +76,18 @@ def with_reading(
 def with_fault(record: DeviceRecord, fault: str) -> DeviceRecord:
     """The record after a rejected reading, or after a round without a reading."""
     return attrs.evolve(record, fault=fault, jump_c=None, num_jump_readings=0)
+
+
+def is_well_formed(reading: Any) -> bool:
+    """Whether a source's reading is one: a `Reading` with numbers, of a device from 0 on."""
+    return (
+        isinstance(reading, Reading)
+        and is_integer(reading.device)
+        and reading.device >= 0
+        and is_number(reading.temperature_c)
+        and (reading.power_w is None or is_number(reading.power_w))
+        and is_number(reading.age_s)
+    )
 
 
 def _is_possible(reading: Reading, config: ReaderConfig) -> bool:

@@ -15,6 +15,7 @@ from trencadis.scheduler.telemetry.errors import SensorError, TelemetryError
 from trencadis.scheduler.telemetry.plausibility import (
     NO_DEVICE,
     DeviceRecord,
+    is_well_formed,
     with_fault,
     with_reading,
 )
@@ -132,7 +133,10 @@ class TemperatureReader:
 
     def _read(self) -> tuple[list[Reading], str]:
         try:
-            readings = self._source.read()
+            readings = list(self._source.read())
+            for reading in readings:
+                if not is_well_formed(reading):
+                    raise SensorError(f"the source returned {reading!r}, which is no reading")
         except SensorError as error:
             return [], str(error)
         except Exception as error:  # a fault of a source must not end the thread

@@ -15,6 +15,7 @@ from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import BadRecording, SensorError
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
+from trencadis.scheduler.validators import is_finite
 
 
 class RecordedSource(TemperatureSource):
@@ -34,8 +35,8 @@ class RecordedSource(TemperatureSource):
         loop: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        if not speed > 0:
-            raise ConfigError(f"speed of a recording must be above 0, got {speed!r}")
+        if not is_finite(speed) or not speed > 0:
+            raise ConfigError(f"speed of a recording must be a number above 0, got {speed!r}")
         self._path = Path(path)
         self._speed = speed
         self._loop = loop
@@ -74,6 +75,8 @@ def _load(path: Path) -> list[tuple[float, Reading]]:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the recording {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadRecording(f"{path} is not UTF-8 ({error}): convert it") from error
     rows = _jsonl_rows(path, text) if path.suffix == ".jsonl" else _csv_rows(text)
     timeline = [_reading(path, line, row) for line, row in rows]
     if not timeline:
@@ -106,7 +109,7 @@ def _reading(path: Path, line: int, row: Any) -> tuple[float, Reading]:
         if not math.isfinite(time_s) or reading.device < 0:
             raise ValueError("time_s must be finite and device at least 0")
         return time_s, reading
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise BadRecording(
             f"{path}, line {line}: {row!r} is not a reading ({type(error).__name__}: {error}): "
             "time_s, device and temperature_c must be numbers"

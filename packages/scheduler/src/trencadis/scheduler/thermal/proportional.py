@@ -9,6 +9,7 @@ import attrs
 
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
+from trencadis.scheduler.thermal.readings import is_temperature
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
 from trencadis.scheduler.validators import integer, number, one_of
 
@@ -40,7 +41,9 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
 
     The default of ``k_p`` spreads ``max_num_seqs`` over `PROPORTIONAL_BAND_C`, so that the cap is
     at ``min_seqs`` before a device with a limit of 90 degrees C reaches it. Seed 003's gain of 0.5
-    would remove only six sequences between 82 and 95 degrees C. The metadata of each setting has
+    would remove only six sequences between 82 and 95 degrees C.
+
+    Values that are no temperature (NaN, infinities) are ignored. The metadata of each setting has
     its ``help`` text. Raises `ConfigError`.
     """
 
@@ -92,7 +95,7 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
 
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
         del gpu_idx  # always the hottest device
-        if math.isfinite(temp_c):
+        if is_temperature(temp_c):
             self._temp_c = temp_c
 
     def get_max_running_seqs(self, scheduler: SchedulerView) -> int:

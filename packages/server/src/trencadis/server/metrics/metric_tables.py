@@ -107,8 +107,18 @@ ENGINE_METRICS = (
     ),
     _gauge(
         "trencadis:thermal_policy_active",
-        "1 if a thermal policy limits the running sequences. 0 if there is none or it failed.",
+        "1 if a thermal policy limits the running sequences. 0 without one, and while it fails.",
         _thermal(lambda t: t.policy_active),
+    ),
+    _counter(
+        "trencadis:thermal_policy_faults",
+        "Failures of the thermal policy. Its last limit stays.",
+        _thermal(lambda t: t.num_policy_faults),
+    ),
+    _counter(
+        "trencadis:thermal_readings_rejected",
+        "Readings that were no temperature or power. The running limit does not rise with them.",
+        _thermal(lambda t: t.num_rejected_readings),
     ),
     _counter(
         "vllm:prompt_tokens",
