@@ -10,10 +10,10 @@ from trencadis.scheduler import (
     BeamSearch,
     Candidate,
     FinishReason,
+    InvalidResults,
     Request,
     Scheduler,
     SchedulerConfig,
-    StepOrderError,
     UnservableRequest,
 )
 from trencadis.scheduler.beams import BeamSearchState
@@ -91,7 +91,7 @@ def test_a_beam_without_candidates_is_an_error() -> None:
     runner.add(request(beam_search=BeamSearch(width=2)))
     output = runner.scheduler.schedule()
     assert output.prompts[0].num_candidates == 4
-    with pytest.raises(StepOrderError, match="no candidates for sequence 0"):
+    with pytest.raises(InvalidResults, match="no candidates for sequence 0"):
         runner.scheduler.update(output, {})
 
 
