@@ -8,6 +8,7 @@ Only the modules of the scheduler change these objects; other code reads them.
 from __future__ import annotations
 
 import enum
+import math
 from collections import abc
 from typing import NamedTuple
 
@@ -91,17 +92,22 @@ class Sequence:
 class QueueKey(NamedTuple):
     """The position of a group in a queue: groups with a lower key run first.
 
-    ``priority`` is 0 for every group under the ``fcfs`` policy. To add a queue order: a value of
-    `QueuePolicy`, and its key in `of`.
+    ``priority`` is 0 for every group under the ``fcfs`` policy. Under ``priority``, an overdue
+    group precedes all that are not: its priority is minus infinity. To add a queue order: a value
+    of `QueuePolicy`, and its key in `of`.
     """
 
-    priority: int
+    priority: float
     arrival: int
 
     @classmethod
-    def of(cls, request: Request, arrival: int, policy: QueuePolicy) -> QueueKey:
+    def of(
+        cls, request: Request, arrival: int, policy: QueuePolicy, *, is_overdue: bool
+    ) -> QueueKey:
         """The key of a request; ``arrival`` is its number in order of arrival."""
-        return cls(request.priority if policy == "priority" else 0, arrival)
+        if policy == "fcfs":
+            return cls(0, arrival)
+        return cls(-math.inf if is_overdue else request.priority, arrival)
 
 
 @attrs.define(eq=False)
@@ -115,7 +121,7 @@ class SequenceGroup:
     - ``unforked_seqs``: the others during that time; then they become forks of the leader.
     - ``finished_seqs``: finished sequences; of a beam search the hypotheses, best first.
     - ``prefix_keys``: the prefix-cache keys of the prompt, None without prefix caching.
-    - ``num_bypasses``: later groups that started while this one was the oldest of its queue.
+    - ``num_bypasses``: how often later groups were served instead; see `AdmissionControl`.
     - ``started_at_s``: when the group last began to run, in seconds.
     """
 
