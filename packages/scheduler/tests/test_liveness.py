@@ -101,3 +101,54 @@ def test_a_request_finishes_while_requests_of_higher_priority_never_stop_arrivin
     assert outcome(low) == alone(low.request, MAX_LEN)
     assert bench.scheduler.num_preemptions <= 4
     assert bench.num_copies <= 40
+
+
+@pytest.mark.parametrize("fields", [{}, {"n": 3}], ids=["one sequence", "samples"])
+def test_a_swapped_group_computes_a_token_for_each_sequence_in_the_step_in_which_it_returns(
+    fields: dict[str, int],
+) -> None:
+    bench = make(max_num_seqs=4)
+    group = bench.add("a", 11, 20, **fields)
+    for _ in range(2):  # the last token begins a new block
+        bench.step()
+    bench.scheduler.abort_and_swap(["a"])
+    bench.step()
+    assert group.status is SWAPPED
+    lengths = [len(sample.token_ids) for sample in group.unfinished_seqs]
+    bench.step(seconds=6.0)
+    assert group.status is RUNNING
+    assert [len(sample.token_ids) for sample in group.unfinished_seqs] == [
+        length + 1 for length in lengths
+    ]
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 200], ids=["recompute", "swap"])
+@pytest.mark.parametrize("num_blocks", range(24, 48, 3))
+def test_after_a_return_each_sequence_fills_a_block_before_blocks_run_out_again(
+    num_blocks: int, num_host_blocks: int
+) -> None:
+    """Otherwise a return costs copies or recomputation, and gives a token."""
+    bench = make(
+        num_blocks=num_blocks,
+        num_host_blocks=num_host_blocks,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+    )
+    groups = [bench.add(f"r{i}", 3 + 5 * i, 60) for i in range(6)]
+    last_return = last_admission = -1
+    for step in itertools.count():
+        before = [group.status for group in groups]
+        output = bench.step()
+        if output.preempted_seq_ids and last_return > last_admission:
+            assert step - last_return >= 4
+        for group, status in zip(groups, before, strict=True):
+            if group.status is RUNNING and status is WAITING:
+                last_admission = step
+            elif group.status is RUNNING and status is not RUNNING:
+                last_return = step
+        if not bench.scheduler.has_work:
+            break
+    assert bench.scheduler.num_preemptions > 0
+    assert [outcome(group) for group in groups] == [
+        alone(group.request, MAX_LEN) for group in groups
+    ]

@@ -509,7 +509,7 @@ def test_best_of_returns_the_sample_with_the_highest_mean_logprob() -> None:
 )
 def test_samples_and_beams_survive_preemption(host: int, branches: dict[str, object]) -> None:
     bench = make(num_host_blocks=host, max_num_batched_tokens=8, force_evict_hold_s=0.0)
-    group = bench.add("a", 11, max_tokens=10, **branches)
+    group = bench.add("a", 11, max_tokens=20, **branches)
     for step in range(60):
         if step % 3 == 2:
             bench.scheduler.abort_and_swap(["a"])

@@ -173,9 +173,24 @@ class AdmissionControl:
         waiting = self.next_group(self._states.waiting, step)
         if waiting is not None and not self._resumes_first(group, waiting):
             return False
+        num_spare = self._num_spare_blocks(group)
         if group.status is SequenceStatus.SWAPPED:
-            return self._group_blocks.can_swap_in(group)
-        return self._can_allocate(group)
+            return self._group_blocks.can_swap_in(group, num_spare)
+        return self._can_allocate(group, num_spare)
+
+    def _num_spare_blocks(self, group: SequenceGroup) -> int:
+        """Blocks that must be left when a group resumes: for the slots that it lacks, and one for
+        each sequence that then runs.
+
+        So blocks cannot run out again before a sequence has filled one, unless other groups start:
+        a return that costs copies or recomputation gives more than a token. A group that would run
+        alone needs no spare blocks.
+        """
+        states = self._states
+        num_others = states.num_running_seqs + states.num_swapping_in_seqs
+        if not num_others:
+            return 0
+        return num_others + group.num_seqs + self._group_blocks.max_blocks_to_append(group)
 
     def _resume(self, group: SequenceGroup, step: SchedulingStep) -> None:
         if group.status is SequenceStatus.PREEMPTED:
@@ -184,6 +199,7 @@ class AdmissionControl:
         self._group_blocks.swap_in(group, step.now)
         self._states.begin_swap_in(group)
         if self._group_blocks.is_resident(group):
+            self._group_blocks.append_slots_if_free(group)
             self._states.start(group, step.now)
             step.schedule([group])
 
@@ -210,12 +226,12 @@ class AdmissionControl:
         self._states.start(group, step.now)
         step.schedule([group])
 
-    def _can_allocate(self, group: SequenceGroup) -> bool:
+    def _can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
         """Whether there are blocks for a group. A refused group needs more free blocks to retry."""
-        num_free = self._group_blocks.pool.num_free_blocks
+        num_free = self._group_blocks.pool.num_free_blocks - num_spare
         if num_free <= self._num_free_at_refusal.get(group.arrival, -1):
             return False
-        if self._group_blocks.can_allocate(group):
+        if self._group_blocks.can_allocate(group, num_spare):
             return True
         self._num_free_at_refusal[group.arrival] = num_free
         return False

@@ -79,8 +79,11 @@ class GroupBlocks:
         except KVCacheError as error:
             raise UnservableRequest(f"extra_keys of {request.request_id!r}: {error}") from error
 
-    def can_allocate(self, group: SequenceGroup) -> bool:
-        """Whether there are free blocks for the common prefix and, after the fork, for the rest."""
+    def can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
+        """Whether there are free blocks for the common prefix and, after the fork, for the rest.
+
+        ``num_spare`` further blocks must be left.
+        """
         sequences = group.unfinished_seqs
         prefix_len = _common_prefix_len(sequences)
         if len(sequences) > 1:
@@ -89,12 +92,14 @@ class GroupBlocks:
                 ceil_div(len(sequence.token_ids), self._block_size) - num_shared
                 for sequence in sequences
             )
-            if ceil_div(prefix_len, self._block_size) + num_own > self.pool.num_free_blocks:
+            num_needed = ceil_div(prefix_len, self._block_size) + num_own + num_spare
+            if num_needed > self.pool.num_free_blocks:
                 return False
         allocation = self._blocks.can_allocate(
             sequences[0].token_ids[:prefix_len],
             prefix_keys=group.prefix_keys,
             extra_keys=group.request.extra_keys,
+            num_spare=num_spare,
         )
         return allocation is AllocStatus.OK
 
@@ -175,6 +180,24 @@ class GroupBlocks:
                 if copies:
                     self.moves.add(Direction.WITHIN, copies)
 
+    def max_blocks_to_append(self, group: SequenceGroup) -> int:
+        """An upper bound of `num_blocks_to_append`, which is known on the device only."""
+        if group.unforked_seqs:
+            return 0
+        size, shares_blocks = self._block_size, len(group.allocated_seqs) > 1
+        num_blocks = 0
+        for sequence in group.allocated_seqs:
+            num_tokens, num_slots = len(sequence.token_ids), sequence.num_slots
+            if num_tokens > num_slots:
+                copies_last = shares_blocks and num_slots % size > 0
+                num_blocks += ceil_div(num_tokens, size) - ceil_div(num_slots, size) + copies_last
+        return num_blocks
+
+    def append_slots_if_free(self, group: SequenceGroup) -> None:
+        """As `append_slots`, if there are free blocks for all its sequences."""
+        if self.num_blocks_to_append(group) <= self.pool.num_free_blocks:
+            self.append_slots(group)
+
     # Swaps.
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
@@ -188,8 +211,9 @@ class GroupBlocks:
         self.num_swapping_out += num_host_blocks - len(copies)
         self.moves.add(Direction.OUT, copies)
 
-    def can_swap_in(self, group: SequenceGroup) -> bool:
-        return self._blocks.can_swap_in(_seq_ids(group))
+    def can_swap_in(self, group: SequenceGroup, num_spare: int) -> bool:
+        """Whether a swap-in leaves ``num_spare`` blocks free."""
+        return self._blocks.can_swap_in(_seq_ids(group), num_spare=num_spare)
 
     def swap_in(self, group: SequenceGroup, now: float) -> None:
         """Allocate device blocks and copy the content back. It may arrive later: `is_resident`."""
