@@ -503,6 +503,17 @@ def test_best_of_returns_the_sample_with_the_highest_mean_logprob() -> None:
     assert group.results == [group.finished_seqs[means.index(max(means))]]
 
 
+def test_best_of_does_not_depend_on_which_of_two_equal_samples_finishes_first() -> None:
+    bench = make()
+    group = bench.add("a", n=1, best_of=2, max_tokens=2, stop_token_ids=frozenset({STOP}))
+    first, second = group.unfinished_seqs
+    for tokens in ({first.seq_id: 5, second.seq_id: STOP}, {first.seq_id: 5}):
+        output = bench.scheduler.schedule()
+        bench.scheduler.update(output, tokens, logprobs=dict.fromkeys(tokens, -1.0))
+    assert group.finished_seqs == [second, first]
+    assert group.results == [first]
+
+
 @pytest.mark.parametrize("host", [0, 64])
 @pytest.mark.parametrize(
     "branches", [{"n": 3}, {"n": 2, "beam_search": BeamSearch(width=3)}], ids=["samples", "beams"]

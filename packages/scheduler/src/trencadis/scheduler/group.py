@@ -160,13 +160,13 @@ class SequenceGroup:
     def results(self) -> list[Sequence]:
         """The n sequences for the client, best first once the group has finished.
 
-        ``best_of`` samples are ranked by their mean log-probability per token.
+        ``best_of`` samples are ranked by their mean log-probability per token, then by their ids.
         """
         n = self.request.n
         if self.beam_state is not None:
             return self.finished_seqs[:n]
         if self.request.num_seqs > n:
-            return sorted(self.finished_seqs, key=_mean_logprob, reverse=True)[:n]
+            return sorted(self.finished_seqs, key=_rank)[:n]
         samples = [*self.finished_seqs, *self.unfinished_seqs]
         return sorted(samples, key=lambda sequence: sequence.seq_id)
 
@@ -189,5 +189,5 @@ class SequenceGroup:
         self.status = status
 
 
-def _mean_logprob(sequence: Sequence) -> float:
-    return sequence.cumulative_logprob / max(1, sequence.num_output_tokens)
+def _rank(sample: Sequence) -> tuple[float, int]:
+    return -sample.cumulative_logprob / max(1, sample.num_output_tokens), sample.seq_id
