@@ -10,6 +10,7 @@ from harness import Memory, Runner, alone, outcome
 
 from trencadis.kvcache import BandwidthGovernor, BlockManager, CacheConfig
 from trencadis.scheduler import (
+    BeamSearch,
     PreemptionCosts,
     Request,
     Scheduler,
@@ -152,3 +153,25 @@ def test_after_a_return_each_sequence_fills_a_block_before_blocks_run_out_again(
     assert [outcome(group) for group in groups] == [
         alone(group.request, MAX_LEN) for group in groups
     ]
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 64], ids=["recompute", "swap"])
+@pytest.mark.parametrize("num_blocks", [5, 6])
+def test_beams_that_share_several_blocks_finish_in_a_cache_that_just_holds_them(
+    num_blocks: int, num_host_blocks: int
+) -> None:
+    """Of the beams that share a partial block, the last one to write needs no copy of it."""
+    for token in range(30):
+        bench = make(num_blocks=num_blocks, num_host_blocks=num_host_blocks, max_num_seqs=4)
+        group = bench.runner.add(
+            Request(
+                request_id="beams",
+                prompt_token_ids=(token,),
+                max_tokens=4,
+                n=4,
+                beam_search=BeamSearch(width=4),
+            )
+        )
+        for _ in range(4):
+            bench.step()
+        assert outcome(group) == alone(group.request, MAX_LEN)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from trencadis.kvcache import (
     AllocStatus,
     BlockManager,
@@ -55,14 +57,13 @@ class GroupBlocks:
         """The most blocks that a request can need when it runs alone.
 
         Its sequences share the full blocks of the prompt; every other block belongs to one of
-        them. The last token of an output needs no slot. For a copy-on-write, the block manager
-        counts one block per sequence that shares the block: one more than it copies.
+        them. The last token of an output needs no slot.
         """
         length = request.num_prompt_tokens
         num_slots = max(length, min(length + request.max_tokens, max_model_len) - 1)
         num_shared = length // self._block_size
         num_own = ceil_div(num_slots, self._block_size) - num_shared
-        return num_shared + request.num_seqs * num_own + (request.num_seqs > 1)
+        return num_shared + request.num_seqs * num_own
 
     # Allocation: a group starts with blocks for the common prefix of its sequences.
 
@@ -92,8 +93,7 @@ class GroupBlocks:
                 ceil_div(len(sequence.token_ids), self._block_size) - num_shared
                 for sequence in sequences
             )
-            num_needed = ceil_div(prefix_len, self._block_size) + num_own + num_spare
-            if num_needed > self.pool.num_free_blocks:
+            if num_shared + num_own + num_spare > self.pool.num_free_blocks:
                 return False
         allocation = self._blocks.can_allocate(
             sequences[0].token_ids[:prefix_len],
@@ -159,12 +159,29 @@ class GroupBlocks:
         """Free blocks that `append_slots` takes, including those of copy-on-write."""
         if group.unforked_seqs:
             return 0
-        return sum(
+        growing = [
+            sequence
+            for sequence in group.allocated_seqs
+            if len(sequence.token_ids) > sequence.num_slots
+        ]
+        num_blocks = sum(
             self._blocks.blocks_to_append(
                 sequence.seq_id, len(sequence.token_ids) - sequence.num_slots
             )
-            for sequence in group.allocated_seqs
-            if len(sequence.token_ids) > sequence.num_slots
+            for sequence in growing
+        )
+        return num_blocks - self._num_kept_blocks(growing) if len(growing) > 1 else num_blocks
+
+    def _num_kept_blocks(self, growing: list[Sequence]) -> int:
+        """Partial blocks whose sequences all grow: the last of them writes without a copy."""
+        num_growing = Counter(
+            int(self._blocks.block_table(sequence.seq_id)[-1])
+            for sequence in growing
+            if sequence.num_slots % self._block_size
+        )
+        return sum(
+            count > 1 and count == self.pool.ref_count(block)
+            for block, count in num_growing.items()
         )
 
     def append_slots(self, group: SequenceGroup) -> None:
