@@ -147,6 +147,18 @@ def test_alloc_status_is_ok_later_or_never() -> None:
     assert manager.can_allocate(range(13)) is AllocStatus.LATER
 
 
+def test_spare_blocks_are_left_besides_the_watermark() -> None:
+    manager = make(9, watermark=0.25, num_host_blocks=8)
+    manager.allocate(1, PROMPT)
+    manager.allocate(2, [50] * 4)
+    manager.mark_computed(2, 4)
+    assert manager.can_allocate(range(4), num_spare=1) is AllocStatus.OK
+    assert manager.can_allocate(range(4), num_spare=2) is AllocStatus.LATER
+    manager.swap_out([2])
+    assert manager.can_swap_in([2], num_spare=2)
+    assert not manager.can_swap_in([2], num_spare=3)
+
+
 def test_prefix_hits_on_used_blocks_need_no_free_blocks() -> None:
     manager = make(5, watermark=0)
     compute(manager, 1, PROMPT)

@@ -6,15 +6,17 @@ block that is lost, exchanged or overwritten changes the tokens that follow.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import attrs
 
-from trencadis.kvcache import BlockManager, CacheConfig, Direction
+from trencadis.kvcache import PADDING_BLOCK, BlockManager, CacheConfig, Direction, ceil_div
 from trencadis.scheduler import (
     Candidate,
     FinishReason,
     Request,
+    ScheduledSequence,
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
@@ -36,6 +38,11 @@ def next_token(tokens: Sequence[int], sample: int) -> int:
     return hash((*tokens, 1000 + sample)) % VOCABULARY
 
 
+def logprob_of(token: int) -> float:
+    """The log-probability of a sampled token."""
+    return -(token % 7) / 3
+
+
 def top_tokens(tokens: Sequence[int], count: int) -> tuple[Candidate, ...]:
     """The most probable next tokens; no two log-probabilities are equal."""
     scored = [
@@ -45,30 +52,49 @@ def top_tokens(tokens: Sequence[int], count: int) -> tuple[Candidate, ...]:
     return tuple(sorted(scored, key=lambda candidate: -candidate.logprob)[:count])
 
 
-@attrs.define
-class Memory:
-    """The KV cache: which token each slot of the device and host blocks holds."""
+Block = list[int | None]
 
-    block_size: int
-    device: dict[tuple[int, int], int] = attrs.field(factory=dict)
-    host: dict[tuple[int, int], int] = attrs.field(factory=dict)
+
+class Memory:
+    """The KV cache: the token of each slot of the device and host blocks; None before a write."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.device: defaultdict[int, Block] = defaultdict(self._unwritten)
+        self.host: defaultdict[int, Block] = defaultdict(self._unwritten)
 
     def carry_out(self, output: SchedulerOutput) -> None:
+        """Copy blocks: the copies of one entry of the plan read everything before they write."""
+        device, host = self.device, self.host
         spaces = {
-            Direction.WITHIN: (self.device, self.device),
-            Direction.OUT: (self.device, self.host),
-            Direction.IN: (self.host, self.device),
+            Direction.WITHIN: (device, device),
+            Direction.OUT: (device, host),
+            Direction.IN: (host, device),
         }
         for direction, copies in output.moves:
             source, target = spaces[direction]
-            read = [
-                {i: source[copy.src, i] for i in range(self.block_size) if (copy.src, i) in source}
-                for copy in copies
-            ]
-            for copy, content in zip(copies, read, strict=True):
-                for i in range(self.block_size):
-                    target.pop((copy.dst, i), None)
-                target.update({(copy.dst, i): token for i, token in content.items()})
+            contents = [source[copy.src].copy() for copy in copies]
+            for copy, content in zip(copies, contents, strict=True):
+                target[copy.dst] = content
+
+    def context(self, scheduled: ScheduledSequence) -> list[int | None]:
+        """The tokens before those that are scheduled, as the block table gives them."""
+        num_blocks = ceil_div(scheduled.start, self.block_size)
+        tokens: list[int | None] = []
+        for block in scheduled.block_table[:num_blocks].tolist():
+            tokens += self.device[block]
+        return tokens[: scheduled.start]
+
+    def write(self, scheduled: ScheduledSequence) -> None:
+        """Write the scheduled tokens to their slots."""
+        size = self.block_size
+        for position, token in enumerate(scheduled.token_ids, scheduled.start):
+            block = int(scheduled.block_table[position // size])
+            assert block != PADDING_BLOCK, "no sequence has the padding block"
+            self.device[block][position % size] = token
+
+    def _unwritten(self) -> Block:
+        return [None] * self.block_size
 
 
 @attrs.define
@@ -96,20 +122,19 @@ class Runner:
         sampled: dict[int, int] = {}
         logprobs: dict[int, float] = {}
         candidates: dict[int, tuple[Candidate, ...]] = {}
-        size, device = self.memory.block_size, self.memory.device
         for scheduled in (*output.decodes, *output.prompts):
-            table = [int(block) for block in scheduled.block_table]
-            context = tuple(device[table[i // size], i % size] for i in range(scheduled.start))
-            for position, token in enumerate(scheduled.token_ids, scheduled.start):
-                assert table[position // size] != 0, "no sequence has the padding block"
-                device[table[position // size], position % size] = token
+            context = self.memory.context(scheduled)
+            self.memory.write(scheduled)
+            if not scheduled.samples:
+                continue
+            assert None not in context, "every slot of the context has been written"
             seen = (*context, *scheduled.token_ids)
-            if scheduled.samples and scheduled.num_candidates:
+            if scheduled.num_candidates:
                 candidates[scheduled.seq_id] = top_tokens(seen, scheduled.num_candidates)
                 continue
             for seq_id in scheduled.sample_ids:
                 sampled[seq_id] = next_token(seen, self.sample_of[seq_id])
-                logprobs[seq_id] = -(sampled[seq_id] % 7) / 3
+                logprobs[seq_id] = logprob_of(sampled[seq_id])
         return self.scheduler.update(output, sampled, logprobs=logprobs, candidates=candidates)
 
     def run(self, max_steps: int = 2000) -> None:

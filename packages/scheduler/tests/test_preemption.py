@@ -503,13 +503,24 @@ def test_best_of_returns_the_sample_with_the_highest_mean_logprob() -> None:
     assert group.results == [group.finished_seqs[means.index(max(means))]]
 
 
+def test_best_of_does_not_depend_on_which_of_two_equal_samples_finishes_first() -> None:
+    bench = make()
+    group = bench.add("a", n=1, best_of=2, max_tokens=2, stop_token_ids=frozenset({STOP}))
+    first, second = group.unfinished_seqs
+    for tokens in ({first.seq_id: 5, second.seq_id: STOP}, {first.seq_id: 5}):
+        output = bench.scheduler.schedule()
+        bench.scheduler.update(output, tokens, logprobs=dict.fromkeys(tokens, -1.0))
+    assert group.finished_seqs == [second, first]
+    assert group.results == [first]
+
+
 @pytest.mark.parametrize("host", [0, 64])
 @pytest.mark.parametrize(
     "branches", [{"n": 3}, {"n": 2, "beam_search": BeamSearch(width=3)}], ids=["samples", "beams"]
 )
 def test_samples_and_beams_survive_preemption(host: int, branches: dict[str, object]) -> None:
     bench = make(num_host_blocks=host, max_num_batched_tokens=8, force_evict_hold_s=0.0)
-    group = bench.add("a", 11, max_tokens=10, **branches)
+    group = bench.add("a", 11, max_tokens=20, **branches)
     for step in range(60):
         if step % 3 == 2:
             bench.scheduler.abort_and_swap(["a"])

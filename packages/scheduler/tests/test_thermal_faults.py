@@ -112,7 +112,9 @@ def assert_complete(groups: list[SequenceGroup]) -> None:
         {"limit": None},
         {"limit": True},
     ],
-    ids=str,
+    ids=lambda fault: ", ".join(
+        f"{name} {getattr(value, '__name__', value)}" for name, value in fault.items()
+    ),
 )
 def test_a_policy_that_fails_keeps_its_last_limit_and_serving_goes_on(
     fault: dict[str, Any],

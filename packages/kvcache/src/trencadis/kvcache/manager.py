@@ -101,17 +101,18 @@ class BlockManager:
         *,
         prefix_keys: PrefixKeys | None = None,
         extra_keys: Sequence[Hashable] = (),
+        num_spare: int = 0,
     ) -> AllocStatus:
         """Whether `allocate` with the same arguments should be called now.
 
         NEVER: the prompt needs more blocks than the cache has. LATER: it would leave fewer free
-        blocks than the watermark. The watermark does not apply while no block is used, so LATER
-        always ends.
+        blocks than the watermark and ``num_spare`` together. The watermark does not apply while no
+        block is used, so without spare blocks LATER always ends.
         """
         needed = ceil_div(len(token_ids), self._block_size)
         if needed > self.pool.num_usable_blocks:
             return AllocStatus.NEVER
-        available = self._num_blocks_above_watermark()
+        available = self._num_blocks_above_watermark() - num_spare
         if needed <= available:
             return AllocStatus.OK
         tokens = array(ID_TYPECODE, token_ids)
@@ -261,17 +262,17 @@ class BlockManager:
         self._swapper.swap_out(self._sequences.all_resident(seq_ids))
         return self._swapper.admit_outgoing(now)
 
-    def can_swap_in(self, seq_ids: Sequence[int]) -> bool:
+    def can_swap_in(self, seq_ids: Sequence[int], *, num_spare: int = 0) -> bool:
         """Whether the device has enough free blocks above the watermark for these sequences.
 
-        False while a transfer of one of them to the host is pending. Raises `NotSwapped` or
-        `DuplicateSequence`.
+        ``num_spare`` further blocks must be left. False while a transfer of one of them to the host
+        is pending. Raises `NotSwapped` or `DuplicateSequence`.
         """
         sequences = self._sequences.all_swapped(seq_ids)
         if any(self._swapper.is_swapping_out(sequence) for sequence in sequences):
             return False
         needed = self._swapper.num_device_blocks_needed(sequences)
-        return needed <= self._num_blocks_above_watermark()
+        return needed + num_spare <= self._num_blocks_above_watermark()
 
     def swap_in(self, seq_ids: Sequence[int], now: float = 0.0) -> Copies:
         """Swap in sequences; returns the copies due at time ``now`` (seconds).

@@ -19,10 +19,15 @@ logger = logging.getLogger(__name__)
 class AdmissionControl:
     """Checks requests; starts groups while running limit, token budget and free blocks allow it.
 
-    A queue starts in its order. A group that cannot start now may be bypassed by later groups. The
-    oldest group of a queue is bypassed at most ``max_bypasses`` times; then it is overdue and
-    starts next. So a group with k older ones in its queue is bypassed at most
-    ``(k + 1) * max_bypasses`` times, although only the oldest group is counted.
+    A queue starts in its order; a group that cannot start now may be bypassed by later groups. The
+    oldest group of a queue is bypassed when a later group starts, and any group when it is
+    preempted because blocks ran out while a later group keeps its blocks. After ``max_bypasses``
+    bypasses a group is overdue: no later group starts before it, and none makes it lose its blocks
+    (`QueueKey`).
+
+    So while a group waits that has k unfinished older ones, at most ``(k + 1) * max_bypasses`` of
+    the later groups start, whatever their priority, and then it runs to its end. Only a lower
+    running limit, or an order to preempt it, stops it.
 
     A group with more sequences than a thermal limit allows runs alone: it starts, in its order or
     when it is overdue, once nothing else runs. One with more than ``max_num_seqs``, or than a
@@ -61,7 +66,8 @@ class AdmissionControl:
     def start_groups(self, step: SchedulingStep) -> None:
         """Resume swapped and preempted groups, then admit waiting ones.
 
-        A waiting group is not admitted while a group of its or a higher priority waits to resume.
+        A waiting group is not admitted while a group of its or a higher priority waits to resume,
+        and none is resumed before a waiting group that is older and overdue.
         """
         self._pending_prefixes.discard_computed()
         states = self._states
@@ -71,12 +77,8 @@ class AdmissionControl:
             self._start_groups(states.waiting, step, self._can_admit, self._admit)
 
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
-        """The group of a queue that starts next: the oldest if it is overdue, else the first."""
+        """The group of a queue that starts next."""
         return next(iter(self._next_groups(queue, step, 1)), None)
-
-    def is_overdue(self, group: SequenceGroup) -> bool:
-        """Whether a group has been bypassed ``max_bypasses`` times."""
-        return group.num_bypasses >= self._config.max_bypasses
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group in any state and free its blocks."""
@@ -156,9 +158,9 @@ class AdmissionControl:
     def _next_groups(
         self, queue: GroupQueue, step: SchedulingStep, count: int
     ) -> list[SequenceGroup]:
-        oldest = queue.oldest(step.max_group_seqs)
-        if oldest is not None and self.is_overdue(oldest):
-            return [oldest]
+        first = queue.first(1, step.max_group_seqs)
+        if first and self._states.is_overdue(first[0]):
+            return first
         return queue.first(count, self._max_group_seqs(step))
 
     def _num_free_seqs(self, step: SchedulingStep) -> int:
@@ -172,19 +174,30 @@ class AdmissionControl:
         for queue in (self._states.resume_queue, self._states.waiting):
             oldest = queue.oldest(step.max_group_seqs)
             if oldest is not None and oldest.arrival < started.arrival:
-                oldest.num_bypasses += 1
+                self._states.count_bypass(oldest)
 
     def _can_resume(self, group: SequenceGroup, step: SchedulingStep) -> bool:
         waiting = self.next_group(self._states.waiting, step)
-        if (
-            waiting is not None
-            and waiting.queue_key.priority < group.queue_key.priority
-            and not self.is_overdue(group)
-        ):
+        if waiting is not None and not self._resumes_first(group, waiting):
             return False
+        num_spare = self._num_spare_blocks(group)
         if group.status is SequenceStatus.SWAPPED:
-            return self._group_blocks.can_swap_in(group)
-        return self._can_allocate(group)
+            return self._group_blocks.can_swap_in(group, num_spare)
+        return self._can_allocate(group, num_spare)
+
+    def _num_spare_blocks(self, group: SequenceGroup) -> int:
+        """Blocks that must be left when a group resumes: for the slots that it lacks, and one for
+        each sequence that then runs.
+
+        So blocks cannot run out again before a sequence has filled one, unless other groups start:
+        a return that costs copies or recomputation gives more than a token. A group that would run
+        alone needs no spare blocks.
+        """
+        states = self._states
+        num_others = states.num_running_seqs + states.num_swapping_in_seqs
+        if not num_others:
+            return 0
+        return num_others + group.num_seqs + self._group_blocks.max_blocks_to_append(group)
 
     def _resume(self, group: SequenceGroup, step: SchedulingStep) -> None:
         if group.status is SequenceStatus.PREEMPTED:
@@ -193,18 +206,23 @@ class AdmissionControl:
         self._group_blocks.swap_in(group, step.now)
         self._states.begin_swap_in(group)
         if self._group_blocks.is_resident(group):
+            self._group_blocks.append_slots_if_free(group)
             self._states.start(group, step.now)
             step.schedule([group])
 
     def _can_admit(self, group: SequenceGroup, step: SchedulingStep) -> bool:
         resumed = self.next_group(self._states.resume_queue, step)
-        if resumed is not None and (
-            resumed.queue_key.priority <= group.queue_key.priority or self.is_overdue(resumed)
-        ):
+        if resumed is not None and self._resumes_first(resumed, group):
             return False
-        if self._pending_prefixes.has_next_block(group) and not self.is_overdue(group):
+        if self._pending_prefixes.has_next_block(group) and not self._states.is_overdue(group):
             return False
         return self._can_allocate(group)
+
+    def _resumes_first(self, resumed: SequenceGroup, waiting: SequenceGroup) -> bool:
+        """Whether a preempted group precedes a waiting one."""
+        if self._states.is_overdue(waiting):
+            return resumed.queue_key < waiting.queue_key
+        return resumed.queue_key.priority <= waiting.queue_key.priority
 
     def _admit(self, group: SequenceGroup, step: SchedulingStep) -> None:
         self._start(group, step)
@@ -215,12 +233,12 @@ class AdmissionControl:
         self._states.start(group, step.now)
         step.schedule([group])
 
-    def _can_allocate(self, group: SequenceGroup) -> bool:
+    def _can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
         """Whether there are blocks for a group. A refused group needs more free blocks to retry."""
-        num_free = self._group_blocks.pool.num_free_blocks
+        num_free = self._group_blocks.pool.num_free_blocks - num_spare
         if num_free <= self._num_free_at_refusal.get(group.arrival, -1):
             return False
-        if self._group_blocks.can_allocate(group):
+        if self._group_blocks.can_allocate(group, num_spare):
             return True
         self._num_free_at_refusal[group.arrival] = num_free
         return False

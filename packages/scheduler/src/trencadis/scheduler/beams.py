@@ -140,8 +140,9 @@ class BeamSearchState:
         """``logprob / length ** length_penalty``; its limit where that is beyond a float."""
         penalty = self.search.length_penalty
         try:
-            return logprob / length**penalty
+            score: float = logprob / length**penalty
         except OverflowError:
             return -0.0 if logprob > -math.inf else -math.inf
         except ZeroDivisionError:
             return -math.inf if logprob < 0 else 0.0
+        return score

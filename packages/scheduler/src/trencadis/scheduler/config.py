@@ -72,8 +72,9 @@ class SchedulerConfig:
         default=16,
         validator=integer(0),
         metadata={
-            "help": "Number of later groups that may start before the oldest group of a queue; "
-            "after that it starts next."
+            "help": "Number of times that a group may be bypassed: a later group starts while it "
+            "is the oldest of its queue, or it is preempted while a later group keeps its blocks. "
+            "After that it starts next and keeps its blocks."
         },
     )
     force_evict_hold_s: float = attrs.field(

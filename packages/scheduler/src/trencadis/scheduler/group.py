@@ -8,6 +8,7 @@ Only the modules of the scheduler change these objects; other code reads them.
 from __future__ import annotations
 
 import enum
+import math
 from collections import abc
 from typing import NamedTuple
 
@@ -91,17 +92,22 @@ class Sequence:
 class QueueKey(NamedTuple):
     """The position of a group in a queue: groups with a lower key run first.
 
-    ``priority`` is 0 for every group under the ``fcfs`` policy. To add a queue order: a value of
-    `QueuePolicy`, and its key in `of`.
+    ``priority`` is 0 for every group under the ``fcfs`` policy. Under ``priority``, an overdue
+    group precedes all that are not: its priority is minus infinity. To add a queue order: a value
+    of `QueuePolicy`, and its key in `of`.
     """
 
-    priority: int
+    priority: float
     arrival: int
 
     @classmethod
-    def of(cls, request: Request, arrival: int, policy: QueuePolicy) -> QueueKey:
+    def of(
+        cls, request: Request, arrival: int, policy: QueuePolicy, *, is_overdue: bool
+    ) -> QueueKey:
         """The key of a request; ``arrival`` is its number in order of arrival."""
-        return cls(request.priority if policy == "priority" else 0, arrival)
+        if policy == "fcfs":
+            return cls(0, arrival)
+        return cls(-math.inf if is_overdue else request.priority, arrival)
 
 
 @attrs.define(eq=False)
@@ -115,7 +121,7 @@ class SequenceGroup:
     - ``unforked_seqs``: the others during that time; then they become forks of the leader.
     - ``finished_seqs``: finished sequences; of a beam search the hypotheses, best first.
     - ``prefix_keys``: the prefix-cache keys of the prompt, None without prefix caching.
-    - ``num_bypasses``: later groups that started while this one was the oldest of its queue.
+    - ``num_bypasses``: how often later groups were served instead; see `AdmissionControl`.
     - ``started_at_s``: when the group last began to run, in seconds.
     """
 
@@ -154,13 +160,13 @@ class SequenceGroup:
     def results(self) -> list[Sequence]:
         """The n sequences for the client, best first once the group has finished.
 
-        ``best_of`` samples are ranked by their mean log-probability per token.
+        ``best_of`` samples are ranked by their mean log-probability per token, then by their ids.
         """
         n = self.request.n
         if self.beam_state is not None:
             return self.finished_seqs[:n]
         if self.request.num_seqs > n:
-            return sorted(self.finished_seqs, key=_mean_logprob, reverse=True)[:n]
+            return sorted(self.finished_seqs, key=_rank)[:n]
         samples = [*self.finished_seqs, *self.unfinished_seqs]
         return sorted(samples, key=lambda sequence: sequence.seq_id)
 
@@ -183,5 +189,5 @@ class SequenceGroup:
         self.status = status
 
 
-def _mean_logprob(sequence: Sequence) -> float:
-    return sequence.cumulative_logprob / max(1, sequence.num_output_tokens)
+def _rank(sample: Sequence) -> tuple[float, int]:
+    return -sample.cumulative_logprob / max(1, sample.num_output_tokens), sample.seq_id

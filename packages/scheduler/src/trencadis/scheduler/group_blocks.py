@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from trencadis.kvcache import (
     AllocStatus,
     BlockManager,
@@ -55,14 +57,13 @@ class GroupBlocks:
         """The most blocks that a request can need when it runs alone.
 
         Its sequences share the full blocks of the prompt; every other block belongs to one of
-        them. The last token of an output needs no slot. For a copy-on-write, the block manager
-        counts one block per sequence that shares the block: one more than it copies.
+        them. The last token of an output needs no slot.
         """
         length = request.num_prompt_tokens
         num_slots = max(length, min(length + request.max_tokens, max_model_len) - 1)
         num_shared = length // self._block_size
         num_own = ceil_div(num_slots, self._block_size) - num_shared
-        return num_shared + request.num_seqs * num_own + (request.num_seqs > 1)
+        return num_shared + request.num_seqs * num_own
 
     # Allocation: a group starts with blocks for the common prefix of its sequences.
 
@@ -79,8 +80,11 @@ class GroupBlocks:
         except KVCacheError as error:
             raise UnservableRequest(f"extra_keys of {request.request_id!r}: {error}") from error
 
-    def can_allocate(self, group: SequenceGroup) -> bool:
-        """Whether there are free blocks for the common prefix and, after the fork, for the rest."""
+    def can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
+        """Whether there are free blocks for the common prefix and, after the fork, for the rest.
+
+        ``num_spare`` further blocks must be left.
+        """
         sequences = group.unfinished_seqs
         prefix_len = _common_prefix_len(sequences)
         if len(sequences) > 1:
@@ -89,12 +93,13 @@ class GroupBlocks:
                 ceil_div(len(sequence.token_ids), self._block_size) - num_shared
                 for sequence in sequences
             )
-            if ceil_div(prefix_len, self._block_size) + num_own > self.pool.num_free_blocks:
+            if num_shared + num_own + num_spare > self.pool.num_free_blocks:
                 return False
         allocation = self._blocks.can_allocate(
             sequences[0].token_ids[:prefix_len],
             prefix_keys=group.prefix_keys,
             extra_keys=group.request.extra_keys,
+            num_spare=num_spare,
         )
         return allocation is AllocStatus.OK
 
@@ -154,12 +159,29 @@ class GroupBlocks:
         """Free blocks that `append_slots` takes, including those of copy-on-write."""
         if group.unforked_seqs:
             return 0
-        return sum(
+        growing = [
+            sequence
+            for sequence in group.allocated_seqs
+            if len(sequence.token_ids) > sequence.num_slots
+        ]
+        num_blocks = sum(
             self._blocks.blocks_to_append(
                 sequence.seq_id, len(sequence.token_ids) - sequence.num_slots
             )
-            for sequence in group.allocated_seqs
-            if len(sequence.token_ids) > sequence.num_slots
+            for sequence in growing
+        )
+        return num_blocks - self._num_kept_blocks(growing) if len(growing) > 1 else num_blocks
+
+    def _num_kept_blocks(self, growing: list[Sequence]) -> int:
+        """Partial blocks whose sequences all grow: the last of them writes without a copy."""
+        num_growing = Counter(
+            int(self._blocks.block_table(sequence.seq_id)[-1])
+            for sequence in growing
+            if sequence.num_slots % self._block_size
+        )
+        return sum(
+            count > 1 and count == self.pool.ref_count(block)
+            for block, count in num_growing.items()
         )
 
     def append_slots(self, group: SequenceGroup) -> None:
@@ -175,6 +197,24 @@ class GroupBlocks:
                 if copies:
                     self.moves.add(Direction.WITHIN, copies)
 
+    def max_blocks_to_append(self, group: SequenceGroup) -> int:
+        """An upper bound of `num_blocks_to_append`, which is known on the device only."""
+        if group.unforked_seqs:
+            return 0
+        size, shares_blocks = self._block_size, len(group.allocated_seqs) > 1
+        num_blocks = 0
+        for sequence in group.allocated_seqs:
+            num_tokens, num_slots = len(sequence.token_ids), sequence.num_slots
+            if num_tokens > num_slots:
+                copies_last = shares_blocks and num_slots % size > 0
+                num_blocks += ceil_div(num_tokens, size) - ceil_div(num_slots, size) + copies_last
+        return num_blocks
+
+    def append_slots_if_free(self, group: SequenceGroup) -> None:
+        """As `append_slots`, if there are free blocks for all its sequences."""
+        if self.num_blocks_to_append(group) <= self.pool.num_free_blocks:
+            self.append_slots(group)
+
     # Swaps.
 
     def can_swap_out(self, group: SequenceGroup) -> bool:
@@ -188,8 +228,9 @@ class GroupBlocks:
         self.num_swapping_out += num_host_blocks - len(copies)
         self.moves.add(Direction.OUT, copies)
 
-    def can_swap_in(self, group: SequenceGroup) -> bool:
-        return self._blocks.can_swap_in(_seq_ids(group))
+    def can_swap_in(self, group: SequenceGroup, num_spare: int) -> bool:
+        """Whether a swap-in leaves ``num_spare`` blocks free."""
+        return self._blocks.can_swap_in(_seq_ids(group), num_spare=num_spare)
 
     def swap_in(self, group: SequenceGroup, now: float) -> None:
         """Allocate device blocks and copy the content back. It may arrive later: `is_resident`."""

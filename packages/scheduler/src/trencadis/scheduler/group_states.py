@@ -149,8 +149,7 @@ class GroupStates:
     def add(self, request: Request) -> SequenceGroup:
         """Create the group of a request and put it into the waiting queue."""
         arrival = next(self._arrivals)
-        key = QueueKey.of(request, arrival, self._config.policy)
-        group = SequenceGroup(request, arrival, self._block_size, key)
+        group = SequenceGroup(request, arrival, self._block_size, self._key(request, arrival, 0))
         search = request.beam_search
         if search is not None:
             max_output = self._config.max_model_len - request.num_prompt_tokens
@@ -203,6 +202,21 @@ class GroupStates:
         self.swapping_in.append(group)
         self.num_swapping_in_seqs += group.num_seqs
 
+    def is_overdue(self, group: SequenceGroup) -> bool:
+        """Whether a group has been bypassed ``max_bypasses`` times."""
+        return group.num_bypasses >= self._config.max_bypasses
+
+    def count_bypass(self, group: SequenceGroup) -> None:
+        """Count a bypass of a group in a queue other than ``running``; it may become overdue."""
+        group.num_bypasses += 1
+        key = self._key(group.request, group.arrival, group.num_bypasses)
+        if key != group.queue_key:
+            is_waiting = group.status is SequenceStatus.WAITING
+            queue = self.waiting if is_waiting else self.resume_queue
+            queue.remove(group)
+            group.queue_key = key
+            queue.add(group)
+
     def abort(self, group: SequenceGroup) -> None:
         """Remove a group in any state."""
         if group.status is SequenceStatus.RUNNING:
@@ -244,6 +258,10 @@ class GroupStates:
         group.unfinished_seqs, group.allocated_seqs = [], []
         group.finished_seqs = results
         group.finish_reason = results[0].finish_reason
+
+    def _key(self, request: Request, arrival: int, num_bypasses: int) -> QueueKey:
+        is_overdue = num_bypasses >= self._config.max_bypasses
+        return QueueKey.of(request, arrival, self._config.policy, is_overdue=is_overdue)
 
     def _finish(self, group: SequenceGroup) -> None:
         group.transition_to(SequenceStatus.FINISHED)

@@ -47,8 +47,9 @@ class Preemptor:
     def free_blocks_for(self, group: SequenceGroup, step: SchedulingStep) -> bool:
         """Preempt running groups, the last one first, until ``group`` can append its slots.
 
-        False if it cannot in this step: it was preempted itself, or it waits for the blocks of a
-        swap-out in progress, or for a group that is being swapped in, which it can preempt later.
+        A victim that a later group outlasts counts as bypassed. False if ``group`` cannot in this
+        step: it was preempted itself, or it waits for the blocks of a swap-out in progress, or for
+        a group that is being swapped in, which it can preempt later.
         """
         blocks, states = self._group_blocks, self._states
         while (num_needed := blocks.num_blocks_to_append(group)) > blocks.pool.num_free_blocks:
@@ -58,6 +59,8 @@ class Preemptor:
             if victim is group and states.swapping_in:
                 return False
             self.preempt(victim, step)
+            if any(other.arrival > victim.arrival for other in states.running):
+                states.count_bypass(victim)
             if victim is group:
                 return False
         return True
@@ -65,14 +68,13 @@ class Preemptor:
     def preempt_for_priority(self, step: SchedulingStep) -> None:
         """Preempt groups of lower priority to start the first waiting group.
 
-        Does nothing if there are too few of them, or if waiting is predicted to be faster. A group
-        that was bypassed ``max_bypasses`` times is never a victim, so that requests of higher
-        priority cannot keep it from finishing.
+        Does nothing if there are too few of them, or if waiting is predicted to be faster. An
+        overdue group is never a victim; one that waits preempts groups below its own priority only.
         """
         group = self._admission.next_group(self._states.waiting, step)
         if group is None or not self._states.running:
             return
-        if self._states.running.last().queue_key.priority <= group.queue_key.priority:
+        if self._states.running.last().queue_key.priority <= group.priority:
             return
         num_missing = group.num_seqs - (step.max_running_seqs - self._states.num_running_seqs)
         if num_missing <= 0 and self._group_blocks.can_allocate(group):
@@ -98,11 +100,10 @@ class Preemptor:
         """Running groups of lower priority with ``num_seqs`` sequences, the last first, or none."""
         victims: list[SequenceGroup] = []
         for victim in reversed(list(self._states.running)):
-            if victim.queue_key.priority <= group.queue_key.priority:
+            if victim.queue_key.priority <= group.priority:
                 return []
-            if not self._admission.is_overdue(victim):
-                victims.append(victim)
-                num_seqs -= victim.num_seqs
-                if num_seqs <= 0:
-                    return victims
+            victims.append(victim)
+            num_seqs -= victim.num_seqs
+            if num_seqs <= 0:
+                return victims
         return []

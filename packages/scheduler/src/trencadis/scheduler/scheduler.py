@@ -37,8 +37,11 @@ from trencadis.scheduler.thermal.guard import ThermalGuard
 class Scheduler:
     """Decides in each step which sequences run, and keeps the state of all requests.
 
-    When blocks run out, it preempts the last running group in (priority, arrival) order. So the
-    first group always advances, and every admitted request finishes.
+    When blocks run out, it preempts the last running group in (priority, arrival) order, so the
+    first group always advances. A request that later ones have bypassed ``max_bypasses`` times
+    precedes them, so every admitted request finishes, whatever arrives (`AdmissionControl`). Once
+    nothing arrives, the requests take at most as many steps together as one after another with one
+    token a step, each recomputed once.
 
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
     of ``blocks``. ``costs`` are updated with the measured durations of steps. ``clock`` returns
