@@ -166,7 +166,6 @@ def test_after_failed_moves_every_admitted_request_ends_and_waiting_ones_are_ser
         runner.step()
     runner.scheduler.schedule()
     runner.memory.device.clear()  # the device has lost its content
-    runner.scheduler.discard_step()
     assert runner.scheduler.abort_admitted() == ("a", "b")
     assert blocks.pool.num_used_blocks == 0
     runner.run()

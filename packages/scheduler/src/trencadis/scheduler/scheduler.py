@@ -160,8 +160,9 @@ class Scheduler:
         """Abort every request that was admitted, and empty the prefix cache; returns their ids.
 
         For a host whose device has failed while it carried out moves: the content of the KV cache
-        is unknown then. Waiting requests stay.
+        is unknown then. Drops the step in flight, if there is one. Waiting requests stay.
         """
+        self._in_flight = None
         admitted = [
             request_id
             for request_id, group in self._states.groups.items()
