@@ -260,6 +260,19 @@ def test_beams_with_invalid_candidates_can_be_updated_again(offered: Any) -> Non
     assert blocks.pool.num_used_blocks == 0
 
 
+def test_a_token_for_a_decoding_beam_does_not_replace_its_candidates() -> None:
+    runner, _ = make()
+    group = runner.add(request("beams", beam_search=BeamSearch(width=2)))
+    runner.step()
+    output = runner.scheduler.schedule()
+    assert len(output.decodes) == 2
+    with pytest.raises(InvalidResults, match="no candidates for sequence"):
+        runner.scheduler.update(output, {item.seq_id: 1 for item in output.decodes})
+    runner.finish(output)
+    runner.run()
+    assert len(group.results) == 1
+
+
 def test_a_masked_candidate_has_the_log_probability_minus_infinity() -> None:
     runner, _ = make()
     runner.add(request("a", beam_search=BeamSearch(width=2)))

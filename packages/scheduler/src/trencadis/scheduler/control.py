@@ -23,7 +23,7 @@ from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of
+from trencadis.scheduler.validators import check_instance, integer, number, one_of
 
 _INT64_MAX = 2**63 - 1
 """The largest integer that the engine's messages can carry."""
@@ -106,15 +106,20 @@ class ControlHandler:
 
     def put(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request. Thread-safe; see `Scheduler.control`."""
-        if not isinstance(control, BatchControl):
-            raise ControlError(f"control() needs a BatchControl, got {control!r}")
+        check_instance("control", control, BatchControl, error=ControlError)
         future: Future[BatchControlResult] = Future()
         self._pending.append((control, future))
         return future
 
     def request_preemption(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Preempt those of the requests that run in the next step; returns their ids."""
-        groups = (self._states.groups.get(request_id) for request_id in dict.fromkeys(request_ids))
+        try:
+            unique_ids = tuple(dict.fromkeys(request_ids))
+        except TypeError as error:
+            raise ControlError(
+                f"abort_and_swap() needs request ids, got {request_ids!r}: pass a list of them"
+            ) from error
+        groups = map(self._states.groups.get, unique_ids)
         running = [group.request_id for group in groups if _is_running(group)]
         self._to_preempt.extend(running)
         return tuple(running)

@@ -32,6 +32,7 @@ from trencadis.scheduler.request import FinishReason, Request
 from trencadis.scheduler.running_limit import RunningLimit
 from trencadis.scheduler.step_results import StepResultProcessor, StepResults
 from trencadis.scheduler.thermal.guard import ThermalGuard
+from trencadis.scheduler.validators import check_instance, is_integer
 
 
 class Scheduler:
@@ -46,7 +47,7 @@ class Scheduler:
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
     of ``blocks``. ``costs`` are updated with the measured durations of steps. ``clock`` returns
     seconds and need not be monotonic: a step back counts as no time. Not thread-safe, except for
-    `control`.
+    `control`. Raises `ConfigError` for an argument of another type.
     """
 
     def __init__(
@@ -59,6 +60,14 @@ class Scheduler:
         costs: PreemptionCosts | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
+        check_instance("config", config, SchedulerConfig)
+        check_instance("blocks", blocks, BlockManager)
+        if thermal is not None:
+            check_instance("thermal", thermal, ThermalGuard)
+        if defragmenter is not None:
+            check_instance("defragmenter", defragmenter, Defragmenter)
+        if costs is not None:
+            check_instance("costs", costs, PreemptionCosts)
         self.costs = costs or PreemptionCosts()
         self._config = config
         self._blocks = blocks
@@ -153,7 +162,7 @@ class Scheduler:
 
         Between ``schedule()`` and ``update()``, the tokens of the step in flight are dropped.
         """
-        group = self._states.groups.get(request_id)
+        group = self._states.groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
             return False
         self._admission.remove(group)
@@ -184,7 +193,7 @@ class Scheduler:
         are to finish, the group is aborted at once. False for an unknown sequence, and for a beam,
         which is no output before the search has ended.
         """
-        sequence = self._states.sequences.get(seq_id)
+        sequence = self._states.sequences.get(seq_id) if is_integer(seq_id) else None
         if sequence is None or sequence.group.beam_state is not None:
             return False
         self._to_finish.add(seq_id)
@@ -197,6 +206,7 @@ class Scheduler:
 
         Returns the ids of those that run; the others are ignored. As after ``force_evict``, the
         running limit stays at the remaining number of sequences for ``force_evict_hold_s`` seconds.
+        Raises `ControlError` for anything but an iterable of ids.
         """
         return self._control.request_preemption(request_ids)
 

@@ -37,7 +37,11 @@ class StepResults:
         candidates: abc.Mapping[int, abc.Sequence[Candidate]] | None,
     ) -> StepResults:
         """The arguments of `Scheduler.update`. Raises `InvalidResults` unless they are mappings."""
-        results = cls(tokens, logprobs or {}, candidates or {})
+        results = cls(
+            tokens,
+            {} if logprobs is None else logprobs,
+            {} if candidates is None else candidates,
+        )
         for name in ("tokens", "logprobs", "candidates"):
             value = getattr(results, name)
             if not isinstance(value, abc.Mapping):
@@ -110,9 +114,13 @@ class StepResultProcessor:
         tokens = results.tokens
         decodes: abc.Iterable[ScheduledSequence] = output.decodes
         if not self._states.num_ranked:
-            # A decode with a token and no forks needs nothing else. Few steps have other decodes,
+            # A sample with a token and no forks needs nothing else. Few steps have other decodes,
             # and a loop over all of them would cost a third of update().
-            decodes = [item for item in decodes if item.forks or item.seq_id not in tokens]
+            decodes = [
+                item
+                for item in decodes
+                if item.forks or item.num_candidates or item.seq_id not in tokens
+            ]
         for scheduled in chain(decodes, output.prompts):
             if scheduled.samples and scheduled.seq_id in self._states.sequences:
                 self._check_sample(scheduled, results)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -91,7 +91,8 @@ class ChoiceValidator:
     error: type[SchedulerError]
 
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if value not in self.accepted:
+        # An array of NumPy is not hashable, and its comparison has no truth value.
+        if not isinstance(value, Hashable) or value not in self.accepted:
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
     def __str__(self) -> str:
@@ -168,6 +169,15 @@ def instance_of(
 def one_of(*accepted: Any, error: type[SchedulerError] = ConfigError) -> ChoiceValidator:
     """Accepts these values only."""
     return ChoiceValidator(accepted, error)
+
+
+def check_instance(
+    name: str, value: Any, *accepted: type, error: type[SchedulerError] = ConfigError
+) -> None:
+    """Raise ``error`` unless ``value``, the argument ``name``, is an instance of ``accepted``."""
+    if not isinstance(value, accepted):
+        names = " or ".join(kind.__name__ for kind in accepted)
+        raise error(f"{name} must be a {names}, got {value!r}")
 
 
 def check_token_id(value: Any, name: str, error: type[SchedulerError]) -> None:

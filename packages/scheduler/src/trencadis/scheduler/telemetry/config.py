@@ -7,14 +7,18 @@ from typing import Any
 import attrs
 
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.validators import integer, number
+from trencadis.scheduler.validators import integer, is_integer, number
 
 
 def _device_indices(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is None:
         return
-    ok = all(isinstance(device, int) and device >= 0 for device in value)
-    if not ok or not value or len(set(value)) != len(value):
+    is_tuple = isinstance(value, tuple) and len(value) > 0
+    if (
+        not is_tuple
+        or not all(is_integer(device) and device >= 0 for device in value)
+        or (len(set(value)) != len(value))
+    ):
         raise ConfigError(
             f"{attribute.name} must be distinct device indices of at least 0, got {value!r}: "
             "leave it out to read every device of the source"
@@ -22,7 +26,10 @@ def _device_indices(_: object, attribute: attrs.Attribute[Any], value: Any) -> N
 
 
 def _tuple(value: Any) -> Any:
-    return None if value is None else tuple(value)
+    try:
+        return tuple(value)
+    except TypeError:
+        return value  # None, or what the validator refuses
 
 
 @attrs.frozen(kw_only=True)

@@ -21,6 +21,7 @@ from trencadis.scheduler.telemetry.exporter_metrics import (
     ExporterMetrics,
 )
 from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource, import_extra
+from trencadis.scheduler.validators import check_instance, is_finite
 
 MAX_BYTES = 16 << 20
 """Largest page that is read. A node with eight devices has a few hundred kilobytes."""
@@ -52,6 +53,10 @@ class ExporterSource(TemperatureSource):
         timeout_s: float = 2.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        check_instance("exporter url", url, str)
+        check_instance("sensor", sensor, Sensor)
+        if not is_finite(timeout_s) or timeout_s <= 0:
+            raise ConfigError(f"timeout_s must be a number above 0, got {timeout_s!r}")
         if urllib.parse.urlsplit(url).scheme not in {"http", "https"}:
             raise ConfigError(
                 f"exporter url {url!r} is neither http nor https: "

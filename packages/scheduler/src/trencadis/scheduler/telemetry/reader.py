@@ -21,6 +21,7 @@ from trencadis.scheduler.telemetry.plausibility import (
 )
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
 from trencadis.scheduler.telemetry.temperature_state import Health, TemperatureState, assess
+from trencadis.scheduler.validators import check_instance
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,8 @@ class TemperatureReader:
 
     ``state()`` returns at once, from any thread, and never raises. It computes the ages when it is
     called, so a sensor call that hangs makes the state stale. ``poll()`` is one round of the
-    thread's work, for a host (or a test) that does not want the thread.
+    thread's work, for a host (or a test) that does not want the thread. Raises `ConfigError` for an
+    argument of another type.
     """
 
     def __init__(
@@ -51,6 +53,9 @@ class TemperatureReader:
         *,
         clock: Clock = time.monotonic,
     ) -> None:
+        check_instance("source", source, TemperatureSource)
+        if config is not None:
+            check_instance("config", config, ReaderConfig)
         self._source = source
         self._config = config or ReaderConfig()
         self._clock = SteadyClock(clock)

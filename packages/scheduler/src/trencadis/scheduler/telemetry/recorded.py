@@ -8,6 +8,7 @@ import math
 import time
 from bisect import bisect_right
 from collections.abc import Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import BadRecording, SensorError
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
-from trencadis.scheduler.validators import is_finite
+from trencadis.scheduler.validators import check_instance, is_finite
 
 
 class RecordedSource(TemperatureSource):
@@ -37,6 +38,7 @@ class RecordedSource(TemperatureSource):
     ) -> None:
         if not is_finite(speed) or not speed > 0:
             raise ConfigError(f"speed of a recording must be a number above 0, got {speed!r}")
+        check_instance("path of a recording", path, str, PathLike)
         self._path = Path(path)
         self._speed = speed
         self._loop = loop

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.source import TemperatureSource
+from trencadis.scheduler.validators import check_instance
 
 SOURCES: Mapping[str, str] = {
     "nvml": "trencadis.scheduler.telemetry.nvml:NvmlSource.from_argument",
@@ -36,6 +37,7 @@ def open_source(spec: str) -> TemperatureSource:
     Raises `ConfigError` for an unknown kind or a bad argument, `MissingExtra` for a missing
     library.
     """
+    check_instance("temperature source", spec, str)
     kind, _, argument = spec.partition(":")
     if kind not in SOURCES:
         raise ConfigError(

@@ -13,7 +13,7 @@ from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, Scheduler
 from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
 from trencadis.scheduler.thermal.victims import first_victims, lru
-from trencadis.scheduler.validators import is_integer
+from trencadis.scheduler.validators import check_instance, is_integer
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +36,7 @@ class ThermalGuard:
     ``alert`` (by default an error in the log) gets the first fault of each kind. ``num_faults`` and
     ``num_rejected_readings`` count them all.
     ``power_model`` is fitted to the measured power, with or without a policy that uses power.
+    Raises `ConfigError` for a policy of another type.
     """
 
     def __init__(
@@ -44,6 +45,7 @@ class ThermalGuard:
         read: Callable[[], ThermalState],
         alert: Alert = logger.error,
     ) -> None:
+        check_instance("policy", policy, SchedulerThermalPolicy)
         self.policy = policy
         self.power_model = PowerModel()
         self.num_faults = 0
@@ -101,7 +103,7 @@ class ThermalGuard:
         """Set a new target temperature, degrees C. Raises `ControlError` if the policy cannot."""
         name = type(self.policy).__name__
         try:
-            is_set = self.policy.retarget(target_temp_c)
+            is_set = bool(self.policy.retarget(target_temp_c))
         except Exception as error:  # as above
             self._report("retarget", error)
             raise ControlError(
@@ -133,7 +135,7 @@ class ThermalGuard:
                 self.policy.on_temp_reading(0, temp_c)
             else:
                 is_plausible = self._reject("temperature", temp_c, "degrees C")
-        return is_plausible and state.may_raise_cap
+        return is_plausible and bool(state.may_raise_cap)
 
     def _reject(self, kind: str, value: Any, unit: str) -> bool:
         """Count a reading that is not plausible, and alert to the first of its kind. False."""

@@ -79,12 +79,8 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
         validator=one_of(*VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
-    _power_model: PowerModel = attrs.field(
-        init=False, default=attrs.Factory(lambda self: PowerModel(self.prior_w), takes_self=True)
-    )
-    _cap: int = attrs.field(
-        init=False, default=attrs.Factory(lambda self: self.min_seqs, takes_self=True)
-    )
+    _power_model: PowerModel = attrs.field(init=False)
+    _cap: int = attrs.field(init=False)
     _changed_at_s: float = attrs.field(init=False, default=-math.inf)
     _reading_w: float | None = attrs.field(init=False, default=None)
     """The reading of this step; None without one."""
@@ -103,6 +99,10 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     _exceeding: int | None = attrs.field(init=False, default=None)
     """The smallest number that was measured above the budget; None if `retry_s` have passed."""
     _exceeded_at_s: float = attrs.field(init=False, default=-math.inf)
+
+    def __attrs_post_init__(self) -> None:
+        self._power_model = PowerModel(self.prior_w)
+        self._cap = self.min_seqs
 
     def on_power_reading(self, watts: float) -> None:
         self._reading_w = watts if is_power(watts) else None

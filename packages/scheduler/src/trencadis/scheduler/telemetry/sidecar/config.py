@@ -6,7 +6,7 @@ import attrs
 
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.sidecar.tls import ServerTls
-from trencadis.scheduler.validators import integer, number
+from trencadis.scheduler.validators import instance_of, integer, number
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -22,6 +22,7 @@ class SidecarConfig:
 
     listen: str = attrs.field(
         default="127.0.0.1:50061",
+        validator=instance_of(str),
         metadata={"help": "Address: HOST:PORT (port 0: any free port) or unix:PATH."},
     )
     period_s: float = attrs.field(
