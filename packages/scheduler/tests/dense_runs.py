@@ -70,6 +70,9 @@ from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.thermal import VICTIM_ORDERS
 
 SOAK_RUNS = 200_000
+PROGRESS_RUNS = 10_000
+"""A line of progress appears after so many runs."""
+
 ORDERED_STEPS = 30
 """Steps in which orders come while requests arrive without end."""
 
@@ -659,6 +662,8 @@ def run_in_processes(first: int, num_runs: int, jobs: int) -> Report:
     with ProcessPoolExecutor(jobs) as pool:
         for part in pool.map(run_all, ranges):
             report.add(part)
+            if report.counts["runs"] % PROGRESS_RUNS < size:
+                print(f"{report.counts['runs']:,} runs, {len(report.failures)} failed", flush=True)
     return report
 
 
