@@ -70,6 +70,9 @@ from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.thermal import VICTIM_ORDERS
 
 SOAK_RUNS = 200_000
+PROGRESS_RUNS = 10_000
+"""A line of progress appears after so many runs."""
+
 ORDERED_STEPS = 30
 """Steps in which orders come while requests arrive without end."""
 
@@ -113,6 +116,7 @@ class Parameters:
     arrival_rate: float
     endless: bool
     groups: bool
+    vocabulary: int
     abort_rate: float
     finish_rate: float
     preempt_rate: float
@@ -151,6 +155,7 @@ class Parameters:
             arrival_rate=rng.choice((1.0, 0.7, 0.3)),
             endless=endless,
             groups=rng.random() < 0.5,
+            vocabulary=rng.choice((4, 17)),
             abort_rate=rng.choice((0.0, 0.0, 0.05)),
             finish_rate=rng.choice((0.0, 0.0, 0.1)),
             preempt_rate=rng.choice((0.05, 0.3)) if has_orders else 0.0,
@@ -201,22 +206,22 @@ class Parameters:
         )
 
 
-def results_alone(request: Request, max_model_len: int) -> list[Result]:
+def results_alone(request: Request, given: Parameters) -> list[Result]:
     """The results of a request by definition: of all its samples in order, or of its best beams."""
     if request.beam_search is not None:
-        return _hypotheses(request, request.beam_search, max_model_len)
-    return [_sample(request, i, max_model_len) for i in range(request.num_seqs)]
+        return _hypotheses(request, request.beam_search, given.max_model_len)
+    return [_sample(request, i, given) for i in range(request.num_seqs)]
 
 
-def _sample(request: Request, sample: int, max_model_len: int) -> Result:
+def _sample(request: Request, sample: int, given: Parameters) -> Result:
     tokens = list(request.prompt_token_ids)
     while True:
-        tokens.append(next_token(tokens, sample))
+        tokens.append(next_token(tokens, sample, given.vocabulary))
         num_output = len(tokens) - request.num_prompt_tokens
         output = tuple(tokens[request.num_prompt_tokens :])
         if tokens[-1] in request.stop_token_ids and num_output >= request.min_tokens:
             return output, FinishReason.STOP
-        if num_output >= request.max_tokens or len(tokens) >= max_model_len:
+        if num_output >= request.max_tokens or len(tokens) >= given.max_model_len:
             return output, FinishReason.LENGTH
 
 
@@ -298,7 +303,7 @@ class DenseRun:
             costs=PreemptionCosts(prefill_s_per_token=given.prefill_s_per_token),
             clock=lambda: self.now,
         )
-        self.runner = Runner(self.scheduler, Memory(given.block_size))
+        self.runner = Runner(self.scheduler, Memory(given.block_size), vocabulary=given.vocabulary)
         self.watches: dict[str, Watch] = {}
         self.num_added = 0
         self.num_steps = 0
@@ -489,7 +494,7 @@ class DenseRun:
         given, scheduler = self.parameters, self.scheduler
         assert num_scheduled_tokens(output) <= given.max_num_batched_tokens
         chunk = given.max_chunk_tokens or given.max_num_batched_tokens
-        assert all(len(scheduled.token_ids) <= chunk for scheduled in output.prompts)
+        assert all(2 <= len(scheduled.token_ids) <= chunk for scheduled in output.prompts)
         assert all(len(scheduled.token_ids) == 1 for scheduled in output.decodes)
         # The running limit holds within two steps: that of this step or that of the last one.
         assert scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
@@ -566,7 +571,7 @@ class DenseRun:
             self._check_partial(group.finished_seqs, watch)
             return
         request = group.request
-        expected = results_alone(request, self.parameters.max_model_len)
+        expected = results_alone(request, self.parameters)
         if request.beam_search is None and request.num_seqs > request.n:
             expected = _best(expected, request.n)
         found = [(tuple(result.output_token_ids), result.finish_reason) for result in group.results]
@@ -577,7 +582,7 @@ class DenseRun:
         request = watch.group.request
         if request.beam_search is not None:
             return
-        expected = results_alone(request, self.parameters.max_model_len)
+        expected = results_alone(request, self.parameters)
         for sequence in sequences:
             tokens, reason = expected[self.runner.sample_of[sequence.seq_id]]
             found = tuple(sequence.output_token_ids)
@@ -657,6 +662,8 @@ def run_in_processes(first: int, num_runs: int, jobs: int) -> Report:
     with ProcessPoolExecutor(jobs) as pool:
         for part in pool.map(run_all, ranges):
             report.add(part)
+            if report.counts["runs"] % PROGRESS_RUNS < size:
+                print(f"{report.counts['runs']:,} runs, {len(report.failures)} failed", flush=True)
     return report
 
 

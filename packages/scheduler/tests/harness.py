@@ -33,9 +33,9 @@ def num_scheduled_tokens(output: SchedulerOutput) -> int:
     return sum(len(scheduled.token_ids) for scheduled in (*output.prompts, *output.decodes))
 
 
-def next_token(tokens: Sequence[int], sample: int) -> int:
+def next_token(tokens: Sequence[int], sample: int, vocabulary: int = VOCABULARY) -> int:
     """A token that depends on every token before it and on the index of the sample."""
-    return hash((*tokens, 1000 + sample)) % VOCABULARY
+    return hash((*tokens, 1000 + sample)) % vocabulary
 
 
 def logprob_of(token: int) -> float:
@@ -99,11 +99,15 @@ class Memory:
 
 @attrs.define
 class Runner:
-    """Executes steps. ``sample_of``: the index of each sample in its request, by sequence id."""
+    """Executes steps. ``sample_of``: the index of each sample in its request, by sequence id.
+
+    Samples draw from ``vocabulary`` tokens: the fewer, the longer the prefixes that they share.
+    """
 
     scheduler: Scheduler
     memory: Memory
     sample_of: dict[int, int] = attrs.field(factory=dict)
+    vocabulary: int = VOCABULARY
 
     def add(self, request: Request) -> SequenceGroup:
         group = self.scheduler.add(request).group
@@ -133,7 +137,7 @@ class Runner:
                 candidates[scheduled.seq_id] = top_tokens(seen, scheduled.num_candidates)
                 continue
             for seq_id in scheduled.sample_ids:
-                sampled[seq_id] = next_token(seen, self.sample_of[seq_id])
+                sampled[seq_id] = next_token(seen, self.sample_of[seq_id], self.vocabulary)
                 logprobs[seq_id] = logprob_of(sampled[seq_id])
         return self.scheduler.update(output, sampled, logprobs=logprobs, candidates=candidates)
 

@@ -52,6 +52,17 @@ def test_a_stop_token_below_the_best_width_is_not_a_hypothesis() -> None:
     assert beams.hypotheses == []
 
 
+@pytest.mark.parametrize(("early", "ends"), [(False, True), ("never", False)])
+def test_only_an_open_ended_search_waits_for_a_longer_hypothesis_that_may_score_higher(
+    early: bool | str, ends: bool
+) -> None:
+    """-1.5 for one token is below the hypothesis' -1.0, but above it at eight tokens."""
+    search = BeamSearch(width=1, length_penalty=1.0, early_stopping=early)
+    beams = BeamSearchState(request(stop_token_ids=frozenset({9})), search, max_output=8)
+    running = beams.advance([()], [0.0], [[Candidate(9, -1.0), Candidate(5, -1.5)]])
+    assert (running == []) is ends
+
+
 def test_width_one_follows_the_most_probable_token() -> None:
     runner, blocks = make()
     group = runner.add(request(beam_search=BeamSearch(width=1)))
