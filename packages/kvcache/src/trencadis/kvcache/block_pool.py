@@ -18,20 +18,27 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from operator import index
 
-from trencadis.kvcache.config import PADDING_BLOCK
+from trencadis.kvcache.config import MAX_NUM_BLOCKS, PADDING_BLOCK, as_tuple
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
+from trencadis.kvcache.validators import require_ascending, require_between
 
 
 class BlockPool:
     """The device blocks 1 to ``num_blocks - 1``; block 0 is the padding block.
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
-    takes O(1) per block; an eviction also looks once at each decode bucket.
+    takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
+    for a number of blocks or decode buckets that `CacheConfig` refuses.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
+        remedy = "block 0 is the padding block; for a larger cache use larger blocks"
+        require_between("num_blocks", num_blocks, 2, MAX_NUM_BLOCKS, remedy)
+        decode_buckets = as_tuple(decode_buckets)
+        require_ascending("decode_buckets", decode_buckets)
         self.num_blocks = num_blocks
         self.prefix_index = PrefixIndex()
         self.reuse = ReuseEstimator(num_blocks)
@@ -76,7 +83,13 @@ class BlockPool:
         return self._ref_counts[block]
 
     def is_shared(self, block: int) -> bool:
-        """Whether ``block`` has more than one reference, so that it must be copied on write."""
+        """Whether ``block`` has more than one reference, so that it must be copied on write.
+
+        Raises `InvalidBlock`.
+        """
+        # Called for every appended token, so it does not call `ref_count` for a valid id.
+        if type(block) is not int or not PADDING_BLOCK < block < self.num_blocks:
+            self.require_valid(block)
         return self._ref_counts[block] > 1
 
     def allocate(self) -> int:
@@ -111,10 +124,7 @@ class BlockPool:
         If ``dst`` is a cached block, ``keep`` moves its content to ``src``; otherwise it is
         evicted. Raises `InvalidBlock` if ``src`` is free or ``dst`` is used.
         """
-        if self.ref_count(src) == 0 or self.ref_count(dst) > 0:
-            raise InvalidBlock(
-                f"cannot move block {src} to {dst}: move a used block to a free block"
-            )
+        self.require_movable(src, dst)
         kept_key = None
         if dst not in self.prefix_index:
             self._empty.remove(dst)
@@ -131,6 +141,13 @@ class BlockPool:
         if kept_key is not None:
             self.prefix_index.register(kept_key, src)
         self._add_free_block(src)
+
+    def require_movable(self, src: int, dst: int) -> None:
+        """Raise `InvalidBlock` unless ``src`` is a used block and ``dst`` a free block."""
+        if self.ref_count(src) == 0 or self.ref_count(dst) > 0:
+            raise InvalidBlock(
+                f"cannot move block {src} to {dst}: move a used block to a free block"
+            )
 
     def iter_used_descending(self) -> Iterator[int]:
         """The used blocks, highest first."""
@@ -208,7 +225,11 @@ class BlockPool:
 
     def require_valid(self, block: int) -> None:
         """Raise `InvalidBlock` for an id that is no block of this pool."""
-        if not PADDING_BLOCK < block < self.num_blocks:
+        try:
+            is_valid = PADDING_BLOCK < index(block) < self.num_blocks
+        except TypeError:
+            is_valid = False
+        if not is_valid:
             raise InvalidBlock(
                 f"block {block} is not one of 1 to {self.num_blocks - 1}: pass a block of this "
                 "pool; block 0 is the padding block"
