@@ -404,18 +404,18 @@ def plan_sizes(sizes: tuple[int, ...]) -> Iterator[None]:
 
 
 def run(seed: int, make_memory: Callable[[CacheConfig, random.Random], Memory]) -> None:
-    with plan_sizes(random.Random(seed).choice((PLAN_SIZES, (2,), (1, 2, 4), (3, 5)))):
-        dense = Run(seed, make_memory)
-        dense.steps(dense.rng.randint(5, 120))
-        dense.end()
+    try:
+        with plan_sizes(random.Random(seed).choice((PLAN_SIZES, (2,), (1, 2, 4), (3, 5)))):
+            dense = Run(seed, make_memory)
+            dense.steps(dense.rng.randint(5, 120))
+            dense.end()
+    except Exception as error:
+        raise AssertionError(f"the run with seed {seed} failed: {error}") from error
 
 
 def run_all(count: int, make_memory: Callable[[CacheConfig, random.Random], Memory]) -> None:
     for seed in range(count):
-        try:
-            run(seed, make_memory)
-        except Exception as error:
-            raise AssertionError(f"the run with seed {seed} failed: {error}") from error
+        run(seed, make_memory)
 
 
 @pytest.mark.parametrize("make_memory", [lists, tensors])

@@ -7,7 +7,7 @@ in the order in which they were returned (see `CopyPlan`).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence, Sized
+from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 
 from trencadis.kvcache.block_pool import BlockPool
@@ -121,9 +121,7 @@ class BlockManager:
         blocks than the watermark. The watermark does not apply while no block is used, so LATER
         always ends. Raises `InvalidSetting` as `allocate` does.
         """
-        if not isinstance(token_ids, Sized) or not len(token_ids):
-            raise _no_tokens(token_ids)
-        needed = ceil_div(len(token_ids), self._block_size)
+        needed = self._num_prompt_blocks(token_ids)
         if needed > self.pool.num_usable_blocks:
             return AllocStatus.NEVER
         available = self._num_blocks_above_watermark()
@@ -155,9 +153,12 @@ class BlockManager:
         token ids that are no 32-bit integers, and for prefix keys of other tokens or extra keys.
         """
         self._sequences.require_new(seq_id)
+        if self._num_prompt_blocks(token_ids) > self.pool.num_usable_blocks:
+            raise OutOfBlocks(
+                f"{len(token_ids)} tokens need more than the {self.pool.num_usable_blocks} blocks "
+                "of the cache: shorten the prompt, or raise num_blocks"
+            )
         tokens = as_token_array(token_ids)
-        if not tokens:
-            raise _no_tokens(token_ids)
         keys, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
         num_new = ceil_div(len(tokens), self._block_size) - len(hits)
         self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block, _ in hits))
@@ -340,6 +341,18 @@ class BlockManager:
         self._swapper.relocate(dict(moves))
         return tuple(copies)
 
+    def _num_prompt_blocks(self, token_ids: Sequence[int]) -> int:
+        try:
+            num_tokens = len(token_ids)
+        except (TypeError, OverflowError):
+            num_tokens = 0
+        if not num_tokens:
+            raise InvalidSetting(
+                f"a prompt must have at least one token, got {token_ids!r}: pass a sequence of "
+                "token ids"
+            )
+        return ceil_div(num_tokens, self._block_size)
+
     def _require_free(self, num_blocks: int) -> None:
         if num_blocks > self.pool.num_free_blocks:
             raise OutOfBlocks(
@@ -366,7 +379,3 @@ class BlockManager:
 
 def _as_num_tokens(value: object) -> int:
     return as_integer("num_tokens", value, "pass a number of tokens", minimum=0)
-
-
-def _no_tokens(token_ids: object) -> InvalidSetting:
-    return InvalidSetting(f"a prompt has at least one token, got {token_ids!r}: pass its token ids")
