@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trencadis.kvcache import BlockPool, InvalidBlock, OutOfBlocks
@@ -168,3 +169,16 @@ def test_an_id_that_is_no_integer_is_refused(block: Any) -> None:
     with pytest.raises(InvalidBlock):
         pool.relocate(1, block, keep=False)
     assert pool.ref_count(1) == 1
+
+
+def test_the_integers_of_a_block_table_are_block_ids() -> None:
+    pool = BlockPool(8)
+    pool.allocate()
+    pool.release(np.int32(1))  # type: ignore[arg-type]
+    pool.prefix_index.register(key("1"), pool.allocate())
+    pool.release(np.int32(1))  # type: ignore[arg-type]
+    pool.share(np.int32(1))  # type: ignore[arg-type]
+    pool.relocate(np.int32(1), np.int32(2), keep=False)  # type: ignore[arg-type]
+    assert pool.highest_used_block == 2
+    assert pool.allocate() == 1
+    assert pool.ref_count(np.int32(2)) == 1  # type: ignore[arg-type]

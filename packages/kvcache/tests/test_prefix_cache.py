@@ -119,9 +119,9 @@ def test_an_extra_key_that_cannot_be_compared_by_value_is_refused(key: Any) -> N
     assert 1 not in manager
 
 
-@pytest.mark.parametrize("extra_keys", ["tenant", b"salt", 5, None, {"a"}, {"a": 1}])
+@pytest.mark.parametrize("extra_keys", ["tenant", b"salt", 5, None, {"a"}, {"a": 1}, range(9)])
 def test_extra_keys_are_a_sequence(extra_keys: Any) -> None:
-    with pytest.raises(InvalidSetting, match="extra_keys must be a sequence of keys"):
+    with pytest.raises(InvalidSetting, match="extra_keys must be a tuple of keys"):
         RequestHasher(2)([1, 2], extra_keys)
 
 

@@ -79,17 +79,16 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """The number of references to ``block``, 0 for a free block. Raises `InvalidBlock`."""
-        self.require_valid(block)
-        return self._ref_counts[block]
+        return self._ref_counts[self.as_block(block)]
 
     def is_shared(self, block: int) -> bool:
         """Whether ``block`` has more than one reference, so that it must be copied on write.
 
         Raises `InvalidBlock`.
         """
-        # Called for every appended token, so it does not call `ref_count` for a valid id.
+        # Called for every appended token, so it makes no call for a valid id.
         if type(block) is not int or not PADDING_BLOCK < block < self.num_blocks:
-            self.require_valid(block)
+            block = self.as_block(block)
         return self._ref_counts[block] > 1
 
     def allocate(self) -> int:
@@ -101,14 +100,14 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Add a reference to a used or cached block. Raises `InvalidBlock`."""
-        self.require_valid(block)
+        block = self.as_block(block)
         if self._ref_counts[block] == 0:
             self._reuse_cached(block)
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
         """Remove a reference; without references a block is free. Raises `InvalidBlock`."""
-        self.require_valid(block)
+        block = self.as_block(block)
         if self._ref_counts[block] == 0:
             raise InvalidBlock(
                 f"block {block} is not in use: it was released more often than it was shared"
@@ -124,6 +123,7 @@ class BlockPool:
         If ``dst`` is a cached block, ``keep`` moves its content to ``src``; otherwise it is
         evicted. Raises `InvalidBlock` if ``src`` is free or ``dst`` is used.
         """
+        src, dst = self.as_block(src), self.as_block(dst)
         self.require_movable(src, dst)
         kept_key = None
         if dst not in self.prefix_index:
@@ -223,17 +223,18 @@ class BlockPool:
         else:
             self._empty.add(block)
 
-    def require_valid(self, block: int) -> None:
-        """Raise `InvalidBlock` for an id that is no block of this pool."""
+    def as_block(self, block: int) -> int:
+        """The id as an int. Raises `InvalidBlock` for an id that is no block of this pool."""
         try:
-            is_valid = PADDING_BLOCK < index(block) < self.num_blocks
+            number = index(block)
         except TypeError:
-            is_valid = False
-        if not is_valid:
+            number = PADDING_BLOCK
+        if not PADDING_BLOCK < number < self.num_blocks:
             raise InvalidBlock(
                 f"block {block} is not one of 1 to {self.num_blocks - 1}: pass a block of this "
                 "pool; block 0 is the padding block"
             )
+        return number
 
 
 _SHIFT = 9

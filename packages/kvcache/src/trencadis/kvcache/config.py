@@ -35,8 +35,11 @@ logger = logging.getLogger(__name__)
 
 
 def as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
-    """``numbers`` as a tuple. What is not iterable is left for the validator to refuse."""
-    return tuple(numbers) if isinstance(numbers, Iterable) else numbers
+    """``numbers`` as a tuple. What gives no tuple is left for the validator to refuse."""
+    try:
+        return tuple(numbers)
+    except (TypeError, OverflowError):
+        return numbers  # type: ignore[return-value]
 
 
 @attrs.frozen(kw_only=True)

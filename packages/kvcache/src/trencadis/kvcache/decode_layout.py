@@ -108,7 +108,7 @@ def _as_arrays(
         lengths = np.fromiter(map(len, block_tables), np.int32, len(block_tables))
         blocks = np.concatenate(block_tables) if len(lengths) else np.empty(0, np.int32)
         tokens = np.asarray(num_tokens, None if len(num_tokens) else np.int32)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise _not_a_batch(block_tables, num_tokens) from error
     kinds = blocks.dtype.kind + tokens.dtype.kind
     if kinds != "ii" or blocks.ndim != 1 or tokens.shape != lengths.shape:

@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from trencadis.kvcache.config import DefragConfig
+from trencadis.kvcache.config import MAX_NUM_BLOCKS, DefragConfig
 from trencadis.kvcache.copy_plan import PLAN_SIZES, BlockCopy, Copies, pad_copies, plan_size
 from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.manager import BlockManager
-from trencadis.kvcache.validators import require_at_least, require_instance
+from trencadis.kvcache.validators import require_at_least, require_between, require_instance
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,8 @@ def warm_up_defragmenter(
     require_at_least("num_blocks", num_blocks, 0, "pass the number of blocks of the cache")
     require_instance("sizes", sizes, Sequence)
     for size in sizes:
-        require_at_least("size", size, 2, "pass the plan sizes that the device compiles")
+        remedy = "pass the plan sizes that the device compiles"
+        require_between("size", size, 2, MAX_NUM_BLOCKS, remedy)
     if not callable(copy):
         raise InvalidSetting(f"copy must be callable, got {copy!r}: pass KVCache.copy")
     logger.info("Warming up defragmenter with thresholds: %s", list(sizes))

@@ -26,7 +26,10 @@ ID_TYPECODE = "i"
 COMPARABLE_TYPES = (str, bytes, int, float, bool, type(None))
 """The types of extra keys, alone or in tuples: ``repr`` gives every value of them another text."""
 
-_PLAIN_SEQUENCES = (list, tuple, range)
+MAX_NUM_TOKENS = (1 << 31) - 1
+"""Most tokens of a sequence. Slots are counted in 32-bit integers."""
+
+_PLAIN_SEQUENCES = (list, tuple)
 
 Digest = Callable[[bytes, bytes], bytes]
 """Gives the digest of a block, from the digest of its parent and its tokens as bytes."""
@@ -108,7 +111,7 @@ class RequestHasher:
         self.block_size = block_size
         self._digest = digest
 
-    def __call__(self, token_ids: Iterable[int], extra_keys: Sequence[Hashable] = ()) -> PrefixKeys:
+    def __call__(self, token_ids: Sequence[int], extra_keys: Sequence[Hashable] = ()) -> PrefixKeys:
         """The keys of the full blocks of ``token_ids``; a partial last block has no key.
 
         Two requests share blocks only if their ``extra_keys`` have equal types and values. Extra
@@ -156,12 +159,14 @@ class RequestHasher:
         return new_keys
 
 
-def as_token_array(token_ids: Iterable[int]) -> array[int]:
+def as_token_array(token_ids: Sequence[int]) -> array[int]:
     """A copy of the token ids. Raises `InvalidSetting` unless all are 32-bit signed integers."""
     try:
         if type(token_ids) in _PLAIN_SEQUENCES:
             return array(ID_TYPECODE, token_ids)
-        # An array would take bytes as the memory of integers.
+        if len(token_ids) > MAX_NUM_TOKENS:  # more than 32-bit slots, such as a range without end
+            raise ValueError("too many")
+        # Without an iterator, an array would take bytes as the memory of integers.
         return array(ID_TYPECODE, iter(token_ids))
     except (TypeError, ValueError, OverflowError) as error:
         raise InvalidSetting(
@@ -177,10 +182,9 @@ def encode_extra_keys(extra_keys: Sequence[Hashable]) -> bytes:
     these, and for NaN: two such keys could be taken for equal although they are not.
     """
     # A key may be a secret, so no message shows one.
-    if isinstance(extra_keys, (str, bytes)) or not isinstance(extra_keys, Sequence):
+    if not isinstance(extra_keys, (tuple, list)):
         raise InvalidSetting(
-            f"extra_keys must be a sequence of keys, got a {type(extra_keys).__name__}: "
-            "pass a tuple"
+            f"extra_keys must be a tuple of keys, got a {type(extra_keys).__name__}: pass a tuple"
         )
     unchecked: list[Hashable] = list(extra_keys)
     while unchecked:

@@ -165,9 +165,13 @@ class SequenceTable(dict[int, SequenceState]):
 
     def _distinct(self, seq_ids: Iterable[int]) -> list[SequenceState]:
         """Sequences by id. Raises `UnknownSequence`, `DuplicateSequence` or `InvalidSetting`."""
-        if not isinstance(seq_ids, Iterable):
-            raise InvalidSetting(f"seq_ids must be sequence ids, got {seq_ids!r}: pass a list")
-        sequences = [self.find(seq_id) for seq_id in seq_ids]
+        try:
+            remaining = iter(seq_ids)
+        except TypeError as error:
+            raise InvalidSetting(
+                f"seq_ids must be sequence ids, got {seq_ids!r}: pass a list"
+            ) from error
+        sequences = [self.find(seq_id) for seq_id in remaining]
         if len({sequence.seq_id for sequence in sequences}) < len(sequences):
             ids = [sequence.seq_id for sequence in sequences]
             raise DuplicateSequence(f"sequences {ids} are not distinct: pass each id once")
@@ -278,7 +282,7 @@ class BlockReferences:
 
         Raises `InvalidBlock`.
         """
-        self.pool.require_valid(block)
+        block = self.pool.as_block(block)
         sequences = self._sequences(block)
         first_slot = self._position[block] * self._block_size
         return not sequences or any(

@@ -48,15 +48,7 @@ class HostBlockPool:
 
         Raises `InvalidBlock`.
         """
-        try:
-            if 0 <= index(block) < self.num_blocks:
-                return self._ref_counts[block]
-        except TypeError:
-            pass
-        raise InvalidBlock(
-            f"host block {block} is not one of 0 to {self.num_blocks - 1}: pass a block of this "
-            "pool"
-        )
+        return self._ref_counts[self._as_block(block)]
 
     def lookup(self, key: BlockKey | None) -> int | None:
         """The host block that holds the content of ``key``, or will after a pending swap out."""
@@ -77,12 +69,11 @@ class HostBlockPool:
 
     def share(self, block: int) -> None:
         """Add a reference to a used block. Raises `InvalidBlock`."""
-        self._require_used(block)
-        self._ref_counts[block] += 1
+        self._ref_counts[self._as_used_block(block)] += 1
 
     def release(self, block: int) -> None:
         """Remove a reference; without references a block is free. Raises `InvalidBlock`."""
-        self._require_used(block)
+        block = self._as_used_block(block)
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
             self._prefix_index.drop(block)
@@ -92,9 +83,23 @@ class HostBlockPool:
         """Clear the index, so that no other sequence shares what is on the host now."""
         self._prefix_index.clear()
 
-    def _require_used(self, block: int) -> None:
-        if self.ref_count(block) == 0:
+    def _as_block(self, block: int) -> int:
+        try:
+            number = index(block)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.num_blocks:
+            raise InvalidBlock(
+                f"host block {block} is not one of 0 to {self.num_blocks - 1}: pass a block of "
+                "this pool"
+            )
+        return number
+
+    def _as_used_block(self, block: int) -> int:
+        number = self._as_block(block)
+        if self._ref_counts[number] == 0:
             raise InvalidBlock(f"host block {block} is not in use: allocate it first")
+        return number
 
 
 class Swapper:

@@ -189,7 +189,7 @@ class KVCache:
 def _as_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
-    except (RuntimeError, TypeError) as error:
+    except (RuntimeError, TypeError, ValueError) as error:
         raise InvalidSetting(f"device {device!r} is no device of PyTorch: {error}") from error
 
 

@@ -7,7 +7,7 @@ for `attrs.field`, or make one. All but `require_paged_attention` raise `Invalid
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from numbers import Integral
 from typing import Any, TypeGuard
@@ -67,14 +67,14 @@ def require_instance(name: str, value: object, kind: type) -> None:
         )
 
 
-def require_paged_attention(layer_types: Iterable[str]) -> None:
+def require_paged_attention(layer_types: Sequence[str]) -> None:
     """Raises `UnsupportedLayer` for a model with a layer that does not store one entry per token.
 
     The error names the first such layer and its type. A sliding window overwrites entries that a
     shared prefix needs. A state-space or linear attention layer has one running state per
     sequence, which block copies would corrupt.
     """
-    if isinstance(layer_types, str) or not isinstance(layer_types, Iterable):
+    if not isinstance(layer_types, (list, tuple)):
         raise UnsupportedLayer(
             f"layer_types must be the names of the layers, got {layer_types!r}: pass a list"
         )
