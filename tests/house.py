@@ -74,8 +74,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"defrag"},
     ],
     "warmup": [
-        {"errors", "graph_cost", "log_lines", "progress_bar", "runtime", "sampler", "strategies"},
-        {"memory_use", "report", "validators"},
+        {"errors", "graph_cost", "log_lines", "progress_bar", "runtime"},
+        {"validators"},
+        {"memory_use", "report", "sampler", "strategies"},
         {"execution", "memory_plan"},
         {"background", "capture", "config"},
         {"session"},

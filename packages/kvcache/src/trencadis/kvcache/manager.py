@@ -328,12 +328,13 @@ class BlockManager:
         source; the content of other destinations is evicted. Raises `InvalidBlock`.
         """
         moves = as_block_copies(moves)
-        require_instance("keep", keep, Collection)
+        require_instance("keep", keep, (set, frozenset, list, tuple))
+        kept = {self.pool.as_block(block) for block in keep}
         if len({block for move in moves for block in move}) < 2 * len(moves):
             raise InvalidBlock(f"a block occurs twice in {moves}: move each block once")
         for src, dst in moves:
             self.pool.require_movable(src, dst)
-        kept = {dst for _, dst in moves if dst in keep and dst in self.pool.prefix_index}
+        kept = {dst for _, dst in moves if dst in kept and dst in self.pool.prefix_index}
         copies = [move for move in moves if self._references.has_computed_slot(move.src)]
         copies += [BlockCopy(dst, src) for src, dst in moves if dst in kept]
         for src, dst in moves:

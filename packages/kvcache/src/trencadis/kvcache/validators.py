@@ -59,11 +59,13 @@ def require_finite(name: str, value: object) -> None:
         raise InvalidSetting(f"{name} must be a finite number, got {value!r}: pass seconds")
 
 
-def require_instance(name: str, value: object, kind: type) -> None:
-    """Raises `InvalidSetting` unless ``value`` is an instance of ``kind``."""
+def require_instance(name: str, value: object, kind: type | tuple[type, ...]) -> None:
+    """Raises `InvalidSetting` unless ``value`` is an instance of ``kind``, or of one of them."""
     if not isinstance(value, kind):
+        kinds = kind if isinstance(kind, tuple) else (kind,)
         raise InvalidSetting(
-            f"{name} must be of type {kind.__name__}, got {value!r}: pass such an object"
+            f"{name} must be of type {' or '.join(kind.__name__ for kind in kinds)}, "
+            f"got {value!r}: pass such an object"
         )
 
 
