@@ -116,3 +116,10 @@ def test_a_block_size_is_a_positive_integer(number: Any) -> None:
     if number is not None and number != 1 << 40:
         with pytest.raises(InvalidSetting, match="num_blocks"):
             lay_out([np.array([1])], [4], 4, number)
+
+
+def test_each_row_attends_to_its_own_slots_of_a_shared_block() -> None:
+    tables = [np.array([1], np.int32), np.array([1], np.int32)]
+    layout = lay_out(tables, [2, 4], BLOCK_SIZE)
+    assert (layout.owner.tolist(), layout.used.tolist()) == ([-1, 0], [0, 2])
+    assert (layout.extra_owner.tolist(), layout.extra_used.tolist()) == ([1], [4])

@@ -510,3 +510,25 @@ def test_the_remaining_owners_of_a_shared_block_are_told_of_its_moves(first_to_g
     manager.free(last)
     assert manager.pool.num_used_blocks == 0
     assert not manager._references._others
+
+
+def test_a_prompt_waits_until_its_cached_blocks_fit_too() -> None:
+    manager = make(4, watermark=0)
+    compute(manager, 1, PROMPT)
+    manager.free(1)
+    manager.allocate(2, [50])
+    assert manager.num_cached_prefix_blocks(manager.hasher(PROMPT)) == 2
+    assert manager.can_allocate(PROMPT) is AllocStatus.LATER
+    manager.free(2)
+    assert manager.can_allocate(PROMPT) is AllocStatus.OK
+
+
+def test_a_refused_allocation_takes_no_cached_block() -> None:
+    manager = make(4, watermark=0)
+    compute(manager, 1, PROMPT)
+    manager.free(1)
+    manager.allocate(2, [50])
+    before = state(manager)
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(3, PROMPT)
+    assert state(manager) == before

@@ -368,3 +368,58 @@ def test_a_free_host_block_is_neither_shared_nor_released() -> None:
         with pytest.raises(InvalidBlock, match="host block 0 is not in use"):
             operation(0)
     assert pool.num_free_blocks == 8
+
+
+def test_a_prefix_hit_is_not_evicted_to_bring_back_another_sequence_of_the_group() -> None:
+    manager = make(num_blocks=3, watermark=0)
+    compute(manager, 2, [2] * 4)  # a full block, which stays in the prefix cache
+    manager.swap_out([2])
+    compute(manager, 1, [1] * 3)
+    manager.swap_out([1])
+    compute(manager, 3, [3] * 4)
+    manager.free(3)  # cached after the block of sequence 2, so it is evicted later
+    assert len(manager.swap_in([1, 2])) == 1
+    assert all(manager.is_resident(seq_id) for seq_id in (1, 2))
+
+
+def test_a_swap_in_counts_the_blocks_that_it_takes_out_of_the_prefix_cache() -> None:
+    manager = make(num_blocks=4, watermark=0)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    manager.allocate(2, [50])
+    assert manager.num_cached_prefix_blocks(manager.hasher(PROMPT)) == 2
+    assert not manager.can_swap_in([1])
+    with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are free"):
+        manager.swap_in([1])
+    assert not manager.is_resident(1)
+    manager.free(2)
+    assert len(manager.swap_in([1])) == 1
+
+
+def test_content_that_was_freed_on_the_host_is_copied_out_again() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    manager.free(1)
+    compute(manager, 2, PROMPT)
+    assert len(manager.swap_out([2])) == 3
+    assert manager.host_pool.num_free_blocks == 5
+
+
+@pytest.mark.parametrize("where", ["on its way out", "on the host", "on its way in"])
+def test_a_freed_group_gives_all_its_blocks_back(where: str) -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    manager.append(2, [5])
+    manager.mark_computed(2, 11)
+    manager.swap_out([1, 2], now=0.0)
+    if where != "on its way out":
+        manager.resume_swaps(now=2.0)
+    if where == "on its way in":
+        manager.swap_in([1, 2], now=3.0)
+    for seq_id in (1, 2):
+        manager.free(seq_id)
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
+    assert manager.host_pool.num_free_blocks == 8
+    assert manager.resume_swaps(now=99.0) == ((), ())

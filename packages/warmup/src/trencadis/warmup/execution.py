@@ -13,6 +13,12 @@ from trencadis.warmup.validators import is_finite
 RUNTIME_METHODS = ("execute", "synchronize", "free_memory")
 """The methods of a `Runtime`."""
 
+MAX_FREE_BYTES = 1 << 61
+"""Differences of two such numbers are within 64 bits."""
+
+MAX_SECONDS = 1e12
+"""Differences and sums of such times are finite and exact to a millisecond."""
+
 
 def execute_bucket(
     runtime: Runtime, phase: Phase, bucket: Bucket, clock: Callable[[], float]
@@ -28,9 +34,9 @@ def execute_bucket(
 
 
 def read_free_memory(runtime: Runtime) -> int:
-    """Free device memory in bytes. Raises `InvalidAnswer` if the host returns no finite number."""
+    """Free device memory in bytes. Raises `InvalidAnswer` if the host returns no such number."""
     free = runtime.free_memory()
-    if not is_finite(free):
+    if not is_finite(free) or abs(free) > MAX_FREE_BYTES:
         raise InvalidAnswer(
             f"free_memory() of {type(runtime).__name__} returned {free!r}: "
             "return the number of free bytes"
@@ -39,8 +45,8 @@ def read_free_memory(runtime: Runtime) -> int:
 
 
 def read_clock(clock: Callable[[], float]) -> float:
-    """Seconds. Raises `InvalidAnswer` if the clock returns no finite number."""
+    """Seconds. Raises `InvalidAnswer` if the clock returns no such number."""
     seconds = clock()
-    if not is_finite(seconds):
+    if not is_finite(seconds) or abs(seconds) > MAX_SECONDS:
         raise InvalidAnswer(f"clock() returned {seconds!r}: return seconds as a number")
     return float(seconds)

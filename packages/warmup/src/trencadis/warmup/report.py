@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ class GraphOutcome:
     phase: Phase = attrs.field(validator=instance_of(Phase))
     bucket: Bucket = attrs.field(validator=instance_of(Bucket))
     status: GraphStatus = attrs.field(validator=instance_of(GraphStatus))
-    predicted: int = attrs.field(validator=integer(0))
+    predicted: int = attrs.field(validator=finite())
     used: int = attrs.field(default=0, validator=integer(0))
     seconds: float = attrs.field(default=0.0, validator=finite())
 
@@ -185,7 +186,11 @@ def _graph_row(capture: CaptureReport, phase: Phase) -> tuple[str, ...]:
 
 
 def _to_json(_: object, __: object, value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.value
+    # The json module knows no numbers of NumPy.
+    is_own = type(value) in (int, float, bool) or not isinstance(value, Real)
+    return value if is_own else float(value)
 
 
 def _parse_capture(content: dict[str, Any]) -> CaptureReport:

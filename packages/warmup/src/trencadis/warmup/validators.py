@@ -150,12 +150,14 @@ def is_finite(value: Any) -> bool:
 
 def as_tuple(name: str, values: Iterable[T], kind: type[T]) -> tuple[T, ...]:
     """The values as a tuple. Refuses anything but instances of ``kind``."""
+    message = f"{name} must be several of type {kind.__name__}, got {values!r}"
+    # A bucket can be indexed, so `tuple` would try to iterate over it.
+    if not isinstance(values, Iterable):
+        raise ConfigError(message)
     try:
         found = tuple(values)
     except (TypeError, OverflowError) as error:
-        raise ConfigError(
-            f"{name} must be several of type {kind.__name__}, got {values!r}"
-        ) from error
+        raise ConfigError(message) from error
     for value in found:
         require_instance(name, value, kind)
     return found
