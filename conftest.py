@@ -1,10 +1,17 @@
-"""Leaves out the tests that are marked slow or soak, unless ``-m`` names the marker."""
+"""Leaves out the tests that are marked slow or soak, unless ``-m`` names the marker.
+
+Hypothesis has no deadline for an example: a busy machine would fail tests that are right.
+"""
 
 from __future__ import annotations
 
 import re
 
 import pytest
+from hypothesis import settings
+
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
 
 LEFT_OUT = {"slow", "soak"}
 

@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from trencadis.kvcache import BlockPool, InvalidBlock, OutOfBlocks
@@ -154,3 +157,28 @@ def test_relocation_moves_only_a_used_block_to_a_free_block() -> None:
     for src, dst in ((1, 2), (3, 4), (5, 1)):
         with pytest.raises(InvalidBlock, match=f"cannot move block {src} to {dst}"):
             pool.relocate(src, dst, keep=False)
+
+
+@pytest.mark.parametrize("block", ["1", 1.0, None, [1]])
+def test_an_id_that_is_no_integer_is_refused(block: Any) -> None:
+    pool = BlockPool(8)
+    pool.allocate()
+    for operation in (pool.share, pool.release, pool.ref_count, pool.is_shared):
+        with pytest.raises(InvalidBlock, match="is not one of 1 to 7"):
+            operation(block)
+    with pytest.raises(InvalidBlock):
+        pool.relocate(1, block, keep=False)
+    assert pool.ref_count(1) == 1
+
+
+def test_the_integers_of_a_block_table_are_block_ids() -> None:
+    pool = BlockPool(8)
+    pool.allocate()
+    pool.release(np.int32(1))  # type: ignore[arg-type]
+    pool.prefix_index.register(key("1"), pool.allocate())
+    pool.release(np.int32(1))  # type: ignore[arg-type]
+    pool.share(np.int32(1))  # type: ignore[arg-type]
+    pool.relocate(np.int32(1), np.int32(2), keep=False)  # type: ignore[arg-type]
+    assert pool.highest_used_block == 2
+    assert pool.allocate() == 1
+    assert pool.ref_count(np.int32(2)) == 1  # type: ignore[arg-type]

@@ -1,11 +1,19 @@
 from __future__ import annotations
 
 import logging
+import pydoc
 from typing import Any
 
 import pytest
 
-from trencadis.kvcache import CacheConfig, DefragConfig, InvalidSetting, ceil_div
+from trencadis.kvcache import (
+    BlockPool,
+    CacheConfig,
+    DefragConfig,
+    HostBlockPool,
+    InvalidSetting,
+    ceil_div,
+)
 
 
 @pytest.mark.parametrize(
@@ -79,3 +87,45 @@ def test_a_bad_defrag_setting_is_named(setting: str, value: Any) -> None:
 )
 def test_ceil_div_rounds_up(dividend: int, divisor: int, quotient: int) -> None:
     assert ceil_div(dividend, divisor) == quotient
+
+
+@pytest.mark.parametrize("setting", ["num_blocks", "num_host_blocks"])
+def test_a_thousand_million_blocks_are_refused_with_a_remedy(setting: str) -> None:
+    settings: dict[str, Any] = {"num_blocks": 8, "block_size": 16, setting: 10**9}
+    with pytest.raises(InvalidSetting, match=f"{setting} must be .* got 1000000000: .* larger blo"):
+        CacheConfig(**settings)
+
+
+@pytest.mark.parametrize("pool", [BlockPool, HostBlockPool])
+@pytest.mark.parametrize("num_blocks", [10**9, -1, "8", 2.0, None])
+def test_a_pool_of_a_wrong_size_is_refused(pool: Any, num_blocks: object) -> None:
+    with pytest.raises(InvalidSetting, match="num_blocks must be an integer"):
+        pool(num_blocks)
+
+
+@pytest.mark.parametrize("buckets", [5, None, "48", [4, 4], [[4]], (1.5,)])
+def test_decode_buckets_are_ascending_block_counts(buckets: Any) -> None:
+    for build in (
+        lambda: CacheConfig(num_blocks=8, block_size=16, decode_buckets=buckets),
+        lambda: BlockPool(8, buckets),
+    ):
+        with pytest.raises(InvalidSetting, match="decode_buckets"):
+            build()
+
+
+def test_the_environment_is_read_when_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_DEFRAG_THRESHOLD", "8")
+    assert DefragConfig.from_env() == DefragConfig(threshold=8)
+    monkeypatch.setenv("SECRET", "swordfish")
+    assert "swordfish" not in pydoc.render_doc(DefragConfig)
+
+
+@pytest.mark.parametrize("environ", ["VLLM_DEBUG=defrag", [], 5])
+def test_an_environment_is_a_mapping(environ: Any) -> None:
+    with pytest.raises(InvalidSetting, match="environ must be of type Mapping"):
+        DefragConfig.from_env(environ)
+
+
+def test_a_threshold_of_too_many_digits_is_named() -> None:
+    with pytest.raises(InvalidSetting, match="VLLM_DEFRAG_THRESHOLD must be a number of blocks"):
+        DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": "9" * 5000})

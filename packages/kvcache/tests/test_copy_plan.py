@@ -1,9 +1,19 @@
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.kvcache import PLAN_SIZES, BlockCopy, CopyPlan, Direction, split_to_plan_sizes
+from trencadis.kvcache import (
+    PLAN_SIZES,
+    BlockCopy,
+    CopyPlan,
+    Direction,
+    InvalidSetting,
+    split_to_plan_sizes,
+)
 
 BLOCKS = 5
 COPIES = st.lists(
@@ -72,3 +82,21 @@ def test_parts_have_plan_sizes_and_contain_all_copies(count: int) -> None:
     assert all(len(piece) in PLAN_SIZES for piece in pieces)
     assert list(dict.fromkeys(copy for piece in pieces for copy in piece)) == copies
     assert sum(map(len, pieces)) < 2 * count + PLAN_SIZES[0]
+
+
+@pytest.mark.parametrize("copies", [None, 5, [5], [(1,)], [(1, 2, 3)], [("1", 2)], [(1, 2.0)]])
+def test_anything_but_pairs_of_block_ids_is_refused(copies: Any) -> None:
+    plan = CopyPlan()
+    with pytest.raises(InvalidSetting, match="block copies must be"):
+        plan.add(Direction.OUT, copies)
+    with pytest.raises(InvalidSetting, match="block copies must be"):
+        list(split_to_plan_sizes(copies))
+    assert not plan
+
+
+@pytest.mark.parametrize("direction", ["out", None, 1, [1]])
+def test_a_direction_is_one_of_three(direction: Any) -> None:
+    plan = CopyPlan()
+    with pytest.raises(InvalidSetting, match="direction must be a Direction"):
+        plan.add(direction, [BlockCopy(1, 2)])
+    assert not plan

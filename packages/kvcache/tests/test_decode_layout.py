@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -59,3 +61,65 @@ def test_every_array_is_of_32_bit_integers() -> None:
     layout = lay_out_batch([1, 2])
     for array in (layout.owner, layout.used, layout.extra_block, layout.extra_owner):
         assert array.dtype == np.int32
+
+
+@pytest.mark.parametrize(
+    ("tables", "num_tokens"),
+    [
+        ([[1, 2], []], [8, 0]),  # a swapped sequence
+        ([[]], [1]),
+        ([[1, 2]], [4]),
+        ([[1, 2]], [9]),
+        ([[1]], [0]),
+        ([[1], [2, 3]], [4, -8]),
+    ],
+)
+def test_a_row_whose_blocks_do_not_fit_its_slots_is_refused(
+    tables: list[list[int]], num_tokens: list[int]
+) -> None:
+    arrays = [np.array(table, np.int32) for table in tables]
+    with pytest.raises(InvalidSetting, match=r"row \d has \d blocks of 4 for -?\d slots"):
+        lay_out(arrays, num_tokens, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize(
+    ("tables", "num_tokens"),
+    [
+        (None, [1]),
+        ([5], [1]),
+        ([np.array([1.5])], [1]),
+        ([np.array([[1]])], [1]),
+        ([np.array([1])], ["1"]),
+        ([np.array([1])], [1.5]),
+        ([np.array([1])], [1, 2]),
+        ([np.array([1])], None),
+        (["12"], [5]),
+    ],
+)
+def test_anything_but_a_table_and_a_number_for_each_row_is_refused(
+    tables: Any, num_tokens: Any
+) -> None:
+    with pytest.raises(InvalidSetting, match="block_tables must be integer arrays"):
+        lay_out(tables, num_tokens, BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("block", [0, -1])
+def test_a_table_with_the_padding_block_is_refused(block: int) -> None:
+    with pytest.raises(InvalidSetting, match=f"block {block} is in a block table"):
+        lay_out([np.array([1, block])], [8], BLOCK_SIZE)
+
+
+@pytest.mark.parametrize("number", ["4", 4.5, None, -1, 1 << 40])
+def test_a_block_size_is_a_positive_integer(number: Any) -> None:
+    with pytest.raises(InvalidSetting, match="block_size"):
+        lay_out([np.array([1])], [4], number)
+    if number is not None and number != 1 << 40:
+        with pytest.raises(InvalidSetting, match="num_blocks"):
+            lay_out([np.array([1])], [4], 4, number)
+
+
+def test_each_row_attends_to_its_own_slots_of_a_shared_block() -> None:
+    tables = [np.array([1], np.int32), np.array([1], np.int32)]
+    layout = lay_out(tables, [2, 4], BLOCK_SIZE)
+    assert (layout.owner.tolist(), layout.used.tolist()) == ([-1, 0], [0, 2])
+    assert (layout.extra_owner.tolist(), layout.extra_used.tolist()) == ([1], [4])

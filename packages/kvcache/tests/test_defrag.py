@@ -17,6 +17,7 @@ from trencadis.kvcache import (
     CacheConfig,
     DefragConfig,
     Defragmenter,
+    InvalidSetting,
     warm_up_defragmenter,
 )
 from trencadis.kvcache.tensors import KVCache
@@ -202,6 +203,14 @@ def test_the_warm_up_is_skipped_with_a_warning_for_fewer_than_two_blocks(
         assert not warm_up_defragmenter(lambda copies: pytest.fail(str(copies)), 1)
     assert caplog.messages[-1] == "Skipping defragmenter warmup, insufficient blocks (1)"
     assert caplog.records[-1].levelno == logging.WARNING
+
+
+@pytest.mark.parametrize(
+    "arguments", [(None, 4), (print, "4"), (print, -1), (print, 4, 8), (print, 4, (8, "9"))]
+)
+def test_a_warm_up_with_wrong_arguments_copies_nothing(arguments: Any) -> None:
+    with pytest.raises(InvalidSetting):
+        warm_up_defragmenter(*arguments)
 
 
 def test_the_sizes_are_those_of_seed_000() -> None:

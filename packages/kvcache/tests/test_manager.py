@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trencadis.kvcache import (
@@ -9,14 +10,18 @@ from trencadis.kvcache import (
     BlockCopy,
     BlockManager,
     CacheConfig,
+    DefragConfig,
+    Defragmenter,
     DuplicateSequence,
     InvalidBlock,
     InvalidSetting,
     KVCacheError,
     NotComputed,
     OutOfBlocks,
+    RequestHasher,
     UnknownSequence,
 )
+from trencadis.kvcache.prefix_cache import blake2b_digest
 
 PROMPT = list(range(10))
 
@@ -244,12 +249,12 @@ def test_a_sequence_with_uncomputed_slots_cannot_be_forked() -> None:
         (lambda m: m.allocate(9, []), InvalidSetting),
         (lambda m: m.allocate(9, range(400)), OutOfBlocks),
         (lambda m: m.allocate(9, [5], prefix_keys=m.hasher(PROMPT)), InvalidSetting),
-        (lambda m: m.allocate(9, [1 << 40]), OverflowError),
+        (lambda m: m.allocate(9, [1 << 40]), InvalidSetting),
         (lambda m: m.append(7, [5]), UnknownSequence),
         (lambda m: m.append(1, [5] * 400), OutOfBlocks),
         (lambda m: m.append(2, [5] * 400), OutOfBlocks),
-        (lambda m: m.append(1, [1 << 40]), OverflowError),
-        (lambda m: m.append(2, [5] * 9 + [1 << 40]), OverflowError),
+        (lambda m: m.append(1, [1 << 40]), InvalidSetting),
+        (lambda m: m.append(2, [5] * 9 + [1 << 40]), InvalidSetting),
         (lambda m: m.fork(7, 8), UnknownSequence),
         (lambda m: m.fork(1, 2), DuplicateSequence),
         (lambda m: m.fork(1, 1), DuplicateSequence),
@@ -292,3 +297,250 @@ def test_a_block_outside_the_pool_is_not_relocated(src: int) -> None:
     manager.allocate(1, [1, 2, 3])
     with pytest.raises(InvalidBlock, match=f"block {src} is not one of 1 to 7"):
         manager.relocate([BlockCopy(src, 3)])
+
+
+@pytest.mark.parametrize("seq_id", [-1, 0, -(10**30), np.int64(7)])
+def test_any_integer_is_a_sequence_id(seq_id: int) -> None:
+    manager = make()
+    compute(manager, seq_id, PROMPT)
+    manager.fork(seq_id, 50)
+    plan = Defragmenter(manager, DefragConfig(threshold=0))
+    compute(manager, 51, [9] * 4)
+    assert plan.defragment() is None
+    manager.relocate([BlockCopy(1, 9)])
+    assert table(manager, seq_id) == table(manager, 50) == [9, 2, 3]
+    manager.free(50)
+    manager.relocate([BlockCopy(9, 1)])
+    assert table(manager, seq_id) == [1, 2, 3]
+    manager.free(seq_id)
+    manager.free(51)
+    assert manager.pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("seq_id", ["request-1", 1.0, True, None, [1], (1,)])
+def test_another_sequence_id_is_refused(seq_id: Any) -> None:
+    manager = make()
+    compute(manager, 5, PROMPT)
+    for operation in (lambda: manager.allocate(seq_id, PROMPT), lambda: manager.fork(5, seq_id)):
+        with pytest.raises(InvalidSetting, match="seq_id must be an integer"):
+            operation()
+    for operation in (manager.free, manager.block_table, manager.num_tokens, manager.is_resident):
+        with pytest.raises(UnknownSequence):
+            operation(seq_id)
+    assert seq_id not in manager
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        (1, 9),  # its source was moved already
+        (9, 8),  # its source is free
+        (3, 7),  # its destination was used already
+        (3, 2),  # its destination is used
+        (0, 8),  # the padding block
+        (3, 16),  # outside the pool
+        (7, 9),  # its source is the destination of another move
+    ],
+)
+def test_a_bad_move_leaves_the_moves_before_it_undone(bad: tuple[int, int]) -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    before = state(manager)
+    with pytest.raises(InvalidBlock):
+        manager.relocate([BlockCopy(1, 7), BlockCopy(*bad)])
+    assert state(manager) == before
+    assert manager.pool.prefix_index.match(manager.hasher(PROMPT).blocks)[0][0] == 1
+
+
+def test_moves_that_are_no_pairs_are_refused() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    for moves in (None, 5, [5], [(1,)], [(1, 2, 3)], [("1", 2)], [(1.5, 9)]):
+        with pytest.raises(InvalidSetting, match="block copies must be"):
+            manager.relocate(moves)  # type: ignore[arg-type]
+    with pytest.raises(InvalidSetting, match="keep"):
+        manager.relocate([BlockCopy(1, 9)], keep=None)  # type: ignore[arg-type]
+
+
+def test_an_empty_destination_is_not_copied_back() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    assert manager.relocate([BlockCopy(1, 9)], keep=[9]) == (BlockCopy(1, 9),)
+
+
+@pytest.mark.parametrize("num_tokens", ["4", 4.0, None, True, -1, float("nan")])
+def test_a_number_of_tokens_is_a_natural_number(num_tokens: Any) -> None:
+    manager = make()
+    manager.allocate(1, PROMPT)
+    for operation in (manager.mark_computed, manager.blocks_to_append):
+        with pytest.raises(InvalidSetting, match="num_tokens must be an integer"):
+            operation(1, num_tokens)
+    manager.mark_computed(1, np.int64(8))
+    assert manager.allocate(2, PROMPT) == 8
+
+
+@pytest.mark.parametrize(
+    "token_ids",
+    ["abc", [1.5], ["1"], [None], [1 << 31], [-(1 << 31) - 1], [[1]], {"a": 1}],
+)
+def test_tokens_that_are_no_32_bit_integers_are_refused(token_ids: Any) -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    before = state(manager)
+    for operation in (
+        lambda: manager.allocate(2, token_ids),
+        lambda: manager.append(1, token_ids),
+        lambda: manager.hasher(token_ids),
+    ):
+        with pytest.raises(InvalidSetting, match="token ids must be integers"):
+            operation()
+    assert state(manager) == before
+
+
+@pytest.mark.parametrize("token_ids", [bytes(range(10)), np.arange(10), range(10)])
+def test_tokens_may_be_any_sequence_of_integers(token_ids: Any) -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    assert manager.allocate(2, token_ids) == 8
+
+
+@pytest.mark.parametrize("token_ids", [[], (), None, 7, iter([5]), range(10**30)])
+def test_a_prompt_has_at_least_one_token(token_ids: Any) -> None:
+    for operation in (make().can_allocate, lambda prompt: make().allocate(1, prompt)):
+        with pytest.raises(InvalidSetting, match="a prompt must have at least one token"):
+            operation(token_ids)
+
+
+def test_a_prompt_longer_than_the_cache_is_refused_before_it_is_read() -> None:
+    manager = make()
+    assert manager.can_allocate(range(10**15)) is AllocStatus.NEVER
+    with pytest.raises(OutOfBlocks, match="need more than the 15 blocks of the cache"):
+        manager.allocate(1, range(10**15))
+
+
+def test_a_hasher_of_another_block_size_is_refused() -> None:
+    with pytest.raises(InvalidSetting, match="blocks of 8 tokens and the cache blocks of 4"):
+        BlockManager(CacheConfig(num_blocks=8, block_size=4), hasher=RequestHasher(8))
+
+
+def test_a_digest_that_fails_changes_nothing_and_can_be_retried() -> None:
+    calls = 0
+
+    def fails_at_first(parent: bytes, content: bytes) -> bytes:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise OSError("no entropy")
+        return blake2b_digest(parent, content)
+
+    manager = BlockManager(
+        CacheConfig(num_blocks=16, block_size=4), hasher=RequestHasher(4, fails_at_first)
+    )
+    manager.allocate(1, [1])
+    manager.append(1, PROMPT)
+    with pytest.raises(OSError, match="no entropy"):
+        manager.mark_computed(1, 11)
+    manager.mark_computed(1, 11)
+    assert manager.allocate(2, [1, *PROMPT]) == 8
+
+
+@pytest.mark.parametrize("digest", ["", None, 5, [1]])
+def test_a_digest_that_is_no_bytes_is_refused(digest: Any) -> None:
+    with pytest.raises(InvalidSetting, match="digest must return bytes"):
+        RequestHasher(2, lambda parent, content: digest)([1, 2])
+
+
+def test_an_argument_of_another_type_is_refused() -> None:
+    config = CacheConfig(num_blocks=8, block_size=4)
+    for build in (
+        lambda: BlockManager({"num_blocks": 8}),  # type: ignore[arg-type]
+        lambda: BlockManager(config, hasher=len),  # type: ignore[arg-type]
+        lambda: BlockManager(config, governor=20e9),  # type: ignore[arg-type]
+        lambda: Defragmenter(config),  # type: ignore[arg-type]
+        lambda: Defragmenter(BlockManager(config), {}),  # type: ignore[arg-type]
+        lambda: BlockManager(config).allocate(1, [5], prefix_keys=[]),  # type: ignore[arg-type]
+        lambda: BlockManager(config).num_cached_prefix_blocks(()),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(InvalidSetting, match="must be of type"):
+            build()
+
+
+def test_the_last_blocks_of_a_sequence_are_evicted_first() -> None:
+    manager = make(6, watermark=0)
+    compute(manager, 1, list(range(16)))
+    manager.free(1)
+    manager.allocate(2, [50] * 8)  # one block was empty, so one cached block is evicted
+    assert manager.num_cached_prefix_blocks(manager.hasher(range(16))) == 3
+
+
+def test_a_fork_has_keys_of_its_own() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    for seq_id, token in ((1, 60), (2, 70)):
+        manager.append(seq_id, [token] * 6)
+        manager.mark_computed(seq_id, 16)
+    for token in (60, 70):
+        assert manager.num_cached_prefix_blocks(manager.hasher([*PROMPT, *[token] * 6])) == 4
+
+
+def test_a_fork_made_after_a_reset_shares_nothing_either() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.reset_prefix_cache()
+    manager.fork(1, 2)
+    manager.append(2, [7] * 6)
+    manager.mark_computed(2, 16)
+    assert manager.num_cached_prefix_blocks(manager.hasher([*PROMPT, *[7] * 6])) == 0
+    assert manager.pool.num_cached_blocks == 0
+
+
+def test_a_fork_without_prefix_caching_is_never_cached() -> None:
+    manager = make(enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    manager.append(2, [7] * 6)
+    manager.mark_computed(2, 16)
+    manager.free(2)
+    assert manager.pool.num_cached_blocks == 0
+
+
+@pytest.mark.parametrize("first_to_go", [1, 2, 3])
+def test_the_remaining_owners_of_a_shared_block_are_told_of_its_moves(first_to_go: int) -> None:
+    manager = make()
+    compute(manager, 1, PROMPT[:4])
+    manager.fork(1, 2)
+    manager.fork(1, 3)
+    remaining = {1, 2, 3} - {first_to_go}
+    manager.free(first_to_go)
+    manager.relocate([BlockCopy(1, 9)])
+    assert [table(manager, seq_id) for seq_id in remaining] == [[9], [9]]
+    manager.free(remaining.pop())
+    manager.relocate([BlockCopy(9, 5)])
+    last = remaining.pop()
+    assert table(manager, last) == [5]
+    manager.free(last)
+    assert manager.pool.num_used_blocks == 0
+    assert not manager._references._others
+
+
+def test_a_prompt_waits_until_its_cached_blocks_fit_too() -> None:
+    manager = make(4, watermark=0)
+    compute(manager, 1, PROMPT)
+    manager.free(1)
+    manager.allocate(2, [50])
+    assert manager.num_cached_prefix_blocks(manager.hasher(PROMPT)) == 2
+    assert manager.can_allocate(PROMPT) is AllocStatus.LATER
+    manager.free(2)
+    assert manager.can_allocate(PROMPT) is AllocStatus.OK
+
+
+def test_a_refused_allocation_takes_no_cached_block() -> None:
+    manager = make(4, watermark=0)
+    compute(manager, 1, PROMPT)
+    manager.free(1)
+    manager.allocate(2, [50])
+    before = state(manager)
+    with pytest.raises(OutOfBlocks):
+        manager.allocate(3, PROMPT)
+    assert state(manager) == before

@@ -1,12 +1,20 @@
 from __future__ import annotations
 
+import functools
 from array import array
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.kvcache import InvalidSetting, RequestHasher
+from trencadis.kvcache import (
+    BlockManager,
+    CacheConfig,
+    InvalidSetting,
+    PrefixKeys,
+    RequestHasher,
+)
 
 TOKENS = st.lists(st.integers(0, 2), max_size=9)
 
@@ -64,5 +72,101 @@ def test_keys_of_other_tokens_are_refused(tokens: list[int]) -> None:
 
 
 def test_token_ids_beyond_32_bits_are_refused() -> None:
-    with pytest.raises(OverflowError):
+    with pytest.raises(InvalidSetting, match="token ids must be integers"):
         RequestHasher(1)([1 << 40])
+
+
+class Tenant:
+    """A key whose text says nothing of its value."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return "Tenant"
+
+
+class Name(str):
+    """A string that compares as it likes."""
+
+    def __repr__(self) -> str:
+        return "'a'"
+
+
+KEYS = ["a", "b", "'a'", b"a", 1, 0, "1", True, False, 1.0, None, "None", ("a",), (), ("a", "b")]
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"), [(a, b) for i, a in enumerate(KEYS) for b in KEYS[i + 1 :]]
+)
+def test_prompts_with_unequal_extra_keys_share_no_block(mine: object, theirs: object) -> None:
+    manager = BlockManager(CacheConfig(num_blocks=16, block_size=2))
+    manager.allocate(1, [5, 6, 7], extra_keys=(mine,))
+    manager.mark_computed(1, 3)
+    assert manager.allocate(2, [5, 6, 7], extra_keys=(theirs,)) == 0
+    assert manager.allocate(3, [5, 6, 7], extra_keys=(mine,)) == 2
+
+
+@pytest.mark.parametrize(
+    "key", [Tenant("a"), object(), Name("a"), float("nan"), ["a"], {"a": 1}, ("a", Tenant("b")), 1j]
+)
+def test_an_extra_key_that_cannot_be_compared_by_value_is_refused(key: Any) -> None:
+    manager = BlockManager(CacheConfig(num_blocks=16, block_size=2))
+    with pytest.raises(InvalidSetting, match="cannot be compared by value"):
+        manager.allocate(1, [5, 6], extra_keys=(key,))
+    with pytest.raises(InvalidSetting, match="cannot be compared by value"):
+        manager.hasher([5, 6], (key,))
+    assert 1 not in manager
+
+
+@pytest.mark.parametrize("extra_keys", ["tenant", b"salt", 5, None, {"a"}, {"a": 1}, range(9)])
+def test_extra_keys_are_a_sequence(extra_keys: Any) -> None:
+    with pytest.raises(InvalidSetting, match="extra_keys must be a tuple of keys"):
+        RequestHasher(2)([1, 2], extra_keys)
+
+
+def test_no_message_shows_an_extra_key() -> None:
+    manager = BlockManager(CacheConfig(num_blocks=16, block_size=2))
+    keys = manager.hasher([5, 6, 7], ("swordfish",))
+    for extra_keys in ("swordfish", (Tenant("swordfish"),), ("sword", "swordfish")):
+        with pytest.raises(InvalidSetting) as error:
+            manager.allocate(1, [5, 6, 7], prefix_keys=keys, extra_keys=extra_keys)
+        assert "swordfish" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "extra_keys", [(10**5000,), (functools.reduce(lambda k, _: (k,), range(10**5)),)]
+)
+def test_extra_keys_without_a_text_are_refused(extra_keys: Any) -> None:
+    with pytest.raises(InvalidSetting, match="too many digits or too many nested tuples"):
+        RequestHasher(2)([1, 2], extra_keys)
+
+
+def test_prefix_keys_of_other_extra_keys_are_refused() -> None:
+    manager = BlockManager(CacheConfig(num_blocks=16, block_size=2))
+    keys = manager.hasher([5, 6, 7], ("a",))
+    with pytest.raises(InvalidSetting, match="computed with other extra keys"):
+        manager.allocate(1, [5, 6, 7], prefix_keys=keys, extra_keys=("b",))
+    assert manager.allocate(1, [5, 6, 7], prefix_keys=keys, extra_keys=("a",)) == 0
+    with pytest.raises(InvalidSetting, match="use RequestHasher"):
+        PrefixKeys(keys.blocks, b"other")
+
+
+def test_tenants_share_nothing_when_their_digests_collide() -> None:
+    config = CacheConfig(num_blocks=16, block_size=2)
+    manager = BlockManager(config, hasher=RequestHasher(2, constant_digest))
+    manager.allocate(1, [5, 6, 7], extra_keys=("a",))
+    manager.mark_computed(1, 3)
+    assert manager.num_cached_prefix_blocks(manager.hasher([5, 6, 7], ("b",))) == 0
+    assert manager.allocate(2, [5, 6, 7], extra_keys=("b",)) == 0
+    assert manager.allocate(3, [5, 6, 7], extra_keys=("a",)) == 2
+
+
+def test_a_swapped_tenant_gets_no_block_of_another_when_their_digests_collide() -> None:
+    config = CacheConfig(num_blocks=16, block_size=2, num_host_blocks=8)
+    manager = BlockManager(config, hasher=RequestHasher(2, constant_digest))
+    for seq_id, tenant in ((1, "a"), (2, "b")):
+        manager.allocate(seq_id, [5, 6], extra_keys=(tenant,))
+        manager.mark_computed(seq_id, 2)
+    assert len(manager.swap_out([1])) == len(manager.swap_out([2])) == 1
+    assert len(manager.swap_in([2])) == 1

@@ -398,7 +398,7 @@ def run_machine(examples: int, steps: int) -> None:
 
 
 def test_cache_agrees_with_a_dictionary() -> None:
-    run_machine(examples=int(os.environ.get("KV_EXAMPLES", "150")), steps=60)
+    run_machine(examples=int(os.environ.get("KV_EXAMPLES", "60")), steps=60)
 
 
 @pytest.mark.soak

@@ -11,10 +11,14 @@ from trencadis.kvcache import (
     CacheConfig,
     DefragConfig,
     Defragmenter,
+    DuplicateSequence,
+    InvalidBlock,
+    InvalidSetting,
     NotResident,
     NotSwapped,
     OutOfBlocks,
     OutOfHostBlocks,
+    UnknownSequence,
 )
 
 PROMPT = list(range(10))
@@ -264,3 +268,158 @@ def test_pending_transfers_follow_defragmented_blocks() -> None:
     assert plan is not None
     assert plan.copies == (BlockCopy(11, 1),)
     assert manager.resume_swaps(now=1.0) == (((1, 2),), ())
+
+
+@pytest.mark.parametrize("governed", [True, False])
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), "0", None])
+def test_a_swap_at_no_time_is_refused_and_changes_nothing(now: Any, governed: bool) -> None:
+    manager = make(governed=governed, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT[:8])
+    with pytest.raises(InvalidSetting, match="now must be a finite number"):
+        manager.swap_out([1], now=now)
+    assert manager.is_resident(1)
+    assert len(manager.swap_out([1], now=0.0)) == 2
+    for call in (lambda: manager.swap_in([1], now=now), lambda: manager.resume_swaps(now)):
+        with pytest.raises(InvalidSetting, match="now must be a finite number"):
+            call()
+    assert len(manager.swap_in([1], now=9.0)) == 2
+
+
+@pytest.mark.parametrize("seq_ids", [None, 5, 1.5])
+def test_ids_that_are_no_list_are_refused(seq_ids: Any) -> None:
+    manager = make()
+    for call in (manager.swap_out, manager.swap_in, manager.can_swap_out, manager.can_swap_in):
+        with pytest.raises(InvalidSetting, match="seq_ids must be sequence ids"):
+            call(seq_ids)
+
+
+def test_one_unknown_sequence_keeps_the_others_where_they_are() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    compute(manager, 2, [50])
+    with pytest.raises(UnknownSequence):
+        manager.swap_out([1, 7])
+    with pytest.raises(DuplicateSequence):
+        manager.swap_out([1, 2, 1])
+    assert manager.is_resident(1)
+    manager.swap_out([1])
+    with pytest.raises(NotSwapped):
+        manager.swap_in([1, 2])
+    assert not manager.is_resident(1)
+
+
+def test_every_sample_of_a_swapped_group_becomes_resident() -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    manager.fork(1, 3)
+    manager.swap_out([1, 2, 3], now=0.0)
+    manager.resume_swaps(now=9.0)
+    manager.swap_in([1, 2, 3], now=9.0)
+    assert not any(manager.is_resident(seq_id) for seq_id in (1, 2, 3))
+    manager.resume_swaps(now=99.0)
+    assert all(manager.is_resident(seq_id) for seq_id in (1, 2, 3))
+    for seq_id in (1, 2, 3):
+        manager.append(seq_id, [seq_id])
+
+
+@pytest.mark.parametrize("gone", [1, 2])
+def test_the_other_sample_becomes_resident_when_the_first_is_freed_on_its_way(gone: int) -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    manager.swap_out([1, 2], now=0.0)
+    manager.resume_swaps(now=9.0)
+    manager.swap_in([1, 2], now=9.0)
+    manager.free(gone)
+    assert manager.resume_swaps(now=99.0) == ((), ((1, 2), (2, 3)))
+    assert manager.is_resident(3 - gone)
+    manager.free(3 - gone)
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
+    assert manager.host_pool.num_free_blocks == 8
+
+
+@pytest.mark.parametrize("direction", ["out", "in"])
+def test_transfers_on_their_way_follow_a_moved_block(direction: str) -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1], now=0.0)
+    if direction == "in":
+        manager.resume_swaps(now=9.0)
+        manager.swap_in([1], now=9.0)
+    manager.relocate([BlockCopy(3, 9)])
+    assert manager.resume_swaps(now=99.0) == (
+        (((9, 2),), ()) if direction == "out" else ((), ((1, 2), (2, 9)))
+    )
+    assert manager.pool.num_used_blocks == (0 if direction == "out" else 3)
+
+
+@pytest.mark.parametrize("block", [-1, 8, "1", 1.5, None])
+def test_a_host_block_outside_the_pool_is_refused(block: Any) -> None:
+    pool = make().host_pool
+    for operation in (pool.ref_count, pool.share, pool.release):
+        with pytest.raises(InvalidBlock, match="is not one of 0 to 7"):
+            operation(block)
+
+
+def test_a_free_host_block_is_neither_shared_nor_released() -> None:
+    pool = make().host_pool
+    for operation in (pool.share, pool.release):
+        with pytest.raises(InvalidBlock, match="host block 0 is not in use"):
+            operation(0)
+    assert pool.num_free_blocks == 8
+
+
+def test_a_prefix_hit_is_not_evicted_to_bring_back_another_sequence_of_the_group() -> None:
+    manager = make(num_blocks=3, watermark=0)
+    compute(manager, 2, [2] * 4)  # a full block, which stays in the prefix cache
+    manager.swap_out([2])
+    compute(manager, 1, [1] * 3)
+    manager.swap_out([1])
+    compute(manager, 3, [3] * 4)
+    manager.free(3)  # cached after the block of sequence 2, so it is evicted later
+    assert len(manager.swap_in([1, 2])) == 1
+    assert all(manager.is_resident(seq_id) for seq_id in (1, 2))
+
+
+def test_a_swap_in_counts_the_blocks_that_it_takes_out_of_the_prefix_cache() -> None:
+    manager = make(num_blocks=4, watermark=0)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    manager.allocate(2, [50])
+    assert manager.num_cached_prefix_blocks(manager.hasher(PROMPT)) == 2
+    assert not manager.can_swap_in([1])
+    with pytest.raises(OutOfBlocks, match="3 blocks are needed and 2 are free"):
+        manager.swap_in([1])
+    assert not manager.is_resident(1)
+    manager.free(2)
+    assert len(manager.swap_in([1])) == 1
+
+
+def test_content_that_was_freed_on_the_host_is_copied_out_again() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    manager.free(1)
+    compute(manager, 2, PROMPT)
+    assert len(manager.swap_out([2])) == 3
+    assert manager.host_pool.num_free_blocks == 5
+
+
+@pytest.mark.parametrize("where", ["on its way out", "on the host", "on its way in"])
+def test_a_freed_group_gives_all_its_blocks_back(where: str) -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.fork(1, 2)
+    manager.append(2, [5])
+    manager.mark_computed(2, 11)
+    manager.swap_out([1, 2], now=0.0)
+    if where != "on its way out":
+        manager.resume_swaps(now=2.0)
+    if where == "on its way in":
+        manager.swap_in([1, 2], now=3.0)
+    for seq_id in (1, 2):
+        manager.free(seq_id)
+    assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
+    assert manager.host_pool.num_free_blocks == 8
+    assert manager.resume_swaps(now=99.0) == ((), ())

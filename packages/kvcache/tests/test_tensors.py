@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
-from trencadis.kvcache import BlockCopy, CopyPlan, Direction, InvalidBlock, InvalidSetting, copiers
+from trencadis.kvcache import (
+    BlockCopy,
+    CopyPlan,
+    Direction,
+    InvalidBlock,
+    InvalidSetting,
+    OutOfMemory,
+    copiers,
+)
 from trencadis.kvcache.copiers import StagedCopier, SwapStream
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 
@@ -20,7 +28,7 @@ DEVICES = ["cpu", "staged", "layerwise", *(["cuda"] if torch.cuda.is_available()
 copier of accelerators with separate tensors for each layer's keys and values."""
 
 
-def make(device: str = "cpu", **changes: Any) -> KVCache:
+def make(device: Any = "cpu", **changes: Any) -> KVCache:
     settings: dict[str, Any] = {
         "num_layers": 3,
         "num_blocks": BLOCKS,
@@ -268,3 +276,47 @@ def test_the_number_of_host_blocks_is_at_least_zero() -> None:
     assert make(num_host_blocks=0).num_host_blocks == 0
     with pytest.raises(InvalidSetting, match="num_host_blocks"):
         make(num_host_blocks=-1)
+
+
+@pytest.mark.parametrize("device", ["cpu", "layerwise"])
+@pytest.mark.parametrize("setting", ["num_blocks", "num_host_blocks"])
+@pytest.mark.parametrize("number", [10**9, 10**15, 10**40])
+def test_memory_that_cannot_be_allocated_is_an_error_with_a_remedy(
+    device: str, setting: str, number: int
+) -> None:
+    large = {"kv_heads": 64, "block_size": 128, "head_dim": 128, setting: number}
+    with pytest.raises(OutOfMemory, match=f"{setting} {number} needs .* bytes .* lower {setting}"):
+        make(device, **large)
+
+
+@pytest.mark.parametrize("layer", [3, -1, 1.0, "1", None])
+def test_a_layer_outside_the_cache_is_refused(layer: Any) -> None:
+    cache = make()
+    for view in (cache.key, cache.value):
+        with pytest.raises(InvalidSetting, match="is not one of 0 to 2"):
+            view(layer)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [("dtype", "float32"), ("device", "gpu"), ("device", None), ("device", 1.5)],
+)
+def test_a_wrong_dtype_or_device_is_named(argument: str, value: Any) -> None:
+    with pytest.raises(InvalidSetting, match=argument):
+        make(**{argument: value})
+
+
+@pytest.mark.parametrize(
+    "plan", [None, 5, [5], [("sideways", ())], [(Direction.OUT, 5)], [(Direction.OUT, [(1, "2")])]]
+)
+def test_a_plan_that_is_none_is_refused(plan: Any) -> None:
+    with pytest.raises(InvalidSetting, match="CopyPlan"):
+        make().carry_out(plan)
+
+
+def test_a_plan_with_a_bad_batch_is_not_begun() -> None:
+    cache = make()
+    before = fill(cache)
+    with pytest.raises(InvalidBlock):
+        cache.carry_out([(Direction.WITHIN, [(1, 2)]), (Direction.OUT, [(1, 99)])])
+    assert torch.equal(contents(cache), before)

@@ -60,3 +60,38 @@ def test_the_default_is_the_limit_of_seed_003() -> None:
 def test_a_burst_smaller_than_a_block_is_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(InvalidSetting):
         BandwidthGovernor(**settings)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"bytes_per_block": float("inf")},
+        {"bytes_per_block": 1.5},
+        {"bytes_per_block": 1, "bytes_per_s": float("inf")},
+        {"bytes_per_block": 1, "window_s": float("inf")},
+        {"bytes_per_block": 1, "bytes_per_s": 1e200, "window_s": 1e200},
+        {"bytes_per_block": 1, "bytes_per_s": 10**308, "window_s": 10},
+        {"bytes_per_block": 1, "bytes_per_s": 10**400},
+        {"bytes_per_block": "1"},
+    ],
+)
+def test_a_limit_that_is_not_finite_is_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(InvalidSetting):
+        BandwidthGovernor(**settings)
+
+
+@pytest.mark.parametrize("now", [float("nan"), float("inf"), -float("inf"), "0", None, 10**400])
+def test_a_time_that_is_not_finite_is_refused_and_the_limit_still_holds(now: Any) -> None:
+    governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
+    assert governor.grant(5, 0.0) == 2
+    with pytest.raises(InvalidSetting, match="now must be a finite number"):
+        governor.grant(5, now)
+    assert [governor.grant(5, time) for time in (0.0, 1.0)] == [0, 1]
+
+
+@pytest.mark.parametrize("num_blocks", [-1, 1.5, "2", None])
+def test_a_number_of_blocks_is_a_natural_number(num_blocks: Any) -> None:
+    governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
+    with pytest.raises(InvalidSetting, match="num_blocks must be an integer"):
+        governor.grant(num_blocks, 0.0)
+    assert governor.grant(5, 0.0) == 2

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.warmup import BackgroundWarmup, Phase
+from trencadis.warmup import BackgroundWarmup, ConfigError, InvalidAnswer, Phase
 
 PROMPT = BucketGrid({"batch": (1, 2), "seq": (128, 256)})
 DECODE = BucketGrid({"batch": (1, 2), "blocks": (64,)})
@@ -123,3 +123,83 @@ def test_log_lines_are_those_of_warm_up(
     assert lines[0] == "[Warmup][Prompt][1/4] batch_size:1 seq_len:128 free_mem:1 GiB"
     assert lines[1] == "[Warmup][Decode][1/2] batch_size:1 num_blocks:64 free_mem:1 GiB"
     assert lines[-1] == "Warmup finished in 6 secs, allocated 0 B of device memory"
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1.0, "9", None, True])
+def test_replays_that_are_no_finite_numbers_are_refused(graph_device: Any, count: Any) -> None:
+    with pytest.raises(ConfigError, match=r"replays of Bucket.* must be a finite number"):
+        background(graph_device(lambda *_: 0), replays={Phase.PROMPT: {PROMPT.buckets[0]: count}})
+
+
+@pytest.mark.parametrize(
+    "replays", [5, {"Prompt": {}}, {Phase.PROMPT: 5}, {Phase.PROMPT: {(1, 128): 1.0}}]
+)
+def test_replays_of_another_form_are_refused(graph_device: Any, replays: Any) -> None:
+    with pytest.raises(ConfigError, match="replays"):
+        background(graph_device(lambda *_: 0), replays=replays)
+
+
+@pytest.mark.parametrize("buckets", [None, 5, [5], ["x"], [(1, 128)]])
+def test_buckets_of_another_type_are_refused(graph_device: Any, buckets: Any) -> None:
+    device = graph_device(lambda *_: 0)
+    with pytest.raises(ConfigError, match="prompt_buckets"):
+        BackgroundWarmup(device, buckets, ())
+    with pytest.raises(ConfigError, match="decode_buckets"):
+        BackgroundWarmup(device, (), buckets)
+
+
+def test_a_runtime_that_lacks_methods_is_refused_with_their_names() -> None:
+    with pytest.raises(ConfigError, match="type object has no execute, synchronize, free_memory"):
+        BackgroundWarmup(object(), (), ())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("phase, bucket", [("Prompt", PROMPT.buckets[0]), (Phase.PROMPT, (1, 128))])
+def test_a_phase_or_bucket_of_another_type_is_refused(
+    graph_device: Any, phase: Any, bucket: Any
+) -> None:
+    warmup = background(graph_device(lambda *_: 0))
+    for call in (warmup.is_ready, warmup.record_miss, warmup.mark_ready):
+        with pytest.raises(ConfigError, match="must be of type"):
+            call(phase, bucket)
+    assert warmup.progress.done == 0
+
+
+@pytest.mark.parametrize("seconds", [None, "1", float("nan"), float("inf")])
+def test_a_clock_that_fails_leaves_the_bucket_cold(graph_device: Any, seconds: Any) -> None:
+    device = graph_device(lambda *_: 0)
+    answers = [seconds, 0.0, seconds, 0.0, 1.0]
+    warmup = BackgroundWarmup(device, PROMPT.buckets, (), clock=lambda: answers.pop(0))
+    for _ in range(2):
+        with pytest.raises(InvalidAnswer, match=r"clock\(\) returned"):
+            warmup.advance()
+        assert warmup.progress.done == 0
+    measured = warmup.advance()
+    assert measured is not None
+    assert measured.seconds == 1.0
+    assert warmup.progress.seconds_left == 3.0
+
+
+@pytest.mark.parametrize("compiled_by", ["advance", "traffic"])
+def test_a_last_bucket_whose_memory_cannot_be_read_stays_cold(
+    graph_device: Any, compiled_by: str
+) -> None:
+    class Vague(graph_device):  # type: ignore[misc]
+        def free_memory(self) -> int:
+            return answers.pop(0)
+
+    answers: list[Any] = [0, 0, None, 0, 0]
+    bucket = PROMPT.buckets[0]
+    device = Vague(lambda *_: 0)
+    warmup = BackgroundWarmup(device, [bucket], (), clock=lambda: device.now)
+    if compiled_by == "traffic":
+        answers.pop(0)
+    finish = {
+        "advance": warmup.advance,
+        "traffic": lambda: warmup.mark_ready(Phase.PROMPT, bucket),
+    }[compiled_by]
+    with pytest.raises(InvalidAnswer):
+        finish()
+    assert not warmup.is_ready(Phase.PROMPT, bucket)
+    assert warmup.progress.seconds_left is None
+    finish()
+    assert warmup.is_ready(Phase.PROMPT, bucket)

@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 
 from trencadis.bucketing import Bucket
 from trencadis.warmup import (
+    ConfigError,
     GraphBudget,
     GraphCapture,
     GraphStatus,
+    InvalidAnswer,
     Phase,
     capture_order,
 )
@@ -329,3 +331,236 @@ def test_traffic_captures_most_replays_per_byte_as_costs_become_known(graph_devi
     order = [o.bucket["seq"] for o in capture.steps() if o.status is GraphStatus.CAPTURED]
     # All sizes are equal, which the first measurement shows.
     assert order == [256, 1024, 128]
+
+
+# A host that fails.
+
+
+def largest_first(buckets: Any, _: object) -> list[Bucket]:
+    """Nothing is known about a smaller shape, so the next graph is always tried."""
+    return sorted(buckets, reverse=True)
+
+
+def two_provisional(device: Any, order: Any = largest_first) -> GraphCapture:
+    """Three graphs in a budget of 200 bytes, of which the prompts' share is 10."""
+    buckets = {Phase.PROMPT: product((1,), (128, 256)), Phase.DECODE: product((1,), (128,))}
+    orders = dict.fromkeys(Phase, order)
+    budget = GraphBudget(total=200, free=200, prompt_ratio=0.05)
+    return GraphCapture(device, buckets, orders, budget)
+
+
+def capture_largest_first(device: Any) -> None:
+    """Eight prompt graphs in a budget of 100 bytes, the largest shape first."""
+    buckets = {Phase.PROMPT: product((1,), range(128, 1025, 128)), Phase.DECODE: []}
+    budget = GraphBudget(total=100, free=100, prompt_ratio=1.0)
+    list(GraphCapture(device, buckets, dict.fromkeys(Phase, largest_first), budget).steps())
+
+
+def held(capture: GraphCapture) -> set[tuple[Phase, Bucket]]:
+    return {(phase, b) for phase in Phase for b in capture.report.captured(phase)}
+
+
+@pytest.mark.parametrize("fails", [128, 256])
+def test_a_graph_whose_release_fails_is_in_the_report_and_the_others_are_released(
+    graph_device: Any, fails: int
+) -> None:
+    class Stubborn(graph_device):  # type: ignore[misc]
+        def release(self, phase: Phase, bucket: Bucket) -> None:
+            if bucket["seq"] == fails:
+                raise RuntimeError("the graph is in use")
+            super().release(phase, bucket)
+
+    device = Stubborn(lambda *_: 30)
+    capture = two_provisional(device)
+    steps = capture.steps()
+    next(steps)
+    assert len(set(device.graphs) - held(capture)) == 2, "graphs that wait for the second pass"
+    with pytest.raises(RuntimeError, match="in use"):
+        steps.close()
+    assert set(device.graphs) == held(capture)
+    assert (Phase.PROMPT, make_bucket(1, fails)) in held(capture)
+    assert sum(capture.report.used(phase) for phase in Phase) == device.used
+    assert capture.report.count(Phase.PROMPT, GraphStatus.RELEASED) == 1
+
+
+def test_a_failed_release_within_a_pass_leaves_no_graph_out_of_the_report(
+    graph_device: Any,
+) -> None:
+    class Stubborn(graph_device):  # type: ignore[misc]
+        def release(self, phase: Phase, bucket: Bucket) -> None:
+            raise RuntimeError("the graph is in use")
+
+    case = make_case(
+        [make_bucket(1, 128)], product((1,), (128, 256)), lambda *_: 60, 100, ratio=0.3
+    )
+    device = Stubborn(case.cost)
+    orders = {phase: capture_order(case.strategies[phase]) for phase in Phase}
+    capture = GraphCapture(device, case.buckets, orders, case.budget)
+    with pytest.raises(RuntimeError, match="in use"):
+        list(capture.steps())
+    assert set(device.graphs) == held(capture)
+
+
+@pytest.mark.parametrize("answer", [None, "1 GiB", float("nan"), float("inf"), True, [1]])
+def test_a_graph_whose_size_cannot_be_measured_is_released_and_reported(
+    graph_device: Any, answer: Any
+) -> None:
+    class Vague(graph_device):  # type: ignore[misc]
+        def free_memory(self) -> int:
+            free: int = super().free_memory()
+            return answer if len(self.graphs) == 2 else free
+
+    device = Vague(lambda *_: 10)
+    capture = two_provisional(device)
+    with pytest.raises(InvalidAnswer, match=r"free_memory\(\) of Vague returned"):
+        list(capture.steps())
+    assert set(device.graphs) == held(capture)
+
+
+def test_a_device_that_fails_after_a_capture_keeps_no_graph_unreported(graph_device: Any) -> None:
+    class Broken(graph_device):  # type: ignore[misc]
+        def synchronize(self) -> None:
+            if len(self.graphs) == 2:
+                raise RuntimeError("device lost")
+
+    device = Broken(lambda *_: 10)
+    capture = two_provisional(device)
+    with pytest.raises(RuntimeError, match="device lost"):
+        list(capture.steps())
+    assert set(device.graphs) == held(capture)
+    assert len(device.released) == 1
+
+
+@pytest.mark.parametrize("answer", [None, [], [1, 2], "fail", ("tuple",), [make_bucket(9, 9)] * 2])
+def test_an_order_that_is_none_leaves_no_graph_unreported(graph_device: Any, answer: Any) -> None:
+    works = True
+
+    def order(buckets: Any, cost: Any) -> Any:
+        if works:
+            return list(buckets)
+        if answer == "fail":
+            raise InvalidAnswer("no order")
+        return answer
+
+    device = graph_device(lambda *_: 5)
+    capture = two_provisional(device, order)
+    works = False
+    with pytest.raises(InvalidAnswer, match="order"):
+        list(capture.steps())
+    assert set(device.graphs) == held(capture)
+    assert len(held(capture)) == 1
+    with pytest.raises(InvalidAnswer, match="order"):
+        two_provisional(device, order)
+
+
+def test_memory_that_comes_back_meanwhile_does_not_enlarge_the_budget(graph_device: Any) -> None:
+    class Shrinking(graph_device):  # type: ignore[misc]
+        """Something else on the device gives 1,000 bytes back during the first capture."""
+
+        def capture(self, phase: Phase, bucket: Bucket) -> None:
+            super().capture(phase, bucket)
+            if len(self.ever_captured) == 1:
+                self.free += 1000
+
+    case = make_case([], product((1,), range(128, 1025, 128)), lambda *_: 30, 100)
+    device = Shrinking(case.cost)
+    orders = {phase: capture_order("min_tokens") for phase in Phase}
+    capture = GraphCapture(device, case.buckets, orders, case.budget)
+    list(capture.steps())
+    sizes = [graph.used for graph in capture.report.outcomes]
+    assert min(sizes) >= 0
+    assert sum(capture.report.used(phase) for phase in Phase) == 90
+    # The first graph seemed to take nothing; all others are within the budget.
+    assert device.used == 30 + 90
+
+
+def test_a_release_that_returns_more_than_the_graph_does_not_enlarge_the_budget(
+    graph_device: Any,
+) -> None:
+    class Generous(graph_device):  # type: ignore[misc]
+        def release(self, phase: Phase, bucket: Bucket) -> None:
+            super().release(phase, bucket)
+            self.free += 1000
+
+    def cost(phase: Phase, bucket: Bucket) -> int:
+        return 500 if bucket["seq"] == 1024 else 30
+
+    device = Generous(cost)
+    capture_largest_first(device)
+    assert device.released
+    assert device.used == 90
+
+
+def lazy(graph_device: Any) -> Any:
+    class Lazy(graph_device):  # type: ignore[misc]
+        """A device whose work, with its time and its memory, is done when it is waited for."""
+
+        settled: int | None = None
+        pending = 0.0
+
+        def capture(self, phase: Phase, bucket: Bucket) -> None:
+            self.settled = self.free_memory()
+            now = self.now
+            super().capture(phase, bucket)
+            self.now, self.pending = now, self.now - now
+
+        def release(self, phase: Phase, bucket: Bucket) -> None:
+            self.settled = self.free_memory()
+            super().release(phase, bucket)
+
+        def synchronize(self) -> None:
+            self.settled = None
+            self.now, self.pending = self.now + self.pending, 0.0
+
+        def free_memory(self) -> int:
+            free: int = super().free_memory()
+            return free if self.settled is None else self.settled
+
+    return Lazy
+
+
+def test_the_size_and_the_time_of_a_graph_are_measured_after_its_work_is_done(
+    graph_device: Any,
+) -> None:
+    case = make_case([], product((4, 2, 1), (128, 256)), lambda *_: 10, 45)
+    device = lazy(graph_device)(case.cost)
+    report = run(device, case).report
+    kept = [graph for graph in report.outcomes if graph.status is GraphStatus.CAPTURED]
+    assert [(graph.used, graph.seconds) for graph in kept] == [(10, 1.0)] * 4
+
+
+def test_memory_is_returned_when_the_release_is_done(graph_device: Any) -> None:
+    def cost(phase: Phase, bucket: Bucket) -> int:
+        return 500 if bucket["seq"] == 1024 else 30
+
+    device = lazy(graph_device)(cost)
+    capture_largest_first(device)
+    assert device.released
+    assert device.used == 90
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("runtime", object()),
+        ("buckets", {Phase.PROMPT: []}),
+        ("buckets", {"Prompt": [], "Decode": []}),
+        ("buckets", {Phase.PROMPT: [1], Phase.DECODE: []}),
+        ("buckets", {Phase.PROMPT: [make_bucket(1, 2), Bucket(("b",), (1,))], Phase.DECODE: []}),
+        ("orders", []),
+        ("budget", 100),
+        ("clock", 5.0),
+    ],
+)
+def test_a_wrong_argument_of_a_capture_is_named(
+    graph_device: Any, argument: str, value: Any
+) -> None:
+    arguments: dict[str, Any] = {
+        "runtime": graph_device(lambda *_: 0),
+        "buckets": {Phase.PROMPT: [], Phase.DECODE: []},
+        "orders": {phase: capture_order("max_bs") for phase in Phase},
+        "budget": GraphBudget(total=1, free=1),
+        "clock": lambda: 0.0,
+    }
+    with pytest.raises(ConfigError, match=argument):
+        GraphCapture(**(arguments | {argument: value}))

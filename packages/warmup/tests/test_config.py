@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -99,3 +100,16 @@ def test_a_validator_names_field_accepted_values_and_value(
 def test_both_ends_of_a_range_are_accepted() -> None:
     assert Example(count=2, share=0) == Example(count=2, share=0.0)
     assert Example(share=1).share == 1
+
+
+@pytest.mark.parametrize("setting", ["skip", "enforce_eager"])
+@pytest.mark.parametrize("value", ["false", 0, None])
+def test_a_switch_is_a_bool(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be of type bool, got {value!r}"):
+        WarmupConfig(**{setting: value})
+
+
+@pytest.mark.parametrize("environ", [None, "VLLM_SKIP_WARMUP=1", []])
+def test_an_environment_is_a_mapping(environ: Any) -> None:
+    with pytest.raises(ConfigError, match="environ must be of type Mapping"):
+        WarmupConfig.from_env(environ)

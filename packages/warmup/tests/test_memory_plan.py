@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -155,3 +156,25 @@ def test_an_invalid_setting_is_named_with_its_value(setting: str, value: float) 
 )
 def test_bytes_are_formatted_as_in_the_log(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+@pytest.mark.parametrize("free", [-1, None, "1", 1.5, True, float("nan"), 10**400])
+def test_free_memory_of_another_type_gives_no_budget(free: Any) -> None:
+    with pytest.raises(ConfigError, match="free_memory must be an integer"):
+        LOGGED.graph_budget(free)
+
+
+@pytest.mark.parametrize("setting", ["free_after_profile", "block_bytes"])
+def test_more_bytes_than_an_integer_holds_are_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"{setting} must be an integer of at most"):
+        MemoryPlan(**{"free_after_profile": GIB, "block_bytes": 1024, setting: 10**400})
+
+
+@pytest.mark.parametrize("wrong", [None, "1", 1.5, 10**400])
+def test_memory_use_is_a_number_of_bytes(wrong: Any) -> None:
+    for arguments in ({"device_free": wrong}, {"device_total": wrong}, {"meminfo": wrong}):
+        with pytest.raises(ConfigError, match=next(iter(arguments))):
+            MemoryUse.read(**{"device_free": 1, "device_total": 2, **arguments})
+    use = MemoryUse(device_used=1, device_total=2)
+    with pytest.raises(ConfigError, match="before must be of type MemoryUse"):
+        use.since(wrong, "Loading")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -84,3 +85,23 @@ def test_the_summary_is_the_log_line_with_sorted_shapes() -> None:
     assert REPORT.capture.summary(Phase.PROMPT, 3) == (
         "Graph/Prompt captured:1 (33.3%) used_mem:3 MiB buckets:[(1, 128)]"
     )
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"[" * 100_000, b'{"seconds": NaN}'])
+def test_a_file_that_is_no_json_text_is_an_error_that_names_it(
+    tmp_path: Path, content: bytes
+) -> None:
+    path = tmp_path / "other.json"
+    path.write_bytes(content)
+    with pytest.raises(WarmupError, match=r"other\.json is not a warm-up report"):
+        WarmupReport.load(path)
+
+
+@pytest.mark.parametrize("field", ["seconds", "allocated", "complete"])
+def test_a_report_with_a_wrong_value_is_not_loaded(tmp_path: Path, field: str) -> None:
+    path = tmp_path / "warmup.json"
+    REPORT.save(path)
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {field: "many"}))
+    with pytest.raises(WarmupError, match=f"not a warm-up report .*{field}"):
+        WarmupReport.load(path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 
 from trencadis.bucketing import BucketGrid
 from trencadis.warmup import (
     SAMPLER_CONFIGS,
+    ConfigError,
     DummyRequest,
     SamplerConfig,
     sampler_batch_sizes,
@@ -106,3 +108,25 @@ def test_the_batch_is_closed_when_sampling_fails() -> None:
     with pytest.raises(RuntimeError, match="no such branch"):
         warm_up_sampler(sampler, (4,))
     assert sampler.calls[-1] == ("close", None)
+
+
+@pytest.mark.parametrize("sizes", [None, [-1], ["4"], [1.5], [True], [1 << 40]])
+def test_a_wrong_batch_size_is_refused_before_sampling(sizes: Any) -> None:
+    sampler = RecordingSampler()
+    with pytest.raises(ConfigError, match="batch"):
+        warm_up_sampler(sampler, sizes)
+    assert not sampler.calls
+
+
+def test_a_wrong_config_or_sampler_is_refused() -> None:
+    sampler = RecordingSampler()
+    with pytest.raises(ConfigError, match="configs must be of type SamplerConfig"):
+        warm_up_sampler(sampler, (1,), [0.7])  # type: ignore[list-item]
+    with pytest.raises(ConfigError, match="has no open_batch, sample, reset, close_batch"):
+        warm_up_sampler(object(), (1,))  # type: ignore[arg-type]
+    assert not sampler.calls
+
+
+def test_decode_buckets_without_a_batch_axis_are_refused() -> None:
+    with pytest.raises(ConfigError, match="name one of them batch"):
+        sampler_batch_sizes(BucketGrid({"rows": (1, 2)}))

@@ -5,11 +5,14 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import numpy as np
 import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.warmup import (
+    ConfigError,
     GraphStatus,
+    InvalidAnswer,
     MemoryPlan,
     Phase,
     WarmupConfig,
@@ -287,3 +290,59 @@ def test_ctrl_c_within_a_bucket_ends_warm_up_at_once(graph_device: Any) -> None:
     with pytest.raises(KeyboardInterrupt):
         warm_up(device, prompt.buckets, decode.buckets, memory=PLAN)
     assert (Phase.PROMPT, Bucket(("batch", "seq"), (1, 640))) not in device.ever_captured
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("runtime", object()),
+        ("prompt_buckets", None),
+        ("decode_buckets", [(1, 128)]),
+        ("config", {"skip": True}),
+        ("config", []),
+        ("memory", 1 << 30),
+        ("replays", {"Prompt": {}}),
+        ("sampler", object()),
+        ("defragmenter", "yes"),
+        ("stop", False),
+        ("clock", 0.0),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_runs(argument: str, value: Any) -> None:
+    runtime = RecordingRuntime()
+    prompt, decode = logged_grids()
+    arguments: dict[str, Any] = {
+        "runtime": runtime,
+        "prompt_buckets": prompt.buckets,
+        "decode_buckets": decode.buckets,
+    }
+    with pytest.raises(ConfigError, match=argument):
+        warm_up(**(arguments | {argument: value}))
+    assert not runtime.executed
+
+
+@pytest.mark.parametrize("free", [None, "80 GiB", float("nan"), float("inf"), [1], True])
+def test_free_memory_that_is_no_number_is_named(free: Any) -> None:
+    runtime = RecordingRuntime()
+    runtime.free = free
+    with pytest.raises(InvalidAnswer, match=r"free_memory\(\) of RecordingRuntime returned"):
+        warm_up(runtime, (), ())
+
+
+def test_numbers_of_numpy_are_free_memory_and_seconds() -> None:
+    runtime = RecordingRuntime()
+    runtime.free = np.int64(1 << 40)  # type: ignore[assignment]
+    prompt, _ = logged_grids()
+    report = warm_up(runtime, prompt.buckets, (), clock=lambda: np.float32(1.5))
+    assert report.allocated == 24 << 20
+
+
+def test_the_stages_are_timed(graph_device: Any) -> None:
+    device = graph_device(lambda *_: 0)
+
+    def defragment() -> None:
+        device.now += 3.0
+
+    report = warm_up(device, (), (), defragmenter=defragment, clock=lambda: device.now)
+    assert [(stage.name, stage.seconds) for stage in report.stages] == [("Defragmenter", 3.0)]
+    assert report.seconds == 3.0

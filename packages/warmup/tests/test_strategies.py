@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid, BucketingError, TrafficRecorder
-from trencadis.warmup import capture_order, expected_replays
+from trencadis.warmup import ConfigError, capture_order, expected_replays
 
 
 def shapes(strategy: str, buckets: list[Bucket]) -> list[tuple[int, ...]]:
@@ -62,3 +63,22 @@ def test_replays_of_other_axes_are_an_error() -> None:
     traffic.record((1,))
     with pytest.raises(BucketingError, match="one size per axis"):
         expected_replays(BucketGrid({"batch": (1,), "seq": (128,)}), traffic)
+
+
+@pytest.mark.parametrize("strategy", ["min_token", "", None, 5, ["max_bs"]])
+def test_an_unknown_strategy_is_refused(strategy: Any) -> None:
+    with pytest.raises(ConfigError, match="strategy must be one of min_tokens, max_bs, traffic"):
+        capture_order(strategy)
+
+
+@pytest.mark.parametrize("count", [float("nan"), float("inf"), -1, "many"])
+def test_replays_are_finite_numbers(count: Any) -> None:
+    with pytest.raises(ConfigError, match="replays of Bucket"):
+        capture_order("traffic", {Bucket(("batch", "seq"), (1, 1)): count})
+
+
+def test_replays_need_a_grid_and_its_traffic() -> None:
+    grid = BucketGrid({"batch": (1,)})
+    for arguments in ((grid, grid), (grid.buckets, TrafficRecorder(("batch",)))):
+        with pytest.raises(ConfigError, match="must be of type"):
+            expected_replays(*arguments)  # type: ignore[arg-type]

@@ -18,20 +18,27 @@ from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
+from operator import index
 
-from trencadis.kvcache.config import PADDING_BLOCK
+from trencadis.kvcache.config import MAX_NUM_BLOCKS, PADDING_BLOCK, as_tuple
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
+from trencadis.kvcache.validators import require_ascending, require_between
 
 
 class BlockPool:
     """The device blocks 1 to ``num_blocks - 1``; block 0 is the padding block.
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
-    takes O(1) per block; an eviction also looks once at each decode bucket.
+    takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
+    for a number of blocks or decode buckets that `CacheConfig` refuses.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
+        remedy = "block 0 is the padding block; for a larger cache use larger blocks"
+        require_between("num_blocks", num_blocks, 2, MAX_NUM_BLOCKS, remedy)
+        decode_buckets = as_tuple(decode_buckets)
+        require_ascending("decode_buckets", decode_buckets)
         self.num_blocks = num_blocks
         self.prefix_index = PrefixIndex()
         self.reuse = ReuseEstimator(num_blocks)
@@ -72,11 +79,16 @@ class BlockPool:
 
     def ref_count(self, block: int) -> int:
         """The number of references to ``block``, 0 for a free block. Raises `InvalidBlock`."""
-        self.require_valid(block)
-        return self._ref_counts[block]
+        return self._ref_counts[self.as_block(block)]
 
     def is_shared(self, block: int) -> bool:
-        """Whether ``block`` has more than one reference, so that it must be copied on write."""
+        """Whether ``block`` has more than one reference, so that it must be copied on write.
+
+        Raises `InvalidBlock`.
+        """
+        # Called for every appended token, so it makes no call for a valid id.
+        if type(block) is not int or not PADDING_BLOCK < block < self.num_blocks:
+            block = self.as_block(block)
         return self._ref_counts[block] > 1
 
     def allocate(self) -> int:
@@ -88,14 +100,14 @@ class BlockPool:
 
     def share(self, block: int) -> None:
         """Add a reference to a used or cached block. Raises `InvalidBlock`."""
-        self.require_valid(block)
+        block = self.as_block(block)
         if self._ref_counts[block] == 0:
             self._reuse_cached(block)
         self._ref_counts[block] += 1
 
     def release(self, block: int) -> None:
         """Remove a reference; without references a block is free. Raises `InvalidBlock`."""
-        self.require_valid(block)
+        block = self.as_block(block)
         if self._ref_counts[block] == 0:
             raise InvalidBlock(
                 f"block {block} is not in use: it was released more often than it was shared"
@@ -111,10 +123,8 @@ class BlockPool:
         If ``dst`` is a cached block, ``keep`` moves its content to ``src``; otherwise it is
         evicted. Raises `InvalidBlock` if ``src`` is free or ``dst`` is used.
         """
-        if self.ref_count(src) == 0 or self.ref_count(dst) > 0:
-            raise InvalidBlock(
-                f"cannot move block {src} to {dst}: move a used block to a free block"
-            )
+        src, dst = self.as_block(src), self.as_block(dst)
+        self.require_movable(src, dst)
         kept_key = None
         if dst not in self.prefix_index:
             self._empty.remove(dst)
@@ -131,6 +141,13 @@ class BlockPool:
         if kept_key is not None:
             self.prefix_index.register(kept_key, src)
         self._add_free_block(src)
+
+    def require_movable(self, src: int, dst: int) -> None:
+        """Raise `InvalidBlock` unless ``src`` is a used block and ``dst`` a free block."""
+        if self.ref_count(src) == 0 or self.ref_count(dst) > 0:
+            raise InvalidBlock(
+                f"cannot move block {src} to {dst}: move a used block to a free block"
+            )
 
     def iter_used_descending(self) -> Iterator[int]:
         """The used blocks, highest first."""
@@ -206,13 +223,18 @@ class BlockPool:
         else:
             self._empty.add(block)
 
-    def require_valid(self, block: int) -> None:
-        """Raise `InvalidBlock` for an id that is no block of this pool."""
-        if not PADDING_BLOCK < block < self.num_blocks:
+    def as_block(self, block: int) -> int:
+        """The id as an int. Raises `InvalidBlock` for an id that is no block of this pool."""
+        try:
+            number = index(block)
+        except TypeError:
+            number = PADDING_BLOCK
+        if not PADDING_BLOCK < number < self.num_blocks:
             raise InvalidBlock(
                 f"block {block} is not one of 1 to {self.num_blocks - 1}: pass a block of this "
                 "pool; block 0 is the padding block"
             )
+        return number
 
 
 _SHIFT = 9

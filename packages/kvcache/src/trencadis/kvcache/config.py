@@ -19,14 +19,27 @@ from trencadis.kvcache.errors import InvalidSetting
 PADDING_BLOCK = 0
 """The block that padded positions of a batch write to and read from. It is never allocated."""
 
+MAX_NUM_BLOCKS = 1 << 24
+"""Most blocks of a pool: the block manager needs 24 bytes of host memory for each of them."""
+
+MAX_BLOCK_SIZE = 1 << 24
+"""Most tokens of a block. Slots are counted in 32-bit integers."""
+
 IGNORED_VARIABLES = ("VLLM_DEFRAG_WITH_GRAPHS",)
 """Variables of the vLLM plugin for Gaudi that are accepted and have no effect here."""
+
+MAX_DIGITS = 18
+"""Most digits of a number in an environment variable."""
 
 logger = logging.getLogger(__name__)
 
 
-def _as_tuple(buckets: Iterable[int]) -> tuple[int, ...]:
-    return tuple(buckets)
+def as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
+    """``numbers`` as a tuple. What gives no tuple is left for the validator to refuse."""
+    try:
+        return tuple(numbers)
+    except (TypeError, OverflowError):
+        return numbers  # type: ignore[return-value]
 
 
 @attrs.frozen(kw_only=True)
@@ -37,13 +50,16 @@ class CacheConfig:
     """
 
     num_blocks: int = attrs.field(
-        validator=validators.at_least(
-            2, "block 0 is the padding block, so only a second block can hold tokens"
+        validator=validators.between(
+            2,
+            MAX_NUM_BLOCKS,
+            "block 0 is the padding block, so only a second block can hold tokens; for a larger "
+            "cache use larger blocks",
         ),
         metadata={"help": "Number of device blocks, the padding block 0 included."},
     )
     block_size: int = attrs.field(
-        validator=validators.power_of_two,
+        validator=validators.power_of_two(MAX_BLOCK_SIZE),
         metadata={"help": "Size of a block in tokens, a power of two."},
     )
     watermark: float = attrs.field(
@@ -56,7 +72,9 @@ class CacheConfig:
     )
     num_host_blocks: int = attrs.field(
         default=0,
-        validator=validators.at_least(0, "0 turns swapping off"),
+        validator=validators.between(
+            0, MAX_NUM_BLOCKS, "0 turns swapping off; for more host memory use larger blocks"
+        ),
         metadata={"help": "Number of host blocks for swapped sequences, 0 for no swapping."},
     )
     enable_prefix_caching: bool = attrs.field(
@@ -66,7 +84,7 @@ class CacheConfig:
     )
     decode_buckets: tuple[int, ...] = attrs.field(
         default=(),
-        converter=_as_tuple,
+        converter=as_tuple,
         validator=validators.ascending,
         metadata={
             "help": "Prefix lengths in blocks that decode graphs exist for; set them only for a "
@@ -113,12 +131,14 @@ class DefragConfig:
     )
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> DefragConfig:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> DefragConfig:
         """Settings from the environment variables that the metadata of the fields names.
 
-        A variable that is not set, or blank, leaves the default. Raises `InvalidSetting`, which
-        names the variable and its value.
+        ``environ`` is the environment of the process by default. A variable that is not set, or
+        blank, leaves the default. Raises `InvalidSetting`, which names the variable and its value.
         """
+        environ = os.environ if environ is None else environ
+        validators.require_instance("environ", environ, Mapping)
         for name in IGNORED_VARIABLES:
             if environ.get(name, "").strip():
                 logger.info("%s has no effect: the device decides whether copies are graphs", name)
@@ -127,7 +147,7 @@ class DefragConfig:
         name = fields.threshold.metadata["env"]
         threshold = environ.get(name, "").strip()
         if threshold:
-            if not threshold.isdecimal():
+            if not threshold.isdecimal() or len(threshold) > MAX_DIGITS:
                 raise InvalidSetting(
                     f"{name} must be a number of blocks, got {threshold!r}: "
                     f"{fields.threshold.default} is usual"

@@ -7,11 +7,15 @@ are carried out in the order in which they were made; `CopyPlan` keeps this orde
 
 from __future__ import annotations
 
+import reprlib
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from enum import Enum
 from itertools import repeat
+from operator import index
 from typing import NamedTuple
+
+from trencadis.kvcache.errors import InvalidSetting
 
 PLAN_SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Buckets for the number of copies in a batch (seed 000): devices compile a graph for each."""
@@ -28,6 +32,17 @@ class BlockCopy(NamedTuple):
 
 
 Copies = tuple[BlockCopy, ...]
+
+
+def as_block_copies(copies: Sequence[BlockCopy]) -> Copies:
+    """The pairs as copies. Raises `InvalidSetting` for anything but pairs of integers."""
+    try:
+        return tuple(BlockCopy(index(src), index(dst)) for src, dst in copies)
+    except (TypeError, ValueError) as error:
+        raise InvalidSetting(
+            f"block copies must be (source, destination) pairs of block ids, got "
+            f"{reprlib.repr(copies)}: pass what the block manager returned"
+        ) from error
 
 
 class SwapCopies(NamedTuple):
@@ -63,8 +78,9 @@ def split_to_plan_sizes(copies: Sequence[BlockCopy]) -> Iterator[Copies]:
 
     For devices that compile a graph for each size. Carrying out the parts one after the other has
     the same effect as the batch: only swaps have batches of more than 512 copies, and a swap never
-    writes a block that it reads.
+    writes a block that it reads. Raises `InvalidSetting` for anything but pairs of block ids.
     """
+    copies = as_block_copies(copies)
     largest = PLAN_SIZES[-1]
     for first in range(0, len(copies), largest):
         part = copies[first : first + largest]
@@ -91,7 +107,13 @@ class CopyPlan:
             yield direction, tuple(copies)
 
     def add(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:
-        """Append the copies that one call of the block manager returned."""
+        """Append the copies that one call of the block manager returned.
+
+        Raises `InvalidSetting` for anything but a `Direction` and pairs of block ids.
+        """
+        if not isinstance(direction, Direction):
+            raise InvalidSetting(f"direction must be a Direction, got {direction!r}: pass one")
+        copies = as_block_copies(copies)
         if not copies:
             return
         if not self._can_join(direction, copies):

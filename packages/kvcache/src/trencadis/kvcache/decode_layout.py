@@ -7,13 +7,16 @@ shares the block gets an extra (block, row) pair, and the blocks of these few pa
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Sequence
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.kvcache.config import MAX_BLOCK_SIZE, PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.validators import require_at_least, require_between
 
 NO_OWNER = -1
 """The owner of a block that no row of the batch reads."""
@@ -59,19 +62,34 @@ def lay_out(
 
     ``num_blocks`` is the length of the contiguous prefix, usually a bucket; by default the prefix
     ends with the highest block of these tables. No Python loop runs over the blocks. Raises
-    `InvalidSetting` if a block is outside the prefix.
+    `InvalidSetting` if a block is outside the prefix, or if a row does not have exactly the blocks
+    that its slots need: a swapped sequence, which has none, is not part of a batch.
     """
-    lengths = np.fromiter(map(len, block_tables), np.int32, len(block_tables))
-    blocks = np.concatenate(block_tables) if block_tables else np.empty(0, np.int32)
-    needed = int(blocks.max(initial=0)) + 1
-    if num_blocks is not None and num_blocks < needed:
+    require_between("block_size", block_size, 1, MAX_BLOCK_SIZE, "pass that of the cache")
+    lengths, blocks, tokens = _as_arrays(block_tables, num_tokens)
+    slots_of_last = tokens - (lengths - 1) * block_size
+    incomplete = np.flatnonzero((lengths < 1) | (slots_of_last < 1) | (slots_of_last > block_size))
+    if len(incomplete):
+        row = int(incomplete[0])
         raise InvalidSetting(
-            f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: "
-            f"pass at least {needed}"
+            f"row {row} has {lengths[row]} blocks of {block_size} for {tokens[row]} slots: "
+            "pass the block table of each sequence with its number of slots"
         )
-    rows = np.repeat(np.arange(len(block_tables), dtype=np.int32), lengths)
+    if blocks.min(initial=PADDING_BLOCK + 1) <= PADDING_BLOCK:
+        raise InvalidSetting(
+            f"block {blocks.min()} is in a block table: pass tables of a block manager"
+        )
+    needed = int(blocks.max(initial=0)) + 1
+    if num_blocks is not None:
+        remedy = f"pass at least {needed}"
+        require_at_least("num_blocks", num_blocks, 1, remedy)
+        if num_blocks < needed:
+            raise InvalidSetting(
+                f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"
+            )
+    rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     slots = np.full(len(blocks), block_size, np.int32)
-    slots[np.cumsum(lengths) - 1] = np.asarray(num_tokens, np.int32) - (lengths - 1) * block_size
+    slots[np.cumsum(lengths) - 1] = slots_of_last
 
     owner = np.full(num_blocks or needed, NO_OWNER, np.int32)
     used = np.zeros(len(owner), np.int32)
@@ -80,3 +98,27 @@ def lay_out(
     used[blocks[::-1]] = slots[::-1]
     extra = np.flatnonzero(owner[blocks] != rows)
     return DecodeLayout(owner, used, blocks[extra], rows[extra], slots[extra])
+
+
+def _as_arrays(
+    block_tables: Sequence[Int32Array], num_tokens: Sequence[int]
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """The lengths of the tables, their blocks one after the other, and the slots of each row."""
+    try:
+        lengths = np.fromiter(map(len, block_tables), np.int32, len(block_tables))
+        blocks = np.concatenate(block_tables) if len(lengths) else np.empty(0, np.int32)
+        tokens = np.asarray(num_tokens, None if len(num_tokens) else np.int32)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise _not_a_batch(block_tables, num_tokens) from error
+    kinds = blocks.dtype.kind + tokens.dtype.kind
+    if kinds != "ii" or blocks.ndim != 1 or tokens.shape != lengths.shape:
+        raise _not_a_batch(block_tables, num_tokens)
+    return lengths, blocks, tokens
+
+
+def _not_a_batch(block_tables: object, num_tokens: object) -> InvalidSetting:
+    return InvalidSetting(
+        "block_tables must be integer arrays, and num_tokens an integer for each, got "
+        f"{reprlib.repr(block_tables)} and {reprlib.repr(num_tokens)}: pass a table and a number "
+        "of slots for each row"
+    )

@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 
 import attrs
 
-from trencadis.kvcache.config import DefragConfig
+from trencadis.kvcache.config import MAX_NUM_BLOCKS, DefragConfig
 from trencadis.kvcache.copy_plan import PLAN_SIZES, BlockCopy, Copies, pad_copies, plan_size
+from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.manager import BlockManager
+from trencadis.kvcache.validators import require_at_least, require_between, require_instance
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +54,14 @@ class Defragmenter:
 
     Call `defragment` once per step, after the scheduler's allocations and before the batch is
     built. Add its copies to the step's `CopyPlan` at that point. Mark the slots of earlier steps
-    as computed before, because blocks without computed slots move without a copy.
+    as computed before, because blocks without computed slots move without a copy. Raises
+    `InvalidSetting` for arguments of other types.
     """
 
     def __init__(self, manager: BlockManager, config: DefragConfig | None = None) -> None:
-        self.config = config or DefragConfig()
+        require_instance("manager", manager, BlockManager)
+        self.config = DefragConfig() if config is None else config
+        require_instance("config", self.config, DefragConfig)
         self._manager = manager
 
     def is_due(self) -> bool:
@@ -123,7 +128,16 @@ def warm_up_defragmenter(
 
     Each call exchanges the blocks 1 and 0. With an odd number of sizes one more call follows, so
     the cache is unchanged in the end. Returns False, with a warning, for fewer than two blocks.
+    Raises `InvalidSetting` for sizes below two, which cannot hold an exchange. An error of ``copy``
+    is passed on.
     """
+    require_at_least("num_blocks", num_blocks, 0, "pass the number of blocks of the cache")
+    require_instance("sizes", sizes, Sequence)
+    for size in sizes:
+        remedy = "pass the plan sizes that the device compiles"
+        require_between("size", size, 2, MAX_NUM_BLOCKS, remedy)
+    if not callable(copy):
+        raise InvalidSetting(f"copy must be callable, got {copy!r}: pass KVCache.copy")
     logger.info("Warming up defragmenter with thresholds: %s", list(sizes))
     if num_blocks < 2:
         logger.warning("Skipping defragmenter warmup, insufficient blocks (%d)", num_blocks)

@@ -11,7 +11,15 @@ class KVCacheError(Exception):
 
 
 class InvalidSetting(KVCacheError, ValueError):
-    """A setting or an argument is out of range."""
+    """A setting or an argument is out of range or of a wrong type."""
+
+
+class OutOfMemory(KVCacheError, MemoryError):
+    """The memory of the cache cannot be allocated."""
+
+
+class MissingExtra(KVCacheError, ImportError):
+    """A module needs a library that an extra of this package installs."""
 
 
 class UnknownSequence(KVCacheError, LookupError):

@@ -7,15 +7,14 @@ in the order in which they were returned (see `CopyPlan`).
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import CacheConfig
-from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies
-from trencadis.kvcache.errors import InvalidSetting, OutOfBlocks
-from trencadis.kvcache.prefix_cache import ID_TYPECODE, PrefixCache, PrefixKeys, RequestHasher
+from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_copies
+from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, OutOfBlocks
+from trencadis.kvcache.prefix_cache import PrefixCache, PrefixKeys, RequestHasher, as_token_array
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import (
     BlockIds,
@@ -25,6 +24,7 @@ from trencadis.kvcache.sequences import (
 )
 from trencadis.kvcache.swapper import HostBlockPool, Swapper
 from trencadis.kvcache.transfers import BandwidthGovernor
+from trencadis.kvcache.validators import as_integer, require_finite, require_instance
 
 
 class AllocStatus(Enum):
@@ -49,7 +49,7 @@ class BlockManager:
 
     ``pool`` and ``host_pool`` are for reading: the numbers of free and used blocks. ``hasher``
     computes the ``prefix_keys`` arguments. ``governor`` limits the bandwidth of swaps; without
-    one all swap copies are due at once.
+    one all swap copies are due at once. Raises `InvalidSetting` for a hasher of another block size.
     """
 
     def __init__(
@@ -59,8 +59,17 @@ class BlockManager:
         hasher: RequestHasher | None = None,
         governor: BandwidthGovernor | None = None,
     ) -> None:
+        require_instance("config", config, CacheConfig)
         self.config = config
-        self.hasher = hasher or RequestHasher(config.block_size)
+        self.hasher = RequestHasher(config.block_size) if hasher is None else hasher
+        require_instance("hasher", self.hasher, RequestHasher)
+        if self.hasher.block_size != config.block_size:
+            raise InvalidSetting(
+                f"the hasher has blocks of {self.hasher.block_size} tokens and the cache blocks of "
+                f"{config.block_size}: make the hasher with the block size of the cache"
+            )
+        if governor is not None:
+            require_instance("governor", governor, BandwidthGovernor)
         self.pool = BlockPool(config.num_blocks, config.decode_buckets)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
@@ -73,7 +82,10 @@ class BlockManager:
         self._sequences = SequenceTable()
 
     def __contains__(self, seq_id: int) -> bool:
-        return seq_id in self._sequences
+        try:
+            return seq_id in self._sequences
+        except TypeError:  # cannot be hashed
+            return False
 
     def block_table(self, seq_id: int) -> BlockIds:
         """The device blocks of a sequence in token order: a read-only ``int32[num_blocks]`` view.
@@ -81,18 +93,19 @@ class BlockManager:
         The view is valid until the sequence grows or moves, so read it again in every step. The
         table of a swapped sequence is empty.
         """
-        return self._sequences[seq_id].block_table.view
+        return self._sequences.find(seq_id).block_table.view
 
     def num_tokens(self, seq_id: int) -> int:
         """The number of slots of a sequence."""
-        return len(self._sequences[seq_id].token_ids)
+        return len(self._sequences.find(seq_id).token_ids)
 
     def is_resident(self, seq_id: int) -> bool:
         """Whether all computed blocks of a sequence are on the device, so that it can run."""
-        return self._sequences[seq_id].is_resident
+        return self._sequences.find(seq_id).is_resident
 
     def num_cached_prefix_blocks(self, prefix_keys: PrefixKeys) -> int:
         """The number of leading full blocks of a request that are in the prefix cache."""
+        require_instance("prefix_keys", prefix_keys, PrefixKeys)
         return len(self.pool.prefix_index.match(prefix_keys.blocks))
 
     def can_allocate(
@@ -107,15 +120,16 @@ class BlockManager:
 
         NEVER: the prompt needs more blocks than the cache has. LATER: it would leave fewer free
         blocks than the watermark and ``num_spare`` together. The watermark does not apply while no
-        block is used, so without spare blocks LATER always ends.
+        block is used, so without spare blocks LATER always ends. Raises `InvalidSetting` as
+        `allocate` does.
         """
-        needed = ceil_div(len(token_ids), self._block_size)
+        needed = self._num_prompt_blocks(token_ids)
         if needed > self.pool.num_usable_blocks:
             return AllocStatus.NEVER
         available = self._num_blocks_above_watermark() - num_spare
         if needed <= available:
             return AllocStatus.OK
-        tokens = array(ID_TYPECODE, token_ids)
+        tokens = as_token_array(token_ids)
         _, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
         needed -= sum(self.pool.ref_count(block) > 0 for block, _ in hits)
         return AllocStatus.OK if needed <= available else AllocStatus.LATER
@@ -136,13 +150,17 @@ class BlockManager:
 
         ``prefix_keys``, from `RequestHasher`, are the keys of the prompt or of a first part of it.
         Only sequences with equal ``extra_keys`` (adapter id, cache salt) share blocks;
-        ``prefix_keys`` contain their extra keys. Raises `DuplicateSequence`, `OutOfBlocks`, or
-        `InvalidSetting` for an empty prompt or the keys of other tokens.
+        ``prefix_keys`` contain their extra keys. See `RequestHasher` for the types of extra keys.
+        Raises `DuplicateSequence`, `OutOfBlocks`, or `InvalidSetting` for an empty prompt, for
+        token ids that are no 32-bit integers, and for prefix keys of other tokens or extra keys.
         """
         self._sequences.require_new(seq_id)
-        if not len(token_ids):
-            raise InvalidSetting(f"sequence {seq_id} has 0 tokens: allocate at least one")
-        tokens = array(ID_TYPECODE, token_ids)
+        if self._num_prompt_blocks(token_ids) > self.pool.num_usable_blocks:
+            raise OutOfBlocks(
+                f"{len(token_ids)} tokens need more than the {self.pool.num_usable_blocks} blocks "
+                "of the cache: shorten the prompt, or raise num_blocks"
+            )
+        tokens = as_token_array(token_ids)
         keys, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
         num_new = ceil_div(len(tokens), self._block_size) - len(hits)
         self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block, _ in hits))
@@ -168,6 +186,8 @@ class BlockManager:
         Raises `InvalidSetting` for more tokens than slots.
         """
         sequence = self._sequences.resident(seq_id)
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = _as_num_tokens(num_tokens)
         if num_tokens > len(sequence.token_ids):
             raise InvalidSetting(
                 f"sequence {seq_id} has {len(sequence.token_ids)} slots, so {num_tokens} tokens "
@@ -175,13 +195,13 @@ class BlockManager:
             )
         if num_tokens <= sequence.num_computed_tokens:
             return
-        sequence.num_computed_tokens = num_tokens
         keys, num_full = sequence.keys, num_tokens // self._block_size
         if keys is not None and num_full > len(keys):
             new_blocks = sequence.block_table.view[len(keys) : num_full].tolist()
             self._prefix_cache.cache_full_blocks(
                 keys, new_blocks, sequence.token_ids, sequence.extra
             )
+        sequence.num_computed_tokens = num_tokens
 
     def blocks_to_append(self, seq_id: int, num_tokens: int = 1) -> int:
         """The number of free blocks that `append` of ``num_tokens`` needs.
@@ -189,16 +209,19 @@ class BlockManager:
         Includes the copy-on-write of a shared last block. The sequence must be on the device.
         """
         sequence = self._sequences.resident(seq_id)
+        if type(num_tokens) is not int or num_tokens < 0:
+            num_tokens = _as_num_tokens(num_tokens)
         return sum(self._append_needs(sequence, num_tokens))
 
     def append(self, seq_id: int, token_ids: Sequence[int]) -> Copies:
         """Allocate slots for new tokens of a sequence on the device.
 
         Returns the copy to carry out before the forward pass: a copy-on-write if the last block is
-        partial and shared with a fork. Raises `OutOfBlocks`.
+        partial and shared with a fork. Raises `OutOfBlocks`, or `InvalidSetting` for token ids that
+        are no 32-bit integers.
         """
         sequence = self._sequences.resident(seq_id)
-        tokens = array(ID_TYPECODE, token_ids)
+        tokens = as_token_array(token_ids)
         copies_last, num_new = self._append_needs(sequence, len(tokens))
         copies: Copies = ()
         if copies_last or num_new:
@@ -224,7 +247,7 @@ class BlockManager:
 
     def free(self, seq_id: int) -> None:
         """Remove a sequence and release its blocks, on the device and on the host."""
-        sequence = self._sequences[seq_id]
+        sequence = self._sequences.find(seq_id)
         del self._sequences[seq_id]
         self._references.release_all(sequence)
         if not sequence.is_resident:
@@ -257,8 +280,10 @@ class BlockManager:
         Pass the sequences of one group together, so that shared blocks are copied once. Only
         computed blocks are copied. With a governor some copies may become due later: later calls
         and `resume_swaps` return them in order, and their device blocks stay used until then.
-        Raises `OutOfHostBlocks` or `DuplicateSequence`.
+        Raises `OutOfHostBlocks`, `DuplicateSequence`, or `InvalidSetting` for a time that is not
+        finite.
         """
+        require_finite("now", now)
         self._swapper.swap_out(self._sequences.all_resident(seq_ids))
         return self._swapper.admit_outgoing(now)
 
@@ -279,14 +304,19 @@ class BlockManager:
 
         Blocks in the prefix cache are shared instead of copied. With a governor some copies may
         become due later (see `resume_swaps`); `is_resident` is False until all of them were
-        returned. Raises `OutOfBlocks`, `DuplicateSequence` or `NotSwapped` (also while the swap
-        out is not complete).
+        returned. Raises `OutOfBlocks`, `DuplicateSequence`, `NotSwapped` (also while the swap out
+        is not complete), or `InvalidSetting` for a time that is not finite.
         """
+        require_finite("now", now)
         self._swapper.swap_in(self._sequences.all_swapped(seq_ids))
         return self._swapper.admit_incoming(now)
 
     def resume_swaps(self, now: float) -> SwapCopies:
-        """The copies of earlier swaps that are due at ``now`` (seconds); call it every step."""
+        """The copies of earlier swaps that are due at ``now`` (seconds); call it every step.
+
+        Raises `InvalidSetting` for a time that is not finite.
+        """
+        require_finite("now", now)
         if not (self._swapper.outgoing or self._swapper.incoming):
             return _NO_SWAPS
         return SwapCopies(self._swapper.admit_outgoing(now), self._swapper.admit_incoming(now))
@@ -294,16 +324,37 @@ class BlockManager:
     def relocate(self, moves: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:
         """Move used blocks to free blocks and update the block tables; returns the copies.
 
-        For `Defragmenter`. Blocks without a computed slot move without a copy. If a destination
-        in ``keep`` is a cached block, its content moves to the source; the content of other
-        destinations is evicted. Raises `InvalidBlock`.
+        For `Defragmenter`. All moves happen at once: every source is a used block, every
+        destination a free block, and no block occurs twice. Blocks without a computed slot move
+        without a copy. If a destination in ``keep`` is a cached block, its content moves to the
+        source; the content of other destinations is evicted. Raises `InvalidBlock`.
         """
-        copies = [move for move in moves if self._references.has_computed_slot(move.src)]
-        copies += [BlockCopy(dst, src) for src, dst in moves if dst in keep]
+        moves = as_block_copies(moves)
+        require_instance("keep", keep, (set, frozenset, list, tuple))
+        kept = {self.pool.as_block(block) for block in keep}
+        if len({block for move in moves for block in move}) < 2 * len(moves):
+            raise InvalidBlock(f"a block occurs twice in {moves}: move each block once")
         for src, dst in moves:
-            self._references.relocate(src, dst, keep=dst in keep)
+            self.pool.require_movable(src, dst)
+        kept = {dst for _, dst in moves if dst in kept and dst in self.pool.prefix_index}
+        copies = [move for move in moves if self._references.has_computed_slot(move.src)]
+        copies += [BlockCopy(dst, src) for src, dst in moves if dst in kept]
+        for src, dst in moves:
+            self._references.relocate(src, dst, keep=dst in kept)
         self._swapper.relocate(dict(moves))
         return tuple(copies)
+
+    def _num_prompt_blocks(self, token_ids: Sequence[int]) -> int:
+        try:
+            num_tokens = len(token_ids)
+        except (TypeError, OverflowError):
+            num_tokens = 0
+        if not num_tokens:
+            raise InvalidSetting(
+                f"a prompt must have at least one token, got {token_ids!r}: pass a sequence of "
+                "token ids"
+            )
+        return ceil_div(num_tokens, self._block_size)
 
     def _require_free(self, num_blocks: int) -> None:
         if num_blocks > self.pool.num_free_blocks:
@@ -327,3 +378,7 @@ class BlockManager:
         if num_tokens <= num_free_slots:
             return copies_last, 0
         return copies_last, ceil_div(num_tokens - num_free_slots, self._block_size)
+
+
+def _as_num_tokens(value: object) -> int:
+    return as_integer("num_tokens", value, "pass a number of tokens", minimum=0)

@@ -10,15 +10,26 @@ parents, so a hash collision, accidental or forged, never gives a request other 
 
 from __future__ import annotations
 
+import reprlib
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b
+from math import isnan
 
 from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.validators import require_at_least, require_instance
 
 ID_TYPECODE = "i"
 """`array` typecode of token ids: 32-bit signed integers."""
+
+COMPARABLE_TYPES = (str, bytes, int, float, bool, type(None))
+"""The types of extra keys, alone or in tuples: ``repr`` gives every value of them another text."""
+
+MAX_NUM_TOKENS = (1 << 31) - 1
+"""Most tokens of a sequence. Slots are counted in 32-bit integers."""
+
+_PLAIN_SEQUENCES = (list, tuple)
 
 Digest = Callable[[bytes, bytes], bytes]
 """Gives the digest of a block, from the digest of its parent and its tokens as bytes."""
@@ -67,11 +78,20 @@ class BlockKey:
 
 
 class PrefixKeys:
-    """The keys of a request's full blocks, first to last, and its encoded extra keys."""
+    """The keys of a request's full blocks, first to last, and its encoded extra keys.
+
+    `RequestHasher` makes them. Raises `InvalidSetting` for keys with other extra keys.
+    """
 
     __slots__ = ("blocks", "extra")
 
     def __init__(self, blocks: Sequence[BlockKey], extra: bytes) -> None:
+        require_instance("blocks", blocks, Sequence)
+        require_instance("extra", extra, bytes)
+        if any(not isinstance(key, BlockKey) or key.extra != extra for key in blocks):
+            raise InvalidSetting(
+                "blocks must be keys with the same extra keys: use RequestHasher to make them"
+            )
         self.blocks = tuple(blocks)
         self.extra = extra
 
@@ -80,20 +100,25 @@ class RequestHasher:
     """Computes the keys of a request's full blocks. ``block_size`` is in tokens.
 
     A scheduler hashes a request once, on arrival, and passes the keys to every call of
-    `BlockManager.can_allocate` and `BlockManager.allocate`.
+    `BlockManager.can_allocate` and `BlockManager.allocate`. ``digest`` gives the bytes of a block
+    from the digest of its parent and its tokens; an error that it raises is passed on.
     """
 
     def __init__(self, block_size: int, digest: Digest = blake2b_digest) -> None:
+        require_at_least("block_size", block_size, 1, "pass the block size of the cache")
+        if not callable(digest):
+            raise InvalidSetting(f"digest must be callable, got {digest!r}: pass a function")
         self.block_size = block_size
         self._digest = digest
 
-    def __call__(self, token_ids: Iterable[int], extra_keys: Sequence[Hashable] = ()) -> PrefixKeys:
+    def __call__(self, token_ids: Sequence[int], extra_keys: Sequence[Hashable] = ()) -> PrefixKeys:
         """The keys of the full blocks of ``token_ids``; a partial last block has no key.
 
-        Two requests share blocks only if their ``extra_keys`` are equal. Extra keys are compared
-        by their ``repr``.
+        Two requests share blocks only if their ``extra_keys`` have equal types and values. Extra
+        keys are strings, bytes, numbers, booleans, None, and tuples of these. Raises
+        `InvalidSetting` for others, and for token ids that are no 32-bit integers.
         """
-        tokens = array(ID_TYPECODE, token_ids)
+        tokens = as_token_array(token_ids)
         return self.extended(PrefixKeys((), encode_extra_keys(extra_keys)), tokens)
 
     def extended(self, prefix_keys: PrefixKeys, tokens: array[int]) -> PrefixKeys:
@@ -101,6 +126,7 @@ class RequestHasher:
 
         Raises `InvalidSetting` if ``prefix_keys`` do not belong to the first of these tokens.
         """
+        require_instance("prefix_keys", prefix_keys, PrefixKeys)
         num_covered = len(prefix_keys.blocks) * self.block_size
         covered = b"".join(key.tokens for key in prefix_keys.blocks)
         if covered != tokens[:num_covered].tobytes():
@@ -110,25 +136,73 @@ class RequestHasher:
             )
         if num_covered + self.block_size > len(tokens):
             return prefix_keys
-        keys = list(prefix_keys.blocks)
-        self.extend_chain(keys, tokens, len(tokens), prefix_keys.extra)
-        return PrefixKeys(keys, prefix_keys.extra)
+        keys = prefix_keys.blocks
+        return PrefixKeys(
+            (*keys, *self.next_keys(keys, tokens, len(tokens), prefix_keys.extra)),
+            prefix_keys.extra,
+        )
 
-    def extend_chain(
-        self, keys: list[BlockKey], tokens: array[int], num_tokens: int, extra: bytes
-    ) -> None:
-        """Append to ``keys`` the missing keys of the full blocks of the first ``num_tokens``."""
-        size = self.block_size
-        for index in range(len(keys), num_tokens // size):
-            content = tokens[index * size : (index + 1) * size].tobytes()
-            parent = keys[-1] if keys else None
+    def next_keys(
+        self, keys: Sequence[BlockKey], tokens: array[int], num_tokens: int, extra: bytes
+    ) -> list[BlockKey]:
+        """The keys that follow ``keys``, up to the last full block of the first ``num_tokens``."""
+        size, parent = self.block_size, keys[-1] if keys else None
+        new_keys: list[BlockKey] = []
+        for position in range(len(keys), num_tokens // size):
+            content = tokens[position * size : (position + 1) * size].tobytes()
             seed = self._digest(b"", extra) if parent is None else parent.digest
-            keys.append(BlockKey(self._digest(seed, content), content, parent, extra))
+            digest = self._digest(seed, content)
+            if type(digest) is not bytes:
+                raise InvalidSetting(f"digest must return bytes, got {digest!r}: convert it")
+            parent = BlockKey(digest, content, parent, extra)
+            new_keys.append(parent)
+        return new_keys
+
+
+def as_token_array(token_ids: Sequence[int]) -> array[int]:
+    """A copy of the token ids. Raises `InvalidSetting` unless all are 32-bit signed integers."""
+    try:
+        if type(token_ids) in _PLAIN_SEQUENCES:
+            return array(ID_TYPECODE, token_ids)
+        if len(token_ids) > MAX_NUM_TOKENS:  # more than 32-bit slots, such as a range without end
+            raise ValueError("too many")
+        # Without an iterator, an array would take bytes as the memory of integers.
+        return array(ID_TYPECODE, iter(token_ids))
+    except (TypeError, ValueError, OverflowError) as error:
+        raise InvalidSetting(
+            f"token ids must be integers from {-(1 << 31)} to {(1 << 31) - 1}, "
+            f"got {reprlib.repr(token_ids)}: pass the ids that the tokenizer gives"
+        ) from error
 
 
 def encode_extra_keys(extra_keys: Sequence[Hashable]) -> bytes:
-    """The extra keys as bytes. Equal extra keys give equal bytes, different ones do not."""
-    return repr(tuple(extra_keys)).encode() if extra_keys else b""
+    """The extra keys as bytes, which are equal for keys of equal types and values only.
+
+    Raises `InvalidSetting` for keys of a type that is not in `COMPARABLE_TYPES` and no tuple of
+    these, and for NaN: two such keys could be taken for equal although they are not.
+    """
+    # A key may be a secret, so no message shows one.
+    if not isinstance(extra_keys, (tuple, list)):
+        raise InvalidSetting(
+            f"extra_keys must be a tuple of keys, got a {type(extra_keys).__name__}: pass a tuple"
+        )
+    unchecked: list[Hashable] = list(extra_keys)
+    while unchecked:
+        key = unchecked.pop()
+        if type(key) is tuple:
+            unchecked += key
+        elif type(key) not in COMPARABLE_TYPES or (type(key) is float and isnan(key)):
+            raise InvalidSetting(
+                f"an extra key of type {type(key).__name__} cannot be compared by value: "
+                "pass strings, bytes, numbers (not NaN), booleans, None, or tuples of these"
+            )
+    try:
+        return repr(tuple(extra_keys)).encode() if extra_keys else b""
+    except (ValueError, RecursionError) as error:
+        raise InvalidSetting(
+            "extra_keys have an integer of too many digits or too many nested tuples: "
+            "pass a digest of them"
+        ) from error
 
 
 class PrefixIndex:
@@ -270,10 +344,17 @@ class PrefixCache:
         """The keys of a prompt, and the blocks of its longest cached prefix with their keys.
 
         The prefix leaves at least one token to compute. Computes the keys that are missing in
-        ``prefix_keys``. Raises `InvalidSetting` if ``prefix_keys`` belong to other tokens.
+        ``prefix_keys``. Raises `InvalidSetting` if ``prefix_keys`` belong to other tokens or to
+        other extra keys.
         """
+        extra = encode_extra_keys(extra_keys)
         if prefix_keys is None:
-            prefix_keys = PrefixKeys((), encode_extra_keys(extra_keys))
+            prefix_keys = PrefixKeys((), extra)
+        require_instance("prefix_keys", prefix_keys, PrefixKeys)
+        if extra and extra != prefix_keys.extra:
+            raise InvalidSetting(
+                "prefix_keys were computed with other extra keys: hash the request again"
+            )
         if not self.enabled:
             return prefix_keys, []
         prefix_keys = self._hasher.extended(prefix_keys, tokens)
@@ -287,10 +368,9 @@ class PrefixCache:
 
         ``keys`` are those of the blocks before; the keys of ``new_blocks`` are appended.
         """
-        start = len(keys)
-        num_tokens = (start + len(new_blocks)) * self._hasher.block_size
-        self._hasher.extend_chain(keys, tokens, num_tokens, extra)
-        for position, block in enumerate(new_blocks, start):
+        num_tokens = (len(keys) + len(new_blocks)) * self._hasher.block_size
+        new_keys = self._hasher.next_keys(keys, tokens, num_tokens, extra)
+        for key, block in zip(new_keys, new_blocks, strict=True):
             # The canonical key of the parent can be another object: see `PrefixIndex`.
-            keys[position].parent = keys[position - 1] if position else None
-            keys[position] = self._index.register(keys[position], block)
+            key.parent = keys[-1] if keys else None
+            keys.append(self._index.register(key, block))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
 
 import attrs
 import numpy as np
@@ -13,12 +14,14 @@ from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.copy_plan import BlockCopy
 from trencadis.kvcache.errors import (
     DuplicateSequence,
+    InvalidSetting,
     NotComputed,
     NotResident,
     NotSwapped,
     UnknownSequence,
 )
 from trencadis.kvcache.prefix_cache import BlockKey
+from trencadis.kvcache.validators import as_integer
 
 BlockIds = npt.NDArray[np.int32]
 
@@ -56,7 +59,7 @@ class BlockTable:
 
     def last(self) -> int:
         """The last block."""
-        return int(self._array[self._len - 1])
+        return self._array.item(self._len - 1)
 
     def _update_view(self) -> None:
         self.view: BlockIds = self._array[: self._len]
@@ -112,43 +115,66 @@ class SequenceState:
 
 
 class SequenceTable(dict[int, SequenceState]):
-    """The sequences by id. ``table[seq_id]`` raises `UnknownSequence` for an unknown id."""
+    """The sequences by id."""
 
-    def __missing__(self, seq_id: int) -> SequenceState:
+    def find(self, seq_id: int) -> SequenceState:
+        """A sequence, on the device or not. Raises `UnknownSequence`."""
+        try:
+            return self[seq_id]
+        except TypeError:  # an id that cannot be hashed
+            self.__missing__(seq_id)
+
+    def __missing__(self, seq_id: int) -> NoReturn:
         raise UnknownSequence(
             f"sequence {seq_id} has no blocks: allocate it first, and free it once"
         )
 
     def require_new(self, seq_id: int) -> None:
-        """Raises `DuplicateSequence` for an id that is in use."""
+        """Raises `DuplicateSequence` for an id in use, and `InvalidSetting` for no integer."""
+        as_integer("seq_id", seq_id, "number the sequences")
         if seq_id in self:
             raise DuplicateSequence(f"sequence {seq_id} already has blocks: free it first")
 
     def resident(self, seq_id: int) -> SequenceState:
         """A sequence on the device. Raises `UnknownSequence` or `NotResident`."""
-        sequence = self[seq_id]
+        try:
+            sequence = self[seq_id]
+        except TypeError:  # an id that cannot be hashed
+            self.__missing__(seq_id)
         if sequence.host_block_table is not None or sequence.num_pending_blocks:
             raise NotResident(f"sequence {seq_id} is not on the device: swap it in first")
         return sequence
 
-    def all_resident(self, seq_ids: Sequence[int]) -> list[SequenceState]:
+    def all_resident(self, seq_ids: Iterable[int]) -> list[SequenceState]:
         """Distinct sequences on the device. Raises as `resident`, and `DuplicateSequence`."""
-        _require_distinct(seq_ids)
-        return [self.resident(seq_id) for seq_id in seq_ids]
+        return [self.resident(sequence.seq_id) for sequence in self._distinct(seq_ids)]
 
-    def all_swapped(self, seq_ids: Sequence[int]) -> list[SequenceState]:
+    def all_swapped(self, seq_ids: Iterable[int]) -> list[SequenceState]:
         """Distinct swapped sequences.
 
         Raises `UnknownSequence`, `NotSwapped` or `DuplicateSequence`.
         """
-        _require_distinct(seq_ids)
-        sequences = [self[seq_id] for seq_id in seq_ids]
+        sequences = self._distinct(seq_ids)
         for sequence in sequences:
             if sequence.host_block_table is None:
                 raise NotSwapped(
                     f"sequence {sequence.seq_id} is on the device: swap in only sequences that "
                     "are swapped out"
                 )
+        return sequences
+
+    def _distinct(self, seq_ids: Iterable[int]) -> list[SequenceState]:
+        """Sequences by id. Raises `UnknownSequence`, `DuplicateSequence` or `InvalidSetting`."""
+        try:
+            remaining = iter(seq_ids)
+        except TypeError as error:
+            raise InvalidSetting(
+                f"seq_ids must be sequence ids, got {seq_ids!r}: pass a list"
+            ) from error
+        sequences = [self.find(seq_id) for seq_id in remaining]
+        if len({sequence.seq_id for sequence in sequences}) < len(sequences):
+            ids = [sequence.seq_id for sequence in sequences]
+            raise DuplicateSequence(f"sequences {ids} are not distinct: pass each id once")
         return sequences
 
 
@@ -256,7 +282,7 @@ class BlockReferences:
 
         Raises `InvalidBlock`.
         """
-        self.pool.require_valid(block)
+        block = self.pool.as_block(block)
         sequences = self._sequences(block)
         first_slot = self._position[block] * self._block_size
         return not sequences or any(
@@ -266,8 +292,3 @@ class BlockReferences:
     def _sequences(self, block: int) -> list[SequenceState]:
         first = self._first[block]
         return [] if first is None else [first, *self._others.get(block, ())]
-
-
-def _require_distinct(seq_ids: Sequence[int]) -> None:
-    if len(set(seq_ids)) < len(seq_ids):
-        raise DuplicateSequence(f"sequences {list(seq_ids)} are not distinct: pass each id once")

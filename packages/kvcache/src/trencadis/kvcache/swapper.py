@@ -8,24 +8,30 @@ in the prefix cache is not copied in.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from operator import index
 
 from trencadis.kvcache.block_pool import BlockBitmap
+from trencadis.kvcache.config import MAX_NUM_BLOCKS
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
-from trencadis.kvcache.errors import NotSwapped, OutOfBlocks, OutOfHostBlocks
+from trencadis.kvcache.errors import InvalidBlock, NotSwapped, OutOfBlocks, OutOfHostBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import BlockReferences, BlockTable, SequenceState
 from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue
+from trencadis.kvcache.validators import require_between
 
 
 class HostBlockPool:
     """Host blocks 0 to ``num_blocks - 1`` with reference counts and an index of their content.
 
     Swapped sequences that share a block share one host block. A block without references is free
-    and its content is lost.
+    and its content is lost. Raises `InvalidSetting` for a number of blocks that `CacheConfig`
+    refuses.
     """
 
     def __init__(self, num_blocks: int) -> None:
+        remedy = "for more host memory use larger blocks"
+        require_between("num_blocks", num_blocks, 0, MAX_NUM_BLOCKS, remedy)
         self.num_blocks = num_blocks
         self._free = BlockBitmap(num_blocks)
         self._free.add_range(0, num_blocks)
@@ -38,8 +44,11 @@ class HostBlockPool:
         return self._free.count
 
     def ref_count(self, block: int) -> int:
-        """The number of references to ``block``, from sequences and pending swap ins."""
-        return self._ref_counts[block]
+        """The number of references to ``block``, from sequences and pending swap ins.
+
+        Raises `InvalidBlock`.
+        """
+        return self._ref_counts[self._as_block(block)]
 
     def lookup(self, key: BlockKey | None) -> int | None:
         """The host block that holds the content of ``key``, or will after a pending swap out."""
@@ -59,11 +68,12 @@ class HostBlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a used block."""
-        self._ref_counts[block] += 1
+        """Add a reference to a used block. Raises `InvalidBlock`."""
+        self._ref_counts[self._as_used_block(block)] += 1
 
     def release(self, block: int) -> None:
-        """Remove a reference; without references a block is free."""
+        """Remove a reference; without references a block is free. Raises `InvalidBlock`."""
+        block = self._as_used_block(block)
         self._ref_counts[block] -= 1
         if self._ref_counts[block] == 0:
             self._prefix_index.drop(block)
@@ -72,6 +82,24 @@ class HostBlockPool:
     def reset_prefix_cache(self) -> None:
         """Clear the index, so that no other sequence shares what is on the host now."""
         self._prefix_index.clear()
+
+    def _as_block(self, block: int) -> int:
+        try:
+            number = index(block)
+        except TypeError:
+            number = -1
+        if not 0 <= number < self.num_blocks:
+            raise InvalidBlock(
+                f"host block {block} is not one of 0 to {self.num_blocks - 1}: pass a block of "
+                "this pool"
+            )
+        return number
+
+    def _as_used_block(self, block: int) -> int:
+        number = self._as_block(block)
+        if self._ref_counts[number] == 0:
+            raise InvalidBlock(f"host block {block} is not in use: allocate it first")
+        return number
 
 
 class Swapper:

@@ -19,13 +19,21 @@ block or a run of blocks is one contiguous transfer between host and device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import prod
 
-import torch
+from trencadis.kvcache.copy_plan import BlockCopy, Copies, Direction, as_block_copies
+from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra, OutOfMemory
+from trencadis.kvcache.validators import require_at_least, require_bool, require_instance
 
-from trencadis.kvcache.copiers import copier_for, zeros
-from trencadis.kvcache.copy_plan import BlockCopy, Direction
-from trencadis.kvcache.errors import InvalidBlock
-from trencadis.kvcache.validators import require_at_least
+try:
+    import torch
+
+    from trencadis.kvcache.copiers import copier_for, zeros
+except ModuleNotFoundError as error:
+    raise MissingExtra(
+        f"trencadis.kvcache.tensors needs PyTorch ({error}): "
+        "install trencadis-kvcache[torch], or install torch as pytorch.org describes"
+    ) from error
 
 
 def bytes_per_block(
@@ -43,7 +51,7 @@ class KVCache:
     stream on devices with streams, so call `wait` before the next forward pass.
     ``separate_layers`` allocates a tensor for the keys and one for the values of each layer;
     without it, ``data`` is the one tensor of all layers. Raises `InvalidSetting` for a size below
-    one.
+    one or another wrong argument, and `OutOfMemory` if the memory cannot be allocated.
     """
 
     def __init__(
@@ -69,66 +77,78 @@ class KVCache:
         for name, size in sizes.items():
             require_at_least(name, size, 1, "pass a positive size")
         require_at_least("num_host_blocks", num_host_blocks, 0, "0 turns swapping off")
+        require_instance("dtype", dtype, torch.dtype)
+        require_bool("separate_layers", separate_layers)
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
-        self.device = torch.device(device)
+        self.device = _as_device(device)
         shape = (2, *sizes.values())
         num_parts = 2 * num_layers
         if separate_layers:
-            self._parts = tuple(zeros(shape[2:], dtype, self.device) for _ in range(num_parts))
+            self._parts = tuple(
+                _allocate("num_blocks", num_blocks, shape[2:], dtype, self.device)
+                for _ in range(num_parts)
+            )
             words: torch.Tensor | tuple[torch.Tensor, ...] = tuple(
                 _as_words(part) for part in self._parts
             )
         else:
-            self.data = zeros(shape, dtype, self.device)
+            self.data = _allocate("num_blocks", num_blocks, shape, dtype, self.device)
             self._parts = self.data.flatten(0, 1).unbind()
             words = _as_words(self.data.view(num_parts, num_blocks, -1))
         host_shape = (num_host_blocks, num_parts, words[0][0].numel())
         # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
         pinned = self.device.type == "cuda"
-        self._host = zeros(host_shape, words[0].dtype, torch.device("cpu"), pinned=pinned)
+        host = torch.device("cpu")
+        self._host = _allocate(
+            "num_host_blocks", num_host_blocks, host_shape, words[0].dtype, host, pinned=pinned
+        )
         self._copier = copier_for(words, self._host)
 
     def key(self, layer: int) -> torch.Tensor:
-        """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""
+        """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``.
+
+        Raises `InvalidSetting` for a layer that the cache does not have.
+        """
+        self._require_layer(layer)
         return self._parts[layer]
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``."""
+        """Values of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``.
+
+        Raises `InvalidSetting` for a layer that the cache does not have.
+        """
+        self._require_layer(layer)
         return self._parts[self.num_layers + layer]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:
-        """Carry out the batches of a `CopyPlan` in order."""
+        """Carry out the batches of a `CopyPlan` in order.
+
+        Checks all of them first. Raises `InvalidBlock` for an id outside the cache, and
+        `InvalidSetting` for anything but directions with pairs of block ids.
+        """
         carry_out = {
-            Direction.WITHIN: self.copy,
-            Direction.OUT: self.swap_out,
-            Direction.IN: self.swap_in,
+            Direction.WITHIN: self._copier.copy,
+            Direction.OUT: self._copier.swap_out,
+            Direction.IN: self._copier.swap_in,
         }
-        for direction, copies in plan:
-            carry_out[direction](copies)
+        for direction, copies in self._checked(plan):
+            if copies:
+                carry_out[direction](copies)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy blocks within the device, in every layer, all at once.
-
-        Raises `InvalidBlock` for an id outside the cache.
-        """
-        _require_valid(copies, self.num_blocks, self.num_blocks)
-        if copies:
-            self._copier.copy(copies)
+        """Copy blocks within the device, in every layer, all at once. Raises as `carry_out`."""
+        self.carry_out([(Direction.WITHIN, copies)])
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy device blocks to host blocks. Raises `InvalidBlock` for an id outside either."""
-        _require_valid(copies, self.num_blocks, self.num_host_blocks)
-        if copies:
-            self._copier.swap_out(copies)
+        """Copy device blocks to host blocks. Raises as `carry_out`."""
+        self.carry_out([(Direction.OUT, copies)])
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy host blocks to device blocks. Raises `InvalidBlock` for an id outside either."""
-        _require_valid(copies, self.num_host_blocks, self.num_blocks)
-        if copies:
-            self._copier.swap_in(copies)
+        """Copy host blocks to device blocks. Raises as `carry_out`."""
+        self.carry_out([(Direction.IN, copies)])
 
     def wait(self) -> None:
         """Make the device's current stream wait for the swaps so far; call it before a forward.
@@ -136,6 +156,62 @@ class KVCache:
         The host does not wait. Does nothing on the CPU, where every swap completes at once.
         """
         self._copier.wait()
+
+    def _require_layer(self, layer: int) -> None:
+        if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
+            raise InvalidSetting(
+                f"layer {layer!r} is not one of 0 to {self.num_layers - 1}: pass a layer of the "
+                "cache"
+            )
+
+    def _checked(
+        self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]
+    ) -> list[tuple[Direction, Copies]]:
+        """The batches of a plan whose block ids are all within the cache."""
+        num_blocks = {
+            Direction.WITHIN: (self.num_blocks, self.num_blocks),
+            Direction.OUT: (self.num_blocks, self.num_host_blocks),
+            Direction.IN: (self.num_host_blocks, self.num_blocks),
+        }
+        try:
+            batches = [
+                (Direction(direction), as_block_copies(copies)) for direction, copies in plan
+            ]
+        except (TypeError, ValueError) as error:
+            raise InvalidSetting(
+                f"{plan!r} is no plan of (Direction, copies) batches: pass a CopyPlan"
+            ) from error
+        for direction, copies in batches:
+            _require_valid(copies, *num_blocks[direction])
+        return batches
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise InvalidSetting(f"device {device!r} is no device of PyTorch: {error}") from error
+
+
+def _allocate(
+    name: str,
+    num_blocks: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    pinned: bool = False,
+) -> torch.Tensor:
+    """Zeroed memory. ``name`` and ``num_blocks`` are the setting to lower in an error."""
+    try:
+        return zeros(shape, dtype, device, pinned=pinned)
+    # mmap raises OSError and OverflowError, PyTorch a RuntimeError.
+    except (MemoryError, OSError, OverflowError, RuntimeError) as error:
+        size = prod(shape) * dtype.itemsize
+        raise OutOfMemory(
+            f"{name} {num_blocks} needs {size} bytes in one piece on {device}, which cannot be "
+            f"allocated ({error}): lower {name}"
+        ) from error
 
 
 def _as_words(blocks: torch.Tensor) -> torch.Tensor:

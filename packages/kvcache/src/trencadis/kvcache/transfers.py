@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -22,10 +23,13 @@ class BandwidthGovernor:
 
     ``bytes_per_block`` is the size of a block in all layers, keys and values together.
     ``window_s`` limits the burst: the seconds of unused bandwidth that can be saved. Raises
-    `InvalidSetting` if the burst is smaller than one block.
+    `InvalidSetting` if the burst is smaller than one block, or a setting is not finite: without a
+    governor, swapping has no limit.
     """
 
-    bytes_per_block: int = attrs.field(validator=validators.positive)
+    bytes_per_block: int = attrs.field(
+        validator=validators.at_least(1, "pass the bytes of a block in all layers")
+    )
     bytes_per_s: float = attrs.field(default=DEFAULT_BYTES_PER_S, validator=validators.positive)
     window_s: float = attrs.field(default=0.1, validator=validators.positive)
     _saved_bytes: float = attrs.field(init=False)
@@ -33,23 +37,28 @@ class BandwidthGovernor:
 
     def __attrs_post_init__(self) -> None:
         self._saved_bytes = self._burst_bytes
-        if self._burst_bytes < self.bytes_per_block:
+        if not self.bytes_per_block <= self._burst_bytes < math.inf:
             raise InvalidSetting(
                 f"window_s {self.window_s} at {self.bytes_per_s:.3g} bytes_per_s is "
-                f"{self._burst_bytes:.3g} bytes, less than one block of {self.bytes_per_block}: "
-                "raise window_s or bytes_per_s"
+                f"{self._burst_bytes:.3g} bytes, less than one block of {self.bytes_per_block} or "
+                "not finite: raise or lower window_s or bytes_per_s"
             )
 
     @property
     def _burst_bytes(self) -> float:
-        return self.bytes_per_s * self.window_s
+        return float(self.bytes_per_s) * float(self.window_s)
 
     def grant(self, num_blocks: int, now: float) -> int:
         """Of ``num_blocks`` blocks, how many may be copied at time ``now`` (seconds).
 
         The granted bytes are spent. A clock that steps back saves nothing until it is past its
-        former maximum.
+        former maximum. Raises `InvalidSetting` for a negative number of blocks or a time that is
+        not finite.
         """
+        num_blocks = validators.as_integer(
+            "num_blocks", num_blocks, "pass a number of blocks", minimum=0
+        )
+        validators.require_finite("now", now)
         if self._updated_s is not None and now > self._updated_s:
             earned = (now - self._updated_s) * self.bytes_per_s
             self._saved_bytes = min(self._burst_bytes, self._saved_bytes + earned)

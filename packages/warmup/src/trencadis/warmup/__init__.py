@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from trencadis.warmup.background import BackgroundWarmup, Progress
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
-from trencadis.warmup.errors import ConfigError, WarmupError
+from trencadis.warmup.errors import ConfigError, InvalidAnswer, WarmupError
 from trencadis.warmup.log_lines import format_bytes
 from trencadis.warmup.memory_plan import GraphBudget, MemoryPlan
 from trencadis.warmup.memory_use import MemoryUse
@@ -43,6 +43,7 @@ __all__ = [
     "GraphOutcome",
     "GraphRuntime",
     "GraphStatus",
+    "InvalidAnswer",
     "MemoryPlan",
     "MemoryUse",
     "Phase",

@@ -15,10 +15,17 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from trencadis.bucketing import Bucket
-from trencadis.warmup.execution import execute_bucket
+from trencadis.warmup.execution import RUNTIME_METHODS, execute_bucket, read_free_memory
 from trencadis.warmup.log_lines import bucket_line
 from trencadis.warmup.report import BucketTime, WarmupReport
 from trencadis.warmup.runtime import Phase, Runtime
+from trencadis.warmup.validators import (
+    as_buckets,
+    require_callable,
+    require_instance,
+    require_methods,
+    require_phase_replays,
+)
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -50,6 +57,10 @@ class BackgroundWarmup:
             come last, small shapes first: lengths spread over orders of magnitude, so a short
             bucket serves as many requests as a long one and compiles sooner.
         clock: returns seconds.
+
+    Raises:
+        ConfigError: an argument is wrong, such as a number of replays that is not finite.
+        InvalidAnswer: the runtime or the clock returns no number.
     """
 
     def __init__(
@@ -61,14 +72,21 @@ class BackgroundWarmup:
         replays: Mapping[Phase, Mapping[Bucket, float]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        require_methods("runtime", runtime, RUNTIME_METHODS)
+        require_callable("clock", clock)
+        require_phase_replays(replays)
+        phases = {
+            Phase.PROMPT: as_buckets("prompt_buckets", prompt_buckets),
+            Phase.DECODE: as_buckets("decode_buckets", decode_buckets),
+        }
         self._runtime = runtime
         self._clock = clock
-        self._free_at_start = runtime.free_memory()
+        self._free_at_start = read_free_memory(runtime)
         self._executed: list[BucketTime] = []
         self._cold: dict[tuple[Phase, Bucket], _Rank] = {}
         self._totals: dict[Phase, int] = {}
         self._num_ready = dict.fromkeys(Phase, 0)
-        for phase, buckets in ((Phase.PROMPT, prompt_buckets), (Phase.DECODE, decode_buckets)):
+        for phase, buckets in phases.items():
             expected = (replays or {}).get(phase, {})
             by_size = sorted(set(buckets), key=_size)
             self._totals[phase] = len(by_size)
@@ -92,12 +110,7 @@ class BackgroundWarmup:
     @property
     def report(self) -> WarmupReport:
         """The buckets executed here so far, without those that live traffic has compiled."""
-        return WarmupReport(
-            executed=tuple(self._executed),
-            seconds=sum(entry.seconds for entry in self._executed),
-            allocated=self._free_at_start - self._runtime.free_memory(),
-            complete=not self._cold,
-        )
+        return self._report(read_free_memory(self._runtime))
 
     def next_bucket(self) -> tuple[Phase, Bucket] | None:
         """The bucket that `advance` would execute; None if all are ready.
@@ -117,29 +130,48 @@ class BackgroundWarmup:
             return None
         phase, bucket = selected
         position, total = self._num_ready[phase] + 1, self._totals[phase]
-        free = self._runtime.free_memory()
+        free = read_free_memory(self._runtime)
         logger.info(bucket_line(phase.value, position, total, bucket, free))
         measured = execute_bucket(self._runtime, phase, bucket, self._clock)
-        self._executed.append(measured)
-        self.mark_ready(phase, bucket)
+        self._finish(phase, bucket, measured)
         return measured
 
     def is_ready(self, phase: Phase, bucket: Bucket) -> bool:
         """Whether the bucket is compiled. False for a bucket of neither phase."""
+        _require_key(phase, bucket)
         return (phase, bucket) in self._all and (phase, bucket) not in self._cold
 
     def record_miss(self, phase: Phase, bucket: Bucket) -> None:
         """Live traffic needed this cold bucket: count one more expected replay."""
+        _require_key(phase, bucket)
         rank = self._cold.get((phase, bucket))
         if rank is not None:
             rank.replays += 1
 
     def mark_ready(self, phase: Phase, bucket: Bucket) -> None:
-        """The bucket is compiled, by this warm-up or by live traffic."""
-        if self._cold.pop((phase, bucket), None) is not None:
-            self._num_ready[phase] += 1
-            if not self._cold:
-                logger.info(self.report.describe())
+        """The bucket is compiled by live traffic. A ready or unknown bucket is ignored."""
+        _require_key(phase, bucket)
+        if (phase, bucket) in self._cold:
+            self._finish(phase, bucket)
+
+    def _finish(self, phase: Phase, bucket: Bucket, measured: BucketTime | None = None) -> None:
+        """The cold bucket is ready, unless the memory for the last log line cannot be read."""
+        is_last = len(self._cold) == 1
+        free = read_free_memory(self._runtime) if is_last else 0
+        del self._cold[phase, bucket]
+        self._num_ready[phase] += 1
+        if measured is not None:
+            self._executed.append(measured)
+        if is_last:
+            logger.info(self._report(free).describe())
+
+    def _report(self, free_memory: int) -> WarmupReport:
+        return WarmupReport(
+            executed=tuple(self._executed),
+            seconds=sum(entry.seconds for entry in self._executed),
+            allocated=self._free_at_start - free_memory,
+            complete=not self._cold,
+        )
 
     def _sort_key(self, key: tuple[Phase, Bucket]) -> tuple[float, int]:
         rank = self._cold[key]
@@ -152,6 +184,11 @@ class _Rank:
 
     replays: float
     position: int
+
+
+def _require_key(phase: Phase, bucket: Bucket) -> None:
+    require_instance("phase", phase, Phase)
+    require_instance("bucket", bucket, Bucket)
 
 
 def _size(bucket: Bucket) -> tuple[int, tuple[int, ...]]:

@@ -20,16 +20,25 @@ import enum
 import logging
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 
 import attrs
 
 from trencadis.bucketing import Bucket
+from trencadis.warmup.errors import ConfigError, InvalidAnswer
+from trencadis.warmup.execution import RUNTIME_METHODS, read_clock, read_free_memory
 from trencadis.warmup.graph_cost import GraphCostModel
 from trencadis.warmup.log_lines import bucket_line, format_bytes, format_shape
 from trencadis.warmup.memory_plan import GraphBudget
 from trencadis.warmup.report import CaptureReport, GraphOutcome, GraphStatus
 from trencadis.warmup.runtime import GraphRuntime, Phase
 from trencadis.warmup.strategies import Order
+from trencadis.warmup.validators import (
+    as_buckets,
+    require_callable,
+    require_instance,
+    require_methods,
+)
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -52,7 +61,8 @@ class GraphCapture:
     """Captures the graphs of both phases: iterate over `steps`, then read `report`.
 
     The iterator may be closed early: the graphs captured until then stay within the budget.
-    ``clock`` returns seconds.
+    ``clock`` returns seconds. Raises `ConfigError` for wrong arguments, and `InvalidAnswer` if an
+    order returns other buckets than it was given, here or in `steps`.
     """
 
     def __init__(
@@ -64,6 +74,13 @@ class GraphCapture:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        require_methods("runtime", runtime, (*RUNTIME_METHODS, "capture", "release"))
+        require_instance("budget", budget, GraphBudget)
+        require_callable("clock", clock)
+        for name, of_phase in (("buckets", buckets), ("orders", orders)):
+            require_instance(name, of_phase, Mapping)
+            if not all(phase in of_phase for phase in Phase):
+                raise ConfigError(f"{name} has the keys {list(of_phase)}: pass both phases")
         self._runtime = runtime
         self._budget = budget
         self._clock = clock
@@ -80,13 +97,14 @@ class GraphCapture:
 
     @property
     def report(self) -> CaptureReport:
-        """The outcomes so far."""
+        """The outcomes so far. A graph whose release failed counts as captured."""
         return CaptureReport(self._budget.total, tuple(self._outcomes))
 
     def steps(self) -> Generator[GraphOutcome, None, None]:
         """Capture graph by graph. Yields the outcome of each bucket once, when it is final.
 
-        An error of the runtime is passed on.
+        An error of the runtime is passed on; `report` then has every graph that stays captured. A
+        graph whose size cannot be measured is released.
         """
         logger.info(self._budget.describe())
         num_yielded = 0
@@ -95,7 +113,7 @@ class GraphCapture:
                 yield from self._outcomes[num_yielded:]
                 num_yielded = len(self._outcomes)
         finally:
-            self._shrink_provisional(max_bytes=0)
+            self._release_provisional()
         for phase in Phase:
             logger.info(self.report.summary(phase, self._queues[phase].total))
 
@@ -148,36 +166,44 @@ class GraphCapture:
             # Otherwise they are released after the measurement, never without need.
             self._shrink_provisional(max_bytes=self._unused - predicted)
         outcome = self._capture(phase, bucket, predicted)
-        queue.observe(bucket, outcome.used)
         if outcome.used <= limit:
-            self._shrink_provisional(max_bytes=self._unused - outcome.used)
+            try:
+                self._shrink_provisional(max_bytes=self._unused - outcome.used)
+            except BaseException:
+                self._release(outcome)
+                raise
             self._keep_or_release(outcome, fits=outcome.used <= self._unused)
         elif during is _Pass.SHARE and outcome.used <= self._unused - self._provisional_bytes:
             self._provisional[phase, bucket] = outcome
         else:
             self._keep_or_release(outcome, fits=False)
+        # Last, because an order that raises must leave no captured graph without its outcome.
+        queue.observe(bucket, outcome.used)
 
     def _capture(self, phase: Phase, bucket: Bucket, predicted: int) -> GraphOutcome:
         queue = self._queues[phase]
-        free, started = self._runtime.free_memory(), self._clock()
+        free, started = read_free_memory(self._runtime), read_clock(self._clock)
         stage = f"Graph/{phase.value}"
         logger.info(bucket_line(stage, queue.position, queue.total, bucket, free))
         self._runtime.capture(phase, bucket)
-        self._runtime.synchronize()
-        used = max(0, free - self._runtime.free_memory())
-        seconds = self._clock() - started
+        try:
+            self._runtime.synchronize()
+            # Memory that something else gives back meanwhile does not enlarge the budget.
+            used = max(0, free - read_free_memory(self._runtime))
+            seconds = read_clock(self._clock) - started
+        except BaseException:
+            self._release(GraphOutcome(phase, bucket, GraphStatus.CAPTURED, predicted))
+            raise
         return GraphOutcome(phase, bucket, GraphStatus.CAPTURED, predicted, used, seconds)
 
     def _keep_or_release(self, outcome: GraphOutcome, *, fits: bool) -> None:
         """Keep a measured graph, or release it. Memory that release does not return is spent."""
         if fits:
-            self._used[outcome.phase] += outcome.used
-            self._record(outcome)
+            self._keep(outcome)
             return
-        free = self._runtime.free_memory()
-        self._runtime.release(outcome.phase, outcome.bucket)
+        free = self._release(outcome)
         self._runtime.synchronize()
-        self._not_returned += max(0, outcome.used - (self._runtime.free_memory() - free))
+        self._not_returned -= min(outcome.used, read_free_memory(self._runtime) - free)
         logger.info(
             "[Warmup][Graph/%s] %s took %s, predicted at least %s: released",
             outcome.phase.value,
@@ -185,7 +211,25 @@ class GraphCapture:
             format_bytes(outcome.used),
             format_bytes(outcome.predicted),
         )
+
+    def _keep(self, outcome: GraphOutcome) -> None:
+        self._used[outcome.phase] += outcome.used
+        self._record(outcome)
+
+    def _release(self, outcome: GraphOutcome) -> int:
+        """Release a graph; returns the free memory before. Its memory counts as not returned yet.
+
+        If that fails, the host may still replay the graph, so it counts as captured.
+        """
+        try:
+            free = read_free_memory(self._runtime)
+            self._runtime.release(outcome.phase, outcome.bucket)
+        except BaseException:
+            self._keep(outcome)
+            raise
+        self._not_returned += outcome.used
         self._record(attrs.evolve(outcome, status=GraphStatus.RELEASED))
+        return free
 
     def _is_crowded(self, phase: Phase) -> bool:
         """Whether another graph as large as a provisional one of this phase would not fit."""
@@ -196,6 +240,13 @@ class GraphCapture:
         """Release provisional graphs, last first, until they take at most ``max_bytes``."""
         while self._provisional and self._provisional_bytes > max_bytes:
             self._keep_or_release(self._provisional.popitem()[1], fits=False)
+
+    def _release_provisional(self) -> None:
+        """Release all provisional graphs, last first. An error does not keep the others."""
+        with ExitStack() as stack:
+            for outcome in self._provisional.values():
+                stack.callback(self._keep_or_release, outcome, fits=False)
+            self._provisional.clear()
 
     def _record(self, outcome: GraphOutcome) -> None:
         self._queues[outcome.phase].decided.add(outcome.bucket)
@@ -209,13 +260,13 @@ class _CaptureQueue:
     """
 
     def __init__(self, buckets: Iterable[Bucket], order: Order) -> None:
-        candidates = list(dict.fromkeys(buckets))
+        candidates = list(dict.fromkeys(as_buckets("buckets", buckets)))
         self.total = len(candidates)
         self.costs = GraphCostModel(candidates)
         self.decided: set[Bucket] = set()
         self.position = 0
         self._order = order
-        self._queue = order(candidates, self.costs.expected)
+        self._queue = self._sorted(candidates)
 
     def undecided(self) -> Iterator[Bucket]:
         """Iterate once over the queue, without the decided buckets."""
@@ -234,5 +285,14 @@ class _CaptureQueue:
         self.costs.observe(bucket, cost)
         measured = self.costs.num_measured
         if measured & (measured - 1) == 0:
-            rest = self._queue[self.position :]
-            self._queue[self.position :] = self._order(rest, self.costs.expected)
+            self._queue[self.position :] = self._sorted(self._queue[self.position :])
+
+    def _sorted(self, buckets: list[Bucket]) -> list[Bucket]:
+        ordered = self._order(list(buckets), self.costs.expected)
+        is_list = isinstance(ordered, list) and len(ordered) == len(buckets)
+        of_buckets = is_list and all(isinstance(bucket, Bucket) for bucket in ordered)
+        if not of_buckets or set(ordered) != set(buckets):
+            raise InvalidAnswer(
+                f"the capture order returned {ordered!r}: return the given buckets as a list"
+            )
+        return ordered

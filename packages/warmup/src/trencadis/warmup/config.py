@@ -10,7 +10,7 @@ import attrs
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.memory_plan import GRAPH_PROMPT_RATIO, GRAPH_RESERVED_MEM
 from trencadis.warmup.strategies import STRATEGIES
-from trencadis.warmup.validators import number, one_of
+from trencadis.warmup.validators import instance_of, number, one_of, require_instance
 
 _TRUE, _FALSE = {"1", "true", "yes", "on", "y", "t"}, {"0", "false", "no", "off", "n", "f"}
 
@@ -25,6 +25,7 @@ class WarmupConfig:
 
     skip: bool = attrs.field(
         default=False,
+        validator=instance_of(bool),
         metadata={
             "help": "Skip warm-up: each bucket is compiled when a request first needs it.",
             "env": "VLLM_SKIP_WARMUP",
@@ -32,6 +33,7 @@ class WarmupConfig:
     )
     enforce_eager: bool = attrs.field(
         default=False,
+        validator=instance_of(bool),
         metadata={
             "help": "Execute every bucket, but capture no graphs and do not warm up the sampler."
         },
@@ -76,6 +78,7 @@ class WarmupConfig:
         An unset or empty variable means the default. Raises `ConfigError`, which names the
         variable.
         """
+        require_instance("environ", environ, Mapping)
         settings: dict[str, Any] = {}
         for field in attrs.fields(cls):
             variable = field.metadata.get("env")

@@ -1,11 +1,15 @@
-"""The errors of this package."""
+"""The errors of this package. Each message names the thing, its value and the remedy."""
 
 from __future__ import annotations
 
 
 class WarmupError(Exception):
-    """Base of every error that warm-up raises."""
+    """Base of every error that warm-up raises. Errors of the runtime are passed on."""
 
 
 class ConfigError(WarmupError, ValueError):
-    """A setting is out of range, or device memory does not suffice for the settings."""
+    """A setting or an argument is wrong, or device memory does not suffice for the settings."""
+
+
+class InvalidAnswer(WarmupError, ValueError):
+    """A callable of the host returned something unusable: free memory, seconds or an order."""

@@ -9,7 +9,7 @@ import attrs
 
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.log_lines import format_bytes
-from trencadis.warmup.validators import integer, number
+from trencadis.warmup.validators import integer, number, require_integer
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Default share of the free memory that may be used (seed 000)."""
@@ -125,8 +125,10 @@ class MemoryPlan:
 
         Everything but the margin that ``gpu_memory_utilization`` leaves. So the budget is the
         reserve, plus the bytes lost by rounding the cache down to blocks, minus what warm-up has
-        allocated. In the log of seed 000, 39.58 of the 79.16 GiB stay free.
+        allocated. In the log of seed 000, 39.58 of the 79.16 GiB stay free. Raises `ConfigError`
+        unless ``free_memory`` is a number of bytes.
         """
+        require_integer("free_memory", free_memory, 0)
         margin = int(self.free_after_profile - self.usable)
         return GraphBudget(
             total=max(0, free_memory - margin),

@@ -7,22 +7,29 @@ from pathlib import Path
 import attrs
 
 from trencadis.warmup.log_lines import format_bytes
+from trencadis.warmup.validators import MAX_BYTES, integer, require_instance, require_integer
 
 _MEMINFO = Path("/proc/meminfo")
 
 
 @attrs.frozen(kw_only=True)
 class MemoryUse:
-    """Memory in use at one moment, bytes. ``host_total`` is 0 if the host's memory is unknown."""
+    """Memory in use at one moment, bytes. ``host_total`` is 0 if the host's memory is unknown.
 
-    device_used: int
-    device_total: int
-    host_used: int = 0
-    host_total: int = 0
+    Raises `ConfigError` for anything but integers.
+    """
+
+    device_used: int = attrs.field(validator=integer(-MAX_BYTES))
+    device_total: int = attrs.field(validator=integer(0))
+    host_used: int = attrs.field(default=0, validator=integer(-MAX_BYTES))
+    host_total: int = attrs.field(default=0, validator=integer(0))
 
     @classmethod
     def read(cls, *, device_free: int, device_total: int, meminfo: Path = _MEMINFO) -> MemoryUse:
         """Device memory as given; host memory from Linux (``MemTotal`` and ``MemAvailable``)."""
+        require_integer("device_free", device_free, -MAX_BYTES)
+        require_integer("device_total", device_total, 0)
+        require_instance("meminfo", meminfo, Path)
         total, available = _host_memory(meminfo)
         return cls(
             device_used=device_total - device_free,
@@ -33,6 +40,7 @@ class MemoryUse:
 
     def since(self, before: MemoryUse, what: str) -> str:
         """The log line of seed 000: how much ``what`` took; negative if memory was released."""
+        require_instance("before", before, MemoryUse)
         device = (
             f"{what} took {format_bytes(self.device_used - before.device_used)} of device memory "
             f"({format_bytes(self.device_used)}/{format_bytes(self.device_total)} used)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import json
 import os
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +15,16 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup.errors import WarmupError
 from trencadis.warmup.log_lines import format_bytes
 from trencadis.warmup.runtime import Phase
+from trencadis.warmup.validators import MAX_BYTES, finite, instance_of, integer
 
 
 @attrs.frozen
 class BucketTime:
     """Seconds that the first execution of a bucket took."""
 
-    phase: Phase
-    bucket: Bucket
-    seconds: float
+    phase: Phase = attrs.field(validator=instance_of(Phase))
+    bucket: Bucket = attrs.field(validator=instance_of(Bucket))
+    seconds: float = attrs.field(validator=finite())
 
 
 class GraphStatus(enum.Enum):
@@ -42,19 +44,19 @@ class GraphOutcome:
     ``used`` and ``seconds`` are 0 if it was skipped.
     """
 
-    phase: Phase
-    bucket: Bucket
-    status: GraphStatus
-    predicted: int
-    used: int = 0
-    seconds: float = 0.0
+    phase: Phase = attrs.field(validator=instance_of(Phase))
+    bucket: Bucket = attrs.field(validator=instance_of(Bucket))
+    status: GraphStatus = attrs.field(validator=instance_of(GraphStatus))
+    predicted: int = attrs.field(validator=finite())
+    used: int = attrs.field(default=0, validator=integer(0))
+    seconds: float = attrs.field(default=0.0, validator=finite())
 
 
 @attrs.frozen
 class CaptureReport:
     """The outcome of every graph, in the order of the decisions. ``budget`` is in bytes."""
 
-    budget: int
+    budget: int = attrs.field(validator=integer(0))
     outcomes: tuple[GraphOutcome, ...] = ()
 
     def captured(self, phase: Phase) -> tuple[Bucket, ...]:
@@ -87,8 +89,8 @@ class CaptureReport:
 class StageTime:
     """Seconds of a stage without buckets, such as that of the sampler."""
 
-    name: str
-    seconds: float
+    name: str = attrs.field(validator=instance_of(str))
+    seconds: float = attrs.field(validator=finite())
 
 
 @attrs.frozen
@@ -100,11 +102,11 @@ class WarmupReport:
     """
 
     executed: tuple[BucketTime, ...]
-    seconds: float
-    allocated: int
+    seconds: float = attrs.field(validator=finite())
+    allocated: int = attrs.field(validator=integer(-MAX_BYTES))
     capture: CaptureReport | None = None
     stages: tuple[StageTime, ...] = ()
-    complete: bool = True
+    complete: bool = attrs.field(default=True, validator=instance_of(bool))
 
     def describe(self) -> str:
         """The log line of seed 000."""
@@ -141,9 +143,8 @@ class WarmupReport:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> WarmupReport:
         """Read a file that `save` wrote. Raises `WarmupError` for other content, and `OSError`."""
-        text = Path(path).read_text(encoding="utf-8")
         try:
-            content = json.loads(text)
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
             capture = content["capture"]
             return cls(
                 executed=tuple(BucketTime(**_parse_keys(entry)) for entry in content["executed"]),
@@ -153,7 +154,7 @@ class WarmupReport:
                 stages=tuple(StageTime(**stage) for stage in content["stages"]),
                 complete=content["complete"],
             )
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise WarmupError(
                 f"{path} is not a warm-up report ({error}): write it again with WarmupReport.save"
             ) from None
@@ -185,7 +186,11 @@ def _graph_row(capture: CaptureReport, phase: Phase) -> tuple[str, ...]:
 
 
 def _to_json(_: object, __: object, value: Any) -> Any:
-    return value.value if isinstance(value, enum.Enum) else value
+    if isinstance(value, enum.Enum):
+        return value.value
+    # The json module knows no numbers of NumPy.
+    is_own = type(value) in (int, float, bool) or not isinstance(value, Real)
+    return value if is_own else float(value)
 
 
 def _parse_capture(content: dict[str, Any]) -> CaptureReport:

@@ -13,6 +13,8 @@ from typing import Protocol
 import attrs
 
 from trencadis.bucketing import Bucket
+from trencadis.warmup.errors import ConfigError
+from trencadis.warmup.validators import as_buckets, as_tuple, require_integer, require_methods
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -95,9 +97,22 @@ SAMPLER_CONFIGS = tuple(
 """The twelve configurations of seed 000. A sampler with more branches needs more of them."""
 
 
+SAMPLER_METHODS = ("open_batch", "sample", "reset", "close_batch", "synchronize")
+"""The methods of a `SamplerRuntime`."""
+
+MAX_BATCH_SIZE = 1 << 20
+"""Most sequences of a batch that is warmed up."""
+
+
 def sampler_batch_sizes(decode_buckets: Iterable[Bucket]) -> tuple[int, ...]:
-    """0 and 1, which every server needs, and the batch sizes of the decode buckets."""
-    return tuple(sorted({0, 1, *(bucket["batch"] for bucket in decode_buckets)}))
+    """0 and 1, which every server needs, and the batch sizes of the decode buckets.
+
+    Raises `ConfigError` for buckets without an axis ``batch``.
+    """
+    buckets = as_buckets("decode_buckets", decode_buckets)
+    if buckets and "batch" not in buckets[0].axes:
+        raise ConfigError(f"decode_buckets have the axes {buckets[0].axes}: name one of them batch")
+    return tuple(sorted({0, 1, *(bucket["batch"] for bucket in buckets)}))
 
 
 def warm_up_sampler(
@@ -107,9 +122,14 @@ def warm_up_sampler(
 ) -> None:
     """Sample once with each of ``configs`` for each batch size. Order and log lines: seed 000.
 
-    An error of the runtime is passed on, after the batch is closed.
+    An error of the runtime is passed on, after the batch is closed. Raises `ConfigError` for wrong
+    arguments.
     """
-    sizes, all_configs = list(batch_sizes), tuple(configs)
+    require_methods("sampler", runtime, SAMPLER_METHODS)
+    all_configs = as_tuple("configs", configs, SamplerConfig)
+    sizes = list(as_tuple("batch_sizes", batch_sizes, int))
+    for size in sizes:
+        require_integer("batch size", size, 0, MAX_BATCH_SIZE)
     logger.info("Warming up sampler with batch sizes: %s and following configs:", sizes)
     for config in all_configs:
         logger.info(config.describe())

@@ -13,14 +13,31 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import WarmupError
-from trencadis.warmup.execution import execute_bucket
+from trencadis.warmup.execution import (
+    RUNTIME_METHODS,
+    execute_bucket,
+    read_clock,
+    read_free_memory,
+)
 from trencadis.warmup.log_lines import bucket_line
 from trencadis.warmup.memory_plan import MemoryPlan
 from trencadis.warmup.progress_bar import track
 from trencadis.warmup.report import BucketTime, CaptureReport, StageTime, WarmupReport
 from trencadis.warmup.runtime import GraphRuntime, Phase, Runtime
-from trencadis.warmup.sampler import SamplerRuntime, sampler_batch_sizes, warm_up_sampler
+from trencadis.warmup.sampler import (
+    SAMPLER_METHODS,
+    SamplerRuntime,
+    sampler_batch_sizes,
+    warm_up_sampler,
+)
 from trencadis.warmup.strategies import capture_order
+from trencadis.warmup.validators import (
+    as_buckets,
+    require_callable,
+    require_instance,
+    require_methods,
+    require_phase_replays,
+)
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -53,9 +70,26 @@ def warm_up(
     Raises:
         WarmupError: ``memory`` is given and ``runtime`` cannot capture. An error of the runtime
             is passed on.
+        ConfigError: an argument is wrong. Nothing has been executed.
+        InvalidAnswer: free memory or the clock is no number.
     """
-    session = _Session(runtime, config or WarmupConfig(), stop, clock)
-    buckets = {Phase.PROMPT: tuple(prompt_buckets), Phase.DECODE: tuple(decode_buckets)}
+    require_methods("runtime", runtime, RUNTIME_METHODS)
+    config = WarmupConfig() if config is None else config
+    require_instance("config", config, WarmupConfig)
+    if memory is not None:
+        require_instance("memory", memory, MemoryPlan)
+    require_phase_replays(replays)
+    if sampler is not None:
+        require_methods("sampler", sampler, SAMPLER_METHODS)
+    if defragmenter is not None:
+        require_callable("defragmenter", defragmenter)
+    require_callable("stop", stop)
+    require_callable("clock", clock)
+    buckets = {
+        Phase.PROMPT: as_buckets("prompt_buckets", prompt_buckets),
+        Phase.DECODE: as_buckets("decode_buckets", decode_buckets),
+    }
+    session = _Session(runtime, config, stop, clock)
     if session.config.skip:
         logger.info("Skipping warmup...")
         return session.report()
@@ -97,13 +131,14 @@ class _Session:
     free_at_start: int = attrs.field(init=False)
 
     def __attrs_post_init__(self) -> None:
-        self.started, self.free_at_start = self.clock(), self.runtime.free_memory()
+        self.started = read_clock(self.clock)
+        self.free_at_start = read_free_memory(self.runtime)
 
     def report(self) -> WarmupReport:
         return WarmupReport(
             executed=tuple(self.executed),
-            seconds=self.clock() - self.started,
-            allocated=self.free_at_start - self.runtime.free_memory(),
+            seconds=read_clock(self.clock) - self.started,
+            allocated=self.free_at_start - read_free_memory(self.runtime),
             capture=self.captured,
             stages=tuple(self.stages),
             complete=not self.stopped,
@@ -118,7 +153,7 @@ class _Session:
         for position, bucket in enumerate(largest_first(buckets), 1):
             if self._is_stopped():
                 return
-            free = self.runtime.free_memory()
+            free = read_free_memory(self.runtime)
             logger.info(bucket_line(phase.value, position, len(buckets), bucket, free))
             self.executed.append(execute_bucket(self.runtime, phase, bucket, self.clock))
             yield
@@ -145,7 +180,7 @@ class _Session:
             phase: capture_order(strategy, expected.get(phase))
             for phase, strategy in strategies.items()
         }
-        budget = memory.graph_budget(self.runtime.free_memory())
+        budget = memory.graph_budget(read_free_memory(self.runtime))
         capture = GraphCapture(self.runtime, buckets, orders, budget, clock=self.clock)
         with closing(capture.steps()) as steps:
             for _ in track(steps, capture.num_buckets, "Graphs"):
@@ -156,10 +191,10 @@ class _Session:
     def stage(self, name: str, work: Callable[[], object]) -> None:
         if self._is_stopped():
             return
-        before = self.clock()
+        before = read_clock(self.clock)
         work()
-        self.stages.append(StageTime(name, self.clock() - before))
+        self.stages.append(StageTime(name, read_clock(self.clock) - before))
 
     def _is_stopped(self) -> bool:
-        self.stopped = self.stopped or self.stop()
+        self.stopped = self.stopped or bool(self.stop())
         return self.stopped

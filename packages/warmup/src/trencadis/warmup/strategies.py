@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from trencadis.bucketing import Bucket, BucketGrid, TrafficRecorder
+from trencadis.warmup.errors import ConfigError
+from trencadis.warmup.validators import require_instance, require_replays
 
 STRATEGIES = ("min_tokens", "max_bs", "traffic")
 
@@ -27,12 +29,17 @@ def capture_order(strategy: str, replays: Mapping[Bucket, float] | None = None) 
     - ``max_bs``: largest batch first, then shortest length.
     - ``min_tokens``: fewest tokens first, then shortest length.
     - ``traffic``: most expected ``replays`` per byte first, then as ``min_tokens``.
+
+    Raises `ConfigError` for another strategy, or for replays that are no finite numbers.
     """
+    if not isinstance(strategy, str) or strategy not in STRATEGIES:
+        raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    expected = {} if replays is None else replays
+    require_replays(expected)
     if strategy == "max_bs":
         return lambda buckets, _: sorted(buckets, key=_max_bs)
     if strategy == "min_tokens":
         return lambda buckets, _: sorted(buckets, key=_min_tokens)
-    expected = replays or {}
 
     def by_replays_per_byte(buckets: Iterable[Bucket], cost: Cost) -> list[Bucket]:
         def key(bucket: Bucket) -> tuple[float, tuple[int, ...]]:
@@ -46,8 +53,11 @@ def capture_order(strategy: str, replays: Mapping[Bucket, float] | None = None) 
 def expected_replays(grid: BucketGrid, traffic: TrafficRecorder) -> dict[Bucket, float]:
     """How often each bucket of ``grid`` would have run under the recorded traffic.
 
-    Skips shapes that no bucket holds. Raises `BucketingError` if the axes differ.
+    Skips shapes that no bucket holds. Raises `BucketingError` if the axes differ, and `ConfigError`
+    for arguments of other types.
     """
+    require_instance("grid", grid, BucketGrid)
+    require_instance("traffic", traffic, TrafficRecorder)
     replays: dict[Bucket, float] = {}
     shapes, counts = traffic.shapes()
     for shape, count in zip(shapes.tolist(), counts.tolist(), strict=True):
