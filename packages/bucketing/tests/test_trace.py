@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,8 @@ def test_the_length_column_can_be_named(tmp_path: Path) -> None:
         ("a.csv", "length\n1.5\n", "line 2: length '1.5'"),
         ("a.csv", "length\n0\n", "line 2: length '0'"),
         ("a.csv", "length\n-4\n", "line 2: length '-4'"),
+        ("a.csv", "length\n1e300\n", "line 2: length '1e300'"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("a.csv", "length,n\n4\n,5\n", "line 3: length ''"),
         ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is not a time"),
         ("a.csv", "length,timestamp\n4,inf\n", "line 2: 'inf' is not a time"),
@@ -85,8 +88,31 @@ def test_a_bad_trace_is_an_error_with_its_line(
 def test_a_binary_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    with pytest.raises(BucketingError, match="is not a text file"):
+    with pytest.raises(BucketingError, match=r"line 1 is not UTF-8 text \(byte 0x89\)"):
         read_trace(path)
+    start = b"length\n1\n" if name == "trace.csv" else b'{"length": 1}\n{"length": 2}\n'
+    path.write_bytes(start + b"4\xff\n")
+    with pytest.raises(BucketingError, match="line 3 is not UTF-8"):
+        read_trace(path)
+
+
+def test_a_trace_in_memory_is_checked() -> None:
+    for lengths in ("abc", [1.5], [-1], [[1]], [math.nan], [10**30], None):
+        with pytest.raises(BucketingError, match="tokens of a trace"):
+            Trace(lengths)  # type: ignore[arg-type]
+    for arrivals in (["x"], [math.inf], [1.0, 2.0]):
+        with pytest.raises(BucketingError, match=r"arrivals|lengths"):
+            Trace([3], arrivals)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="a trace of 1 lengths has 2 outputs"):
+        Trace([3], outputs=[1, 2])  # type: ignore[arg-type]
+    assert Trace([], []).batches(1.0, 4).shape == (0, 2)  # type: ignore[arg-type]
+
+
+def test_a_window_too_short_to_be_counted_is_an_error() -> None:
+    trace = Trace([5, 6, 7], [0.0, 1e12, 2e12])  # type: ignore[arg-type]
+    assert trace.batches(1e-3, 16).tolist() == [[1, 5], [1, 6], [1, 7]]
+    with pytest.raises(BucketingError, match="too short for the arrivals"):
+        trace.batches(1e-300, 16)
 
 
 def test_batches_collect_the_requests_of_a_window(tmp_path: Path) -> None:

@@ -113,12 +113,15 @@ class DefragConfig:
     )
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] = os.environ) -> DefragConfig:
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> DefragConfig:
         """Settings from the environment variables that the metadata of the fields names.
 
-        A variable that is not set, or blank, leaves the default. Raises `InvalidSetting`, which
-        names the variable and its value.
+        ``environ`` is the environment of the process where it is None. A variable that is not
+        set, or blank, leaves the default. Raises `InvalidSetting`, which names the variable and
+        its value.
         """
+        if environ is None:
+            environ = os.environ
         for name in IGNORED_VARIABLES:
             if environ.get(name, "").strip():
                 logger.info("%s has no effect: the device decides whether copies are graphs", name)
