@@ -79,7 +79,7 @@ def compare_strategies(
     Raises:
         BucketingError: no rows, or rows above `maxima`; an argument of the wrong type.
     """
-    max_batch, max_length = _checked_maxima(maxima)
+    maxima = _checked_maxima(maxima)
     check_positive(step=step, **({} if budget is None else {"budget": budget}))
     check_tail(tail)
     rows, judged_rows = _batch_rows("seen", seen), _batch_rows("judged", judged)
@@ -91,7 +91,7 @@ def compare_strategies(
         judged_counts = counts
     weights = checked_weights(judged_counts, len(judged_rows))
     results = [
-        _judge(name, _default_axes(name, step, max_batch, max_length), judged_rows, weights)
+        _judge(name, _default_axes(name, step, *maxima), judged_rows, weights)
         for name, strategy in STRATEGIES.items()
         if strategy.fit is None
     ]

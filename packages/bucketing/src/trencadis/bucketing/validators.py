@@ -6,7 +6,7 @@ import functools
 import itertools
 import operator
 import os
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence, Sized
 from typing import Any, SupportsIndex, TypeAlias
 
 import numpy as np
@@ -31,6 +31,13 @@ mistake is refused before it fills the memory."""
 
 MAX_TAIL = 1_000_000
 """The largest tail weight of a fit. At this weight, little but the largest padding counts."""
+
+
+MAX_AXES = 16
+"""The most axes of a grid."""
+
+MAX_ROWS = 1 << 26
+"""The most numbers of a sequence that is copied to an array."""
 
 
 def shown(value: object) -> str:
@@ -125,8 +132,12 @@ def check_instance(name: str, value: object, kind: type | tuple[type, ...]) -> N
 def check_path(path: object) -> None:
     """Raise `BucketingError` unless `path` can name a file."""
     check_instance("path", path, (str, os.PathLike))
-    if "\0" in os.fspath(path):  # type: ignore[call-overload]
-        raise BucketingError(f"path {shown(path)} contains a null byte: give the name of a file")
+    try:
+        encoded = os.fsencode(path)  # type: ignore[arg-type]
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise BucketingError(f"path {shown(path)} cannot name a file: give one that can")
 
 
 def checked_integer(name: str, value: SupportsIndex) -> int:
@@ -139,18 +150,23 @@ def checked_integer(name: str, value: SupportsIndex) -> int:
         ) from None
 
 
+def _first_integers(sizes: Iterable[SupportsIndex]) -> tuple[int, ...] | None:
+    """The integers of an iterable, `MAX_SIZES` + 1 at most; None if there is anything else."""
+    try:
+        return tuple(map(operator.index, itertools.islice(sizes, MAX_SIZES + 1)))
+    except TypeError:
+        return None
+
+
 def checked_sizes(what: str, sizes: Iterable[SupportsIndex]) -> tuple[int, ...]:
     """`sizes` as ints from 0 to `MAX_SIZE`; `what` names them in the error.
 
     Raises:
         BucketingError: not an iterable of such integers.
     """
-    try:
-        values = tuple(map(operator.index, sizes))
-    except TypeError:
-        raise BucketingError(
-            f"{what} {shown(sizes)} are not all integers: give a sequence of ints"
-        ) from None
+    values = _first_integers(sizes)
+    if values is None:
+        raise BucketingError(f"{what} {shown(sizes)} are not all integers: give a sequence of ints")
     if values and min(values) < 0:
         raise BucketingError(f"{what} {shown(values)} has a negative size: give sizes of 0 or more")
     if values and max(values) > MAX_SIZE:
@@ -162,6 +178,8 @@ def checked_sizes(what: str, sizes: Iterable[SupportsIndex]) -> tuple[int, ...]:
 def _check_names(names: tuple[str, ...]) -> None:
     if not all(isinstance(name, str) and name for name in names) or len(set(names)) < len(names):
         raise BucketingError(f"axes {shown(names)} must be different names: correct them")
+    if len(names) > MAX_AXES:
+        raise BucketingError(f"axes {shown(names)} are more than {MAX_AXES}: give fewer")
 
 
 def checked_names(axes: Iterable[str]) -> tuple[str, ...]:
@@ -172,7 +190,7 @@ def checked_names(axes: Iterable[str]) -> tuple[str, ...]:
     """
     try:
         # A text would be a sequence of one-letter names.
-        names = (axes,) if isinstance(axes, str) else tuple(axes)
+        names = (axes,) if isinstance(axes, str) else tuple(itertools.islice(axes, MAX_AXES + 1))
         _check_names(names)
     except TypeError:  # no iterable, or a name that is not hashable
         raise BucketingError(
@@ -226,12 +244,12 @@ def checked_axis(name: str, sizes: Sequence[int]) -> tuple[int, ...]:
         BucketingError: no size, one that is negative or not an integer, or sizes that do not
             strictly increase.
     """
-    try:
-        values = tuple(operator.index(size) for size in sizes)
-    except TypeError:
+    values = _first_integers(sizes)
+    if values is None:
         raise BucketingError(
             f"axis {name} has sizes {shown(sizes)}, not all of them integers: give ints"
-        ) from None
+        )
+    check_range_length(len(values), "give fewer")
     if not values:
         raise BucketingError(f"axis {name} has no sizes: give at least one")
     if any(low >= high for low, high in itertools.pairwise(values)) or values[0] < 0:
@@ -278,6 +296,11 @@ def integer_array(name: str, values: npt.ArrayLike) -> IntArray:
     return given.astype(np.int64)
 
 
+def _check_row_count(name: str, count: int) -> None:
+    if count > MAX_ROWS:
+        raise BucketingError(f"{name} are more than {MAX_ROWS}: give an array of NumPy")
+
+
 def numeric_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
     """`values` as an array of integers or floats.
 
@@ -286,8 +309,12 @@ def numeric_array(name: str, values: npt.ArrayLike) -> npt.NDArray[Any]:
             more than 64 bits.
     """
     try:
+        if not isinstance(values, np.ndarray) and isinstance(values, Sized):
+            _check_row_count(name, len(values))
         given = np.asarray(values)
-    except (TypeError, ValueError, OverflowError):
+    except BucketingError:
+        raise
+    except (TypeError, OverflowError, ValueError):
         raise BucketingError(f"{name} are not an array: give numbers") from None
     if given.size == 0:
         return np.zeros(given.shape, dtype=np.int64)

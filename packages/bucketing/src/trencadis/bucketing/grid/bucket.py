@@ -10,7 +10,7 @@ from typing import TypeAlias
 import attrs
 
 from trencadis.bucketing.errors import BucketingError, UnknownAxis
-from trencadis.bucketing.validators import checked_names, checked_sizes
+from trencadis.bucketing.validators import checked_names, checked_sizes, shown
 
 Shape: TypeAlias = tuple[int, ...]
 """One size per axis, in the order of the axes."""
@@ -45,8 +45,10 @@ class Bucket:
     def __getitem__(self, axis: str) -> int:
         try:
             return self.shape[self.axes.index(axis)]
-        except ValueError:
-            raise UnknownAxis(f"no axis {axis!r}: this bucket has {', '.join(self.axes)}") from None
+        except ValueError:  # of an array of NumPy too, which cannot be compared with a name
+            raise UnknownAxis(
+                f"no axis {shown(axis)}: this bucket has {', '.join(self.axes)}"
+            ) from None
 
     def __lt__(self, other: object) -> bool:
         if not isinstance(other, Bucket):

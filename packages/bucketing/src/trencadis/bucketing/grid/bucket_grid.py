@@ -7,6 +7,7 @@ number of buckets and any holes that the filters leave.
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -164,7 +165,7 @@ class BucketGrid:
 
     def values(self, axis: str) -> tuple[int, ...]:
         """The sizes of one axis, increasing. Raises `UnknownAxis`."""
-        if axis not in self._axes:
+        if not isinstance(axis, str) or axis not in self._axes:
             raise UnknownAxis(f"no axis {shown(axis)}: this grid has {', '.join(self._axes)}")
         return self._values[self._axes.index(axis)]
 
@@ -301,14 +302,15 @@ def _checked_functions(
     filters: Iterable[Filter], reachable: Reachable, cost: Cost
 ) -> tuple[Filter, ...]:
     check_instance("filters", filters, Iterable)
-    keep = tuple(filters)
-    for function in (*keep, reachable, cost):
+    functions: list[Filter] = []
+    for function in itertools.chain((reachable, cost), filters):
         if not callable(function):
             raise BucketingError(
                 f"{shown(function)} is not a function: "
                 "give functions as filters, reachable and cost"
             )
-    return keep
+        functions.append(function)
+    return tuple(functions[2:])
 
 
 def _checked_costs(buckets: Sequence[Bucket], cost: Cost) -> list[float]:

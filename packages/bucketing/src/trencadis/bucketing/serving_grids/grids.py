@@ -209,7 +209,7 @@ def sequence_grid(
     """
     check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
     _check_arguments(config, traffic)
-    if phase not in get_args(Phase):
+    if not isinstance(phase, str) or phase not in get_args(Phase):
         raise BucketingError(f"phase {shown(phase)} is unknown: choose from prompt, decode")
     if config.bucket_file:
         raise BucketingError(

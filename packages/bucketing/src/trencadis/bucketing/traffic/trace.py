@@ -140,6 +140,7 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
     times: str | None = None
     generated: str | None = None
     check_path(path)
+    check_instance("column", column, (str, type(None)))
     for line, row in _rows(Path(path)):
         if not lengths:
             column = column or next((name for name in LENGTH_COLUMNS if name in row), None)
