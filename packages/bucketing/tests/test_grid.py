@@ -344,3 +344,10 @@ def test_a_shape_with_a_negative_size_is_an_error(shape: tuple[int, int], longes
     grid = BucketGrid({"batch": (1, 2, 4), "seq": (128, longest)})
     with pytest.raises(BucketingError, match="is negative: give sizes of 0 or more"):
         grid.find(shape)
+
+
+def test_a_bucket_must_pass_every_filter() -> None:
+    filters = [lambda bucket: bucket["n"] > 1, lambda bucket: bucket["n"] < 8]
+    assert BucketGrid({"n": [1, 2, 4, 8]}, filters=filters).values("n") == (1, 2, 4, 8)
+    shapes = [bucket.shape for bucket in BucketGrid({"n": [1, 2, 4, 8]}, filters=filters)]
+    assert shapes == [(2,), (4,)]

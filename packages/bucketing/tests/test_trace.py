@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trencadis.bucketing import BucketingError, Trace, read_trace
+from trencadis.bucketing.traffic import split_to_limits
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -128,3 +133,39 @@ def test_batches_collect_the_requests_of_a_window(tmp_path: Path) -> None:
             trace.batches(window, most)
     with pytest.raises(BucketingError, match="no arrival times"):
         Trace(trace.lengths).batches(1.0, 2)
+
+
+def run_by_the_server(batch: int, length: int, most: int, budget: int) -> Counter[tuple[int, int]]:
+    """The prefill batches of `batch` prompts of `length` tokens, one chunk after the other."""
+    ran: Counter[tuple[int, int]] = Counter()
+    for start in range(0, length, most):
+        query, left = min(most, length - start), batch
+        while left:
+            size = min(left, budget // query)
+            ran[size, query] += 1
+            left -= size
+    return ran
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 50), st.integers(1, 4)), min_size=1, max_size=6
+    ),
+    st.integers(1, 20),
+    st.integers(0, 60),
+)
+def test_long_prompts_and_large_batches_are_divided_as_the_server_does(
+    seen: list[tuple[int, int, int]], most: int, more: int
+) -> None:
+    table = np.array(seen)
+    rows, counts = split_to_limits(
+        table[:, :2], table[:, 2], max_query=most, max_num_batched_tokens=most + more
+    )
+    expected: Counter[tuple[int, int]] = Counter()
+    for batch, length, times in seen:
+        for shape, number in run_by_the_server(batch, length, most, most + more).items():
+            expected[shape] += times * number
+    found: Counter[tuple[int, int]] = Counter()
+    for (batch, query), times in zip(rows.tolist(), counts.tolist(), strict=True):
+        found[batch, query] += times
+    assert found == expected
