@@ -55,8 +55,10 @@ UNDRAWN_ROOMS = 6
 FLOORS: dict[str, list[set[str]]] = {
     "bucketing": [
         {"errors", "rounding"},
-        {"bucket_file", "traffic", "validators"},
-        {"grid", "strategies"},
+        {"validators"},
+        {"text_files"},
+        {"grid", "traffic"},
+        {"bucket_file", "strategies"},
         {"config"},
         {"serving_grids"},
         {"strategy_comparison"},

@@ -153,3 +153,14 @@ def test_every_package_is_typed_versioned_and_described() -> None:
             assert (home / name).stat().st_size > 0, f"packages/{package}/{name}"
         assert (home / "src" / "trencadis" / package / "py.typed").exists()
         assert not (home / "src" / "trencadis" / "__init__.py").exists(), "a PEP 420 namespace"
+
+
+@pytest.mark.parametrize("package", ALLOWED)
+def test_no_signature_shows_the_environment(package: str) -> None:
+    # help() and pydoc print the default of an argument: os.environ has keys and passwords.
+    for path in modules(package):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+                defaults = (*node.args.defaults, *node.args.kw_defaults)
+                shown = [ast.unparse(default) for default in defaults if default is not None]
+                assert not any("environ" in default for default in shown), f"{path}: {shown}"

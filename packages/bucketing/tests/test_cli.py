@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from trencadis.bucketing import TrafficRecorder, read_bucket_file
+from trencadis.bucketing import (
+    BucketingConfig,
+    TrafficRecorder,
+    prompt_grid,
+    read_bucket_file,
+)
 from trencadis.bucketing.cli import main
+from trencadis.bucketing.cli.command_line import _parser
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
 
 
@@ -53,8 +61,8 @@ def test_fit_prints_a_table_and_writes_a_bucket_file(
     arguments = ["fit", str(trace), "--limit", "5", "--holdout", "0.5", "--output", str(output)]
     assert main([*arguments, "--context-blocks", "0", "8"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert table[0].split() == ["strategy", "graphs", "padding", "worst", "case"]
-    assert [line[:10].strip() for line in table[1:]] == [
+    assert table[0].split() == ["strategy", "graphs", "padding", "p99", "worst", "batch"]
+    assert [line[:10].strip() for line in table[1:7]] == [
         "lin",
         "exp",
         "pad",
@@ -62,10 +70,79 @@ def test_fit_prints_a_table_and_writes_a_bucket_file(
         "fit as pad",
         "fit to 5",
     ]
-    shapes = read_bucket_file(output)
-    assert len(shapes) == 10
-    assert {shape[2] for shape in shapes} == {0, 8}
+    shapes = read_bucket_file(output).prompt
+    # The longest context of 2,048 tokens is added: 16 blocks. No room for more than the smallest
+    # query is left behind it.
+    assert {shape[2] for shape in shapes} == {0, 8, 16}
+    assert len([shape for shape in shapes if shape[2] == 0]) == 5
     assert shapes[-1] == (1, 2048, 8)
+    assert table[7] == (
+        f"{len(shapes)} prompt buckets written to {output}, for max_model_len 2048, "
+        "max_num_batched_tokens 2048, max_num_seqs 16, block_size 128"
+    )
+
+
+SERVERS = [
+    {},
+    {"max_model_len": 4096},
+    {"max_num_batched_tokens": 256, "block_size": 32},
+    {"max_model_len": 5000, "max_num_batched_tokens": 8192, "max_num_seqs": 32},
+    {"max_num_seqs": 1, "block_size": 16},
+]
+
+
+@pytest.mark.parametrize("window", [[], ["--window", "1"]], ids=["alone", "batched"])
+@pytest.mark.parametrize("given", SERVERS, ids=str)
+def test_a_fitted_file_holds_every_prompt_alone_within_the_servers_limits(
+    trace: Path,
+    tmp_path: Path,
+    given: dict[str, int],
+    window: list[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    output = str(tmp_path / "buckets.txt")
+    flags = [f"--{name.replace('_', '-')}={size}" for name, size in given.items()]
+    assert main(["fit", str(trace), *window, *flags, "--output", output]) == 0
+    limits = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": 128, **given}
+    limits = {"max_num_batched_tokens": limits["max_model_len"], **limits}
+    grid = prompt_grid(BucketingConfig.from_env({"VLLM_BUCKETING_FROM_FILE": output}), **limits)
+    assert not caplog.records, "no bucket of the file is lowered to the limits or left out"
+    assert grid.coverage_gaps() == ()
+    longest = min(limits["max_num_batched_tokens"], limits["max_model_len"])
+    for length in range(1, limits["max_model_len"] + 1):
+        # As the engine prefills it: chunks of the longest query, then the rest.
+        for start in range(0, length, longest):
+            query = min(longest, length - start)
+            context = math.ceil(start / limits["block_size"])
+            assert grid.find((1, query, context)) is not None
+    assert grid.values("batch")[0] == 1
+
+
+def test_a_file_fitted_to_other_limits_says_what_the_server_cannot_use(
+    trace: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    output = str(tmp_path / "buckets.txt")
+    assert main(["fit", str(trace), "--window", "1", "--output", output]) == 0
+    listed = len(read_bucket_file(output).prompt)
+    config = BucketingConfig(bucket_file=output)
+    small = prompt_grid(
+        config, max_model_len=1024, max_num_batched_tokens=256, max_num_seqs=4, block_size=128
+    )
+    # This server exited with "no shape for the prompt grid".
+    assert small.coverage_gaps() == ()
+    (record,) = caplog.records
+    assert f"of the {listed} prompt buckets in {output} are above the limits" in record.getMessage()
+    assert "(batch 4, query 256, context_blocks 8) and lowered" in record.getMessage()
+    assert "are left out" in record.getMessage()
+    assert "or fit the file to them" in record.getMessage()
+    large = prompt_grid(
+        config, max_model_len=16_384, max_num_batched_tokens=16_384, max_num_seqs=4, block_size=128
+    )
+    # 9,600 of 16,384 prompt lengths had no bucket, and `cover` found none missing.
+    missing = [size for size in range(1, 16_385) if large.find((1, size, 0)) is None]
+    assert missing == list(range(2049, 16_385))
+    gaps = [gap for gap in large.coverage_gaps() if gap.low[0] == gap.low[2] == 0]
+    assert {(gap.low[1], gap.high[1]) for gap in gaps} == {(2049, 16_384)}
 
 
 def test_fit_collects_batches_or_reads_recorded_ones(
@@ -78,7 +155,7 @@ def test_fit_collects_batches_or_reads_recorded_ones(
         recorder.record(shape, 7)
     saved = tmp_path / "traffic.json"
     recorder.save(saved)
-    assert main(["fit", str(saved), "--max", "4096"]) == 0
+    assert main(["fit", str(saved), "--max-model-len", "4096"]) == 0
     assert capsys.readouterr().out != gathered
     assert main(["fit", str(saved), "--holdout", "0.5"]) == 2
     assert "no end to hold out: omit --holdout" in capsys.readouterr().err
@@ -91,6 +168,32 @@ def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
         assert main(["plot", str(trace), *extra, "--output", str(output)]) == 0
         assert output.read_bytes().startswith(b"\x89PNG")
         output.unlink()
+
+
+@pytest.mark.parametrize("command", ["show", "fit", "plot"])
+def test_help_shows_the_default_of_every_option(command: str) -> None:
+    parsers = next(a for a in _parser()._actions if isinstance(a, argparse._SubParsersAction))
+    for action in parsers.choices[command]._actions:
+        if action.option_strings and not action.required and action.dest != "help":
+            assert "default: " in (action.help or ""), action.option_strings
+            if action.default is not None:
+                assert f"default: {action.default:{'g' * (type(action.default) is float)}}" in (
+                    action.help or ""
+                )
+
+
+def test_a_tail_lowers_the_worst_batch(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with trace.open("a") as file:
+        file.write("61,5000\n")
+    worst = []
+    for tail in ("0", "100"):
+        assert (
+            main(["fit", str(trace), "--tail", tail, "--limit", "4", "--max-model-len", "16384"])
+            == 0
+        )
+        row = next(line for line in capsys.readouterr().out.splitlines() if "fit to 4" in line)
+        worst.append(int(row.split()[-2].replace(",", "")))
+    assert worst[1] < worst[0] / 2
 
 
 def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
@@ -107,7 +210,7 @@ def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
         (["fit", "missing.csv"], "missing.csv"),
         (["show", "--strategy", "fit"], "set VLLM_PROMPT_BUCKETING_TRAFFIC"),
         (["show", "--block-size", "0"], "block_size 0 must be an integer"),
-        (["fit", "{trace}", "--max", "100"], "raise the maxima"),
+        (["fit", "{trace}", "--max-model-len", "100"], "above --max-model-len 100: raise it"),
         (["fit", "{trace}", "--window", "-1"], "in windows of -1.0: raise them"),
     ],
 )
@@ -123,7 +226,15 @@ def test_an_error_is_a_single_line(
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--step", "0"), ("--max", "-1"), ("--limit", "x"), ("--holdout", "1"), ("--holdout", "nan")],
+    [
+        ("--step", "0"),
+        ("--max-model-len", "-1"),
+        ("--tail", "x"),
+        ("--context-blocks", "-1"),
+        ("--limit", "x"),
+        ("--holdout", "1"),
+        ("--holdout", "nan"),
+    ],
 )
 def test_an_option_out_of_range_is_named(
     trace: Path, option: str, value: str, capsys: pytest.CaptureFixture[str]

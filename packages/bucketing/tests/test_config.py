@@ -96,12 +96,41 @@ def test_the_deprecated_flag_overrides_every_strategy(
     assert f"set VLLM_BUCKETING_STRATEGY={strategy}" in caplog.text
 
 
-def test_a_variable_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("misspelt", "meant"),
+    [
+        ("VLLM_PROMPT_BS_BUCKET_MXA", "VLLM_PROMPT_BS_BUCKET_MAX"),
+        ("VLLM_PROMPT_BS_MAX", "VLLM_PROMPT_BS_BUCKET_MAX"),
+        ("VLM_PROMPT_BS_BUCKET_MAX", "VLLM_PROMPT_BS_BUCKET_MAX"),
+        ("vllm_decode_bs_bucket_max", "VLLM_DECODE_BS_BUCKET_MAX"),
+        ("VLLM_DECODE_BLOCKS_BUCKET_STEP", "VLLM_DECODE_BLOCK_BUCKET_STEP"),
+        ("VLLM_BUCKET_STRATEGY", "VLLM_BUCKETING_STRATEGY"),
+        ("VLLM_BUCKETING_FILE", "VLLM_BUCKETING_FROM_FILE"),
+        ("VLLM_CONTIGOUS_PA", "VLLM_CONTIGUOUS_PA"),
+        ("VLLM_EXPONENTIAL_BUCKETTING", "VLLM_EXPONENTIAL_BUCKETING"),
+        # An axis that decode grids do not have.
+        ("VLLM_DECODE_CTX_BUCKET_MIN", "VLLM_DECODE_BS_BUCKET_MIN"),
+    ],
+)
+def test_a_misspelt_variable_is_told_with_the_nearest_one(
+    misspelt: str, meant: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING):
-        BucketingConfig.from_env({"VLLM_DECODE_CTX_BUCKET_MIN": "1", "VLLM_PROMPT_RATIO": "1"})
+        assert BucketingConfig.from_env({misspelt: "1"}) == BucketingConfig()
     assert [record.getMessage() for record in caplog.records] == [
-        "VLLM_DECODE_CTX_BUCKET_MIN has no effect: no bucket grid has such an axis or setting"
+        f"{misspelt} has no effect: no bucketing setting has this name; the nearest is {meant}"
     ]
+
+
+def test_other_variables_of_vllm_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    others = (
+        *("VLLM_PROMPT_USE_FUSEDSDPA", "VLLM_PROMPT_USE_FLEX_ATTENTION", "VLLM_PROFILE_PROMPT"),
+        *("VLLM_GRAPH_PROMPT_STRATEGY", "VLLM_GRAPH_DECODE_STRATEGY", "VLLM_ENABLE_BUCKETING"),
+        *("VLLM_TPU_BUCKET_PADDING_GAP", "VLLM_CONFIG_ROOT", "AWS_S3_BUCKET", "PATH"),
+    )
+    own = BucketingConfig.from_env(dict.fromkeys(others, "1"))
+    assert own == BucketingConfig()
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
@@ -128,6 +157,20 @@ def test_a_variable_without_effect_is_logged(caplog: pytest.LogCaptureFixture) -
 def test_a_bad_value_names_its_variable(environ: dict[str, str], message: str) -> None:
     with pytest.raises(BucketingError, match=message):
         BucketingConfig.from_env(environ)
+
+
+def test_an_environment_that_is_none_is_refused() -> None:
+    for environ in (None, 3, ["VLLM_PROMPT_BS_BUCKET_MIN"]):
+        with pytest.raises(BucketingError, match=r"environ .* has the wrong type"):
+            BucketingConfig.from_env(environ)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="VLLM_CONTIGUOUS_PA=True is not text"):
+        BucketingConfig.from_env({"VLLM_CONTIGUOUS_PA": True})  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize("value", [10**13, 10**5000], ids=["large", "too long to print"])
+def test_a_setting_beyond_sense_is_refused(value: int) -> None:
+    with pytest.raises(BucketingError, match=r"bucket limit .* is above"):
+        AxisConfig(limit=value)
 
 
 def test_a_bad_value_in_code_names_its_setting() -> None:

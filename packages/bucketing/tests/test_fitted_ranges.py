@@ -18,6 +18,7 @@ from trencadis.bucketing import (
     linear_range,
     padding_aware_range,
 )
+from trencadis.bucketing.strategies import padded
 
 
 def padding(values: tuple[int, ...], lengths: list[int], weights: list[float]) -> float:
@@ -200,3 +201,114 @@ def test_batches_must_be_rows_of_two() -> None:
         fitted_axes([[1, 2, 3]], (1, 1), (4, 4), 4)
     with pytest.raises(BucketingError, match="limit 0 must be at least 1"):
         fitted_axes([[1, 2]], (1, 1), (4, 4), 0)
+
+
+def cost(values: tuple[int, ...], lengths: list[int], weights: list[int], tail: float) -> float:
+    """The cost of a fit with a tail, as its docstring has it."""
+    mean = sum(w * n for n, w in zip(lengths, weights, strict=True)) / sum(weights) or 1.0
+    tokens = [next(value for value in values if value >= n) - n for n in lengths]
+    return sum(w * p * (1 + tail * p / mean) for p, w in zip(tokens, weights, strict=True))
+
+
+@settings(max_examples=150, deadline=None)
+@given(small_fits(), st.sampled_from([0.01, 0.5, 3.0, 100.0]))
+def test_a_fit_with_a_tail_costs_as_little_as_exhaustive_search(
+    fit: tuple[list[int], list[int], int, int, int], tail: float
+) -> None:
+    lengths, weights, step, max, limit = fit
+    values = fitted_range(lengths, step, max, limit, weights, tail=tail)
+    assert list(values) == sorted(set(values))
+    assert len(values) <= limit
+    assert values[-1] == max
+    candidates = range(0, max, step)
+    ranges = [
+        (*chosen, max)
+        for count in range(min(limit, len(candidates) + 1))
+        for chosen in itertools.combinations(candidates, count)
+    ]
+    least = min(cost(candidate, lengths, weights, tail) for candidate in ranges)
+    assert cost(values, lengths, weights, tail) == pytest.approx(least)
+    # Of ranges that cost the same, one with the fewest buckets.
+    assert len(values) == min(
+        len(candidate)
+        for candidate in ranges
+        if cost(candidate, lengths, weights, tail) <= least + 1e-9 * (1 + least)
+    )
+
+
+def test_a_tail_lowers_the_worst_padding_of_a_rare_length() -> None:
+    lengths = [100] * 500 + [200] * 300 + [300] * 300 + [1000]
+    most = [
+        max(next(v for v in values if v >= n) - n for n in lengths)
+        for values in (fitted_range(lengths, 100, 4000, 4, tail=tail) for tail in (0, 10))
+    ]
+    assert most == [3000, 100]
+
+
+def test_two_axes_with_a_tail_pad_the_worst_batch_less() -> None:
+    # Many small batches, and one of each size that is rare.
+    rows = [[b, n] for b in (1, 2, 3, 4) for n in range(100, 1001, 100)] * 50
+    rows += [[16, 1000], [8, 2000], [16, 3000]]
+    batches = np.array(rows)
+    worst = []
+    for tail in (0.0, 10.0):
+        first, second = fitted_axes(batches, (1, 100), (16, 4000), 24, tail=tail)
+        assert len(first) * len(second) <= 24
+        padded_tokens = padded(first, batches[:, 0]) * padded(second, batches[:, 1])
+        worst.append(int((padded_tokens - batches.prod(axis=1)).max()))
+    assert worst[1] < worst[0] / 2
+
+
+def test_more_lengths_than_candidates_are_rounded_up_first() -> None:
+    values = fitted_range(range(5000), 1, 6000, 5000, tail=1.0)
+    assert len(values) <= 512
+    assert values[-1] == 6000
+    assert max(high - low for low, high in itertools.pairwise(values[:-1])) <= 11
+
+
+@pytest.mark.parametrize("tail", [0.0, 1.0])
+def test_a_budget_beyond_all_candidates_is_no_more_work(tail: float) -> None:
+    rows = [[1, 130], [2, 260], [3, 500]]
+    axes = fitted_axes(rows, (1, 128), (4, 1024), 10**5000, tail=tail)
+    assert axes == ((1, 2, 3, 4), (256, 384, 512, 1024))
+
+
+def test_sums_above_64_bits_are_no_negative_costs() -> None:
+    rows = [[1, 100], [1000, 100_000]]
+    for weights in ([1 << 40, 1 << 40], [1e300, 1e300]):
+        axes = fitted_axes(rows, (1, 100), (1 << 30, 1 << 30), 9, weights)
+        assert axes == ((1, 1000, 1 << 30), (100, 100_000, 1 << 30))
+
+
+def test_settings_may_be_integers_of_numpy() -> None:
+    lengths = np.array([5, 9])
+    step, limit = np.int64(4), np.int32(3)
+    assert fitted_range(lengths, step, lengths.max(), limit) == (8, 9)
+
+
+@pytest.mark.parametrize(
+    "tail", [-1, math.nan, math.inf, "1", None, [1.0], 10**5000], ids=lambda t: type(t).__name__
+)
+def test_a_tail_that_is_no_weight_is_an_error(tail: object) -> None:
+    with pytest.raises(BucketingError, match=r"fit tail .* is not a number from 0"):
+        fitted_range([1], 1, 4, 2, tail=tail)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="fit tail"):
+        fitted_axes([[1, 2]], (1, 1), (4, 4), 2, tail=tail)  # type: ignore[arg-type]
+
+
+def test_arguments_of_the_wrong_type_are_an_error() -> None:
+    for changed in ({"step": 1.5}, {"max": "4"}, {"limit": None}, {"max": 1 << 50}):
+        with pytest.raises(BucketingError, match=r"fit (step|max|limit)"):
+            fitted_range([1], **{"step": 1, "max": 4, "limit": 2, **changed})  # type: ignore[arg-type]
+    for changed in ({"steps": 1}, {"maxima": (4,)}, {"budget": "x"}, {"steps": (1, None)}):
+        with pytest.raises(BucketingError, match=r"fit (step|max|limit)"):
+            fitted_axes(
+                [[1, 2]],
+                **{"steps": (1, 1), "maxima": (4, 4), "budget": 2, **changed},  # type: ignore[arg-type]
+            )
+    for lengths in ([[1], [2, 3]], [10**30], "abc", [[1]], [1 << 50], None):
+        with pytest.raises(BucketingError, match="lengths to fit"):
+            fitted_range(lengths, 1, 1 << 40, 2)  # type: ignore[arg-type]
+    for weights in ([[1]], "a", [None], 3):
+        with pytest.raises(BucketingError, match="weights"):
+            fitted_range([1], 1, 4, 2, weights)  # type: ignore[arg-type]

@@ -8,12 +8,20 @@ import math
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.bucketing import Bucket, BucketGrid, BucketingError, linear_range
+from trencadis.bucketing import (
+    Bucket,
+    BucketGrid,
+    BucketingError,
+    CoverageGap,
+    UnknownAxis,
+    linear_range,
+)
 
 PLUGIN = json.loads((Path(__file__).parent / "data" / "plugin_ranges.json").read_text())
 NAMES = ("batch", "query", "blocks")
@@ -31,6 +39,11 @@ class Price:
 
 def holds(bucket: Bucket, shape: tuple[int, ...]) -> bool:
     return all(size >= need for size, need in zip(bucket.shape, shape, strict=True))
+
+
+def within(shape: tuple[int, ...], gap: CoverageGap) -> bool:
+    sizes = zip(gap.low, shape, gap.high, strict=True)
+    return all(low <= size <= high for low, size, high in sizes)
 
 
 def cheapest_by_brute_force(
@@ -97,7 +110,7 @@ def test_coverage_gaps_are_complete(made: tuple[BucketGrid, Price | None], end: 
     }
     assert bool(gaps) == bool(missing)
     for shape in missing:
-        assert any(all(map(int.__le__, shape, gap)) for gap in gaps)
+        assert any(within(shape, gap) for gap in gaps)
 
 
 def test_find_prefers_the_cheap_bucket_to_the_first_in_order() -> None:
@@ -127,16 +140,55 @@ def test_a_bucket_miss_has_a_fallback() -> None:
     assert grid.find((5, 100)) is None
     assert grid.find((1, 257)) is None
     assert grid.find((1, 1 << 40)) is None
-    # ceil(5 ** (1/3)) * 2 = 4 and ceil(4001 ** (1/3)) * 32 = 512.
-    assert grid.fallback((5, 4001)) == Bucket(("batch", "seq"), (8, 4096))
-    assert grid.padding((5, 4001)) == 8 * 4096 / (5 * 4001) - 1
+    # The plugin's step is ceil(5 ** (1/3)) * 2 = 4 for 5, and ceil(4090 ** (1/3)) * 32 = 512.
+    assert grid.fallback((5, 4090)) == Bucket(("batch", "seq"), (8, 4096))
+    assert grid.padding((5, 4090)) == 8 * 4096 / (5 * 4090) - 1
+
+
+def plugins_fallback(size: int, unit: int) -> int:
+    """`calc_fallback_value` of vllm-gaudi, with an exact cube root."""
+    root = next(root for root in itertools.count(1) if root**3 >= size)
+    return size if size <= 1 else -(-size // (root * unit)) * root * unit
 
 
 @pytest.mark.parametrize(("given", "expected"), PLUGIN["common.calc_fallback_value (n, base_step)"])
-def test_fallback_grows_as_the_plugin_does(given: list[int], expected: int) -> None:
-    size, step = given
-    name = "batch" if step == 2 else "blocks"
-    assert BucketGrid({name: [1]}).fallback((size,)).shape == (expected,)
+def test_fallback_is_one_of_the_plugins_and_not_above_its_own(
+    given: list[int], expected: int
+) -> None:
+    size, unit = given
+    assert plugins_fallback(size, unit) == expected
+    name = "batch" if unit == 2 else "blocks"
+    (fallback,) = BucketGrid({name: [1]}).fallback((size,)).shape
+    assert size <= fallback <= expected
+
+
+@pytest.mark.parametrize(("name", "unit"), [("batch", 2), ("blocks", 32)])
+def test_fallback_is_the_smallest_of_the_plugins_sizes_that_is_large_enough(
+    name: str, unit: int
+) -> None:
+    grid = BucketGrid({name: [1]})
+    plugins = sorted({plugins_fallback(size, unit) for size in range(6000)})
+    for size in range(3000):
+        expected = next(fallback for fallback in plugins if fallback >= size)
+        assert grid.fallback((size,)).shape == (expected,)
+
+
+def test_fallback_of_1000_is_not_above_that_of_1001() -> None:
+    grid = BucketGrid({"query": [1]})
+    assert grid.fallback((1000,)).shape == grid.fallback((1001,)).shape == (1056,)
+
+
+@given(filtered_grids(), st.data())
+def test_fallback_grows_with_the_shape_and_is_its_own_fallback(
+    made: tuple[BucketGrid, Price | None], data: st.DataObject
+) -> None:
+    grid, _ = made
+    size = st.integers(0, 40) | st.integers(0, 10_000) | st.integers(0, 1 << 36)
+    shape = tuple(data.draw(size) for _ in grid.axes)
+    larger = tuple(need + data.draw(size) for need in shape)
+    fallback = grid.fallback(shape)
+    assert holds(grid.fallback(larger), fallback.shape)
+    assert grid.fallback(fallback.shape) == fallback
 
 
 @given(filtered_grids(), st.data())
@@ -160,7 +212,7 @@ def test_reachable_drops_buckets_that_no_shape_pads_to() -> None:
     # (8, 512) would take batches of 5 to 8 with 129 to 512 tokens: 645 at least.
     assert [bucket.shape for bucket in grid] == [(1, 128), (1, 512), (4, 128), (4, 512), (8, 128)]
     assert grid.coverage_gaps() == ()
-    assert grid.coverage_gaps(limits=(9, 512)) == ((9, 128),)
+    assert grid.coverage_gaps(limits=(9, 512)) == (CoverageGap((9, 0), (9, 128)),)
 
 
 def test_a_grid_describes_itself() -> None:
@@ -234,10 +286,56 @@ def test_a_cost_of_nan_is_an_error() -> None:
         BucketGrid({"n": [1, 2]}, cost=lambda bucket: math.nan)
 
 
-def test_a_shape_of_the_wrong_length_is_an_error() -> None:
+@pytest.mark.parametrize("ask", ["find", "fallback", "padding", "coverage_gaps"])
+def test_a_shape_of_the_wrong_length_or_type_is_an_error(ask: str) -> None:
+    for longest in (128, 8_000_000):
+        grid = BucketGrid({"batch": [1], "seq": [longest]})
+        with pytest.raises(BucketingError, match="has 1 sizes for the axes batch, seq"):
+            getattr(grid, ask)((1,))
+        for shape in (3, "ab", (1, "x"), (1, 2.5), (1, None), (1, math.nan)):
+            with pytest.raises(BucketingError, match="integers"):
+                getattr(grid, ask)(shape)
+
+
+def test_negative_sizes_of_a_bucket_are_an_error() -> None:
+    for shape in ((-1, 128), (1, -128), (1, -(10**5000))):
+        with pytest.raises(BucketingError, match="has a negative size: give sizes of 0 or more"):
+            Bucket(("batch", "seq"), shape)
+
+
+@pytest.mark.parametrize("axes", ["ab", ("a", "a"), ("a", ""), ("a", 2), 7, (["a"], "b"), None])
+def test_axes_without_different_names_are_an_error(axes: Any) -> None:
+    with pytest.raises(BucketingError, match=r"axes|axis"):
+        Bucket(axes, (1, 2))
+    with pytest.raises(BucketingError, match=r"axes|axis"):
+        BucketGrid.from_shapes(axes, [(1, 2)])
+
+
+def test_an_axis_that_does_not_exist_is_an_error() -> None:
     grid = BucketGrid({"batch": [1], "seq": [128]})
-    with pytest.raises(BucketingError, match="has 1 sizes for the axes batch, seq"):
-        grid.find((1,))
+    with pytest.raises(UnknownAxis, match=r"no axis .query.: this grid has batch, seq"):
+        grid.values("query")
+    with pytest.raises(UnknownAxis, match=r"^no axis .query.: this bucket has batch, seq$"):
+        grid.buckets[0]["query"]
+
+
+def test_functions_that_are_none_are_an_error() -> None:
+    for wrong in ({"filters": [3]}, {"filters": 3}, {"reachable": 3}, {"cost": 3}):
+        with pytest.raises(BucketingError, match=r"not a function|wrong type"):
+            BucketGrid({"n": [1]}, **wrong)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="is not a number"):
+        BucketGrid({"n": [1]}, cost=lambda bucket: "much")  # type: ignore[arg-type,return-value]
+
+
+def test_a_grid_is_asked_for_its_gaps_up_to_its_own_limits() -> None:
+    grid = BucketGrid({"batch": (1, 2), "seq": (128,)}, limits=(2, 200))
+    assert grid.coverage_gaps() == (
+        CoverageGap((0, 129), (1, 200)),
+        CoverageGap((2, 129), (2, 200)),
+    )
+    assert BucketGrid({"batch": (1, 2), "seq": (128,)}).coverage_gaps() == ()
+    with pytest.raises(BucketingError, match=r"limits .* has 1 sizes for the axes"):
+        BucketGrid({"batch": (1, 2), "seq": (128,)}, limits=(2,))
 
 
 @pytest.mark.parametrize("shape", [(-1, 100), (2, -1), (2, -300), (2, -(1 << 40))])
@@ -246,3 +344,10 @@ def test_a_shape_with_a_negative_size_is_an_error(shape: tuple[int, int], longes
     grid = BucketGrid({"batch": (1, 2, 4), "seq": (128, longest)})
     with pytest.raises(BucketingError, match="is negative: give sizes of 0 or more"):
         grid.find(shape)
+
+
+def test_a_bucket_must_pass_every_filter() -> None:
+    filters = [lambda bucket: bucket["n"] > 1, lambda bucket: bucket["n"] < 8]
+    assert BucketGrid({"n": [1, 2, 4, 8]}, filters=filters).values("n") == (1, 2, 4, 8)
+    shapes = [bucket.shape for bucket in BucketGrid({"n": [1, 2, 4, 8]}, filters=filters)]
+    assert shapes == [(2,), (4,)]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -150,3 +151,56 @@ def test_the_limits_of_a_strategy_are_checked() -> None:
             padding_aware_range(1, 2, 8, 4, percent)
     with pytest.raises(BucketingError, match="pad_max -1 is negative"):
         padding_aware_range(1, 2, 8, -1, 25)
+
+
+def every_multiple(step: int, max: int) -> tuple[int, ...]:
+    return (1, *range(step, max, step), max)
+
+
+@pytest.mark.parametrize("limit", [5000, 10**9, 10**5000], ids=["5e3", "1e9", "1e5000"])
+def test_a_huge_limit_gives_every_useful_size_at_once(limit: int) -> None:
+    assert exponential_range(1, 128, 10_000, limit) == every_multiple(128, 10_000)
+
+
+@given(st.integers(0, 300), st.integers(1, 60), st.integers(0, 300), st.integers(1, 4000))
+def test_a_limit_above_the_useful_number_changes_nothing(
+    low: int, step: int, more: int, limit: int
+) -> None:
+    # The formula without a bound on the number of values.
+    high = low + more
+    first = step if low < 2 else low
+    if limit == 1 or high == 0:
+        expected = {high}
+    else:
+        powers = (
+            first * float(np.float_power(high / first, 1 / (limit - 1) * i)) for i in range(limit)
+        )
+        rounded = {math.ceil(power / step) * step for power in powers}
+        expected = (
+            {size for size in rounded if size < high} | {high} | ({low} if low < 2 else set())
+        )
+    assert exponential_range(low, step, high, limit) == tuple(sorted(expected))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: linear_range(1, 1, 10**9),
+        lambda: exponential_range(1, 1, 10**9, 10**9),
+        lambda: padding_aware_range(1, 1, 10**9, 8, 25),
+    ],
+    ids=["lin", "exp", "pad"],
+)
+def test_a_range_too_long_to_be_useful_is_refused_at_once(make: Callable[[], object]) -> None:
+    with pytest.raises(BucketingError, match=r"more than the 1048576 .*: (raise step|lower limit)"):
+        make()
+
+
+def test_settings_beyond_sense_are_refused() -> None:
+    for wrong in ((1, 10**5000, 10**5001), (1, 1 << 41, 10), (0, 1, 1 << 41)):
+        with pytest.raises(BucketingError, match="is above"):
+            linear_range(*wrong)
+    for percent in ("25", None, 51, math.nan):
+        with pytest.raises(BucketingError, match=r"pad_percent .* is not within 0 to 50"):
+            padding_aware_range(1, 1, 8, 4, percent)  # type: ignore[arg-type]
+    assert linear_range(10**9, 1, 10**9 + 2) == (10**9, 10**9 + 1, 10**9 + 2)

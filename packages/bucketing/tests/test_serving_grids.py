@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
+import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -16,11 +19,14 @@ from trencadis.bucketing import (
     BucketGrid,
     BucketingConfig,
     BucketingError,
+    CoverageGap,
     TrafficRecorder,
     decode_grid,
     prompt_grid,
     sequence_grid,
+    write_bucket_file,
 )
+from trencadis.bucketing.strategies import STRATEGIES
 
 
 def batches_of(*groups: tuple[int, range]) -> str:
@@ -123,7 +129,7 @@ def test_every_reachable_prompt_shape_has_a_bucket(
     config: BucketingConfig, limits: dict[str, int]
 ) -> None:
     grid = prompt_grid(config, **limits)
-    assert grid.coverage_gaps() == ()
+    assert grid.coverage_gaps([grid.values(axis)[-1] for axis in grid.axes]) == ()
     block, model_len = limits["block_size"], limits["max_model_len"]
     batches, queries, contexts = (grid.values(axis) for axis in grid.axes)
     alone = least_at_or_above(batches, 1)
@@ -147,7 +153,7 @@ def test_every_reachable_decode_shape_has_a_bucket(
 ) -> None:
     del limits["max_num_batched_tokens"]
     grid = decode_grid(config, num_blocks=num_blocks, **limits)
-    assert grid.coverage_gaps() == ()
+    assert grid.coverage_gaps([grid.values(axis)[-1] for axis in grid.axes]) == ()
     batches, counts = (grid.values(axis) for axis in grid.axes)
     most = math.ceil(limits["max_model_len"] / limits["block_size"])
     for batch, blocks in itertools.product(range(1, batches[-1] + 1), range(1, counts[-1] + 1)):
@@ -172,7 +178,9 @@ def test_a_maximum_of_the_user_is_kept() -> None:
     assert grid.values("query")[-1] == 512
     assert grid.values("batch")[-1] == 8
     assert grid.find((1, 513, 0)) is None
-    assert (1, 4096, 32) in grid.coverage_gaps(limits=(1, 4096, 32))
+    gaps = grid.coverage_gaps()
+    assert gaps[0] == CoverageGap((0, 513, 0), (1, 2048, 0))
+    assert {gap.low[1] for gap in gaps} == {513}
 
 
 def test_a_minimum_above_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
@@ -237,9 +245,12 @@ def test_a_bucket_file_makes_both_grids(tmp_path: Path) -> None:
 
 def test_shapes_of_a_bucket_file_keep_the_limits(tmp_path: Path) -> None:
     file = FromFile(tmp_path, "([1, 4], [512, 4096], [0, 7, 99])")
-    # 4 × 512 new tokens are over the budget; 512 behind 8 blocks are over the model's length,
-    # while 7 blocks may hold as little as 6 and a token.
-    assert [bucket.shape for bucket in file.prompt()] == [(1, 512, 0), (1, 1024, 0)]
+    # Lowered to 1,024 tokens and 8 blocks. 4 × 512 new tokens are over the budget. A chunk of 513
+    # tokens or more can have 3 blocks of context, which pad to 7, but not 8.
+    assert [bucket.shape for bucket in file.prompt()] == [
+        *((1, 512, context) for context in (0, 7, 8)),
+        *((1, 1024, context) for context in (0, 7)),
+    ]
 
 
 def test_a_phase_that_the_file_does_not_list_uses_its_strategy(tmp_path: Path) -> None:
@@ -359,3 +370,170 @@ def test_missing_file_is_an_error_about_the_setting_that_names_it(
 ) -> None:
     with pytest.raises(BucketingError, match=f"{variable}=/no/such/file"):
         decode_grid(config, max_num_seqs=4, num_blocks=64, block_size=16, max_model_len=256)
+
+
+traffic_shapes = st.lists(st.tuples(*(st.integers(0, 6),) * 3), min_size=1, max_size=8)
+
+
+@settings(max_examples=120)
+@given(
+    st.builds(
+        BucketingConfig,
+        strategy=st.sampled_from(sorted(STRATEGIES)),
+        contiguous_pa=st.booleans(),
+        **dict.fromkeys(
+            ("prompt_batch", "prompt_query", "prompt_context", "decode_batch", "decode_blocks"),
+            small,
+        ),
+    ),
+    limits,
+    st.integers(1, 40),
+    traffic_shapes,
+)
+def test_grids_survive_their_file(
+    tmp_path_factory: pytest.TempPathFactory,
+    config: BucketingConfig,
+    limits: dict[str, int],
+    num_blocks: int,
+    shapes: list[tuple[int, int, int]],
+) -> None:
+    prompt_traffic = TrafficRecorder(("batch", "query", "context_blocks"))
+    decode_traffic = TrafficRecorder(("batch", "blocks"))
+    for shape in [*shapes, (1, 1, 0)]:
+        prompt_traffic.record(shape)
+        decode_traffic.record(shape[:2])
+    path = str(tmp_path_factory.mktemp("files") / "buckets.txt")
+
+    def both(config: BucketingConfig) -> tuple[BucketGrid, BucketGrid]:
+        of_decode = {name: limits[name] for name in limits if name != "max_num_batched_tokens"}
+        return (
+            prompt_grid(config, traffic=prompt_traffic, **limits),
+            decode_grid(config, num_blocks=num_blocks, traffic=decode_traffic, **of_decode),
+        )
+
+    try:
+        prompt, decode = both(config)
+    except BucketingError as error:
+        assert "no recorded shape is within the limits" in str(error)
+        return
+    write_bucket_file(path, prompt=prompt, decode=decode)
+    again = both(BucketingConfig(bucket_file=path, contiguous_pa=config.contiguous_pa))
+    for made, read in zip((prompt, decode), again, strict=True):
+        assert read.buckets == made.buckets
+        assert read.coverage_gaps() == () or made.coverage_gaps() != ()
+        for shape in itertools.product((0, 1, 2, 5, 30), repeat=len(made.axes)):
+            assert read.find(shape) == made.find(shape)
+
+
+def test_a_grid_with_over_a_thousand_buckets_survives_its_file(tmp_path: Path) -> None:
+    limits = {
+        "max_model_len": 8192,
+        "max_num_batched_tokens": 2048,
+        "max_num_seqs": 4,
+        "block_size": 128,
+    }
+    made = prompt_grid(BucketingConfig(strategy="lin"), **limits)
+    assert len(made) > 1000
+    path = str(tmp_path / "buckets.txt")
+    write_bucket_file(path, prompt=made)
+    assert prompt_grid(BucketingConfig(bucket_file=path), **limits).buckets == made.buckets
+
+
+@settings(max_examples=60)
+@given(configs, limits, st.data())
+def test_a_prompt_has_a_bucket_or_is_in_a_gap(
+    config: BucketingConfig, limits: dict[str, int], data: st.DataObject
+) -> None:
+    # Also in a file that lists some buckets of the grid.
+    grid = prompt_grid(config, **limits)
+    kept = data.draw(st.sets(st.sampled_from(grid.buckets), min_size=1))
+    block = limits["block_size"]
+    found = _grid_of_file(kept, limits)
+    gaps = found.coverage_gaps()
+    longest = min(limits["max_num_batched_tokens"], limits["max_model_len"])
+    for context in range(limits["max_model_len"]):
+        blocks = math.ceil(context / block)
+        for query in range(1, min(longest, limits["max_model_len"] - context) + 1):
+            shape = (1, query, blocks)
+            in_gap = any(
+                all(map(operator.le, gap.low, shape)) and all(map(operator.le, shape, gap.high))
+                for gap in gaps
+            )
+            assert (found.find(shape) is None) == in_gap
+
+
+def _grid_of_file(kept: Iterable[Bucket], limits: dict[str, int]) -> BucketGrid:
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "buckets.txt")
+        write_bucket_file(path, prompt=kept)
+        return prompt_grid(BucketingConfig(bucket_file=path), **limits)
+
+
+def test_a_prompt_alone_keeps_the_only_bucket_that_holds_it(tmp_path: Path) -> None:
+    # 4 × 512 padded tokens are over the budget of 1,024, but nothing else holds 129 tokens.
+    file = FromFile(tmp_path, "(1, 128, [0, 8])", "(4, 512, [0, 8])")
+    assert file.prompt().find((1, 129, 0)) == Bucket(file.prompt().axes, (4, 512, 0))
+
+
+def test_a_batch_is_not_padded_above_the_token_budget(tmp_path: Path) -> None:
+    # The batch of 8 × 100 tokens fits the budget of 1,024, its only bucket has 8 × 512.
+    file = FromFile(tmp_path, "(1, [128, 512], 8)", "(8, 512, 8)")
+    assert file.prompt().find((8, 100, 0)) is None
+
+
+@pytest.mark.parametrize(
+    ("config", "variable"),
+    [
+        (BucketingConfig(prompt_query=AxisConfig(step=1), strategy="lin"), "PROMPT_QUERY"),
+        (BucketingConfig(prompt_context=AxisConfig(step=1), strategy="lin"), "PROMPT_CTX"),
+    ],
+)
+def test_a_grid_of_too_many_buckets_is_told_with_its_number(
+    config: BucketingConfig, variable: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    grid = prompt_grid(
+        config,
+        max_model_len=1400 if variable == "PROMPT_CTX" else 700,
+        max_num_batched_tokens=700,
+        max_num_seqs=8,
+        block_size=10 if variable == "PROMPT_CTX" else 32,
+    )
+    (record,) = caplog.records
+    assert f"the prompt grid has {len(grid):,} buckets" in record.getMessage()
+    assert f"raise VLLM_{variable}_BUCKET_STEP, or choose the exp strategy" in record.getMessage()
+
+
+def test_no_grid_has_buckets_for_batches_of_nothing() -> None:
+    none = AxisConfig(min=0)
+    for strategy in ("lin", "exp", "pad"):
+        config = BucketingConfig(
+            strategy=strategy,
+            prompt_batch=none,
+            prompt_query=none,
+            decode_batch=none,
+            decode_blocks=none,
+            decode_seq=none,
+        )
+        for grid in (
+            prompt_grid(config, **LIMITS),
+            decode_grid(config, max_num_seqs=8, num_blocks=64, block_size=128, max_model_len=1024),
+            sequence_grid("decode", config, max_num_seqs=8, max_model_len=512, block_size=128),
+        ):
+            assert grid.values(grid.axes[0])[0] > 0
+            assert grid.values(grid.axes[1])[0] > 0
+            assert grid.coverage_gaps() == ()
+
+
+def test_arguments_of_the_wrong_type_are_an_error() -> None:
+    limits = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 128}
+    for make in (
+        lambda: prompt_grid({}, max_num_batched_tokens=8, **limits),  # type: ignore[arg-type]
+        lambda: decode_grid(BucketingConfig(), num_blocks=8, traffic=3, **limits),  # type: ignore[arg-type]
+        lambda: sequence_grid("decode", None, **limits),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(BucketingError, match="has the wrong type"):
+            make()
+    with pytest.raises(BucketingError, match="phase 'prefill' is unknown: choose from prompt"):
+        sequence_grid("prefill", BucketingConfig(), **limits)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="block_size of 16610 bits is above"):
+        sequence_grid("decode", BucketingConfig(), **{**limits, "block_size": 10**5000})

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trencadis.bucketing import BucketingError, Trace, read_trace
+from trencadis.bucketing.traffic import split_to_limits
 
 
 def written(folder: Path, name: str, text: str) -> Path:
@@ -64,6 +70,8 @@ def test_the_length_column_can_be_named(tmp_path: Path) -> None:
         ("a.csv", "length\n1.5\n", "line 2: length '1.5'"),
         ("a.csv", "length\n0\n", "line 2: length '0'"),
         ("a.csv", "length\n-4\n", "line 2: length '-4'"),
+        ("a.csv", "length\n1e300\n", "line 2: length '1e300'"),
+        ("a.jsonl", "[" * 100_000, "line 1 is not JSON"),
         ("a.csv", "length,n\n4\n,5\n", "line 3: length ''"),
         ("a.csv", "length,timestamp\n4,noon\n", "line 2: 'noon' is not a time"),
         ("a.csv", "length,timestamp\n4,inf\n", "line 2: 'inf' is not a time"),
@@ -85,8 +93,31 @@ def test_a_bad_trace_is_an_error_with_its_line(
 def test_a_binary_file_is_an_error(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"\x89PNG\r\n\x1a\n\xff")
-    with pytest.raises(BucketingError, match="is not a text file"):
+    with pytest.raises(BucketingError, match=r"line 1 is not UTF-8 text \(byte 0x89\)"):
         read_trace(path)
+    start = b"length\n1\n" if name == "trace.csv" else b'{"length": 1}\n{"length": 2}\n'
+    path.write_bytes(start + b"4\xff\n")
+    with pytest.raises(BucketingError, match="line 3 is not UTF-8"):
+        read_trace(path)
+
+
+def test_a_trace_in_memory_is_checked() -> None:
+    for lengths in ("abc", [1.5], [-1], [[1]], [math.nan], [10**30], None):
+        with pytest.raises(BucketingError, match="tokens of a trace"):
+            Trace(lengths)  # type: ignore[arg-type]
+    for arrivals in (["x"], [math.inf], [1.0, 2.0]):
+        with pytest.raises(BucketingError, match=r"arrivals|lengths"):
+            Trace([3], arrivals)  # type: ignore[arg-type]
+    with pytest.raises(BucketingError, match="a trace of 1 lengths has 2 outputs"):
+        Trace([3], outputs=[1, 2])  # type: ignore[arg-type]
+    assert Trace([], []).batches(1.0, 4).shape == (0, 2)  # type: ignore[arg-type]
+
+
+def test_a_window_too_short_to_be_counted_is_an_error() -> None:
+    trace = Trace([5, 6, 7], [0.0, 1e12, 2e12])  # type: ignore[arg-type]
+    assert trace.batches(1e-3, 16).tolist() == [[1, 5], [1, 6], [1, 7]]
+    with pytest.raises(BucketingError, match="too short for the arrivals"):
+        trace.batches(1e-300, 16)
 
 
 def test_batches_collect_the_requests_of_a_window(tmp_path: Path) -> None:
@@ -102,3 +133,39 @@ def test_batches_collect_the_requests_of_a_window(tmp_path: Path) -> None:
             trace.batches(window, most)
     with pytest.raises(BucketingError, match="no arrival times"):
         Trace(trace.lengths).batches(1.0, 2)
+
+
+def run_by_the_server(batch: int, length: int, most: int, budget: int) -> Counter[tuple[int, int]]:
+    """The prefill batches of `batch` prompts of `length` tokens, one chunk after the other."""
+    ran: Counter[tuple[int, int]] = Counter()
+    for start in range(0, length, most):
+        query, left = min(most, length - start), batch
+        while left:
+            size = min(left, budget // query)
+            ran[size, query] += 1
+            left -= size
+    return ran
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 9), st.integers(1, 50), st.integers(1, 4)), min_size=1, max_size=6
+    ),
+    st.integers(1, 20),
+    st.integers(0, 60),
+)
+def test_long_prompts_and_large_batches_are_divided_as_the_server_does(
+    seen: list[tuple[int, int, int]], most: int, more: int
+) -> None:
+    table = np.array(seen)
+    rows, counts = split_to_limits(
+        table[:, :2], table[:, 2], max_query=most, max_num_batched_tokens=most + more
+    )
+    expected: Counter[tuple[int, int]] = Counter()
+    for batch, length, times in seen:
+        for shape, number in run_by_the_server(batch, length, most, most + more).items():
+            expected[shape] += times * number
+    found: Counter[tuple[int, int]] = Counter()
+    for (batch, query), times in zip(rows.tolist(), counts.tolist(), strict=True):
+        found[batch, query] += times
+    assert found == expected

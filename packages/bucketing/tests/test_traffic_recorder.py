@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -98,12 +99,33 @@ def test_a_saved_recorder_loads_unchanged(
         '{"axes": ["n"], "capacity": 9, "resolution": [3], "counts": []}',
         '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [[1]]}',
         '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [["x", 1]]}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [[4, 1e400]]}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [[4, NaN]]}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [[1e400, 4]]}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [[4.5, 1]]}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1], "counts": [4]}',
+        '{"axes": ["n"], "capacity": 1e400, "resolution": [1], "counts": []}',
+        '{"axes": ["n"], "capacity": 9, "resolution": [1, 1], "counts": []}',
+        '{"axes": ["n", "n"], "capacity": 9, "resolution": [1, 1], "counts": []}',
+        '{"axes": "n", "capacity": 9, "resolution": [], "counts": []}',
+        "[" * 100_000,
     ],
 )
 def test_a_file_of_another_format_is_an_error(tmp_path: Path, text: str) -> None:
     path = tmp_path / "traffic.json"
     path.write_text(text)
-    with pytest.raises(BucketingError, match=r"traffic.json is not recorded traffic"):
+    with pytest.raises(BucketingError, match=r"traffic\.json.* is not recorded traffic"):
+        TrafficRecorder.load(path)
+
+
+def test_a_bad_entry_or_byte_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "traffic.json"
+    start = '{"axes": ["n"], "capacity": 9, "resolution": [1],\n"counts": '
+    path.write_text(start + "[[1, 2], [4, 1e400]]}")
+    with pytest.raises(BucketingError, match=r"traffic\.json, entry 2 of counts is not .*inf"):
+        TrafficRecorder.load(path)
+    path.write_bytes(start.encode() + b"[]}\xff")
+    with pytest.raises(BucketingError, match=r"traffic\.json, line 2 is not UTF-8 text"):
         TrafficRecorder.load(path)
 
 
@@ -113,8 +135,29 @@ def test_bad_arguments_are_an_error() -> None:
     with pytest.raises(BucketingError, match="a capacity of at least 4"):
         TrafficRecorder(AXES, capacity=3)
     made = TrafficRecorder(AXES)
-    for shape, count in (((1,), 1), ((1, -1), 1), ((1, 1), -1)):
-        with pytest.raises(BucketingError, match="cannot be counted"):
+    wrong: list[tuple[Any, Any, str]] = [
+        ((1,), 1, "cannot be counted: give a size for each of batch, seq"),
+        ((1, -1), 1, "shape .* has a negative size"),
+        ((1, 1), -1, "the count of a shape .* has a negative size"),
+        ((1, 1.5), 1, "shape .* are not all integers"),
+        ((1, None), 1, "shape .* are not all integers"),
+        ("ab", 1, "shape .* are not all integers"),
+        (7, 1, "shape .* are not all integers"),
+        ((1, 1), math.inf, "the count of a shape .* are not all integers"),
+        ((1, 1), 10**5000, "the count of a shape .* has a size above"),
+        ((1, 1), (1 << 40) - 1, "begin a new recorder"),
+    ]
+    made.record((1, 1), 2)
+    for shape, count, message in wrong:
+        with pytest.raises(BucketingError, match=message):
             made.record(shape, count)
+    assert counted(made) == {(1, 1): 2}
+    full = TrafficRecorder(AXES)
+    full.record((1, 1), (1 << 40) - 1)
+    with pytest.raises(BucketingError, match="keep them apart"):
+        made.merge(full)
+    with pytest.raises(BucketingError, match="traffic 3 has the wrong type"):
+        made.merge(3)  # type: ignore[arg-type]
+    assert (made.total, counted(made)) == (2, {(1, 1): 2})
     with pytest.raises(BucketingError, match="record both with the same axes"):
         made.merge(TrafficRecorder(("batch",)))

@@ -2,10 +2,10 @@
 
 from typing import TYPE_CHECKING
 
-from trencadis.bucketing.bucket_file import read_bucket_file, write_bucket_file
+from trencadis.bucketing.bucket_file import ListedBuckets, read_bucket_file, write_bucket_file
 from trencadis.bucketing.config import AxisConfig, BucketingConfig
-from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.grid import Bucket, BucketGrid
+from trencadis.bucketing.errors import BucketingError, UnknownAxis
+from trencadis.bucketing.grid import Bucket, BucketGrid, CoverageGap
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
 from trencadis.bucketing.strategies import (
     exponential_range,
@@ -23,9 +23,12 @@ __all__ = [
     "BucketGrid",
     "BucketingConfig",
     "BucketingError",
+    "CoverageGap",
+    "ListedBuckets",
     "StrategyResult",
     "Trace",
     "TrafficRecorder",
+    "UnknownAxis",
     "compare_strategies",
     "decode_grid",
     "exponential_range",

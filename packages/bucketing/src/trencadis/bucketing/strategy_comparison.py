@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 import attrs
 import numpy as np
+import numpy.typing as npt
 
 from trencadis.bucketing.config import BucketingConfig
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import IntArray
-from trencadis.bucketing.serving_grids import prompt_axes
+from trencadis.bucketing.serving_grids import PromptLimits, prompt_axes
 from trencadis.bucketing.strategies import STRATEGIES, fitted_axes, padded
+from trencadis.bucketing.validators import (
+    Weights,
+    check_positive,
+    check_tail,
+    checked_weights,
+    integer_array,
+    shown,
+)
 
 
 @attrs.frozen
@@ -22,6 +31,7 @@ class StrategyResult:
         strategy: its name; that of a fit says how many graphs it was allowed.
         batch, length: the values of the two axes, in sequences and in tokens.
         padding: padded tokens over real tokens, less 1.
+        p99_padding: 99 of 100 batches have at most this many tokens of padding.
         worst_padding: the most tokens of padding in a single batch.
     """
 
@@ -29,6 +39,7 @@ class StrategyResult:
     batch: tuple[int, ...]
     length: tuple[int, ...]
     padding: float
+    p99_padding: int
     worst_padding: int
 
     @property
@@ -38,13 +49,15 @@ class StrategyResult:
 
 
 def compare_strategies(
-    seen: IntArray,
-    judged: IntArray,
+    seen: npt.ArrayLike,
+    judged: npt.ArrayLike,
     *,
     step: int,
     maxima: tuple[int, int],
     budget: int | None = None,
-    counts: IntArray | None = None,
+    counts: npt.ArrayLike | None = None,
+    judged_counts: npt.ArrayLike | None = None,
+    tail: float = 0.0,
 ) -> tuple[StrategyResult, ...]:
     """The padding of every strategy with its defaults, and of fits with as many graphs.
 
@@ -58,17 +71,27 @@ def compare_strategies(
         step: granularity of the length, in tokens.
         maxima: the largest batch and the largest length that can come.
         budget: graphs of one more fit.
-        counts: how often each row of `seen` came, where `judged` has the same rows.
+        counts: how often each row of `seen` came; default 1.
+        judged_counts: how often each row of `judged` came; default 1, or `counts` where `judged`
+            has as many rows as `seen`.
+        tail: how much more the fits avoid batches with much padding, as for `fitted_axes`.
 
     Raises:
-        BucketingError: no rows, or rows above `maxima`.
+        BucketingError: no rows, or rows above `maxima`; an argument of the wrong type.
     """
-    if not len(judged) or judged.min() < 1 or (judged.max(axis=0) > maxima).any():
+    maxima = _checked_maxima(maxima)
+    check_positive(step=step, **({} if budget is None else {"budget": budget}))
+    check_tail(tail)
+    rows, judged_rows = _batch_rows("seen", seen), _batch_rows("judged", judged)
+    if not len(judged_rows) or judged_rows.min() < 1 or (judged_rows.max(axis=0) > maxima).any():
         raise BucketingError(
             f"no batches to judge, or some empty or above {maxima}: raise the maxima"
         )
+    if judged_counts is None and len(rows) == len(judged_rows):
+        judged_counts = counts
+    weights = checked_weights(judged_counts, len(judged_rows))
     results = [
-        _judge(name, _default_axes(name, step, maxima), judged, counts)
+        _judge(name, _default_axes(name, step, *maxima), judged_rows, weights)
         for name, strategy in STRATEGIES.items()
         if strategy.fit is None
     ]
@@ -76,8 +99,8 @@ def compare_strategies(
     if budget is not None:
         budgets[f"fit to {budget}"] = budget
     for name, graphs in budgets.items():
-        axes = fitted_axes(seen, (1, step), maxima, graphs, counts)
-        results.append(_judge(name, axes, judged, counts))
+        axes = fitted_axes(rows, (1, step), maxima, graphs, counts, tail=tail)
+        results.append(_judge(name, axes, judged_rows, weights))
     return tuple(results)
 
 
@@ -88,30 +111,58 @@ def best_fit(results: Sequence[StrategyResult]) -> StrategyResult:
     return next(asked, by_name["fit as exp"])
 
 
+def _checked_maxima(maxima: tuple[int, int]) -> tuple[int, int]:
+    try:
+        max_batch, max_length = maxima
+    except (TypeError, ValueError):
+        raise BucketingError(
+            f"maxima {shown(maxima)} are not a pair: give the largest batch and length"
+        ) from None
+    check_positive(max_batch=max_batch, max_length=max_length)
+    return max_batch, max_length
+
+
+def _batch_rows(name: str, batches: npt.ArrayLike) -> IntArray:
+    rows = integer_array(f"{name} batches", batches)
+    if rows.ndim != 2 or rows.shape[1] != 2:
+        raise BucketingError(
+            f"{name} batches of shape {rows.shape} are not rows (batch, length): give two columns"
+        )
+    return rows
+
+
 def _default_axes(
-    name: str, step: int, maxima: tuple[int, int]
+    name: str, step: int, max_batch: int, max_length: int
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The first two axes of a prompt grid without other settings, in blocks of `step` tokens."""
-    max_batch, max_length = maxima
-    axes = prompt_axes(
-        BucketingConfig(strategy=name),
-        (max_batch, max_length, 0),
+    limits = PromptLimits(
+        max_model_len=max_length,
         max_num_batched_tokens=max_length,
+        max_num_seqs=max_batch,
         block_size=step,
-    )[:2]
+    )
+    axes = prompt_axes(BucketingConfig(strategy=name), limits)[:2]
     values = STRATEGIES[name].values(axes)
     return values["batch"], values["query"]
 
 
 def _judge(
-    name: str,
-    axes: tuple[tuple[int, ...], tuple[int, ...]],
-    judged: IntArray,
-    counts: IntArray | None,
+    name: str, axes: tuple[tuple[int, ...], tuple[int, ...]], judged: IntArray, weights: Weights
 ) -> StrategyResult:
     batch, length = axes
     real_tokens = judged[:, 0] * judged[:, 1]
     padded_tokens = padded(batch, judged[:, 0]) * padded(length, judged[:, 1])
-    weights = np.ones_like(real_tokens) if counts is None else counts
-    padding = float((padded_tokens * weights).sum() / (real_tokens * weights).sum() - 1)
-    return StrategyResult(name, batch, length, padding, int((padded_tokens - real_tokens).max()))
+    # As floats: counts times tokens may exceed 64 bits.
+    share = weights / weights.sum()
+    padding = float(share @ padded_tokens) / float(share @ real_tokens) - 1
+    tokens = padded_tokens - real_tokens
+    return StrategyResult(
+        name, batch, length, padding, _percentile(tokens, weights, 0.99), int(tokens.max())
+    )
+
+
+def _percentile(values: IntArray, weights: Weights, share: float) -> int:
+    """The smallest value that at least `share` of the weight does not exceed."""
+    order = np.argsort(values)
+    below = np.cumsum(weights[order])
+    return int(values[order][np.searchsorted(below, share * below[-1])])

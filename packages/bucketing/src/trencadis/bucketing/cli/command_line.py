@@ -11,7 +11,9 @@ from trencadis.bucketing import __version__
 from trencadis.bucketing.cli.commands import fit_trace, plot_trace, show_grids
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.strategies import STRATEGIES
+from trencadis.bucketing.strategies import DEFAULT_TAIL, STRATEGIES
+from trencadis.bucketing.traffic import LENGTH_COLUMNS
+from trencadis.bucketing.validators import MAX_TAIL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,10 +55,12 @@ def _add_show(commands: Any) -> None:
         "--axes",
         choices=("paged", "sequence"),
         default="paged",
-        help="grids with a paged KV cache (default), or with axes batch and seq",
+        help="grids with a paged KV cache, or with axes batch and seq; default: paged",
     )
     show.add_argument(
-        "--strategy", choices=tuple(STRATEGIES), help="strategy in place of those in the settings"
+        "--strategy",
+        choices=tuple(STRATEGIES),
+        help="strategy in place of those in the settings; default: those in the settings",
     )
     show.add_argument(
         "--max-model-len", type=int, default=4096, help="tokens of one sequence; default: 4096"
@@ -87,12 +91,14 @@ def _add_fit(commands: Any) -> None:
     )
     fit.add_argument(
         "--context-blocks",
-        type=int,
+        type=_size,
         nargs="+",
-        default=[0],
-        help="context sizes to write, in blocks; default: 0",
+        help="context sizes to write, in blocks, to which the largest one is added; default: "
+        "those of exp",
     )
-    fit.add_argument("--output", help="bucket file to write, for VLLM_BUCKETING_FROM_FILE")
+    fit.add_argument(
+        "--output", help="bucket file to write, for VLLM_BUCKETING_FROM_FILE; default: none"
+    )
 
 
 def _add_plot(commands: Any) -> None:
@@ -104,19 +110,47 @@ def _add_plot(commands: Any) -> None:
 
 def _add_trace_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("trace", help="CSV, JSON lines, or .json of a TrafficRecorder")
-    parser.add_argument("--column", help="column of the prompt length, if its name is not known")
+    parser.add_argument(
+        "--column",
+        help="column of the prompt length; default: the first one with a known name, such as "
+        f"{LENGTH_COLUMNS[0]}",
+    )
     parser.add_argument(
         "--step", type=_count, default=128, help="granularity of the length; default: 128 tokens"
     )
     parser.add_argument(
-        "--max", type=_count, help="largest length to serve; default: the longest in the trace"
+        "--limit",
+        type=_count,
+        help="graphs of the fit, for each context size; default: as many as exp has",
     )
     parser.add_argument(
-        "--limit", type=_count, help="graphs of the fit; default: as many as exp has"
+        "--tail",
+        type=_tail,
+        default=DEFAULT_TAIL,
+        help="how much more the fit avoids batches with much padding: 0 for the least mean "
+        f"padding; default: {DEFAULT_TAIL:g}",
     )
-    parser.add_argument("--window", type=float, help="collect batches from this many seconds")
     parser.add_argument(
+        "--window",
+        type=float,
+        help="collect batches from this many seconds; default: every prompt alone",
+    )
+    limits = parser.add_argument_group("limits of the server")
+    limits.add_argument(
+        "--max-model-len",
+        type=_count,
+        help="tokens of one sequence; default: the longest prompt in the trace",
+    )
+    limits.add_argument(
+        "--max-num-batched-tokens",
+        type=_count,
+        help="new tokens of one prompt batch; default: the value of --max-model-len",
+    )
+    limits.add_argument(
         "--max-num-seqs", type=_count, default=16, help="sequences of one batch; default: 16"
+    )
+    limits.add_argument(
+        "--block-size", type=_count, default=128, help="tokens per block; default: 128"
     )
 
 
@@ -133,6 +167,22 @@ def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 1")
     return int(text)
+
+
+def _size(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not an integer of at least 0")
+    return int(text)
+
+
+def _tail(text: str) -> float:
+    try:
+        tail = float(text)
+    except ValueError:
+        tail = -1.0
+    if not 0 <= tail <= MAX_TAIL:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from 0 to {MAX_TAIL}")
+    return tail
 
 
 def _share(text: str) -> float:

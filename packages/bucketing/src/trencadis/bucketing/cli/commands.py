@@ -6,6 +6,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import attrs
 import numpy as np
@@ -15,9 +16,17 @@ from trencadis.bucketing.config import BucketingConfig, Phase
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.grid import BucketGrid
 from trencadis.bucketing.rounding import IntArray, ceil_div, round_up
-from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
+from trencadis.bucketing.serving_grids import (
+    PromptLimits,
+    decode_grid,
+    prompt_axes,
+    prompt_grid,
+    prompt_grid_of,
+    sequence_grid,
+)
+from trencadis.bucketing.strategies import STRATEGIES
 from trencadis.bucketing.strategy_comparison import StrategyResult, best_fit, compare_strategies
-from trencadis.bucketing.traffic import TrafficRecorder, read_trace
+from trencadis.bucketing.traffic import TrafficRecorder, read_trace, split_to_limits
 
 
 def show_grids(options: argparse.Namespace) -> None:
@@ -36,17 +45,19 @@ def show_grids(options: argparse.Namespace) -> None:
 def fit_trace(options: argparse.Namespace) -> None:
     """Print a comparison of the strategies on a trace; write the best fit to a bucket file."""
     rows, counts = _read_batches(options)
-    seen, judged = _split(rows, counts, options.holdout)
-    results = _compare(options, seen, judged, counts)
+    limits = _prompt_limits(options, rows)
+    results = _compare(options, limits, *_split(rows, counts, options.holdout))
     print(_table(results))
     if options.output:
-        best = best_fit(results)
+        grid = _fitted_grid(options, best_fit(results), limits)
+        described = ", ".join(f"{name} {size}" for name, size in attrs.asdict(limits).items())
         write_bucket_file(
             options.output,
-            [(best.batch, best.length, options.context_blocks)],
-            comment=f"Prompt buckets (batch, query, context blocks) fitted to {options.trace}:\n"
-            f"{best.padding:.1%} padding, {best.graphs} graphs",
+            prompt=grid,
+            comment="Prompt buckets (batch, query, context blocks) fitted to "
+            f"{options.trace}\nfor {described}",
         )
+        print(f"{len(grid)} prompt buckets written to {options.output}, for {described}")
 
 
 def plot_trace(options: argparse.Namespace) -> None:
@@ -58,7 +69,9 @@ def plot_trace(options: argparse.Namespace) -> None:
             f"plot needs matplotlib ({error}): install trencadis-bucketing[plot]"
         ) from None
     rows, counts = _read_batches(options)
-    results = _compare(options, rows, rows, counts)
+    limits = _prompt_limits(options, rows)
+    rows, counts = _within(limits, rows, counts)
+    results = _compare(options, limits, (rows, counts), (rows, counts))
     exponential = next(result for result in results if result.strategy == "exp")
     plot_traffic(rows, counts, exponential, best_fit(results), options.output)
 
@@ -86,47 +99,106 @@ def _serving_grid(phase: Phase, config: BucketingConfig, options: argparse.Names
     )
 
 
-def _read_batches(options: argparse.Namespace) -> tuple[IntArray, IntArray | None]:
-    """Rows (batch, length) and, for recorded traffic, how often each came."""
+def _read_batches(options: argparse.Namespace) -> tuple[IntArray, IntArray]:
+    """Rows (batch, length), and how often each came."""
     if Path(options.trace).suffix == ".json":
         recorder = TrafficRecorder.load(options.trace)
-        if len(recorder.axes) < 2 or not recorder.total:
-            raise BucketingError(f"{options.trace} has no batches: record batch and length")
         shapes, counts = recorder.shapes()
-        return shapes[:, :2], counts
+        came = counts > 0
+        if len(recorder.axes) < 2 or not came.any() or shapes[came, :2].min() < 1:
+            raise BucketingError(
+                f"{options.trace} has no batches, or batches of 0: record batch and length"
+            )
+        return shapes[came, :2], counts[came]
     trace = read_trace(options.trace, column=options.column)
     if options.window:
-        return trace.batches(options.window, options.max_num_seqs), None
-    return trace.requests(), None
+        rows = trace.batches(options.window, options.max_num_seqs)
+    else:
+        rows = trace.requests()
+    return rows, np.ones(len(rows), dtype=np.int64)
 
 
-def _split(rows: IntArray, counts: IntArray | None, holdout: float) -> tuple[IntArray, IntArray]:
-    """The rows to fit to and the rows to judge on: all for both, or the last ones held out."""
-    if not holdout:
-        return rows, rows
-    if counts is not None:
-        raise BucketingError("recorded traffic has no order, so no end to hold out: omit --holdout")
-    kept = round(len(rows) * (1 - holdout))
-    return rows[:kept], rows[kept:]
-
-
-def _compare(
-    options: argparse.Namespace, seen: IntArray, judged: IntArray, counts: IntArray | None
-) -> tuple[StrategyResult, ...]:
-    max_batch, max_length = np.concatenate([seen, judged]).max(axis=0).tolist()
-    return compare_strategies(
-        seen,
-        judged,
-        step=options.step,
-        maxima=(max_batch, options.max or round_up(max_length, options.step)),
-        budget=options.limit,
-        counts=counts,
+def _prompt_limits(options: argparse.Namespace, rows: IntArray) -> PromptLimits:
+    """The limits of the server to fit for: as given, or wide enough for the trace."""
+    longest = int(rows[:, 1].max())
+    model_len = options.max_model_len or round_up(longest, options.step)
+    if longest > model_len:
+        raise BucketingError(
+            f"{options.trace} has a prompt of {longest} tokens, above --max-model-len "
+            f"{model_len}: raise it, or remove longer prompts"
+        )
+    return PromptLimits(
+        max_model_len=model_len,
+        max_num_batched_tokens=options.max_num_batched_tokens or model_len,
+        max_num_seqs=options.max_num_seqs,
+        block_size=options.block_size,
     )
 
 
+Batches: TypeAlias = tuple[IntArray, IntArray]
+"""Rows (batch, length), and how often each came."""
+
+
+def _split(rows: IntArray, counts: IntArray, holdout: float) -> tuple[Batches, Batches]:
+    """The batches to fit to and those to judge on: all for both, or the last ones held out."""
+    if not holdout:
+        return (rows, counts), (rows, counts)
+    if counts.max() > 1:
+        raise BucketingError("recorded traffic has no order, so no end to hold out: omit --holdout")
+    kept = round(len(rows) * (1 - holdout))
+    return (rows[:kept], counts[:kept]), (rows[kept:], counts[kept:])
+
+
+def _within(limits: PromptLimits, rows: IntArray, counts: IntArray) -> Batches:
+    """The batches as the server runs them."""
+    rows = np.column_stack([np.minimum(rows[:, 0], limits.max_num_seqs), rows[:, 1]])
+    return split_to_limits(
+        rows,
+        counts,
+        max_query=limits.max_query,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+    )
+
+
+def _compare(
+    options: argparse.Namespace, limits: PromptLimits, seen: Batches, judged: Batches
+) -> tuple[StrategyResult, ...]:
+    seen_rows, seen_counts = _within(limits, *seen)
+    judged_rows, judged_counts = _within(limits, *judged)
+    max_batch = int(np.concatenate([seen_rows, judged_rows])[:, 0].max())
+    return compare_strategies(
+        seen_rows,
+        judged_rows,
+        step=options.step,
+        maxima=(max_batch, limits.max_query),
+        budget=options.limit,
+        counts=seen_counts,
+        judged_counts=judged_counts,
+        tail=options.tail,
+    )
+
+
+def _fitted_grid(
+    options: argparse.Namespace, fit: StrategyResult, limits: PromptLimits
+) -> BucketGrid:
+    """The prompt grid of a fit. A prompt alone has a bucket at every length and context."""
+    contexts = options.context_blocks
+    if contexts is None:
+        axes = prompt_axes(BucketingConfig(strategy="exp"), limits)
+        contexts = STRATEGIES["exp"].values(axes)["context_blocks"]
+    values = {
+        "batch": tuple(sorted({1, *fit.batch})),
+        "query": fit.length,
+        "context_blocks": tuple(sorted({*contexts, limits.max_context_blocks})),
+    }
+    return prompt_grid_of(values, limits)
+
+
 def _table(results: Sequence[StrategyResult]) -> str:
-    lines = [f"{'strategy':<20}{'graphs':>8}{'padding':>10}{'worst case':>18}"]
+    lines = [f"{'strategy':<20}{'graphs':>8}{'padding':>10}{'p99':>17}{'worst batch':>17}"]
     for result in results:
-        worst = f"{result.worst_padding:,} tokens"
-        lines.append(f"{result.strategy:<20}{result.graphs:>8}{result.padding:>10.1%}{worst:>18}")
+        p99, worst = (f"{n:,} tokens" for n in (result.p99_padding, result.worst_padding))
+        lines.append(
+            f"{result.strategy:<20}{result.graphs:>8}{result.padding:>10.1%}{p99:>17}{worst:>17}"
+        )
     return "\n".join(lines)

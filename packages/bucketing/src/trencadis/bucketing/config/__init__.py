@@ -8,7 +8,7 @@ from trencadis.bucketing.config.bucketing_config import (
     describe_variables,
 )
 from trencadis.bucketing.config.environment import variable_of
-from trencadis.bucketing.config.files import listed_shapes, recorded_traffic
+from trencadis.bucketing.config.files import listed_buckets, recorded_traffic
 
 __all__ = [
     "AxisConfig",
@@ -16,7 +16,7 @@ __all__ = [
     "Phase",
     "describe_axis_settings",
     "describe_variables",
-    "listed_shapes",
+    "listed_buckets",
     "recorded_traffic",
     "variable_of",
 ]

@@ -6,6 +6,7 @@ A setting that is None was not given. Its default depends on the serving limits 
 
 from __future__ import annotations
 
+import difflib
 import logging
 import re
 from collections.abc import Mapping
@@ -15,14 +16,14 @@ import attrs
 
 from trencadis.bucketing.config.axis_config import AxisConfig
 from trencadis.bucketing.config.environment import (
-    axis_variables,
+    all_variables,
     describe_settings,
     read_flag,
     read_settings,
     write_settings,
 )
 from trencadis.bucketing.strategies import STRATEGIES
-from trencadis.bucketing.validators import instance_of, one_of
+from trencadis.bucketing.validators import check_instance, instance_of, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -156,7 +157,8 @@ class BucketingConfig:
         Raises:
             BucketingError: a value that cannot be used, with its variable.
         """
-        _warn_of_unknown_axes(environ)
+        check_instance("environ", environ, Mapping)
+        _warn_of_misspelt(environ)
         return cls(**read_settings(cls, _without_deprecated(environ)))
 
     def to_env(self) -> dict[str, str]:
@@ -200,8 +202,28 @@ def _without_deprecated(environ: Mapping[str, str]) -> Mapping[str, str]:
     return {**environ, **dict.fromkeys(names, ""), names[0]: chosen}
 
 
-def _warn_of_unknown_axes(environ: Mapping[str, str]) -> None:
-    known = axis_variables(BucketingConfig)
+def _warn_of_misspelt(environ: Mapping[str, str]) -> None:
+    """Warn of variables that resemble one of these settings and are none.
+
+    Other variables of vLLM and of its plugins are left alone.
+    """
+    known = [*all_variables(BucketingConfig), _EXPONENTIAL]
     for name in environ:
-        if re.fullmatch(r"VLLM_(PROMPT|DECODE)_\w+_BUCKET_\w+", name) and name not in known:
-            logger.warning("%s has no effect: no bucket grid has such an axis or setting", name)
+        if not isinstance(name, str) or name in known:
+            continue
+        nearest = difflib.get_close_matches(name.upper(), known, n=1, cutoff=_RESEMBLANCE)
+        if nearest or _AXIS_VARIABLE.fullmatch(name):
+            nearest = nearest or difflib.get_close_matches(name, known, n=1, cutoff=0)
+            logger.warning(
+                "%s has no effect: no bucketing setting has this name; the nearest is %s",
+                name,
+                nearest[0],
+            )
+
+
+_AXIS_VARIABLE = re.compile(r"VLLM_(PROMPT|DECODE)_\w+_BUCKET_\w+")
+
+_RESEMBLANCE = 0.83
+"""From this ratio of `difflib` on, a name counts as a misspelt setting: a few wrong letters, or a
+word less. Names of vLLM and of its Gaudi plugin that are no bucketing setting stay below: the
+nearest, VLLM_ENABLE_BUCKETING, has 0.81, VLLM_PROMPT_USE_FUSEDSDPA 0.73."""

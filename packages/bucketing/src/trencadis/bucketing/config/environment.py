@@ -17,6 +17,7 @@ import attrs
 
 from trencadis.bucketing.config.axis_config import AxisConfig
 from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.validators import check_instance, shown
 
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
@@ -27,6 +28,7 @@ def read_settings(settings_class: type[attrs.AttrsInstance], environ: Mapping[st
     Raises:
         BucketingError: a value that cannot be used, with its variable.
     """
+    check_instance("environ", environ, Mapping)
     return {
         attribute.name: _read_field(attribute, environ)
         for attribute in attrs.fields(settings_class)
@@ -52,9 +54,13 @@ def variable_of(settings_class: type[attrs.AttrsInstance], field: str) -> str:
     return name
 
 
-def axis_variables(settings_class: type[attrs.AttrsInstance]) -> set[str]:
-    """The variables of all axes, aliases included."""
-    return {name for pattern in _axis_patterns(settings_class) for name in _axis_variables(pattern)}
+def all_variables(settings_class: type[attrs.AttrsInstance]) -> list[str]:
+    """Every variable of the settings, those of the axes and aliases included."""
+    return [name for pattern in _patterns(settings_class) for name in _axis_variables(pattern)] + [
+        attribute.metadata["env"]
+        for attribute in attrs.fields(settings_class)
+        if not isinstance(attribute.default, AxisConfig)
+    ]
 
 
 def describe_settings(settings_class: type[attrs.AttrsInstance]) -> dict[str, str]:
@@ -71,7 +77,7 @@ def describe_settings(settings_class: type[attrs.AttrsInstance]) -> dict[str, st
     return meanings
 
 
-def _axis_patterns(settings_class: type[attrs.AttrsInstance]) -> Iterator[str]:
+def _patterns(settings_class: type[attrs.AttrsInstance]) -> Iterator[str]:
     for attribute in attrs.fields(settings_class):
         if isinstance(attribute.default, AxisConfig):
             yield attribute.metadata["env"]
@@ -88,19 +94,26 @@ def _read_field(attribute: attrs.Attribute[Any], environ: Mapping[str, str]) -> 
     name = attribute.metadata["env"]
     if isinstance(attribute.default, AxisConfig):
         return _read_axis(environ, name, attribute.metadata.get("env_alias"))
-    text = environ.get(name)
+    text = _text(environ, name)
     if not text:
         return attribute.default
     return read_flag(name, text) if isinstance(attribute.default, bool) else text
+
+
+def _text(environ: Mapping[str, str], name: str) -> str:
+    value = environ.get(name, "")
+    if not isinstance(value, str):
+        raise BucketingError(f"{name}={shown(value)} is not text: give a string")
+    return value
 
 
 def _read_axis(environ: Mapping[str, str], pattern: str, alias: str | None) -> AxisConfig:
     settings: dict[str, int] = {}
     for field in attrs.fields(AxisConfig):
         name = pattern.format(field.metadata["env"])
-        if alias and not environ.get(name):
+        if alias and not _text(environ, name):
             name = alias.format(field.metadata["env"])
-        text = environ.get(name)
+        text = _text(environ, name)
         if text:
             settings[field.name] = _read_axis_setting(field.name, name, text)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from trencadis.bucketing.bucket_file import FileShape, read_bucket_file
+from trencadis.bucketing.bucket_file import ListedBuckets, read_bucket_file
 from trencadis.bucketing.config.bucketing_config import BucketingConfig, Phase
 from trencadis.bucketing.config.environment import variable_of
 from trencadis.bucketing.errors import BucketingError
@@ -13,27 +13,16 @@ from trencadis.bucketing.strategies import STRATEGIES
 from trencadis.bucketing.traffic import TrafficRecorder
 
 
-def listed_shapes(
-    config: BucketingConfig, phase: Phase, ceilings: tuple[int, int, int]
-) -> list[FileShape]:
-    """The shapes (batch, query, context blocks) of one phase in the bucket file.
-
-    Sizes above `ceilings` are lowered to them. The list is empty if no file is set or
-    the file does not list the phase; the strategy then gives the buckets.
+def listed_buckets(config: BucketingConfig) -> ListedBuckets:
+    """The buckets of the bucket file. A phase without any uses its strategy, as without a file.
 
     Raises:
         BucketingError: a file that cannot be read or has a bad line.
     """
     if not config.bucket_file:
-        return []
+        return ListedBuckets((), ())
     with _errors_name_setting("bucket_file"):
-        shapes = read_bucket_file(config.bucket_file)
-    batches, queries, contexts = ceilings
-    return [
-        (min(batch, batches), min(query, queries), min(context, contexts))
-        for batch, query, context in shapes
-        if (query == 1) == (phase == "decode")
-    ]
+        return read_bucket_file(config.bucket_file)
 
 
 def recorded_traffic(config: BucketingConfig, phase: Phase) -> TrafficRecorder:

@@ -9,18 +9,15 @@ from typing import TypeAlias
 
 import attrs
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, UnknownAxis
+from trencadis.bucketing.validators import checked_names, checked_sizes, shown
 
 Shape: TypeAlias = tuple[int, ...]
 """One size per axis, in the order of the axes."""
 
 
-def _names(axes: Sequence[str]) -> tuple[str, ...]:
-    return tuple(axes)
-
-
 def _sizes(shape: Sequence[int]) -> Shape:
-    return tuple(shape)
+    return checked_sizes("the sizes of a bucket", shape)
 
 
 @functools.total_ordering
@@ -32,10 +29,10 @@ class Bucket:
     `bucket["seq"]` is the size along one axis.
 
     Raises:
-        BucketingError: not one size per axis.
+        BucketingError: not one size of 0 or more per axis, or two axes of one name.
     """
 
-    axes: tuple[str, ...] = attrs.field(converter=_names)
+    axes: tuple[str, ...] = attrs.field(converter=checked_names)
     shape: Shape = attrs.field(converter=_sizes)
 
     def __attrs_post_init__(self) -> None:
@@ -48,8 +45,10 @@ class Bucket:
     def __getitem__(self, axis: str) -> int:
         try:
             return self.shape[self.axes.index(axis)]
-        except ValueError:
-            raise KeyError(f"no axis {axis!r}: this bucket has {', '.join(self.axes)}") from None
+        except ValueError:  # of an array of NumPy too, which cannot be compared with a name
+            raise UnknownAxis(
+                f"no axis {shown(axis)}: this bucket has {', '.join(self.axes)}"
+            ) from None
 
     def __lt__(self, other: object) -> bool:
         if not isinstance(other, Bucket):

@@ -7,13 +7,17 @@ number of buckets and any holes that the filters leave.
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, UnknownAxis
 from trencadis.bucketing.grid.bucket import Bucket, Cost, Shape, element_count
+from trencadis.bucketing.grid.fallback_sizes import fallback_size
 from trencadis.bucketing.grid.lookup_table import (
+    CoverageGap,
     cell_edges,
     cells,
     cheapest_dominating,
@@ -22,8 +26,13 @@ from trencadis.bucketing.grid.lookup_table import (
     positions,
 )
 from trencadis.bucketing.grid.reachable_shapes import Reachable, every_shape
-from trencadis.bucketing.rounding import round_up
-from trencadis.bucketing.validators import checked_axis
+from trencadis.bucketing.validators import (
+    check_instance,
+    checked_axis,
+    checked_names,
+    checked_sizes,
+    shown,
+)
 
 Filter: TypeAlias = Callable[[Bucket], bool]
 
@@ -38,19 +47,23 @@ class BucketGrid:
         reachable: a bucket is dropped if no shape that can come pads to it. The function gets the
             smallest and the largest shape that pad to the bucket in the full product, and says
             whether any shape between them can come.
+        limits: the largest size on each axis that can come, which `coverage_gaps` proves; by
+            default the axis's last size.
         cost: what running a bucket costs, in any unit; `find` returns the cheapest.
         phase: what the grid is for, such as "prompt"; `describe` names it.
         settings_line: the log line of the settings the axes came from; `describe` gives it first.
 
     Raises:
         BucketingError: an axis without sizes, or with a negative or repeated one; a cost that is
-            not a number; filters that drop every bucket; a product too large to tabulate.
+            not a number; filters that drop every bucket; a product too large to tabulate; an
+            argument of the wrong type.
     """
 
     __slots__ = (
         "_axes",
         "_buckets",
         "_cost",
+        "_limits",
         "_phase",
         "_positions",
         "_reachable",
@@ -65,13 +78,15 @@ class BucketGrid:
         *,
         filters: Iterable[Filter] = (),
         reachable: Reachable = every_shape,
+        limits: Sequence[int] | None = None,
         cost: Cost = element_count,
         phase: str = "",
         settings_line: str = "",
     ) -> None:
+        check_instance("axes", axes, Mapping)
         values = {name: checked_axis(name, sizes) for name, sizes in axes.items()}
         count = check_cell_count(values)
-        names, keep = tuple(values), tuple(filters)
+        names, keep = checked_names(values), _checked_functions(filters, reachable, cost)
         edges = [cell_edges(sizes, sizes[-1]) for sizes in values.values()]
         product = (Bucket(names, high) for low, high in cells(edges) if reachable(low, high))
         buckets = [bucket for bucket in product if all(allows(bucket) for allows in keep)]
@@ -80,7 +95,7 @@ class BucketGrid:
                 f"none of the {count} buckets of the {phase or 'bucket'} grid passes its filters: "
                 f"raise the limits they come from, or lower the min of {', '.join(names)}"
             )
-        self._set(values, buckets, reachable, cost, phase, settings_line)
+        self._set(values, buckets, reachable, limits, cost, phase, settings_line)
 
     @classmethod
     def from_shapes(
@@ -89,6 +104,7 @@ class BucketGrid:
         shapes: Iterable[Sequence[int]],
         *,
         reachable: Reachable = every_shape,
+        limits: Sequence[int] | None = None,
         cost: Cost = element_count,
         phase: str = "",
         settings_line: str = "",
@@ -98,14 +114,18 @@ class BucketGrid:
         Raises:
             BucketingError: no shape, or as for the class.
         """
-        buckets = sorted({Bucket(axes, shape) for shape in shapes})
+        names = checked_names(axes)
+        check_instance("shapes", shapes, Iterable)
+        _checked_functions((), reachable, cost)
+        given = {Bucket(names, shape) for shape in shapes}
+        buckets = sorted(given, key=operator.attrgetter("shape"))
         if not buckets:
             raise BucketingError(f"no shape for the {phase or 'bucket'} grid: give at least one")
-        columns = zip(axes, zip(*(bucket.shape for bucket in buckets), strict=True), strict=True)
+        columns = zip(names, zip(*(bucket.shape for bucket in buckets), strict=True), strict=True)
         values = {name: checked_axis(name, sorted(set(sizes))) for name, sizes in columns}
         check_cell_count(values)
         grid = cls.__new__(cls)
-        grid._set(values, buckets, reachable, cost, phase, settings_line)
+        grid._set(values, buckets, reachable, limits, cost, phase, settings_line)
         return grid
 
     def _set(
@@ -113,6 +133,7 @@ class BucketGrid:
         values: dict[str, tuple[int, ...]],
         buckets: list[Bucket],
         reachable: Reachable,
+        limits: Sequence[int] | None,
         cost: Cost,
         phase: str,
         settings_line: str,
@@ -121,6 +142,8 @@ class BucketGrid:
         self._values = tuple(values.values())
         self._buckets = tuple(buckets)
         self._reachable = reachable
+        ends = [sizes[-1] for sizes in self._values]
+        self._limits = self._checked_shape("limits", ends if limits is None else limits)
         self._cost = cost
         self._phase = phase
         self._settings_line = settings_line
@@ -141,7 +164,9 @@ class BucketGrid:
         return self._buckets
 
     def values(self, axis: str) -> tuple[int, ...]:
-        """The sizes of one axis, increasing."""
+        """The sizes of one axis, increasing. Raises `UnknownAxis`."""
+        if not isinstance(axis, str) or axis not in self._axes:
+            raise UnknownAxis(f"no axis {shown(axis)}: this grid has {', '.join(self._axes)}")
         return self._values[self._axes.index(axis)]
 
     def find(self, shape: Sequence[int]) -> Bucket | None:
@@ -154,33 +179,38 @@ class BucketGrid:
             None for a bucket miss: no bucket is large enough. `fallback` then gives a shape.
 
         Raises:
-            BucketingError: not one size per axis, or a negative size.
+            BucketingError: not one integer per axis, or a negative one.
         """
-        if len(shape) != len(self._axes):
-            raise BucketingError(
-                f"shape {tuple(shape)} has {len(shape)} sizes for the axes "
-                f"{', '.join(self._axes)}: give one size per axis"
-            )
         answer: Any = self._table
         try:
+            if len(shape) != len(self._axes):
+                self._checked_shape("shape", shape)
             # The lengths are equal, as checked above; strict= would take a third of the time.
             for axis_positions, size in zip(self._positions, shape):  # noqa: B905
                 if size < 0:
                     raise BucketingError(
-                        f"shape {tuple(shape)} is negative: give sizes of 0 or more"
+                        f"shape {shown(tuple(shape))} is negative: give sizes of 0 or more"
                     )
                 answer = answer[axis_positions[size]]
         except IndexError:
             return None
+        except TypeError:
+            raise BucketingError(
+                f"shape {shown(shape)} is not a sequence of integers: give one size per axis"
+            ) from None
         bucket: Bucket | None = answer
         return bucket
 
     def fallback(self, shape: Sequence[int]) -> Bucket:
         """The bucket to compile after a bucket miss, each size grown as `fallback_size` says.
 
-        A size within its axis is not grown beyond the axis's last value.
+        A size within its axis is not grown beyond the axis's last value. A larger shape never has
+        a smaller fallback, and a fallback is its own fallback.
+
+        Raises:
+            BucketingError: as for `find`.
         """
-        sizes = zip(self._axes, self._values, shape, strict=True)
+        sizes = zip(self._axes, self._values, self._checked_shape("shape", shape), strict=True)
         return Bucket(
             self._axes, [fallback_size(name, size, values[-1]) for name, values, size in sizes]
         )
@@ -195,24 +225,50 @@ class BucketGrid:
 
     def coverage_gaps(
         self, limits: Sequence[int] | None = None, reachable: Reachable | None = None
-    ) -> tuple[Shape, ...]:
+    ) -> tuple[CoverageGap, ...]:
         """The cells that have reachable shapes but no bucket; an empty result proves full coverage.
 
-        All shapes of a cell have the same answer, so each cell is looked up once.
+        Every shape up to `limits` is in one cell, and all shapes of a cell have the same answer,
+        so looking each cell up once is a proof for all shapes.
 
         Args:
-            limits: the largest size on each axis; by default the axis's last value.
+            limits: the largest size on each axis that can come; by default the grid's own limits:
+                for a grid of `prompt_grid`, `decode_grid` or `sequence_grid` those of serving.
             reachable: as for the class; by default the grid's own.
 
         Returns:
-            The largest shape of each such cell.
+            The smallest and the largest shape of each such cell.
+
+        Raises:
+            BucketingError: not one limit per axis.
         """
-        ends = [values[-1] for values in self._values] if limits is None else limits
+        ends = self._limits if limits is None else self._checked_shape("limits", limits)
         edges = [cell_edges(values, end) for values, end in zip(self._values, ends, strict=True)]
         can_come = self._reachable if reachable is None else reachable
         return tuple(
-            high for low, high in cells(edges) if self.find(high) is None and can_come(low, high)
+            CoverageGap(low, high)
+            for low, high in cells(edges)
+            if self.find(high) is None and can_come(low, high)
         )
+
+    def used_buckets(self) -> tuple[Bucket, ...]:
+        """The buckets that some reachable shape is padded to.
+
+        A grid of a full product has no others. A list of buckets may: such as a batch whose tokens
+        are above the limit, while every shorter prompt in it has a bucket of its own.
+        """
+        edges = [
+            cell_edges(sizes, end) for sizes, end in zip(self._values, self._limits, strict=True)
+        ]
+        used: set[Bucket] = set()
+        for low, high in cells(edges):
+            bucket = self.find(high)
+            if bucket is None or bucket in used or not self._reachable(low, high):
+                continue
+            # The cell can come, but can it be padded to this bucket?
+            if self._reachable(low, bucket.shape):
+                used.add(bucket)
+        return tuple(bucket for bucket in self._buckets if bucket in used)
 
     def describe(self) -> tuple[str, ...]:
         """The log lines of the grid: its settings, if given, and its buckets."""
@@ -220,6 +276,15 @@ class BucketGrid:
         kind = f"{self._phase} buckets" if self._phase else "buckets"
         generated = f"Generated {len(self._buckets)} {kind}: [{shapes}]"
         return (self._settings_line, generated) if self._settings_line else (generated,)
+
+    def _checked_shape(self, what: str, shape: Sequence[int]) -> Shape:
+        sizes = checked_sizes(what, shape)
+        if len(sizes) != len(self._axes):
+            raise BucketingError(
+                f"{what} {shown(sizes)} has {len(sizes)} sizes for the axes "
+                f"{', '.join(self._axes)}: give one size per axis"
+            )
+        return sizes
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -233,28 +298,24 @@ class BucketGrid:
         return f"<BucketGrid {self._phase}: {len(self)} buckets, {product}>"
 
 
-def fallback_size(axis: str, size: int, largest: int) -> int:
-    """`size` rounded up to a multiple of a step that grows with it, as in Gaudi's plugin.
-
-    The step is the cube root of `size`, rounded up, times 2 for the axis `batch` and times 32 for
-    any other. So longer shapes meet fewer, wider fallbacks. (vllm-gaudi,
-    `vllm_gaudi/extension/bucketing/common.py`, `calc_fallback_value`.)
-
-    Args:
-        axis: the name of the axis.
-        size: the size to pad.
-        largest: the largest bucket of the axis; a size up to it is not padded beyond it.
-    """
-    if size <= 1:
-        return size
-    step = math.ceil(math.pow(size, 1 / 3)) * (2 if axis == "batch" else 32)
-    padded = round_up(size, step)
-    return min(padded, largest) if size <= largest else padded
+def _checked_functions(
+    filters: Iterable[Filter], reachable: Reachable, cost: Cost
+) -> tuple[Filter, ...]:
+    check_instance("filters", filters, Iterable)
+    functions: list[Filter] = []
+    for function in itertools.chain((reachable, cost), filters):
+        if not callable(function):
+            raise BucketingError(
+                f"{shown(function)} is not a function: "
+                "give functions as filters, reachable and cost"
+            )
+        functions.append(function)
+    return tuple(functions[2:])
 
 
 def _checked_costs(buckets: Sequence[Bucket], cost: Cost) -> list[float]:
     costs = [cost(bucket) for bucket in buckets]
     for bucket, value in zip(buckets, costs, strict=True):
-        if math.isnan(value):
+        if not isinstance(value, (int, float)) or math.isnan(value):
             raise BucketingError(f"the cost of {bucket} is not a number: correct the cost function")
     return costs

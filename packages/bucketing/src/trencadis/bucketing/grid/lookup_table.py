@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,13 @@ this size, a grid takes half a minute and some hundred MiB to make."""
 MAX_TABULATED = 1 << 20
 """Up to this size, an axis has a table of every size, of two or four bytes each. A longer axis is
 searched by bisection, which takes about half as long again."""
+
+
+class CoverageGap(NamedTuple):
+    """Shapes without a bucket: from the smallest to the largest, size by size."""
+
+    low: Shape
+    high: Shape
 
 
 class Positions(Protocol):
@@ -46,7 +54,7 @@ class SearchedPositions:
         self._values = values
 
     def __getitem__(self, size: int, /) -> int:
-        return bisect_left(self._values, size)
+        return bisect_left(self._values, operator.index(size))
 
 
 def positions(values: Sequence[int]) -> Positions:

@@ -22,23 +22,23 @@ def every_shape(low: Shape, high: Shape) -> bool:
 class ReachablePromptShapes:
     """Which prompt shapes (batch, query, context blocks) can come.
 
+    A single prompt can come however it is padded: its tokens may exceed `max_num_batched_tokens`
+    with their padding. Several prompts are a batch only where their bucket is within that limit.
+
     Attributes:
         max_num_batched_tokens: new tokens of a batch of several prompts, padding included.
         max_model_len: tokens of one sequence.
         block_size: tokens per block.
-        single_batch: the batch bucket that a single prompt is padded to; its tokens may exceed
-            `max_num_batched_tokens`.
     """
 
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    single_batch: int
 
     def __call__(self, low: Shape, high: Shape) -> bool:
         # The last block of a context may hold a single token.
         context = (low[2] - 1) * self.block_size + 1 if low[2] else 0
-        fits = high[0] <= self.single_batch or high[0] * high[1] <= self.max_num_batched_tokens
+        fits = low[0] <= 1 or high[0] * high[1] <= self.max_num_batched_tokens
         return fits and max(low[1], 1) + context <= self.max_model_len
 
 

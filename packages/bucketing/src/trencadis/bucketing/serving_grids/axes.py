@@ -11,20 +11,16 @@ import logging
 from trencadis.bucketing.config import AxisConfig, BucketingConfig, Phase
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import ceil_div
+from trencadis.bucketing.serving_grids.limits import PromptLimits
 from trencadis.bucketing.strategies import STRATEGIES, AxisSettings, Size
 
 logger = logging.getLogger(__name__)
 
 
-def prompt_axes(
-    config: BucketingConfig,
-    ceilings: tuple[int, int, int],
-    *,
-    max_num_batched_tokens: int,
-    block_size: int,
-) -> tuple[AxisSettings, ...]:
-    """The axes (batch, query, context_blocks); `ceilings` has the largest size of each."""
-    max_batch, max_query, max_context_blocks = ceilings
+def prompt_axes(config: BucketingConfig, limits: PromptLimits) -> tuple[AxisSettings, ...]:
+    """The axes (batch, query, context_blocks)."""
+    max_batch, max_query, max_context_blocks = limits.largest
+    max_num_batched_tokens, block_size = limits.max_num_batched_tokens, limits.block_size
     defaults = STRATEGIES[config.strategy_of("prompt")].defaults
     batch = AxisConfig(min=1, step=defaults.prompt_batch_step)
     query = AxisConfig(

@@ -2,38 +2,60 @@
 
 Every shape within the limits has a bucket: an axis whose range ends below its limit gets the limit
 as its last value, and a bucket is dropped only if no shape that can come pads to it.
-`BucketGrid.coverage_gaps` proves it. The exception is a maximum that the user sets: larger shapes
-are bucket misses, and `BucketGrid.fallback` gives their shape.
+`BucketGrid.coverage_gaps` proves it. The exceptions are a maximum that the user sets, and a bucket
+file: the shapes without a bucket are then what `coverage_gaps` returns. They are bucket misses, and
+`BucketGrid.fallback` gives their shape.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import logging
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import get_args
 
 from trencadis.bucketing.config import (
     BucketingConfig,
     Phase,
-    listed_shapes,
+    listed_buckets,
     recorded_traffic,
     variable_of,
 )
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.grid import (
     BucketGrid,
-    PromptCost,
     ReachableDecodeShapes,
-    ReachablePromptShapes,
+    Shape,
     every_shape,
 )
 from trencadis.bucketing.rounding import ceil_div
 from trencadis.bucketing.serving_grids.axes import decode_axes, prompt_axes, sequence_axes
+from trencadis.bucketing.serving_grids.limits import PromptLimits
 from trencadis.bucketing.strategies import STRATEGIES, AxisSettings
 from trencadis.bucketing.traffic import TrafficRecorder
-from trencadis.bucketing.validators import check_positive
+from trencadis.bucketing.validators import check_instance, check_positive, shown
 
-PROMPT_AXES = ("batch", "query", "context_blocks")
+logger = logging.getLogger(__name__)
+
+CONTEXT_AXIS = "context_blocks"
+PROMPT_AXES = ("batch", "query", CONTEXT_AXIS)
 DECODE_AXES = ("batch", "blocks")
+
+MANY_BUCKETS = 10_000
+"""More buckets are warned of. A server captures some thousand graphs at most, and a warm-up of ten
+thousand takes hours where each is compiled for a second."""
+
+_FIELDS: dict[tuple[Phase, str], str] = {
+    ("prompt", "batch"): "prompt_batch",
+    ("prompt", "query"): "prompt_query",
+    ("prompt", "seq"): "prompt_query",
+    ("prompt", CONTEXT_AXIS): "prompt_context",
+    ("decode", "batch"): "decode_batch",
+    ("decode", "blocks"): "decode_blocks",
+    ("decode", "seq"): "decode_seq",
+}
+"""The field of `BucketingConfig` that has the settings of an axis, by phase and name."""
 
 
 def prompt_grid(
@@ -63,36 +85,38 @@ def prompt_grid(
     Raises:
         BucketingError: settings that contradict each other or the limits.
     """
-    check_positive(
+    limits = PromptLimits(
         max_model_len=max_model_len,
         max_num_batched_tokens=max_num_batched_tokens,
         max_num_seqs=max_num_seqs,
         block_size=block_size,
     )
-    max_query = min(max_num_batched_tokens, max_model_len)
-    ceilings = (max_num_seqs, max_query, ceil_div(max_model_len - 1, block_size))
-    cost = PromptCost(max_model_len, block_size)
-    reachable = functools.partial(
-        ReachablePromptShapes, max_num_batched_tokens, max_model_len, block_size
-    )
-    listed = listed_shapes(config, "prompt", ceilings)
+    _check_arguments(config, traffic)
+    listed = listed_buckets(config).prompt
     if listed:
-        can_come = reachable(single_batch=1)
-        kept = [shape for shape in listed if can_come(shape, shape)]
-        return BucketGrid.from_shapes(
-            PROMPT_AXES, kept, reachable=can_come, cost=cost, phase="prompt"
-        )
-    axes = prompt_axes(
-        config, ceilings, max_num_batched_tokens=max_num_batched_tokens, block_size=block_size
-    )
+        return _prompt_grid_of_file(config, listed, limits)
+    axes = prompt_axes(config, limits)
     values = _axis_values("prompt", config, axes, traffic)
-    single_batch = next(size for size in values["batch"] if size)
+    grid = prompt_grid_of(values, limits, settings_line=_settings_line("prompt", config, axes))
+    _warn_of_size("prompt", grid)
+    return grid
+
+
+def prompt_grid_of(
+    values: Mapping[str, Sequence[int]], limits: PromptLimits, *, settings_line: str = ""
+) -> BucketGrid:
+    """The prompt grid with these sizes of (batch, query, context_blocks), within the limits.
+
+    Prompts are batched only while `find` has a bucket, so a batch above the largest one is no gap
+    of the grid's coverage.
+    """
     return BucketGrid(
         values,
-        reachable=reachable(single_batch=single_batch),
-        cost=cost,
+        reachable=limits.reachable,
+        limits=(values["batch"][-1], *limits.largest[1:]),
+        cost=limits.cost,
         phase="prompt",
-        settings_line=_settings_line("prompt", config, axes),
+        settings_line=settings_line,
     )
 
 
@@ -128,6 +152,7 @@ def decode_grid(
         block_size=block_size,
         max_model_len=max_model_len,
     )
+    _check_arguments(config, traffic)
     max_blocks, reachable = num_blocks, every_shape
     if not config.contiguous_pa:
         # A block that several sequences share counts once for each; the plugin allows for three
@@ -135,21 +160,28 @@ def decode_grid(
         per_sequence = ceil_div(max_model_len, block_size)
         max_blocks = min(per_sequence * max_num_seqs, 3 * num_blocks)
         reachable = ReachableDecodeShapes(per_sequence)
-    listed = listed_shapes(config, "decode", (max_num_seqs, 1, max_blocks))
+    limits = (max_num_seqs, max_blocks)
+    listed = listed_buckets(config).decode
     if listed:
-        pairs = [(batch, blocks) for batch, _, blocks in listed]
-        kept = [pair for pair in pairs if reachable(pair, pair)]
-        return BucketGrid.from_shapes(DECODE_AXES, kept, reachable=reachable, phase="decode")
+        grid_of = functools.partial(
+            BucketGrid.from_shapes, DECODE_AXES, reachable=reachable, limits=limits, phase="decode"
+        )
+        grid = grid_of(_lowered(listed, limits))
+        used = _used_shapes("decode", config, grid, listed, limits)
+        return grid if len(used) == len(grid) else grid_of(used)
 
     axes = decode_axes(
         config, max_num_seqs=max_num_seqs, max_blocks=max_blocks, block_size=block_size
     )
-    return BucketGrid(
+    grid = BucketGrid(
         _axis_values("decode", config, axes, traffic),
         reachable=reachable,
+        limits=limits,
         phase="decode",
         settings_line=_settings_line("decode", config, axes),
     )
+    _warn_of_size("decode", grid)
+    return grid
 
 
 def sequence_grid(
@@ -176,6 +208,9 @@ def sequence_grid(
             shapes have a context.
     """
     check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+    _check_arguments(config, traffic)
+    if not isinstance(phase, str) or phase not in get_args(Phase):
+        raise BucketingError(f"phase {shown(phase)} is unknown: choose from prompt, decode")
     if config.bucket_file:
         raise BucketingError(
             f"bucket file {config.bucket_file} has shapes with a context, which a (batch, seq) "
@@ -188,10 +223,87 @@ def sequence_grid(
         max_model_len=max_model_len,
         block_size=block_size,
     )
-    return BucketGrid(
+    grid = BucketGrid(
         _axis_values(phase, config, axes, traffic),
+        limits=(max_num_seqs, max_model_len),
         phase=phase,
         settings_line=_settings_line(phase, config, axes),
+    )
+    _warn_of_size(phase, grid)
+    return grid
+
+
+def _check_arguments(config: object, traffic: object) -> None:
+    check_instance("config", config, BucketingConfig)
+    if traffic is not None:
+        check_instance("traffic", traffic, TrafficRecorder)
+
+
+def _prompt_grid_of_file(
+    config: BucketingConfig, listed: Sequence[Shape], limits: PromptLimits
+) -> BucketGrid:
+    def grid_of(shapes: Collection[Shape]) -> BucketGrid:
+        return BucketGrid.from_shapes(
+            PROMPT_AXES,
+            shapes,
+            reachable=limits.reachable,
+            limits=(max(batch for batch, *_ in shapes), *limits.largest[1:]),
+            cost=limits.cost,
+            phase="prompt",
+        )
+
+    grid = grid_of(_lowered(listed, limits.largest))
+    used = _used_shapes("prompt", config, grid, listed, limits.largest)
+    return grid if len(used) == len(grid) else grid_of(used)
+
+
+def _lowered(shapes: Iterable[Shape], limits: Shape) -> set[Shape]:
+    """The shapes with sizes above the limits lowered to them."""
+    return {tuple(map(min, shape, limits)) for shape in shapes}
+
+
+def _used_shapes(
+    phase: Phase,
+    config: BucketingConfig,
+    grid: BucketGrid,
+    listed: Sequence[Shape],
+    limits: Shape,
+) -> list[Shape]:
+    """The shapes of the grid of a bucket file that some batch within the limits is padded to.
+
+    A warning says how many of the `listed` buckets are lowered to the limits or left out.
+    """
+    used = [bucket.shape for bucket in grid.used_buckets()]
+    num_lowered = sum(any(map(operator.gt, shape, limits)) for shape in listed)
+    num_unused = len(grid) - len(used)
+    if num_lowered or num_unused:
+        logger.warning(
+            "%d of the %d %s buckets in %s are above the limits (%s) and lowered to them, and %d "
+            "are left out, because no batch within the limits is padded to them: raise the limits "
+            "of the server, or fit the file to them",
+            num_lowered,
+            len(listed),
+            phase,
+            config.bucket_file,
+            ", ".join(f"{axis} {size}" for axis, size in zip(grid.axes, limits, strict=True)),
+            num_unused,
+        )
+    return used
+
+
+def _warn_of_size(phase: Phase, grid: BucketGrid) -> None:
+    """Warn of a grid with more buckets than a server warms up, and say which setting to change."""
+    if len(grid) <= MANY_BUCKETS:
+        return
+    longest = max(grid.axes, key=lambda axis: len(grid.values(axis)))
+    sizes = " × ".join(f"{len(grid.values(axis)):,} {axis}" for axis in grid.axes)
+    logger.warning(
+        "the %s grid has %s buckets (%s), and a warm-up runs each of them: raise %s, or choose the "
+        "exp strategy",
+        phase,
+        f"{len(grid):,}",
+        sizes,
+        variable_of(BucketingConfig, _FIELDS[phase, longest]).format("STEP"),
     )
 
 
@@ -205,7 +317,12 @@ def _axis_values(
     strategy = STRATEGIES[config.strategy_of(phase)]
     if strategy.fit is not None and traffic is None:
         traffic = recorded_traffic(config, phase)
-    return strategy.values(axes, traffic)
+    values = strategy.values(axes, traffic)
+    # Every batch has a sequence, a token and a block; only the context may be 0.
+    return {
+        name: sizes if name == CONTEXT_AXIS else tuple(size for size in sizes if size)
+        for name, sizes in values.items()
+    }
 
 
 def _settings_line(phase: Phase, config: BucketingConfig, axes: Sequence[AxisSettings]) -> str:

@@ -8,8 +8,10 @@ from trencadis.bucketing.strategies.ranges import (
     padding_aware_range,
 )
 from trencadis.bucketing.strategies.table import STRATEGIES, Size, Strategy
+from trencadis.bucketing.strategies.traffic_fit import DEFAULT_TAIL
 
 __all__ = [
+    "DEFAULT_TAIL",
     "STRATEGIES",
     "AxisSettings",
     "Size",

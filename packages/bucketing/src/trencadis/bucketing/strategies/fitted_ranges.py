@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
+from typing import SupportsIndex
 
+import attrs
 import numpy as np
 import numpy.typing as npt
 
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import IntArray, round_up
-from trencadis.bucketing.strategies.optimal_partition import least_padding_edges
-from trencadis.bucketing.validators import Weights, checked_lengths, checked_weights
+from trencadis.bucketing.strategies.optimal_partition import (
+    least_cost_edges,
+    least_padding_edges,
+    padding_costs,
+)
+from trencadis.bucketing.validators import (
+    MAX_SIZE,
+    Weights,
+    check_tail,
+    checked_lengths,
+    checked_weights,
+    integer_array,
+    shown,
+)
+
+MAX_CANDIDATES = 512
+"""The most sizes that a fit with a tail chooses from: its work grows with their square."""
 
 
 def fitted_range(
@@ -20,6 +38,8 @@ def fitted_range(
     max: int,
     limit: int,
     weights: npt.ArrayLike | None = None,
+    *,
+    tail: float = 0.0,
 ) -> tuple[int, ...]:
     """The range of at most `limit` buckets that pads these lengths least.
 
@@ -32,15 +52,24 @@ def fitted_range(
         max: the largest length that can come, whether observed or not.
         limit: the greatest number of buckets.
         weights: how often each length was observed, or its cost per padded element; default 1.
+        tail: how much more a token of padding costs where a length has much of it. A token costs
+            1 + `tail` × (padding of its length / mean length). 0 gives the least mean padding;
+            more gives a smaller worst case for some more mean padding. With a tail, more than
+            `MAX_CANDIDATES` different lengths are first rounded up to so many.
 
     Raises:
-        BucketingError: no lengths, or one that is negative, NaN or above `max`; a bad weight; a
-            step or limit below 1.
+        BucketingError: no lengths, or one that is negative, NaN or above `max`; a bad weight or
+            tail; a step or limit below 1.
     """
-    _check_step_and_limit(step, limit)
+    step, max = _checked_setting("step", step), _checked_setting("max", max, least=0)
+    limit = _checked_setting("limit", limit)
+    check_tail(tail)
     integers = checked_lengths(lengths, max)
     weight = checked_weights(weights, len(integers))
-    return _fit(integers, weight, step, max, limit)
+    batches = _Batches(
+        sizes=(np.ones_like(integers), integers), weight=weight, maxima=(1, max), tail=tail
+    )
+    return batches.fit(1, np.ones_like(integers), step, limit)[1]
 
 
 def fitted_axes(
@@ -49,11 +78,13 @@ def fitted_axes(
     maxima: tuple[int, int],
     budget: int,
     weights: npt.ArrayLike | None = None,
+    *,
+    tail: float = 0.0,
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Two axes, such as batch and length, that pad these batches least within `budget` graphs.
 
     A batch of shape (b, l) costs the product of the two buckets it is padded to. For every way to
-    split the budget, the two axes are fitted in turn until the padding no longer falls. Each axis
+    split the budget, the two axes are fitted in turn until the cost no longer falls. Each axis
     is then optimal for the other one; the pair is not proven to be the best of all pairs.
 
     Args:
@@ -62,21 +93,24 @@ def fitted_axes(
         maxima: the largest size per axis that can come.
         budget: the greatest number of buckets in the product of the two axes.
         weights: how often each batch was observed; default 1.
+        tail: how much more a token of padding costs in a batch with much of it, as for
+            `fitted_range`: 1 + `tail` × (padding of its batch / mean tokens of a batch).
 
     Raises:
         BucketingError: as for `fitted_range`.
     """
-    rows = np.asarray(shapes)
+    rows = integer_array("batches to fit", shapes)
     if rows.ndim != 2 or rows.shape[1] != 2:
         raise BucketingError(f"batches of shape {rows.shape} are not rows of two sizes: give two")
-    for step in steps:
-        _check_step_and_limit(step, budget)
-    first, second = (checked_lengths(rows[:, i], maxima[i]) for i in (0, 1))
+    strides, ends = _checked_pair("step", steps), _checked_pair("max", maxima, least=0)
+    limit = _checked_setting("limit", budget)
+    check_tail(tail)
+    first, second = (checked_lengths(rows[:, i], ends[i]) for i in (0, 1))
     weight = checked_weights(weights, len(rows))
-    _, *axes = min(
-        _alternate((first, second), weight, steps, maxima, limits)
-        for limits in _budget_splits(budget)
-    )
+    batches = _Batches(sizes=(first, second), weight=weight, maxima=ends, tail=tail)
+    counts = (batches.num_candidates(0, strides[0]), batches.num_candidates(1, strides[1]))
+    splits = _budget_splits(limit, counts)
+    _, *axes = min(_alternate(batches, strides, limits) for limits in splits)
     return axes[0], axes[1]
 
 
@@ -86,54 +120,114 @@ def padded(values: Sequence[int], lengths: IntArray) -> IntArray:
     return buckets[np.searchsorted(buckets, lengths)]
 
 
-def _check_step_and_limit(step: int, limit: int) -> None:
-    for name, value in (("step", step), ("limit", limit)):
-        if value < 1:
-            raise BucketingError(f"fit {name} {value} must be at least 1: raise it")
+def _checked_setting(name: str, value: SupportsIndex, least: int = 1) -> int:
+    try:
+        size = operator.index(value)
+    except TypeError:
+        raise BucketingError(f"fit {name} {shown(value)} is not an integer: give an int") from None
+    if size < least:
+        raise BucketingError(f"fit {name} {shown(size)} must be at least {least}: raise it")
+    # A limit above the number of sizes that can be chosen has no effect.
+    if size > MAX_SIZE and name != "limit":
+        raise BucketingError(f"fit {name} {shown(size)} is above {MAX_SIZE}: lower it")
+    return size
 
 
-def _budget_splits(budget: int) -> list[tuple[int, int]]:
-    """The limits (first, second) of the two axes that use the budget up."""
+def _checked_pair(name: str, values: Sequence[SupportsIndex], least: int = 1) -> tuple[int, int]:
+    try:
+        first, second = values
+    except (TypeError, ValueError):
+        raise BucketingError(
+            f"fit {name} {shown(values)} is not a pair: give one size per axis"
+        ) from None
+    return _checked_setting(name, first, least), _checked_setting(name, second, least)
+
+
+def _budget_splits(budget: int, counts: tuple[int, int]) -> list[tuple[int, int]]:
+    """The limits (first, second) of the two axes that use the budget up.
+
+    `counts` has the number of candidates per axis: a higher limit gives no other range.
+    """
     # For one limit of the second axis, only the largest limit of the first can be best.
-    seconds = sorted({budget // first for first in range(1, budget + 1)})
-    return [(budget // second, second) for second in seconds]
+    most = min(budget, counts[0])
+    seconds = sorted({min(budget // first, counts[1]) for first in range(1, most + 1)})
+    return [(min(budget // second, counts[0]), second) for second in seconds]
 
 
 def _alternate(
-    sizes: tuple[IntArray, IntArray],
-    weight: Weights,
-    steps: tuple[int, int],
-    maxima: tuple[int, int],
-    limits: tuple[int, int],
+    batches: _Batches, steps: tuple[int, int], limits: tuple[int, int]
 ) -> tuple[float, tuple[int, ...], tuple[int, ...]]:
     """Fit one axis for the other in turn until the cost stops falling: (cost, first, second)."""
     axes: list[tuple[int, ...]] = [(), ()]
     least = math.inf
     best: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    cost = weight * sizes[1]
+    other = batches.sizes[1]
     while True:
+        cost = math.inf
         for axis in (0, 1):
-            axes[axis] = _fit(sizes[axis], cost, steps[axis], maxima[axis], limits[axis])
-            cost = weight * padded(axes[axis], sizes[axis])
-        total = float((cost * padded(axes[0], sizes[0])).sum())
-        if total >= least:
+            cost, axes[axis] = batches.fit(axis, other, steps[axis], limits[axis])
+            other = padded(axes[axis], batches.sizes[axis])
+        if cost >= least:
             return least, *best
-        least, best = total, (axes[0], axes[1])
+        least, best = cost, (axes[0], axes[1])
 
 
-def _fit(lengths: IntArray, weight: Weights, step: int, max: int, limit: int) -> tuple[int, ...]:
-    edges, weights = _histogram(lengths, weight, step, max)
-    return least_padding_edges(edges, weights, limit)
+@attrs.frozen(kw_only=True, eq=False)
+class _Batches:
+    """The observed batches of a fit, and what padding them costs.
 
+    Attributes:
+        sizes: the sizes of all batches along the first axis, and along the second.
+        weight: how often each batch was observed.
+        maxima: the largest size per axis that can come.
+        tail: as for `fitted_axes`.
+    """
 
-def _histogram(
-    lengths: IntArray, weights: Weights, step: int, max: int
-) -> tuple[list[int], list[float]]:
-    """The candidate buckets, the last one `max`, and the total weight that rounds up to each."""
-    seen = weights > 0
-    rounded = np.minimum(round_up(lengths[seen], step), max)
-    edges, positions = np.unique(np.append(rounded, max), return_inverse=True)
-    totals = np.zeros(len(edges), dtype=weights.dtype)
-    np.add.at(totals, positions[:-1], weights[seen])
-    # Python numbers from here on: sums of integers stay exact, however large they are.
-    return edges.tolist(), totals.tolist()
+    sizes: tuple[IntArray, IntArray]
+    weight: Weights
+    maxima: tuple[int, int]
+    tail: float
+
+    def num_candidates(self, axis: int, step: int) -> int:
+        """How many different buckets the sizes of an axis can need, the largest size included."""
+        return len(self._candidates(axis, step)[0])
+
+    def fit(
+        self, axis: int, other: IntArray, step: int, limit: int
+    ) -> tuple[float, tuple[int, ...]]:
+        """The cost and the values of one axis, while each batch has size `other` on the other."""
+        if self.tail:
+            return self._fit_with_tail(axis, other.astype(np.float64), step, limit)
+        weight = self._exact_weight() * other
+        edges, positions = self._candidates(axis, step)
+        totals = np.zeros(len(edges), dtype=weight.dtype)
+        np.add.at(totals, positions, weight)
+        # Python numbers from here on: sums of integers stay exact, however large they are.
+        values = least_padding_edges(edges.tolist(), totals.tolist(), limit)
+        return float((weight * padded(values, self.sizes[axis])).sum()), values
+
+    def _fit_with_tail(
+        self, axis: int, other: npt.NDArray[np.float64], step: int, limit: int
+    ) -> tuple[float, tuple[int, ...]]:
+        edges, positions = self._candidates(axis, step)
+        if len(edges) > MAX_CANDIDATES:
+            kept = np.linspace(0, len(edges) - 1, MAX_CANDIDATES).round().astype(np.int64)
+            edges, positions = edges[kept], np.searchsorted(kept, positions)
+        real = self.sizes[0].astype(np.float64) * self.sizes[1]
+        weight = self.weight / self.weight.sum()
+        mean = float(weight @ real) or 1.0
+        costs = padding_costs(edges, positions, other / mean, real / mean, weight, self.tail)
+        return least_cost_edges(edges.tolist(), costs, limit)
+
+    def _candidates(self, axis: int, step: int) -> tuple[IntArray, IntArray]:
+        """The candidate buckets, the last one the maximum, and the position of each batch's."""
+        # A batch that was never seen makes no candidate; it is at the position of the next one.
+        sizes = self.sizes[axis]
+        rounded = np.minimum(round_up(sizes, step), self.maxima[axis])
+        edges = np.unique(np.append(rounded[self.weight > 0], self.maxima[axis]))
+        return edges, np.searchsorted(edges, rounded)
+
+    def _exact_weight(self) -> Weights:
+        """The weights: integers where no sum of padded tokens can exceed 64 bits."""
+        largest = float(self.weight.sum(dtype=np.float64)) * math.prod(map(float, self.maxima))
+        return self.weight if largest < 1 << 62 else self.weight.astype(np.float64)

@@ -1,16 +1,27 @@
-"""The bucket edges of least padding, by dynamic programming.
+"""The bucket edges of least cost, by dynamic programming.
 
-A bucket costs its edge times the weight of the lengths it holds. The best k buckets for the first
-n edges are a last bucket after the best k - 1 buckets for the first i edges, for the best i. As a
-function of the last edge, the cost of each i is a line, so the best i for every n is read from the
-lower envelope of those lines in one sweep. The work per bucket is linear in the number of edges,
-and the result is the optimum, not an approximation.
+`least_padding_edges` is for the mean padding, `least_cost_edges` for any cost of a bucket.
+
+For the mean padding, a bucket costs its edge times the weight of the lengths it holds. The best k
+buckets for the first n edges are a last bucket after the best k - 1 buckets for the first i edges,
+for the best i. As a function of the last edge, the cost of each i is a line, so the best i for
+every n is read from the lower envelope of those lines in one sweep. The work per bucket is linear
+in the number of edges. For any other cost, every i is tried for every n. Both results are the
+optimum, not an approximation.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from trencadis.bucketing.rounding import IntArray
+
+Floats: TypeAlias = npt.NDArray[np.float64]
 
 
 def least_padding_edges(edges: list[int], weights: list[float], limit: int) -> tuple[int, ...]:
@@ -34,6 +45,73 @@ def least_padding_edges(edges: list[int], weights: list[float], limit: int) -> t
         begins_per_layer.append(begins)
         costs = extended
     return _chosen_edges(edges, begins_per_layer)
+
+
+def least_cost_edges(edges: list[int], costs: Floats, limit: int) -> tuple[float, tuple[int, ...]]:
+    """The least cost, and at most `limit` of `edges` that have it; the last edge is always chosen.
+
+    Of choices that cost the same up to rounding, one with the fewest edges.
+
+    Args:
+        edges: candidates for a bucket, increasing.
+        costs: one row per edge before the first of a bucket (the first row: none), one column per
+            last edge: what the bucket costs; infinite where it would be empty.
+        limit: the greatest number of edges to choose.
+    """
+    best = costs[0]
+    # What rounding can make of equal costs.
+    least_saving = 1e-12 * float(best[-1])
+    begins_per_layer: list[list[int]] = []
+    for _ in range(2, min(limit, len(edges)) + 1):
+        before = np.concatenate([[math.inf], best[:-1]])
+        totals = before[:, np.newaxis] + costs
+        begins = totals.argmin(axis=0)
+        extended = np.take_along_axis(totals, begins[np.newaxis], axis=0)[0]
+        if extended[-1] >= best[-1] - least_saving:
+            break
+        begins_per_layer.append([0, *begins.tolist()])
+        best = extended
+    return float(best[-1]), _chosen_edges(edges, begins_per_layer)
+
+
+def padding_costs(
+    edges: IntArray,
+    positions: IntArray,
+    other: Floats,
+    real: Floats,
+    weight: Floats,
+    tail: float,
+) -> Floats:
+    """What every possible bucket of one axis costs, for `least_cost_edges`.
+
+    A batch of `real` tokens in a bucket that ends at e has p = e × `other` − `real` tokens of
+    padding, and costs its weight × (p + `tail` × p²).
+
+    Args:
+        edges: candidates for a bucket, increasing.
+        positions: for every batch, the position of the smallest edge that holds it.
+        other: for every batch, the size that it is padded to on the other axis.
+        real: for every batch, its tokens before padding.
+        weight: how often each batch came.
+        tail: the weight of the squares.
+    """
+
+    def between(values: Floats) -> Floats:
+        """The sum of `values` over the batches after each edge (rows) up to each edge (columns)."""
+        sums = np.zeros(len(edges) + 1)
+        np.add.at(sums, positions + 1, values)
+        sums = np.cumsum(sums)
+        return sums[np.newaxis, 1:] - sums[:-1, np.newaxis]
+
+    last = edges.astype(np.float64)
+    costs = last * between(weight * other) - between(weight * real)
+    squares = last**2 * between(weight * other**2)
+    squares -= 2 * last * between(weight * other * real)
+    squares += between(weight * real**2)
+    # Rounding may leave sums of no padding below 0.
+    costs = np.maximum(costs, 0) + tail * np.maximum(squares, 0)
+    costs[np.tril_indices(len(edges), -1)] = math.inf
+    return costs
 
 
 def _chosen_edges(edges: list[int], begins_per_layer: list[list[int]]) -> tuple[int, ...]:

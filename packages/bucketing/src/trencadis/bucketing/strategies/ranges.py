@@ -7,6 +7,7 @@ increasing. It may end below its `max`; `Strategy.values` then adds `max`.
 
 from __future__ import annotations
 
+import builtins
 import math
 from typing import SupportsIndex
 
@@ -14,7 +15,12 @@ import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import round_up
-from trencadis.bucketing.validators import checked_integer, checked_range
+from trencadis.bucketing.validators import (
+    check_range_length,
+    checked_integer,
+    checked_range,
+    shown,
+)
 
 
 def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, ...]:
@@ -28,9 +34,11 @@ def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) ->
     (2, 4, 8, 16, 32, 64)
 
     Raises:
-        BucketingError: a negative or non-integer setting, a step of 0, or min above max.
+        BucketingError: a negative or non-integer setting, a step of 0, min above max, or more
+            than `MAX_SIZES` sizes.
     """
     low, stride, high = checked_range(min, step, max)
+    check_range_length((high - low) / stride, f"raise step {stride} or lower max {high}")
     first = low or stride
     values = [0] if low == 0 else []
     doubled = first
@@ -49,21 +57,27 @@ def exponential_range(
 
     Values that are equal after rounding are given once. A `min` of 0 or 1 is not rounded; it comes
     in addition to `limit` values that start at `step`. Any other `min` is rounded up to `step`.
-    With a `limit` of 1, the only value is `max`.
+    With a `limit` of 1, the only value is `max`. A `limit` above the number of useful values
+    costs nothing.
 
     >>> exponential_range(128, 128, 2048, 10)
     (128, 256, 384, 512, 640, 896, 1152, 1536, 2048)
 
     Raises:
-        BucketingError: a negative or non-integer setting, a step or limit of 0, or min above max.
+        BucketingError: a negative or non-integer setting, a step or limit of 0, min above max, or
+            more than `MAX_SIZES` sizes.
     """
     low, stride, high = checked_range(min, step, max)
     count = checked_integer("limit", limit)
     if count < 1:
-        raise BucketingError(f"range limit {count} leaves no bucket: give a limit of at least 1")
+        raise BucketingError(
+            f"range limit {shown(count)} leaves no bucket: give a limit of at least 1"
+        )
     if count == 1 or high == 0:
         return (high,)
     first = stride if low < 2 else low
+    count = builtins.min(count, _most_useful_values(first, stride, high))
+    check_range_length(count, f"lower limit {shown(limit)} or raise step {stride}")
     # np.float_power and this order of operations, as in the plugin: where a power is close to a
     # multiple of step, another rounding error would move the bucket by one step.
     exponent = 1.0 / (count - 1)
@@ -73,6 +87,15 @@ def exponential_range(
     if low < 2:
         values.add(low)
     return tuple(sorted(values))
+
+
+def _most_useful_values(first: int, stride: int, high: int) -> int:
+    """How many exponentially spaced values round up to every multiple of `stride`.
+
+    With so many, neighbours differ by half of `stride` at most, so further values change nothing.
+    """
+    growth = abs(math.log(high / first))
+    return 2 + math.ceil(2 * high / stride * growth)
 
 
 def padding_aware_range(
@@ -94,14 +117,17 @@ def padding_aware_range(
 
     Raises:
         BucketingError: a negative or non-integer setting, a step of 0, min above max, or a
-            `pad_percent` outside 0 to 50.
+            `pad_percent` outside 0 to 50, or more than `MAX_SIZES` candidates.
     """
     low, stride, high = checked_range(min, step, max)
+    check_range_length((high - low) / stride, f"raise step {stride} or lower max {high}")
     widest = checked_integer("pad_max", pad_max) or high
     if widest < 0:
-        raise BucketingError(f"range pad_max {widest} is negative: give 0 or more")
-    if not 0 <= pad_percent <= 50:  # NaN fails this too
-        raise BucketingError(f"range pad_percent {pad_percent} is not within 0 to 50: change it")
+        raise BucketingError(f"range pad_max {shown(widest)} is negative: give 0 or more")
+    if not isinstance(pad_percent, (int, float)) or not 0 <= pad_percent <= 50:  # NaN fails too
+        raise BucketingError(
+            f"range pad_percent {shown(pad_percent)} is not within 0 to 50: change it"
+        )
     values = [low]
     while values[-1] <= stride and (values[-1] * 2 or 1) <= high:
         values.append(values[-1] * 2 or 1)

@@ -15,6 +15,10 @@ from trencadis.bucketing.traffic import TrafficRecorder
 
 logger = logging.getLogger(__name__)
 
+DEFAULT_TAIL = 3.0
+"""The tail weight of the fit strategy and of the command. On the traces of README.md it lowers the
+worst batch to a fraction and the mean padding of later traffic too."""
+
 
 def fit_to_traffic(
     axes: Sequence[AxisSettings], traffic: TrafficRecorder
@@ -39,7 +43,9 @@ def fit_to_traffic(
         together, alone = [], recorded
     values = _fit_together(together, sizes, counts) if together else {}
     for axis in alone:
-        values[axis.name] = fitted_range(sizes[axis.name], axis.step, axis.max, axis.limit, counts)
+        values[axis.name] = fitted_range(
+            sizes[axis.name], axis.step, axis.max, axis.limit, counts, tail=DEFAULT_TAIL
+        )
     return values
 
 
@@ -85,5 +91,6 @@ def _fit_together(
         (first.max, second.max),
         first.limit * second.limit,
         counts,
+        tail=DEFAULT_TAIL,
     )
     return dict(zip((first.name, second.name), fitted, strict=True))

@@ -12,6 +12,15 @@ import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import IntArray, round_up
+from trencadis.bucketing.text_files import read_text
+from trencadis.bucketing.validators import (
+    MAX_SIZE,
+    check_instance,
+    check_path,
+    checked_names,
+    checked_sizes,
+    shown,
+)
 
 
 class TrafficRecorder:
@@ -32,16 +41,18 @@ class TrafficRecorder:
     """
 
     def __init__(self, axes: Sequence[str], *, capacity: int = 1 << 16) -> None:
+        names = checked_names(axes)
         # Even at its coarsest, an axis keeps 0 apart from other sizes: two sizes per axis.
-        if not axes or capacity < 1 << len(axes):
+        if type(capacity) is not int or not names or capacity < 1 << len(names):
             raise BucketingError(
-                f"a recorder of {len(axes)} axes with capacity {capacity} cannot count: "
-                f"give at least one axis and a capacity of at least {1 << len(axes)}"
+                f"a recorder of {len(names)} axes with capacity {shown(capacity)} cannot count: "
+                f"give at least one axis and a capacity of at least {1 << len(names)}"
             )
-        self._axes = tuple(axes)
+        self._axes = names
         self._capacity = capacity
         self._resolution = [1] * len(self._axes)
         self._counts: dict[tuple[int, ...], int] = {}
+        self._total = 0
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -56,24 +67,33 @@ class TrafficRecorder:
     @property
     def total(self) -> int:
         """The number of recorded shapes."""
-        return sum(self._counts.values())
+        return self._total
 
     def record(self, shape: Sequence[int], count: int = 1) -> None:
         """Count one batch of this shape, or `count` of them.
 
         Raises:
-            BucketingError: not one size per axis, or a negative size or count.
+            BucketingError: not one size per axis; a size or a count that is not an integer of 0
+                or more, or above `MAX_SIZE`; more than `MAX_SIZE` batches in all.
         """
-        if len(shape) != len(self._axes) or min(shape) < 0 or count < 0:
+        sizes = checked_sizes("shape", shape)
+        (times,) = checked_sizes("the count of a shape", (count,))
+        if len(sizes) != len(self._axes):
             raise BucketingError(
-                f"{count} of shape {tuple(shape)} cannot be counted: give a size of 0 or more for "
-                f"each of {', '.join(self._axes)}, and a count of 0 or more"
+                f"shape {shown(sizes)} cannot be counted: give a size for each of "
+                f"{', '.join(self._axes)}"
             )
-        key = self._rounded(shape)
+        if self._total + times > MAX_SIZE:
+            raise BucketingError(
+                f"{shown(times)} more batches than the {self._total} recorded are above "
+                f"{MAX_SIZE}: begin a new recorder"
+            )
+        key = self._rounded(sizes)
         while key not in self._counts and len(self._counts) >= self._capacity:
             self._coarsen(key)
-            key = self._rounded(shape)
-        self._counts[key] = self._counts.get(key, 0) + count
+            key = self._rounded(sizes)
+        self._counts[key] = self._counts.get(key, 0) + times
+        self._total += times
 
     def merge(self, other: TrafficRecorder) -> None:
         """Add the counts of another recorder of the same axes.
@@ -81,15 +101,22 @@ class TrafficRecorder:
         Raises:
             BucketingError: different axes.
         """
+        check_instance("traffic", other, TrafficRecorder)
         if other.axes != self._axes:
             raise BucketingError(
                 f"traffic of axes {', '.join(other.axes)} does not merge into traffic of axes "
                 f"{', '.join(self._axes)}: record both with the same axes"
             )
+        if self._total + other.total > MAX_SIZE:
+            raise BucketingError(
+                f"{self._total} and {other.total} recorded batches are above {MAX_SIZE} together: "
+                "keep them apart"
+            )
         for axis, resolution in enumerate(other.resolution):
             while self._resolution[axis] < resolution:
                 self._halve_resolution(axis)
-        for shape, count in other._counts.items():
+        # A copy of the counts, because a recorder may be merged into itself.
+        for shape, count in list(other._counts.items()):
             self.record(shape, count)
 
     def shapes(self) -> tuple[IntArray, IntArray]:
@@ -99,7 +126,12 @@ class TrafficRecorder:
         return np.array(rows, dtype=np.int64).reshape(-1, len(self._axes)), counts
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write everything to a JSON file, replaced atomically."""
+        """Write everything to a JSON file, replaced atomically.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        check_path(path)
         content = {
             "axes": self._axes,
             "capacity": self._capacity,
@@ -115,21 +147,35 @@ class TrafficRecorder:
         """Read a file that `save` wrote.
 
         Raises:
-            BucketingError: the file is not recorded traffic.
+            BucketingError: the file is not recorded traffic; the message has the line of a byte
+                that is not UTF-8 or not JSON, or the entry of a bad shape or count.
             OSError: the file cannot be read.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        text = read_text(path)
         try:
             content: dict[str, Any] = json.loads(text)
             recorder = cls(content["axes"], capacity=content["capacity"])
-            recorder._resolution = [_power_of_two(size) for size in content["resolution"]]
-            for *shape, count in content["counts"]:
-                recorder.record(shape, count)
-        except (ValueError, TypeError, KeyError) as error:
+            recorder._resolution = _checked_resolution(content["resolution"], len(recorder.axes))
+            counts = list(content["counts"])
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise BucketingError(
                 f"{path} is not recorded traffic ({error}): save it again"
             ) from None
+        for number, entry in enumerate(counts, start=1):
+            recorder._record_entry(entry, f"{path}, entry {number} of counts")
         return recorder
+
+    def _record_entry(self, entry: Any, place: str) -> None:
+        """Count an entry of a file: the sizes of a shape and its count."""
+        if not isinstance(entry, list) or len(entry) != len(self._axes) + 1:
+            raise BucketingError(
+                f"{place}: {shown(entry)} is not recorded traffic, a shape with its count: "
+                "save it again"
+            )
+        try:
+            self.record(entry[:-1], entry[-1])
+        except BucketingError as error:
+            raise BucketingError(f"{place} is not recorded traffic: {error}") from None
 
     def _rounded(self, shape: Sequence[int]) -> tuple[int, ...]:
         sizes = zip(shape, self._resolution, strict=True)
@@ -150,7 +196,11 @@ class TrafficRecorder:
         self._counts = counts
 
 
-def _power_of_two(value: Any) -> int:
-    if type(value) is not int or value < 1 or value & (value - 1):
-        raise ValueError(f"resolution {value!r} is not a power of two")
-    return value
+def _checked_resolution(resolution: Any, num_axes: int) -> list[int]:
+    """The resolution of every axis, each a power of two."""
+    steps = list(checked_sizes("resolution", resolution))
+    if len(steps) != num_axes or any(step < 1 or step & (step - 1) for step in steps):
+        raise BucketingError(
+            f"resolution {shown(steps)} is not one power of two for each of {num_axes} axes"
+        )
+    return steps

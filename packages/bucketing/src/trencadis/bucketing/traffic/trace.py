@@ -18,11 +18,34 @@ import numpy.typing as npt
 
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import IntArray
+from trencadis.bucketing.text_files import text_lines
+from trencadis.bucketing.validators import (
+    MAX_SIZE,
+    check_instance,
+    check_path,
+    integer_array,
+    numeric_array,
+    shown,
+)
 
 # Column names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
 ARRIVAL_COLUMNS = ("TIMESTAMP", "Timestamp", "timestamp", "arrival")
 OUTPUT_COLUMNS = ("GeneratedTokens", "Response tokens", "output_length", "completion_tokens")
+
+
+def _tokens(values: npt.ArrayLike) -> IntArray:
+    tokens = integer_array("tokens of a trace", values)
+    if tokens.ndim != 1 or (tokens.size and tokens.min() < 0):
+        raise BucketingError("tokens of a trace must be a sequence of integers of 0 or more")
+    return tokens
+
+
+def _times(values: npt.ArrayLike) -> npt.NDArray[np.float64]:
+    times = numeric_array("arrivals of a trace", values).astype(np.float64)
+    if times.ndim != 1 or not np.all(np.isfinite(times)):
+        raise BucketingError("arrivals of a trace must be a sequence of finite numbers")
+    return times
 
 
 @attrs.frozen(eq=False)
@@ -35,11 +58,27 @@ class Trace:
             milliseconds); None if the file has none.
         outputs: generated tokens, one per request, 0 for a request that failed; None if the file
             has none.
+
+    Raises:
+        BucketingError: lengths or outputs that are not integers of 0 or more, arrivals that are
+            not finite numbers, or not one of each per request.
     """
 
-    lengths: IntArray
-    arrivals: npt.NDArray[np.float64] | None = None
-    outputs: IntArray | None = None
+    lengths: IntArray = attrs.field(converter=_tokens)
+    arrivals: npt.NDArray[np.float64] | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_times)
+    )
+    outputs: IntArray | None = attrs.field(
+        default=None, converter=attrs.converters.optional(_tokens)
+    )
+
+    def __attrs_post_init__(self) -> None:
+        for name, column in (("arrivals", self.arrivals), ("outputs", self.outputs)):
+            if column is not None and len(column) != len(self.lengths):
+                raise BucketingError(
+                    f"a trace of {len(self.lengths)} lengths has {len(column)} {name}: "
+                    "give one for each"
+                )
 
     def requests(self) -> IntArray:
         """Every request as its own batch: one row (1, length) each."""
@@ -60,18 +99,27 @@ class Trace:
         """
         if self.arrivals is None:
             raise BucketingError("the trace has no arrival times: give one with a timestamp column")
-        if not window > 0 or max_num_seqs < 1:
+        check_instance("window", window, (int, float))
+        check_instance("max_num_seqs", max_num_seqs, int)
+        if not 0 < window <= MAX_SIZE or max_num_seqs < 1:
             raise BucketingError(
-                f"no batches of {max_num_seqs} sequences in windows of {window}: raise them"
+                f"no batches of {shown(max_num_seqs)} sequences in windows of {shown(window)}: "
+                "raise them"
             )
         order = np.argsort(self.arrivals, kind="stable")
-        windows = (self.arrivals[order] // window).astype(np.int64)
+        with np.errstate(over="ignore", invalid="ignore"):
+            windows = self.arrivals[order] // window
+        if not np.all(np.isfinite(windows)):
+            raise BucketingError(
+                f"windows of {shown(window)} are too short for the arrivals: raise them"
+            )
         rows: list[tuple[int, int]] = []
-        for requests in np.split(self.lengths[order], np.flatnonzero(np.diff(windows)) + 1):
+        ends = np.flatnonzero(windows[1:] != windows[:-1]) + 1
+        for requests in np.split(self.lengths[order], ends):
             for start in range(0, len(requests), max_num_seqs):
                 batch = requests[start : start + max_num_seqs]
                 rows.append((len(batch), int(batch.max())))
-        return np.array(rows, dtype=np.int64)
+        return np.array(rows, dtype=np.int64).reshape(-1, 2)
 
 
 def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Trace:
@@ -91,6 +139,8 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
     outputs: list[int] = []
     times: str | None = None
     generated: str | None = None
+    check_path(path)
+    check_instance("column", column, (str, type(None)))
     for line, row in _rows(Path(path)):
         if not lengths:
             column = column or next((name for name in LENGTH_COLUMNS if name in row), None)
@@ -117,30 +167,26 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    lines = text_lines(path)
+    if path.suffix in {".jsonl", ".ndjson"}:
+        for number, text in enumerate(lines, start=1):
+            if text.strip():
+                yield number, _json_object(path, number, text)
+        return
+    reader = csv.DictReader(lines)
     try:
-        yield from _text_rows(path)
-    except (UnicodeDecodeError, csv.Error) as error:
+        for row in reader:
+            yield reader.line_num, row
+    except csv.Error as error:
         raise BucketingError(
-            f"{path} is not a text file ({error}): give CSV or JSON lines"
+            f"{path}, line {reader.line_num + 1} is not CSV ({error}): give CSV or JSON lines"
         ) from None
-
-
-def _text_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with path.open(encoding="utf-8", newline="") as file:
-        if path.suffix in {".jsonl", ".ndjson"}:
-            for line, text in enumerate(file, start=1):
-                if text.strip():
-                    yield line, _json_object(path, line, text)
-        else:
-            reader = csv.DictReader(file)
-            for row in reader:
-                yield reader.line_num, row
 
 
 def _json_object(path: Path, line: int, text: str) -> dict[str, Any]:
     try:
         row = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BucketingError(f"{path}, line {line} is not JSON ({error}): correct it") from None
     if not isinstance(row, dict):
         raise BucketingError(f"{path}, line {line} is not a JSON object: correct it")
@@ -153,10 +199,10 @@ def _length(path: object, line: int, value: object, least: int = 1) -> int:
         integer = int(length)
     except (ValueError, OverflowError):
         length, integer = 0.0, -1
-    if integer != length or integer < least:
+    if integer != length or integer < least or integer > MAX_SIZE:
         raise BucketingError(
-            f"{path}, line {line}: length {value!r} is not an integer of at least {least}: "
-            "correct the line or remove it"
+            f"{path}, line {line}: length {shown(value)} is not an integer of at least {least}"
+            f"{' that is possible' if integer > MAX_SIZE else ''}: correct the line or remove it"
         )
     return integer
 
@@ -176,6 +222,6 @@ def _seconds(path: object, line: int, value: object) -> float:
         seconds = math.nan
     if not math.isfinite(seconds):
         raise BucketingError(
-            f"{path}, line {line}: {text!r} is not a time: give seconds or an ISO date"
+            f"{path}, line {line}: {shown(text)} is not a time: give seconds or an ISO date"
         )
     return seconds

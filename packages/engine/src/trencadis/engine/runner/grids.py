@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import attrs
 
 from trencadis.bucketing import (
     BucketGrid,
     BucketingConfig,
+    CoverageGap,
     decode_grid,
     linear_range,
     prompt_grid,
@@ -54,8 +56,17 @@ def build_grids(config: BucketingConfig | None, limits: ServingLimits) -> Grids:
 
 
 def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
-    """The grids that the user's settings describe."""
-    return Grids(
+    """The grids that the user's settings describe. Warns of shapes within the limits without one.
+
+    A maximum of the user's and a bucket file can leave such shapes.
+    """
+    if not config.contiguous_pa:
+        logger.warning(
+            "VLLM_CONTIGUOUS_PA=false has no effect: decode reads the KV cache from block 0 to the "
+            "highest block in use"
+        )
+        config = attrs.evolve(config, contiguous_pa=True)
+    grids = Grids(
         prompt_grid(
             config,
             max_model_len=limits.max_model_len,
@@ -70,6 +81,51 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,
         ),
+    )
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    if grids.max_chunk_tokens < longest:
+        logger.info(
+            "prompts are computed in chunks of at most %d tokens, the largest query bucket, "
+            "instead of %d",
+            grids.max_chunk_tokens,
+            longest,
+        )
+    _warn_of_gaps(grids.prompt, prompt_gaps(grids, limits))
+    _warn_of_gaps(grids.decode, decode_gaps(grids, limits))
+    return grids
+
+
+def prompt_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
+    """The prefill chunks within the limits that no bucket holds.
+
+    No chunk is longer than the largest query bucket, and chunks share a batch only if a bucket
+    holds it. So a chunk alone decides.
+    """
+    context = ceil_div(limits.max_model_len - 1, limits.block_size)
+    return grids.prompt.coverage_gaps(limits=(1, grids.max_chunk_tokens, context))
+
+
+def decode_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
+    """The decode batches within the limits that no bucket holds: any may read the whole cache."""
+    return grids.decode.coverage_gaps(
+        limits=(limits.max_num_seqs, limits.num_blocks), reachable=lambda low, high: True
+    )
+
+
+def _warn_of_gaps(grid: BucketGrid, gaps: Sequence[CoverageGap]) -> None:
+    if not gaps:
+        return
+    ranges = (
+        f"{axis} {low} to {high}"
+        for axis, low, high in zip(grid.axes, gaps[0].low, gaps[0].high, strict=True)
+    )
+    logger.warning(
+        "no %s bucket holds %s%s: such a batch is a bucket miss and runs in a shape of its own, "
+        "which is compiled when it first comes; to prepare it, raise the bucket maxima, or fit "
+        "the bucket file to these limits",
+        "prompt" if "query" in grid.axes else "decode",
+        ", ".join(ranges),
+        f" (and {len(gaps) - 1} more such ranges)" if len(gaps) > 1 else "",
     )
 
 

@@ -1,0 +1,53 @@
+"""Reading text files: a file in another encoding is an error with its line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.validators import check_path
+
+
+def read_text(path: str | os.PathLike[str]) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Raises:
+        BucketingError: a file that is not UTF-8, with the line.
+        OSError: the file cannot be read.
+    """
+    check_path(path)
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise undecodable(path) from None
+
+
+def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, one at a time, without a byte order mark.
+
+    Raises:
+        As `read_text`.
+    """
+    check_path(path)
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            yield from file
+    except UnicodeDecodeError:
+        raise undecodable(path) from None
+
+
+def undecodable(path: str | os.PathLike[str]) -> BucketingError:
+    """The error for a file that is not UTF-8; it names the first line that is not."""
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            # What cannot be decoded becomes a surrogate, which UTF-8 text cannot contain.
+            bad = re.search("[\udc80-\udcff]", line.decode("utf-8", "surrogateescape"))
+            if bad:
+                return BucketingError(
+                    f"{path}, line {number} is not UTF-8 text (byte 0x{ord(bad[0]) - 0xDC00:02x}): "
+                    "save the file as UTF-8"
+                )
+    return BucketingError(f"{path} changed while it was read: read it again")
