@@ -192,3 +192,16 @@ def search_with(model: object, torch: object, wanted: Request) -> list[tuple[int
             )
         scheduler.update(output, {}, candidates=candidates)
     return [tuple(sequence.output_token_ids) for sequence in group.results]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("penalty", [1e4, -1e4])
+def test_an_extreme_length_penalty_ends_like_any_other(
+    penalty: float, early_stopping: bool | str
+) -> None:
+    runner, blocks = make()
+    search = BeamSearch(width=2, length_penalty=penalty, early_stopping=early_stopping)
+    group = runner.add(request(beam_search=search, stop_token_ids={STOP}))
+    runner.run()
+    assert group.results[0].finish_reason is not None
+    assert blocks.pool.num_used_blocks == 0
