@@ -295,6 +295,44 @@ def test_no_request_is_preempted_for_others_of_its_own_priority() -> None:
     assert [group.status for group in running] == [RUNNING, RUNNING]
 
 
+@pytest.mark.parametrize("length", [34, 64])
+def test_requests_are_preempted_for_a_higher_priority_only_if_it_can_start_then(
+    length: int,
+) -> None:
+    """25 blocks, of which 10 have an equal priority: 9 fit in the others, 16 do not."""
+    bench = make(max_num_seqs=4, policy="priority")
+    bench.add("equal", 37, 20, priority=1)
+    low = [bench.add(f"low {i}", 21, 20, priority=9) for i in range(2)]
+    bench.step()
+    high = bench.add("high", length, 4, priority=1)
+    bench.step(seconds=9.0)
+    if length == 34:
+        assert (high.status, [group.status for group in low]) == (RUNNING, [RUNNING, SWAPPED])
+    else:
+        assert (high.status, [group.status for group in low]) == (WAITING, [RUNNING, RUNNING])
+
+
+def test_a_request_of_higher_priority_preempts_all_that_it_needs_in_one_step() -> None:
+    bench = make(max_num_seqs=4, policy="priority")
+    low = [bench.add(f"low {i}", 29, 20, priority=9) for i in range(3)]
+    bench.step()
+    high = bench.add("high", 64, 4, priority=1)
+    bench.step(seconds=9.0)
+    assert (high.status, [group.status for group in low]) == (RUNNING, [RUNNING, SWAPPED, SWAPPED])
+
+
+def test_no_second_request_is_preempted_while_the_blocks_of_the_first_are_copied() -> None:
+    governor = BandwidthGovernor(1, 20.0, 0.1)  # two blocks every tenth of a second
+    bench = make(max_num_seqs=4, policy="priority", governor=governor)
+    low = [bench.add(f"low {i}", 29, 20, priority=9) for i in range(3)]
+    bench.step()
+    high = bench.add("high", 24, 4, priority=1)
+    for _ in range(4):
+        bench.step(seconds=0.1)
+        assert [group.status for group in low] == [RUNNING, RUNNING, SWAPPED]
+    assert high.status in (RUNNING, FINISHED)
+
+
 def test_a_preemption_that_was_ordered_for_an_aborted_request_holds_back_no_other() -> None:
     bench = make()
     bench.add("a", 4, 20)

@@ -68,18 +68,23 @@ class Preemptor:
     def preempt_for_priority(self, step: SchedulingStep) -> None:
         """Preempt groups of lower priority to start the first waiting group.
 
-        Does nothing if there are too few of them, or if waiting is predicted to be faster. An
-        overdue group is never a victim; one that waits preempts groups below its own priority only.
+        Does nothing if all of them have too few sequences or blocks, if swap-outs in progress give
+        enough blocks, or if waiting is predicted to be faster. An overdue group is never a victim;
+        one that waits preempts groups below its own priority only.
         """
         group = self._admission.next_group(self._states.waiting, step)
         if group is None or not self._states.running:
             return
         if self._states.running.last().queue_key.priority <= group.priority:
             return
-        num_missing = group.num_seqs - (step.max_running_seqs - self._states.num_running_seqs)
-        if num_missing <= 0 and self._group_blocks.can_allocate(group):
+        blocks = self._group_blocks
+        num_seqs = group.num_seqs - (step.max_running_seqs - self._states.num_running_seqs)
+        if num_seqs <= 0 and blocks.can_allocate(group):
             return
-        victims = self._priority_victims(group, num_missing)
+        num_blocks = blocks.num_blocks_to_allocate(group) - blocks.pool.num_free_blocks
+        if num_seqs <= 0 < num_blocks <= blocks.num_swapping_out:
+            return
+        victims = self._priority_victims(group, num_seqs, num_blocks - blocks.num_swapping_out)
         if all(self.beats_waiting(victim, step.now) for victim in victims):
             for victim in victims:
                 self.preempt(victim, step)
@@ -96,14 +101,19 @@ class Preemptor:
         is_faster = self._costs.swap_s(group) <= self._costs.recompute_s(group)
         return is_faster and self._group_blocks.can_swap_out(group)
 
-    def _priority_victims(self, group: SequenceGroup, num_seqs: int) -> list[SequenceGroup]:
-        """Running groups of lower priority with ``num_seqs`` sequences, the last first, or none."""
+    def _priority_victims(
+        self, group: SequenceGroup, num_seqs: int, num_blocks: int
+    ) -> list[SequenceGroup]:
+        """Running groups of lower priority, the last first, that together have at least
+        ``num_seqs`` sequences and ``num_blocks`` blocks; none if all of them have fewer.
+        """
         victims: list[SequenceGroup] = []
         for victim in reversed(list(self._states.running)):
             if victim.queue_key.priority <= group.priority:
                 return []
             victims.append(victim)
             num_seqs -= victim.num_seqs
-            if num_seqs <= 0:
+            num_blocks -= victim.get_num_kv_blocks()
+            if num_seqs <= 0 and num_blocks <= 0:
                 return victims
         return []
