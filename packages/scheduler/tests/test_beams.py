@@ -10,10 +10,10 @@ from trencadis.scheduler import (
     BeamSearch,
     Candidate,
     FinishReason,
+    InvalidResults,
     Request,
     Scheduler,
     SchedulerConfig,
-    StepOrderError,
     UnservableRequest,
 )
 from trencadis.scheduler.beams import BeamSearchState
@@ -91,7 +91,7 @@ def test_a_beam_without_candidates_is_an_error() -> None:
     runner.add(request(beam_search=BeamSearch(width=2)))
     output = runner.scheduler.schedule()
     assert output.prompts[0].num_candidates == 4
-    with pytest.raises(StepOrderError, match="no candidates for sequence 0"):
+    with pytest.raises(InvalidResults, match="no candidates for sequence 0"):
         runner.scheduler.update(output, {})
 
 
@@ -181,3 +181,16 @@ def search_with(model: object, torch: object, wanted: Request) -> list[tuple[int
             )
         scheduler.update(output, {}, candidates=candidates)
     return [tuple(sequence.output_token_ids) for sequence in group.results]
+
+
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+@pytest.mark.parametrize("penalty", [1e4, -1e4])
+def test_an_extreme_length_penalty_ends_like_any_other(
+    penalty: float, early_stopping: bool | str
+) -> None:
+    runner, blocks = make()
+    search = BeamSearch(width=2, length_penalty=penalty, early_stopping=early_stopping)
+    group = runner.add(request(beam_search=search, stop_token_ids={STOP}))
+    runner.run()
+    assert group.results[0].finish_reason is not None
+    assert blocks.pool.num_used_blocks == 0

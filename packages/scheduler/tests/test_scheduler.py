@@ -198,10 +198,10 @@ def test_steps_alternate_with_updates() -> None:
     output = scheduler.schedule()
     with pytest.raises(StepOrderError, match="update"):
         scheduler.schedule()
-    with pytest.raises(StepOrderError, match="expected step"):
+    with pytest.raises(StepOrderError, match="another output than that of step 1"):
         scheduler.update(SchedulerOutput(99), {})
     scheduler.update(output, {0: 7})
-    with pytest.raises(StepOrderError):
+    with pytest.raises(StepOrderError, match="no step is in flight"):
         scheduler.update(output, {0: 7})
 
 

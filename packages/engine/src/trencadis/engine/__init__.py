@@ -16,6 +16,7 @@ from trencadis.engine.errors import (
     EngineOverloaded,
     InvalidRequest,
     ModelError,
+    RequestFailed,
 )
 from trencadis.engine.outputs import (
     CompletionDelta,
@@ -72,6 +73,7 @@ __all__ = [
     "LogSettings",
     "ModelError",
     "PositionLogprobs",
+    "RequestFailed",
     "SamplingParams",
     "ThermalStats",
     "TokenLogprob",

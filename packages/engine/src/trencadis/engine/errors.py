@@ -46,5 +46,9 @@ class EngineOverloaded(EngineError):
     """The queue of waiting requests is full: try again later, or raise ``max_waiting``."""
 
 
+class RequestFailed(EngineError):
+    """An internal error ended this request, and no other. The log has the traceback."""
+
+
 class EngineDead(EngineError):
     """The engine core stopped; no request can be served until the process is restarted."""

@@ -14,13 +14,19 @@ from trencadis.scheduler.errors import (
     ControlError,
     DuplicateRequest,
     IllegalTransition,
+    InvalidResults,
     QueueFull,
     SchedulerError,
     StepOrderError,
     UnservableRequest,
 )
 from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
-from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
+from trencadis.scheduler.output import (
+    FailedRequest,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceUpdate,
+)
 from trencadis.scheduler.preemption_costs import PreemptionCosts, StepTiming
 from trencadis.scheduler.request import BeamSearch, FinishReason, Request
 from trencadis.scheduler.scheduler import Scheduler
@@ -34,8 +40,10 @@ __all__ = [
     "ConfigError",
     "ControlError",
     "DuplicateRequest",
+    "FailedRequest",
     "FinishReason",
     "IllegalTransition",
+    "InvalidResults",
     "PreemptionCosts",
     "QueueFull",
     "Request",

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.errors import DuplicateRequest, QueueFull, UnservableRequest
 from trencadis.scheduler.group import SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupQueue, GroupStates
-from trencadis.scheduler.output import SchedulingStep
+from trencadis.scheduler.output import FailedRequest, SchedulingStep
 from trencadis.scheduler.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 class AdmissionControl:
@@ -34,6 +37,8 @@ class AdmissionControl:
 
     def check(self, request: Request) -> None:
         """Raises `DuplicateRequest`, `QueueFull` or `UnservableRequest`."""
+        if not isinstance(request, Request):
+            raise UnservableRequest(f"add() needs a Request, got {request!r}")
         if request.request_id in self._states.groups:
             raise DuplicateRequest(f"request id {request.request_id!r} is already in the scheduler")
         num_waiting = len(self._states.waiting)
@@ -70,9 +75,18 @@ class AdmissionControl:
         """Whether a group has been bypassed ``max_bypasses`` times."""
         return group.num_bypasses >= self._config.max_bypasses
 
-    def discard(self, group: SequenceGroup) -> None:
-        """Forget a group that has left the scheduler."""
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a group in any state and free its blocks."""
+        self._group_blocks.free(group)
+        self._states.abort(group)
         self._num_free_at_refusal.pop(group.arrival, None)
+
+    def fail(self, group: SequenceGroup, error: Exception, step: SchedulingStep) -> None:
+        """Remove a group that an internal error concerns, so that all others are served."""
+        logger.error("Request %r is aborted: internal error", group.request_id, exc_info=error)
+        step.discard(group)
+        self.remove(group)
+        step.failed.append(FailedRequest(group.request_id, error))
 
     def _check_size(self, request: Request) -> None:
         """Raises `UnservableRequest` for one that could not run to its end even alone."""
@@ -107,19 +121,33 @@ class AdmissionControl:
     ) -> None:
         while queue and step.token_budget > 0 and (num_free := self._num_free_seqs(step)) > 0:
             candidates = self._next_groups(queue, step, self._config.lookahead)
-            group = next(
-                (
-                    candidate
-                    for candidate in candidates
-                    if candidate.num_seqs <= num_free and can_start(candidate, step)
-                ),
-                None,
-            )
+            group = self._start_first(candidates, num_free, step, can_start, start)
             if group is None:
                 return
-            start(group, step)
-            self.discard(group)
+            self._num_free_at_refusal.pop(group.arrival, None)
             self._count_bypasses(group, step)
+
+    def _start_first(
+        self,
+        candidates: Iterable[SequenceGroup],
+        num_free_seqs: int,
+        step: SchedulingStep,
+        can_start: Callable[[SequenceGroup, SchedulingStep], bool],
+        start: Callable[[SequenceGroup, SchedulingStep], None],
+    ) -> SequenceGroup | None:
+        """Start the first candidate that can start; returns it. Fails candidates that raise."""
+        for candidate in candidates:
+            if candidate.num_seqs > num_free_seqs:
+                continue
+            try:
+                if not can_start(candidate, step):
+                    continue
+                start(candidate, step)
+            except Exception as error:
+                self.fail(candidate, error, step)
+                continue
+            return candidate
+        return None
 
     def _next_groups(
         self, queue: GroupQueue, step: SchedulingStep, count: int

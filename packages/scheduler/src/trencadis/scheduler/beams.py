@@ -7,6 +7,7 @@ forks and frees the blocks of the beams.
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from typing import NamedTuple
 
@@ -113,7 +114,7 @@ class BeamSearchState:
         self, continuation: Continuation, output: abc.Sequence[int], reason: FinishReason
     ) -> Hypothesis:
         logprob = continuation.cumulative_logprob
-        score = logprob / (len(output) + 1) ** self.search.length_penalty
+        score = self._score(logprob, len(output) + 1)
         return Hypothesis(score, (*output, continuation.token_id), logprob, reason)
 
     def _add_hypotheses(self, hypotheses: list[Hypothesis]) -> None:
@@ -126,11 +127,21 @@ class BeamSearchState:
         """``best_logprob`` is the cumulative log-probability of the best running beam."""
         if len(self.hypotheses) < self.search.width:
             return False
-        penalty, early_stopping = self.search.length_penalty, self.search.early_stopping
+        early_stopping = self.search.early_stopping
         if early_stopping is True:
             return True
         # Log-probabilities are negative, so with a positive penalty the longest output scores best.
-        is_open_ended = early_stopping == "never" and penalty > 0
+        is_open_ended = early_stopping == "never" and self.search.length_penalty > 0
         best_length = self._max_output if is_open_ended else length
-        self._can_improve &= best_logprob / best_length**penalty > self.hypotheses[-1].score
+        self._can_improve &= self._score(best_logprob, best_length) > self.hypotheses[-1].score
         return not self._can_improve
+
+    def _score(self, logprob: float, length: int) -> float:
+        """``logprob / length ** length_penalty``; its limit where that is beyond a float."""
+        penalty = self.search.length_penalty
+        try:
+            return logprob / length**penalty
+        except OverflowError:
+            return -0.0 if logprob > -math.inf else -math.inf
+        except ZeroDivisionError:
+            return -math.inf if logprob < 0 else 0.0

@@ -24,7 +24,11 @@ class QueueFull(SchedulerError):
 
 
 class StepOrderError(SchedulerError):
-    """``schedule()`` and ``update()`` did not alternate, or ``update()`` got incomplete results."""
+    """``schedule()`` and ``update()`` did not alternate."""
+
+
+class InvalidResults(SchedulerError, ValueError):
+    """``update()`` got results that are missing or invalid; it can be called again."""
 
 
 class IllegalTransition(SchedulerError):

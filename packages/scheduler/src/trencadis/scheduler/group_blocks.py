@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
-from trencadis.kvcache import AllocStatus, BlockManager, CopyPlan, Direction, ceil_div
+from trencadis.kvcache import (
+    AllocStatus,
+    BlockManager,
+    CopyPlan,
+    Direction,
+    KVCacheError,
+    PrefixKeys,
+    ceil_div,
+)
+from trencadis.scheduler.errors import UnservableRequest
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import Request
 
@@ -24,14 +33,23 @@ class GroupBlocks:
         self._block_size = blocks.config.block_size
 
     def begin_step(self, now: float) -> None:
-        """Start a new move plan with the deferred copies that are due at ``now`` (seconds)."""
-        self.moves = CopyPlan()
+        """Add the deferred copies that are due at ``now`` (seconds) to the moves of the step."""
         due = self._blocks.resume_swaps(now)
         self.num_swapping_out = max(0, self.num_swapping_out - len(due.out))
         if due.out:
             self.moves.add(Direction.OUT, due.out)
         if due.in_:
             self.moves.add(Direction.IN, due.in_)
+
+    def take_moves(self) -> CopyPlan:
+        """The moves of the step, which is complete. Those of a step that failed are kept."""
+        moves, self.moves = self.moves, CopyPlan()
+        return moves
+
+    def discard_content(self) -> None:
+        """Forget all moves and cached prefixes: the content of the blocks is unknown."""
+        self.moves = CopyPlan()
+        self._blocks.reset_prefix_cache()
 
     def max_num_blocks(self, request: Request, max_model_len: int) -> int:
         """The most blocks that a request can need when it runs alone.
@@ -48,11 +66,18 @@ class GroupBlocks:
 
     # Allocation: a group starts with blocks for the common prefix of its sequences.
 
-    def hash_prompt(self, group: SequenceGroup) -> None:
-        """Compute the prefix keys of the prompt once, instead of on every attempt to admit it."""
-        if self._blocks.config.enable_prefix_caching:
-            request = group.request
-            group.prefix_keys = self._blocks.hasher(request.prompt_token_ids, request.extra_keys)
+    def hash_prompt(self, request: Request) -> PrefixKeys | None:
+        """The prefix keys of the prompt, computed once and not on every attempt to admit it.
+
+        None without prefix caching. Raises `UnservableRequest` for ``extra_keys`` that the prefix
+        cache cannot compare.
+        """
+        if not self._blocks.config.enable_prefix_caching:
+            return None
+        try:
+            return self._blocks.hasher(request.prompt_token_ids, request.extra_keys)
+        except KVCacheError as error:
+            raise UnservableRequest(f"extra_keys of {request.request_id!r}: {error}") from error
 
     def can_allocate(self, group: SequenceGroup) -> bool:
         """Whether there are free blocks for the common prefix and, after the fork, for the rest."""

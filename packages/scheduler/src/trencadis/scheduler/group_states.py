@@ -71,6 +71,7 @@ class GroupStates:
     - ``num_running_seqs``, ``num_swapping_in_seqs``: sequences of the running groups and of those
       in ``swapping_in``; both count against the running limit.
     - ``num_preempted``: PREEMPTED groups.
+    - ``num_ranked``: groups whose samples are ranked by their log-probabilities.
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
 
@@ -84,6 +85,7 @@ class GroupStates:
         self.num_running_seqs = 0
         self.num_swapping_in_seqs = 0
         self.num_preempted = 0
+        self.num_ranked = 0
         self.num_finished_seqs = 0
         self._config = config
         self._block_size = block_size
@@ -104,6 +106,7 @@ class GroupStates:
             sequence = self.add_sequence(group, list(request.prompt_token_ids))
             group.unfinished_seqs.append(sequence)
         self.groups[request.request_id] = group
+        self.num_ranked += request.is_ranked
         self.waiting.add(group)
         return group
 
@@ -207,5 +210,6 @@ class GroupStates:
 
     def _remove(self, group: SequenceGroup) -> None:
         del self.groups[group.request_id]
+        self.num_ranked -= group.request.is_ranked
         for sequence in group.unfinished_seqs:
             del self.sequences[sequence.seq_id]

@@ -45,6 +45,13 @@ class ScheduledSequence(NamedTuple):
         return (self.seq_id, *self.forks) if self.samples else ()
 
 
+class FailedRequest(NamedTuple):
+    """A request that the scheduler has aborted because an internal error concerns it alone."""
+
+    request_id: str
+    error: Exception
+
+
 @attrs.frozen
 class SchedulerOutput:
     """The decision of one step.
@@ -56,6 +63,7 @@ class SchedulerOutput:
       forward passes. There may be moves without anything to compute.
     - ``preempted_seq_ids``: sequences that lost their device blocks in this step.
     - ``max_running_seqs``: the running limit of this step, in sequences.
+    - ``failed``: requests that were aborted because of an internal error; tell their clients.
     """
 
     step: int
@@ -64,6 +72,7 @@ class SchedulerOutput:
     moves: CopyPlan = attrs.field(factory=CopyPlan, eq=False)
     preempted_seq_ids: tuple[int, ...] = ()
     max_running_seqs: int = 0
+    failed: tuple[FailedRequest, ...] = ()
 
     @property
     def is_empty(self) -> bool:
@@ -102,6 +111,7 @@ class SchedulingStep:
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
     decodes: list[ScheduledSequence] = attrs.field(factory=list)
     preempted_seq_ids: list[int] = attrs.field(factory=list)
+    failed: list[FailedRequest] = attrs.field(factory=list)
 
     def schedule(self, groups: abc.Iterable[SequenceGroup]) -> None:
         """Schedule the tokens of running groups: first all decodes, then prefill chunks.
@@ -127,7 +137,14 @@ class SchedulingStep:
             moves,
             tuple(self.preempted_seq_ids),
             self.max_running_seqs,
+            tuple(self.failed),
         )
+
+    def discard(self, group: SequenceGroup) -> None:
+        """Take the sequences of a group out of the step. Their token budget is not returned."""
+        seq_ids = {sequence.seq_id for sequence in group.unfinished_seqs}
+        for scheduled in (self.prompts, self.decodes):
+            scheduled[:] = [item for item in scheduled if item.seq_id not in seq_ids]
 
     def _schedule_tokens(self, sequence: Sequence, num_tokens: int) -> None:
         """Schedule at most ``num_tokens`` of a sequence, as the token budget allows."""

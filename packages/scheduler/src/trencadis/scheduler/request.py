@@ -9,7 +9,7 @@ from typing import Literal
 import attrs
 
 from trencadis.scheduler.errors import UnservableRequest
-from trencadis.scheduler.validators import integer, number, one_of
+from trencadis.scheduler.validators import as_token_ids, instance_of, integer, number, one_of
 
 
 class FinishReason(enum.Enum):
@@ -20,8 +20,12 @@ class FinishReason(enum.Enum):
     ABORT = "abort"
 
 
-def _as_tuple(token_ids: Iterable[int]) -> tuple[int, ...]:
-    return tuple(token_ids)
+def _as_prompt(token_ids: Iterable[int]) -> tuple[int, ...]:
+    return as_token_ids(token_ids, "prompt_token_ids", UnservableRequest)
+
+
+def _as_stop_tokens(token_ids: Iterable[int]) -> frozenset[int]:
+    return frozenset(as_token_ids(token_ids, "stop_token_ids", UnservableRequest))
 
 
 @attrs.frozen(kw_only=True)
@@ -55,18 +59,22 @@ class Request:
     Raises `UnservableRequest`.
     """
 
-    request_id: str
-    prompt_token_ids: tuple[int, ...] = attrs.field(converter=_as_tuple, repr=False)
+    request_id: str = attrs.field(validator=instance_of(str, error=UnservableRequest))
+    prompt_token_ids: tuple[int, ...] = attrs.field(converter=_as_prompt, repr=False)
     max_tokens: int = attrs.field(validator=integer(1, error=UnservableRequest))
     min_tokens: int = attrs.field(default=0, validator=integer(0, error=UnservableRequest))
-    stop_token_ids: frozenset[int] = frozenset()
+    stop_token_ids: frozenset[int] = attrs.field(default=(), converter=_as_stop_tokens)
     n: int = attrs.field(default=1, validator=integer(1, error=UnservableRequest))
     best_of: int | None = attrs.field(
         default=None, validator=integer(1, optional=True, error=UnservableRequest)
     )
-    beam_search: BeamSearch | None = None
-    priority: int = 0
-    extra_keys: tuple[Hashable, ...] = ()
+    beam_search: BeamSearch | None = attrs.field(
+        default=None, validator=instance_of(BeamSearch, optional=True, error=UnservableRequest)
+    )
+    priority: int = attrs.field(default=0, validator=integer(None, error=UnservableRequest))
+    extra_keys: tuple[Hashable, ...] = attrs.field(
+        default=(), validator=instance_of(tuple, error=UnservableRequest)
+    )
 
     def __attrs_post_init__(self) -> None:
         if self.n > self.num_seqs:
@@ -89,3 +97,8 @@ class Request:
         if self.beam_search is not None:
             return self.beam_search.width
         return self.n if self.best_of is None else self.best_of
+
+    @property
+    def is_ranked(self) -> bool:
+        """Whether the results are selected from more samples, by their log-probabilities."""
+        return self.best_of is not None and self.best_of > self.n

@@ -21,7 +21,7 @@ from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlHandler
-from trencadis.scheduler.errors import StepOrderError
+from trencadis.scheduler.errors import InvalidResults, StepOrderError
 from trencadis.scheduler.group import Sequence, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
@@ -137,11 +137,12 @@ class Scheduler:
         The others are in its ``group``. Raises `DuplicateRequest`, `QueueFull`, or
         `UnservableRequest` for a request that could not run to its end even alone: an empty
         prompt, a prompt of ``max_model_len`` or more, more sequences than ``max_num_seqs``, or more
-        blocks than the KV cache has.
+        blocks than the KV cache has. Nothing is queued then.
         """
         self._admission.check(request)
+        prefix_keys = self._group_blocks.hash_prompt(request)
         group = self._states.add(request)
-        self._group_blocks.hash_prompt(group)
+        group.prefix_keys = prefix_keys
         return group.unfinished_seqs[0]
 
     def abort(self, request_id: str) -> bool:
@@ -152,10 +153,25 @@ class Scheduler:
         group = self._states.groups.get(request_id)
         if group is None:
             return False
-        self._group_blocks.free(group)
-        self._states.abort(group)
-        self._admission.discard(group)
+        self._admission.remove(group)
         return True
+
+    def abort_admitted(self) -> tuple[str, ...]:
+        """Abort every request that was admitted, and empty the prefix cache; returns their ids.
+
+        For a host whose device has failed while it carried out moves: the content of the KV cache
+        is unknown then. Drops the step in flight, if there is one. Waiting requests stay.
+        """
+        self._in_flight = None
+        admitted = [
+            request_id
+            for request_id, group in self._states.groups.items()
+            if group.status is not SequenceStatus.WAITING
+        ]
+        for request_id in admitted:
+            self.abort(request_id)
+        self._group_blocks.discard_content()
+        return tuple(admitted)
 
     def finish(self, seq_id: int) -> bool:
         """Finish one sample early, with the reason STOP; the others of its group continue.
@@ -193,11 +209,14 @@ class Scheduler:
     def schedule(self) -> SchedulerOutput:
         """Decide the next step.
 
-        Raises `StepOrderError` if ``update()`` has not got the results of the previous step.
+        A request for which this fails with an internal error is aborted and listed in ``failed``
+        of the output; all others are served. Raises `StepOrderError` if the previous step is still
+        in flight: ``update()`` has not got its results, and it was not discarded.
         """
         if self._in_flight is not None:
             raise StepOrderError(
-                f"step {self._step} is still in flight: call update() before schedule()"
+                f"step {self._step} is still in flight: call update() or discard_step() before "
+                "schedule()"
             )
         self._step += 1
         self._now, _ = self._clock.read()
@@ -224,8 +243,19 @@ class Scheduler:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
         step.schedule(self._states.running)
         self._admission.start_groups(step)
-        self._in_flight = step.to_output(self._group_blocks.moves)
+        self._in_flight = step.to_output(self._group_blocks.take_moves())
         return self._in_flight
+
+    def discard_step(self) -> None:
+        """Drop the step in flight without results: the next step computes its tokens again.
+
+        For a host whose forward pass has failed. The moves of the step must have been carried out;
+        where they have failed, too, call `abort_admitted`. Abort the requests that must not be
+        tried again. Raises `StepOrderError` if no step is in flight.
+        """
+        if self._in_flight is None:
+            raise StepOrderError("no step is in flight: discard_step() follows schedule()")
+        self._in_flight = None
 
     def update(
         self,
@@ -245,14 +275,23 @@ class Scheduler:
         - ``timing``: measured durations, for the choice between swap and recomputation.
 
         Sequences of requests that were aborted since ``schedule()`` may be missing. Raises
-        `StepOrderError` for a step other than the last one scheduled.
+        `StepOrderError` for a step other than the one in flight, and `InvalidResults`, naming the
+        sequence, for results that are missing or invalid. Nothing has changed then, and
+        ``update()`` may be called again.
         """
+        if self._in_flight is None:
+            raise StepOrderError("no step is in flight: update() follows schedule()")
         if output is not self._in_flight:
-            raise StepOrderError(f"update() got step {output.step}, expected step {self._step}")
+            raise StepOrderError(
+                f"update() got another output than that of step {self._step}, which is in flight"
+            )
+        results = StepResults.of(sampled, logprobs, candidates)
+        self._results.check(output, results)
+        if timing is not None and not isinstance(timing, StepTiming):
+            raise InvalidResults(f"timing must be a StepTiming or None, got {timing!r}")
         self._in_flight = None
         if timing is not None:
             self.costs.update(output, timing)
-        results = StepResults(sampled, logprobs or {}, candidates or {})
         updates = self._results.apply(output, results)
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
         return tuple(updates)
@@ -281,8 +320,11 @@ class Scheduler:
         for group in tuple(states.running):
             if group.status is not SequenceStatus.RUNNING:
                 continue
-            if is_ample and blocks.lacks_at_most_one_slot(group):
-                blocks.append_slots(group)
-            elif self._preemptor.free_blocks_for(group, step):
-                blocks.append_slots(group)
-                is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
+            try:
+                if is_ample and blocks.lacks_at_most_one_slot(group):
+                    blocks.append_slots(group)
+                elif self._preemptor.free_blocks_for(group, step):
+                    blocks.append_slots(group)
+                    is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
+            except Exception as error:
+                self._admission.fail(group, error, step)

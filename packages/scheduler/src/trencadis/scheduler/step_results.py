@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections import abc
 from itertools import chain
+from numbers import Real
+from typing import Any
 
 import attrs
 
 from trencadis.kvcache import BlockManager
 from trencadis.scheduler.beams import BeamSearchState, Candidate, Continuation
-from trencadis.scheduler.errors import StepOrderError
+from trencadis.scheduler.errors import InvalidResults
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
 from trencadis.scheduler.request import FinishReason
+from trencadis.scheduler.validators import are_token_ids, check_token_id
 
 
 @attrs.frozen
@@ -24,6 +28,60 @@ class StepResults:
     tokens: abc.Mapping[int, int]
     logprobs: abc.Mapping[int, float]
     candidates: abc.Mapping[int, abc.Sequence[Candidate]]
+
+    @classmethod
+    def of(
+        cls,
+        tokens: abc.Mapping[int, int],
+        logprobs: abc.Mapping[int, float] | None,
+        candidates: abc.Mapping[int, abc.Sequence[Candidate]] | None,
+    ) -> StepResults:
+        """The arguments of `Scheduler.update`. Raises `InvalidResults` unless they are mappings."""
+        results = cls(tokens, logprobs or {}, candidates or {})
+        for name in ("tokens", "logprobs", "candidates"):
+            value = getattr(results, name)
+            if not isinstance(value, abc.Mapping):
+                argument = "sampled" if name == "tokens" else name
+                raise InvalidResults(
+                    f"{argument} must be a mapping from sequence id, got {value!r}"
+                )
+        return results
+
+    def check_values(self) -> None:
+        """Raises `InvalidResults` for a token or log-probability that is none."""
+        if not are_token_ids(self.tokens.values()):
+            for seq_id, token_id in self.tokens.items():
+                check_token_id(token_id, f"the token of sequence {seq_id}", InvalidResults)
+        for seq_id, logprob in self.logprobs.items():
+            _check_logprob(logprob, f"the log-probability of sequence {seq_id}")
+
+    def offered(self, seq_id: int) -> tuple[Candidate, ...]:
+        """The candidates of a beam. Raises `InvalidResults` if missing or invalid."""
+        offered = self.candidates.get(seq_id)
+        if not offered:
+            raise InvalidResults(
+                f"update() got no candidates for sequence {seq_id}, a beam: pass its most probable "
+                "tokens, as many as num_candidates"
+            )
+        try:
+            candidates = tuple(Candidate(*candidate) for candidate in offered)
+        except TypeError as error:
+            raise InvalidResults(
+                f"the candidates of sequence {seq_id} must be pairs of token id and "
+                f"log-probability, got {offered!r}"
+            ) from error
+        name = f"of a candidate of sequence {seq_id}"
+        for candidate in candidates:
+            check_token_id(candidate.token_id, f"the token {name}", InvalidResults)
+            _check_logprob(candidate.logprob, f"the log-probability {name}")
+        return candidates
+
+
+def _check_logprob(logprob: Any, name: str) -> None:
+    """A log-probability is a number that is not NaN: -inf for a token that was masked out."""
+    is_number = isinstance(logprob, Real) and not isinstance(logprob, bool)
+    if not is_number or math.isnan(logprob):
+        raise InvalidResults(f"{name} must be a number, got {logprob!r}")
 
 
 class StepResultProcessor:
@@ -41,6 +99,23 @@ class StepResultProcessor:
         self._blocks = blocks
         self._max_model_len = max_model_len
         self._beams = BeamResultProcessor(states, group_blocks)
+
+    def check(self, output: SchedulerOutput, results: StepResults) -> None:
+        """Check the results of ``output`` before anything changes.
+
+        Raises `InvalidResults` for missing and for invalid ones. Those of sequences that were
+        aborted since may be missing.
+        """
+        results.check_values()
+        tokens = results.tokens
+        decodes: abc.Iterable[ScheduledSequence] = output.decodes
+        if not self._states.num_ranked:
+            # A decode with a token and no forks needs nothing else. Few steps have other decodes,
+            # and a loop over all of them would cost a third of update().
+            decodes = [item for item in decodes if item.forks or item.seq_id not in tokens]
+        for scheduled in chain(decodes, output.prompts):
+            if scheduled.samples and scheduled.seq_id in self._states.sequences:
+                self._check_sample(scheduled, results)
 
     def apply(self, output: SchedulerOutput, results: StepResults) -> list[SequenceUpdate]:
         """Apply the results of ``output``. Skips sequences that were aborted since."""
@@ -63,10 +138,25 @@ class StepResultProcessor:
                 for fork in scheduled.forks:
                     self._append(sequences[fork], results, updates)
             else:
-                updates.extend(
-                    self._beams.apply(group, group.beam_state, scheduled, results.candidates)
-                )
+                updates.extend(self._beams.apply(group, group.beam_state, scheduled, results))
         return updates
+
+    def _check_sample(self, scheduled: ScheduledSequence, results: StepResults) -> None:
+        if scheduled.num_candidates:
+            results.offered(scheduled.seq_id)
+            return
+        for seq_id in scheduled.sample_ids:
+            if seq_id not in results.tokens:
+                raise InvalidResults(
+                    f"update() got no token for sequence {seq_id}: sample one for each of the "
+                    "sample_ids of the step"
+                )
+            is_ranked = self._states.sequences[seq_id].request.is_ranked
+            if is_ranked and seq_id not in results.logprobs:
+                raise InvalidResults(
+                    f"update() got no log-probability for sequence {seq_id}: best_of ranks samples "
+                    "by them, so pass logprobs"
+                )
 
     def finish_sample(self, sequence: Sequence, reason: FinishReason) -> None:
         """Finish a sample of a running group and free its blocks."""
@@ -107,20 +197,12 @@ class BeamResultProcessor:
         group: SequenceGroup,
         state: BeamSearchState,
         scheduled: ScheduledSequence,
-        candidates: abc.Mapping[int, abc.Sequence[Candidate]],
+        results: StepResults,
     ) -> list[SequenceUpdate]:
-        """Take the candidates of one row of logits. Returns updates once the search has ended.
-
-        Raises `StepOrderError` where the row has no candidates.
-        """
-        offered = candidates.get(scheduled.seq_id)
-        if not offered:
-            raise StepOrderError(
-                f"update() got no candidates for sequence {scheduled.seq_id}, a beam: "
-                f"pass its {state.candidates_per_beam} most probable tokens"
-            )
+        """Take the candidates of one row of logits. Returns updates once the search has ended."""
+        offered = results.offered(scheduled.seq_id)
         for seq_id in scheduled.sample_ids:
-            state.candidates[seq_id] = tuple(offered)
+            state.candidates[seq_id] = offered
         beams = list(group.unfinished_seqs)
         if any(beam.seq_id not in state.candidates for beam in beams):
             return []

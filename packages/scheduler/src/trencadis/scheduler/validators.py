@@ -9,6 +9,8 @@ A bool is never an integer or a number; a NumPy integer is. NaN and infinities a
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,12 +18,15 @@ import attrs
 
 from trencadis.scheduler.errors import ConfigError, SchedulerError
 
+MAX_TOKEN_ID = 2**31 - 1
+"""The KV cache keeps token ids as signed integers of 32 bits."""
+
 
 @attrs.frozen
 class IntegerValidator:
-    """Accepts integers from ``low`` to ``high`` (None: no upper bound)."""
+    """Accepts integers from ``low`` to ``high`` (None: no bound on that side)."""
 
-    low: int
+    low: int | None
     high: int | None
     optional: bool
     error: type[SchedulerError]
@@ -30,14 +35,17 @@ class IntegerValidator:
         if value is None and self.optional:
             return
         is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_integer or value < self.low or (self.high is not None and value > self.high):
+        if not is_integer or not self._is_within_bounds(value):
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
+    def _is_within_bounds(self, value: int) -> bool:
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
     def __str__(self) -> str:
-        bounds = f"of at least {self.low}"
+        bounds = "" if self.low is None else f" of at least {self.low}"
         if self.high is not None:
-            bounds = f"from {self.low} to {self.high}"
-        return f"an integer {bounds}{' or None' if self.optional else ''}"
+            bounds = f" from {self.low} to {self.high}"
+        return f"an integer{bounds}{' or None' if self.optional else ''}"
 
 
 @attrs.frozen
@@ -92,8 +100,24 @@ class ChoiceValidator:
         return f"one of {', '.join(map(str, self.accepted))}"
 
 
+@attrs.frozen
+class TypeValidator:
+    """Accepts instances of ``accepted``."""
+
+    accepted: type
+    optional: bool
+    error: type[SchedulerError]
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, self.accepted) and not (value is None and self.optional):
+            raise self.error(f"{attribute.name} must be {self}, got {value!r}")
+
+    def __str__(self) -> str:
+        return f"a {self.accepted.__name__}{' or None' if self.optional else ''}"
+
+
 def integer(
-    low: int,
+    low: int | None,
     high: int | None = None,
     *,
     optional: bool = False,
@@ -115,6 +139,43 @@ def number(
     return NumberValidator(low, high, exclusive_low, optional, error)
 
 
+def instance_of(
+    accepted: type, *, optional: bool = False, error: type[SchedulerError] = ConfigError
+) -> TypeValidator:
+    """Accepts instances of this class, and None where ``optional``."""
+    return TypeValidator(accepted, optional, error)
+
+
 def one_of(*accepted: Any, error: type[SchedulerError] = ConfigError) -> ChoiceValidator:
     """Accepts these values only."""
     return ChoiceValidator(accepted, error)
+
+
+def check_token_id(value: Any, name: str, error: type[SchedulerError]) -> None:
+    """Raise ``error`` unless ``value`` is an integer from 0 to `MAX_TOKEN_ID`."""
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value <= MAX_TOKEN_ID:
+        raise error(f"{name} must be an integer from 0 to {MAX_TOKEN_ID}, got {value!r}")
+
+
+def as_token_ids(values: Iterable[int], name: str, error: type[SchedulerError]) -> tuple[int, ...]:
+    """The token ids as plain integers. Raises ``error``, naming the value, unless they are some."""
+    try:
+        token_ids = tuple(values)
+    except TypeError:
+        raise error(f"{name} must be a sequence of token ids, got {values!r}") from None
+    if not are_token_ids(token_ids):
+        for index, value in enumerate(token_ids):
+            check_token_id(value, f"{name}[{index}]", error)
+    return tuple(map(int, token_ids))
+
+
+def are_token_ids(values: Collection[Any]) -> bool:
+    """Whether all values are integers from 0 to `MAX_TOKEN_ID`.
+
+    Checked in C: a prompt may have a hundred thousand tokens, and every step has some hundred.
+    """
+    try:
+        return not values or min(array("i", values)) >= 0
+    except (TypeError, OverflowError):
+        return False

@@ -24,6 +24,7 @@ from trencadis.engine.ipc.messages import (
     Finish,
     Ready,
     Rejected,
+    RequestError,
     StepDone,
     Stop,
 )
@@ -109,6 +110,8 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
             _handle(core, channel, message, orders)
         core.advance_warm_up()
         tokens = core.step() if core.has_work else []
+        for failure in core.take_failures():
+            channel.send(failure)
         if orders:
             _send_results(orders, channel)
             stats_due_s = 0.0  # what the orders changed shows at once
@@ -144,6 +147,9 @@ def _handle(
             channel.send(Rejected(message.key, str(error), overloaded=True))
         except InvalidRequest as error:
             channel.send(Rejected(message.key, str(error), field=error.field))
+        except Exception as error:
+            logger.exception("Request %s could not be added", message.key)
+            channel.send(RequestError(message.key, f"{type(error).__name__}: {error}"))
     elif isinstance(message, Abort):
         for key in message.keys:
             core.abort(key)

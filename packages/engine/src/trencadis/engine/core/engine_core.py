@@ -6,9 +6,10 @@ for servers; `LLM` runs it in the caller's process for offline batches.
 
 from __future__ import annotations
 
+import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.ipc.messages import NewToken
+from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.worker import Worker
@@ -33,8 +34,13 @@ from trencadis.scheduler import (
 )
 from trencadis.warmup import WarmupReport
 
+logger = logging.getLogger("trencadis.engine")
+
 STALLED_SECONDS = 0.01
 """Pause after a step in which no sequence could run."""
+
+_MAX_FAILED_STEPS = 3
+"""Steps that may fail as a whole, one after the other, before the core gives up."""
 
 
 class EngineCore:
@@ -62,6 +68,7 @@ class EngineCore:
         self.pause_s = 0.0
         self._num_buckets = self.worker.num_buckets
         self._num_steps = 0
+        self._num_failed_steps = 0
         self._num_prefill_tokens = 0
         self._running_limit = config.max_num_seqs
         self.blocks = BlockManager(
@@ -184,13 +191,35 @@ class EngineCore:
 
         Afterwards ``pause_s`` is how many seconds to wait before the next step: above 0 only when
         no sequence could run, because of swap transfers or a lowered running limit.
+
+        An error ends the requests that it concerns; `take_failures` returns them. Where that cannot
+        be told, these are all admitted requests. Raises the error where serving cannot go on: the
+        device has failed, the blocks of the KV cache are in disorder, or step after step fails.
         """
+        try:
+            tokens = self._run_step()
+        except Exception as error:
+            self._recover(error)
+            return []
+        self._num_failed_steps = 0
+        return tokens
+
+    def take_failures(self) -> list[RequestError]:
+        """The requests that errors have ended since the last call."""
+        return self.requests.take_failures()
+
+    def _run_step(self) -> list[NewToken]:
         output = self.scheduler.schedule()
+        for failed in output.failed:
+            self.requests.fail(failed.request_id, failed.error)
         stalled = not (output.decodes or output.prompts or output.moves)
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
         computed = self.worker.runner.run(output)
         sampled = self.requests.sample(output, computed)
+        errors = {**computed.failed, **sampled.failed}
+        if errors:
+            self._end_failed(errors)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
         swap_s = computed.swap_s
         timing = None
@@ -213,6 +242,27 @@ class EngineCore:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         return self.requests.report(updates, sampled)
+
+    def _end_failed(self, errors: Mapping[int, Exception]) -> None:
+        """End the requests of sequences whose forward pass or sampling failed."""
+        # Raises if the device computes nothing any more: then it was no fault of these requests.
+        self.worker.runner.probe()
+        for seq_id, error in errors.items():
+            self.requests.fail_sequence(seq_id, error)
+
+    def _recover(self, error: Exception) -> None:
+        """Go on after a step that failed as a whole.
+
+        The content of the KV cache is unknown, so every admitted request ends; waiting ones stay.
+        Raises ``error`` where serving cannot go on.
+        """
+        logger.error("A step failed: the requests that it may concern end", exc_info=error)
+        self._num_failed_steps += 1
+        for request_id in self.scheduler.abort_admitted():
+            self.requests.fail(request_id, error)
+        if self._num_failed_steps >= _MAX_FAILED_STEPS or self.blocks.pool.num_used_blocks:
+            raise error
+        self.worker.runner.probe()
 
     def close(self) -> None:
         """Stop reading temperatures."""

@@ -7,6 +7,7 @@ ids in every step, so only the table knows which request a sequence belongs to.
 
 from __future__ import annotations
 
+import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ import torch
 
 from trencadis.engine.core.request_conversion import as_request, split_samples
 from trencadis.engine.errors import EngineOverloaded, InvalidRequest
-from trencadis.engine.ipc.messages import NewToken
+from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import FinishReason
 from trencadis.engine.runner.model_runner import StepLogits
 from trencadis.engine.runner.sampler import SampledToken, SamplingRow, rank_tokens, sample
@@ -35,6 +36,8 @@ from trencadis.scheduler import (
 )
 from trencadis.scheduler import FinishReason as SchedulerFinishReason
 from trencadis.scheduler import Sequence as ScheduledTokens
+
+logger = logging.getLogger("trencadis.engine")
 
 _FURTHEST_FIRST = (
     SequenceStatus.RUNNING,
@@ -75,13 +78,15 @@ class SampledStep:
     """The sampler's results of one step, by sequence id.
 
     ``logprobs`` has the log-probability of the sampled token where the request asked for it.
-    ``candidates`` are the most probable next tokens of each beam.
+    ``candidates`` are the most probable next tokens of each beam. ``failed`` has the error of each
+    sequence that could not be sampled.
     """
 
     tokens: Mapping[int, SampledToken]
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, float]
     candidates: Mapping[int, Sequence[Candidate]]
+    failed: Mapping[int, Exception] = attrs.field(factory=dict)
 
 
 class RequestTable:
@@ -106,6 +111,7 @@ class RequestTable:
         self._entries: dict[str, _Entry] = {}
         self._samples: dict[int, _Sample] = {}
         self._beam_searches: dict[str, _Entry] = {}
+        self._failures: list[RequestError] = []
 
     def count_by_state(self) -> Counter[SequenceStatus]:
         """The number of requests in each state.
@@ -151,6 +157,9 @@ class RequestTable:
         except UnservableRequest as error:
             self.abort(key)
             raise InvalidRequest(str(error), "prompt") from error
+        except BaseException:
+            self.abort(key)
+            raise
         if params.use_beam_search:
             entry.unfinished.update(range(params.n))
             self._beam_searches[key] = entry
@@ -173,6 +182,28 @@ class RequestTable:
         for seq_id in entry.sample_ids:
             del self._samples[seq_id]
 
+    def fail(self, request_id: str, error: Exception) -> None:
+        """End the request that a scheduler request belongs to, because of an internal error."""
+        for entry in self._entries.values():
+            if any(group.request_id == request_id for group in entry.groups):
+                self._fail(entry, error)
+                return
+
+    def fail_sequence(self, seq_id: int, error: Exception) -> None:
+        """End the request that a sequence belongs to, because of an internal error."""
+        sample = self._samples.get(seq_id)
+        if sample is not None:
+            self._fail(sample.entry, error)
+        else:
+            _, entry = self._beams().get(seq_id, (None, None))
+            if entry is not None:
+                self._fail(entry, error)
+
+    def take_failures(self) -> list[RequestError]:
+        """The requests that errors have ended since the last call."""
+        failures, self._failures = self._failures, []
+        return failures
+
     def finish(self, key: str, index: int) -> None:
         """End one sample, because the front found a stop string in its text."""
         entry = self._entries.get(key)
@@ -193,17 +224,20 @@ class RequestTable:
             else:
                 seq_ids.extend(item.sample_ids)
                 rows.extend([row] * len(item.sample_ids))
-        sampled = self._sample_tokens(seq_ids, rows, computed.logits) if seq_ids else []
+        failed: dict[int, Exception] = {}
+        sampled = self._sample_each(seq_ids, rows, computed.logits, failed) if seq_ids else []
         candidates = self._candidates(beams, computed.logits) if beams else {}
         tokens: dict[int, SampledToken] = {}
         token_ids: dict[int, int] = {}
         logprobs: dict[int, float] = {}
         for seq_id, token in zip(seq_ids, sampled, strict=True):
+            if token is None:
+                continue
             tokens[seq_id] = token
             token_ids[seq_id] = token.token_id
             if token.logprobs is not None:
                 logprobs[seq_id] = token.logprobs.chosen.logprob
-        return SampledStep(tokens, token_ids, logprobs, candidates)
+        return SampledStep(tokens, token_ids, logprobs, candidates, failed)
 
     def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
         """The messages to the front for a step. Tokens of ended samples are left out."""
@@ -267,6 +301,33 @@ class RequestTable:
         # Samples that are compared in the end (best_of, beams) must stay in one group.
         return [request] if params.needs_ranking else split_samples(request, max(1, running_limit))
 
+    def _sample_each(
+        self,
+        seq_ids: list[int],
+        rows: list[int],
+        logits: torch.Tensor,
+        failed: dict[int, Exception],
+    ) -> list[SampledToken] | list[SampledToken | None]:
+        """Sample all sequences at once. If that raises, sample each alone; None: it raises, too."""
+        try:
+            return self._sample_tokens(seq_ids, rows, logits)
+        except Exception as error:
+            logger.warning("Sampling failed (%s) and is repeated for each sequence", error)
+        return [
+            self._sample_alone(seq_id, row, logits, failed)
+            for seq_id, row in zip(seq_ids, rows, strict=True)
+        ]
+
+    def _sample_alone(
+        self, seq_id: int, row: int, logits: torch.Tensor, failed: dict[int, Exception]
+    ) -> SampledToken | None:
+        try:
+            return self._sample_tokens([seq_id], [row], logits)[0]
+        except Exception as error:
+            logger.exception("Sampling sequence %d failed", seq_id)
+            failed[seq_id] = error
+            return None
+
     def _sample_tokens(
         self, seq_ids: list[int], rows: list[int], logits: torch.Tensor
     ) -> list[SampledToken]:
@@ -280,11 +341,7 @@ class RequestTable:
         self, beams: Mapping[int, ScheduledSequence], logits: torch.Tensor
     ) -> dict[int, Sequence[Candidate]]:
         """The most probable next tokens of each beam. ``beams`` are keyed by row of ``logits``."""
-        live = {
-            sequence.seq_id: (sequence, entry)
-            for entry in self._beam_searches.values()
-            for sequence in entry.groups[0].unfinished_seqs
-        }
+        live = self._beams()
         for beam in beams.values():
             entry = live[beam.seq_id][1]
             if not entry.prompt_counted:
@@ -300,6 +357,14 @@ class RequestTable:
         return {
             beam.seq_id: [Candidate(*token) for token in tokens]
             for beam, tokens in zip(beams.values(), ranked, strict=True)
+        }
+
+    def _beams(self) -> dict[int, tuple[ScheduledTokens, _Entry]]:
+        """The running beams of all beam searches, by sequence id."""
+        return {
+            sequence.seq_id: (sequence, entry)
+            for entry in self._beam_searches.values()
+            for sequence in entry.groups[0].unfinished_seqs
         }
 
     def _sampling_row(
@@ -323,6 +388,11 @@ class RequestTable:
             yield NewToken(entry.key, index, token_id, None, cached)
         yield NewToken(entry.key, index, last, _finish_reason(result.finish_reason), cached)
         self._end_sample(entry, index)
+
+    def _fail(self, entry: _Entry, error: Exception) -> None:
+        self.abort(entry.key)
+        message = f"internal error: {type(error).__name__}: {error}"
+        self._failures.append(RequestError(entry.key, message))
 
     def _count_prompt(self, entry: _Entry) -> None:
         entry.prompt_counted = True

@@ -19,6 +19,7 @@ from trencadis.engine.errors import (
     EngineError,
     EngineOverloaded,
     InvalidRequest,
+    RequestFailed,
 )
 from trencadis.engine.front.core_client import CoreClient
 from trencadis.engine.front.request_stream import RequestStream
@@ -31,6 +32,7 @@ from trencadis.engine.ipc.messages import (
     Finish,
     Ready,
     Rejected,
+    RequestError,
     StepDone,
     Stop,
 )
@@ -147,7 +149,8 @@ class AsyncEngine:
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
         Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
-        `EngineOverloaded` or `EngineDead`.
+        `EngineOverloaded`, `RequestFailed` where an internal error ends this request alone, or
+        `EngineDead`.
         """
         await self.check_health()
         number = next(self._numbers)
@@ -211,6 +214,8 @@ class AsyncEngine:
                     await self._deliver(message)
                 elif isinstance(message, Rejected):
                     self._reject(message)
+                elif isinstance(message, RequestError):
+                    self._end_with(message.key, RequestFailed(message.message))
                 elif isinstance(message, Controlled):
                     self._resolve_order(message)
                 elif isinstance(message, Failed):
@@ -238,13 +243,16 @@ class AsyncEngine:
                 del self._requests[token.key]
 
     def _reject(self, message: Rejected) -> None:
-        request = self._requests.pop(message.key, None)
+        if message.overloaded:
+            self._end_with(message.key, EngineOverloaded(message.message))
+        else:
+            self._end_with(message.key, InvalidRequest(message.message, message.field))
+
+    def _end_with(self, key: str, error: EngineError) -> None:
+        """End a request, which has ended in the core, with an error."""
+        request = self._requests.pop(key, None)
         if request is not None:
-            request.queue.put_nowait(
-                EngineOverloaded(message.message)
-                if message.overloaded
-                else InvalidRequest(message.message, message.field)
-            )
+            request.queue.put_nowait(error)
 
     def _resolve_order(self, message: Controlled) -> None:
         order = self._orders.get(message.number)

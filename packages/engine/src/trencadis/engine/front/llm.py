@@ -13,6 +13,7 @@ import attrs
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.core.request_conversion import check_request
+from trencadis.engine.errors import RequestFailed
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
@@ -53,7 +54,8 @@ class LLM:
     ) -> list[Generation]:
         """Complete every prompt, given as text or as token ids; results are in prompt order.
 
-        Raises `InvalidRequest`, before anything is generated, if one prompt cannot be served.
+        Raises `InvalidRequest`, before anything is generated, if one prompt cannot be served, and
+        `RequestFailed` if an internal error ends one.
         """
         params = params or SamplingParams()
         token_ids = [
@@ -93,7 +95,10 @@ class LLM:
 
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""
-        for token in self.core.step():
+        tokens = self.core.step()
+        for failure in self.core.take_failures():
+            raise RequestFailed(f"prompt {failure.key}: {failure.message}")
+        for token in tokens:
             stream = running[token.key]
             if stream.push(token):
                 self.core.finish(token.key, token.index)

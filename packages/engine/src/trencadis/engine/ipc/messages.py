@@ -76,6 +76,13 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     overloaded: bool = False
 
 
+class RequestError(msgspec.Struct, frozen=True, tag=True):
+    """An internal error ended a request. The core goes on serving the others."""
+
+    key: str
+    message: str
+
+
 class NewToken(msgspec.Struct, frozen=True, array_like=True):
     """One new token of sample ``index`` of a request. The last token has a finish reason.
 
@@ -107,4 +114,4 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCore = Add | Abort | Finish | Control | Stop
-FromCore = Ready | Failed | Rejected | Controlled | StepDone
+FromCore = Ready | Failed | Rejected | RequestError | Controlled | StepDone

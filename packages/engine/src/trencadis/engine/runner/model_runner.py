@@ -51,12 +51,14 @@ Scheduled = Sequence[ScheduledSequence]
 class StepLogits:
     """Logits ``[len(seq_ids), vocabulary]`` of the sequences that sample a token in this step.
 
-    ``swap_s``: seconds that its swap transfers took, by direction.
+    - ``swap_s``: seconds that its swap transfers took, by direction.
+    - ``failed``: the error of each sequence whose forward pass failed, by sequence id.
     """
 
     seq_ids: tuple[int, ...]
     logits: torch.Tensor
     swap_s: Mapping[Direction, float]
+    failed: Mapping[int, Exception] = attrs.field(factory=dict)
 
 
 class ModelRunner:
@@ -92,22 +94,62 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput) -> StepLogits:
-        """Execute a step: block copies, decodes, prefill chunks. Its cache writes are then done."""
-        seq_ids: list[int] = []
-        logits: list[torch.Tensor] = []
+        """Execute a step: block copies, decodes, prefill chunks. Its cache writes are then done.
+
+        A batch whose forward pass raises is divided until only the sequences fail that raise alone.
+        """
+        rows = _StepRows()
         swap_s: Mapping[Direction, float] = {}
         if output.moves:
             with self.forward_runner.count_compilations("block copy"):
                 swap_s = copy_blocks(output.moves, self._cache, self._device)
         if output.decodes:
-            for decodes, batch in self._decode_batches(output.decodes):
-                _collect(decodes, self.forward_runner.run(batch), seq_ids, logits)
+            self._run_divided(self._run_decodes, output.decodes, rows)
         if output.prompts:
             for chunks in split_prompts(output.prompts, self._prompt_cost):
-                batch = self._prompt_batch(chunks)
-                _collect(chunks, self.forward_runner.run(batch), seq_ids, logits)
-        rows = torch.cat(logits) if logits else torch.empty(0)
-        return StepLogits(tuple(seq_ids), rows, swap_s)
+                self._run_divided(self._run_prompts, chunks, rows)
+        return StepLogits(tuple(rows.seq_ids), rows.logits, swap_s, rows.failed)
+
+    def probe(self) -> None:
+        """Run the smallest forward pass on the padding block. Raises if the device has failed."""
+        shape = DecodeShape(1, 1)
+        if self._grids is not None:
+            shape = self._decode_shape(*min(self._grids.decode.buckets, key=_elements).shape)
+        self.forward_runner.run(self._dummy(shape))
+        self._device.synchronize()
+
+    def _run_divided(
+        self, run: Callable[[Scheduled, _StepRows], None], scheduled: Scheduled, rows: _StepRows
+    ) -> None:
+        """Run a batch. If it raises, run its halves: an error ends only sequences that cause it."""
+        try:
+            run(scheduled, rows)
+        except Exception as error:
+            if len(scheduled) == 1:
+                logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
+                rows.failed[scheduled[0].seq_id] = error
+                return
+            logger.warning(
+                "The forward pass of %d sequences failed (%s) and is repeated in two halves",
+                len(scheduled),
+                error,
+            )
+        else:
+            return
+        # After the except clause, so that the tensors in the frames of its traceback are freed.
+        half = len(scheduled) // 2
+        for part in (scheduled[:half], scheduled[half:]):
+            self._run_divided(run, part, rows)
+
+    def _run_decodes(self, decodes: Scheduled, rows: _StepRows) -> None:
+        parts = [
+            (part, self.forward_runner.run(batch)) for part, batch in self._decode_batches(decodes)
+        ]
+        for part, logits in parts:
+            rows.add(part, logits)
+
+    def _run_prompts(self, chunks: Scheduled, rows: _StepRows) -> None:
+        rows.add(chunks, self.forward_runner.run(self._prompt_batch(chunks)))
 
     # Warm-up's GraphRuntime. Dummy batches write to the padding block only.
 
@@ -240,19 +282,25 @@ class ModelRunner:
         return min(larger, key=_elements, default=bucket)
 
 
-def _collect(
-    scheduled: Scheduled, rows: torch.Tensor, seq_ids: list[int], logits: list[torch.Tensor]
-) -> None:
-    """Append the logits of the sequences that sample a token in this step."""
-    sampling: list[int] = []
-    for row, sequence in enumerate(scheduled):
-        if sequence.samples:
-            sampling.append(row)
-            seq_ids.append(sequence.seq_id)
-    if len(sampling) == len(scheduled):
-        logits.append(rows)
-    elif sampling:
-        logits.append(rows[sampling])
+class _StepRows:
+    """The rows of logits that a step has computed so far, and the sequences that failed."""
+
+    def __init__(self) -> None:
+        self.seq_ids: list[int] = []
+        self.failed: dict[int, Exception] = {}
+        self._rows: list[torch.Tensor] = []
+
+    @property
+    def logits(self) -> torch.Tensor:
+        return torch.cat(self._rows) if self._rows else torch.empty(0)
+
+    def add(self, scheduled: Scheduled, rows: torch.Tensor) -> None:
+        """Add the rows of the sequences that sample a token in this step."""
+        sampling = [row for row, sequence in enumerate(scheduled) if sequence.samples]
+        if not sampling:
+            return
+        self._rows.append(rows if len(sampling) == len(scheduled) else rows[sampling])
+        self.seq_ids.extend(scheduled[row].seq_id for row in sampling)
 
 
 def _elements(bucket: Bucket) -> int:
