@@ -193,6 +193,9 @@ def check_server(seed: int, folder: Path) -> int:
     check_coverage(decode, shapes)
     if shapes:
         check_finds(decode, shapes, draw)
+    # No bucket is prepared that no batch is padded to.
+    for grid, own in ((prompt, server.prompt_shapes()), (decode, iter(shapes))):
+        assert set(grid) <= set(map(grid.find, own))
     # Without a maximum of the user's, nothing is missing.
     for grid, fields in (
         (prompt, ("prompt_batch", "prompt_query", "prompt_context")),

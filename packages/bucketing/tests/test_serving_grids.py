@@ -537,3 +537,25 @@ def test_arguments_of_the_wrong_type_are_an_error() -> None:
         sequence_grid("prefill", BucketingConfig(), **limits)  # type: ignore[arg-type]
     with pytest.raises(BucketingError, match="block_size of 16610 bits is above"):
         sequence_grid("decode", BucketingConfig(), **{**limits, "block_size": 10**5000})
+
+
+def test_prompts_without_context_have_their_own_buckets_where_a_context_has_one_block() -> None:
+    grid = prompt_grid(
+        BucketingConfig(),
+        max_model_len=100,
+        max_num_batched_tokens=100,
+        max_num_seqs=1,
+        block_size=128,
+    )
+    assert grid.values("context_blocks") == (0, 1)
+
+
+def test_lists_of_blocks_have_no_bucket_that_no_batch_fills() -> None:
+    config = BucketingConfig(strategy="lin", contiguous_pa=False)
+    grid = decode_grid(config, max_num_seqs=4, num_blocks=64, block_size=8, max_model_len=64)
+    # A sequence has 1 to 8 blocks, so a batch of 2 at most 16.
+    assert [bucket.shape for bucket in grid] == [
+        *((1, 1), (1, 2), (1, 4), (1, 8)),
+        *((2, 2), (2, 4), (2, 8), (2, 16)),
+        *((4, 4), (4, 8), (4, 16), (4, 24), (4, 32)),
+    ]
