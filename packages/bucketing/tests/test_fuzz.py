@@ -265,6 +265,12 @@ def play(folder: Path, seed: int, calls: int) -> int:
     return refused
 
 
+@pytest.fixture(autouse=True)
+def scratch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random string may be taken as a path, and a file be written there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_wrong_calls_are_refused_with_the_packages_error_and_change_nothing(tmp_path: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     assert CALLS / 8 < play(tmp_path, seed, CALLS) < CALLS

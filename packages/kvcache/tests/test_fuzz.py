@@ -10,6 +10,7 @@ import importlib.util
 import pickle
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -365,6 +366,12 @@ def small_cache(**changes: Any) -> Any:
 def fuzz(num_calls: int) -> None:
     for seed in range(num_calls // CALLS_PER_SEED):
         Fuzzer(seed).calls(CALLS_PER_SEED)
+
+
+@pytest.fixture(autouse=True)
+def scratch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random string may be taken as a path, and a file be written there."""
+    monkeypatch.chdir(tmp_path)
 
 
 def test_random_calls_end_well_or_in_a_typed_error_that_changes_nothing() -> None:

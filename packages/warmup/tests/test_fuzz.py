@@ -392,6 +392,12 @@ def fuzz(num_calls: int, directory: Path) -> None:
         Fuzzer(seed, directory).calls(CALLS_PER_SEED)
 
 
+@pytest.fixture(autouse=True)
+def scratch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A random string may be taken as a path, and a file be written there."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_random_calls_end_well_or_in_a_typed_error_that_changes_nothing(tmp_path: Path) -> None:
     fuzz(NUM_CALLS, tmp_path)
 
