@@ -94,8 +94,8 @@ def serve(row: Row) -> SimulationReport:
         write_bucket_file(file, [([batch], [1], [batch * n + 1 for n in range(1, longest + 1)])])
         config = SimulationConfig(
             device=row["device"],
-            quantization="inc",
-            kv_cache_dtype="fp8_inc",
+            quantization="inc" if row["precision"] == "fp8" else "none",
+            kv_cache_dtype="fp8_inc" if row["precision"] == "fp8" else "auto",
             max_model_len=prompt + output,
             max_num_seqs=batch,
             max_num_batched_tokens=PREFILL_TOKENS + batch,
@@ -119,7 +119,7 @@ def serve(row: Row) -> SimulationReport:
 
 def table(rows: Sequence[Row], *, served: bool) -> str:
     """Markdown: published and simulated tokens per second, and their ratio."""
-    heads = ["device", "in/out", "batch", "published", "simulated", "ratio", "whole cache"]
+    heads = ["device", "in/out", "batch", "published", "offline", "ratio", "whole cache"]
     if served:
         heads += ["served", "ratio", "steps", "host"]
     lines = [heads, ["---"] * len(heads)]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.bucketing import BucketingError
+from trencadis.bucketing import BucketingConfig, BucketingError
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.simulated import (
     ModelShape,
@@ -22,6 +22,7 @@ from trencadis.engine.simulated import (
     read_model_shape,
     read_workload,
     report_of,
+    static_batch_s,
 )
 from trencadis.warmup import WarmupConfig
 
@@ -138,6 +139,25 @@ def test_the_report_has_the_time_of_each_part(
     busy = made_up(*((0.0, 500, 100) for _ in range(20)))
     served = serve(busy)[1]
     assert served.times.total_s == pytest.approx(served.seconds, rel=1e-6)
+
+
+def test_a_batch_without_the_hosts_time_takes_as_long_as_offline(tmp_path: Path) -> None:
+    """All prompts in one step, then decodes in buckets of one more block per sequence."""
+    batch, prompt, output = 8, 128, 200
+    buckets = tmp_path / "buckets.txt"
+    buckets.write_text(f"({batch}, 1, [{', '.join(str(batch * n + 1) for n in range(1, 5))}])\n")
+    hardware = attrs.evolve(find_hardware("gaudi3"), step_s=0.0, sequence_s=0.0)
+    config = SimulationConfig(
+        device="gaudi3",
+        max_num_seqs=batch,
+        bucketing=BucketingConfig(bucket_file=str(buckets)),
+    )
+    crowd = made_up(*((0.0, prompt, output) for _ in range(batch)))
+    simulation = Simulation(config, LLAMA, crowd, hardware=hardware)
+    warmup = simulation.warm_up()
+    assert len(list(simulation.serve())) == batch
+    offline_s = static_batch_s(simulation.runtime.costs, batch, prompt, output)
+    assert report_of(simulation, warmup).seconds == pytest.approx(offline_s, rel=0.01)
 
 
 def test_another_accelerator_can_replace_the_one_of_the_settings() -> None:
