@@ -173,7 +173,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.simulated": [
         {"clock", "hardware", "model_shape", "records", "workload"},
         {"config", "cost_model", "heat", "memory_model"},
-        {"runtime"},
+        {"runtime", "static_batch"},
         {"runner"},
         {"simulation"},
         {"report"},

@@ -28,6 +28,9 @@ VALUES = {
     "block_size": ("16", 16),
     "num_blocks": ("99", 99),
     "gpu_memory_utilization": ("0.5", 0.5),
+    "quantization": ("inc", "inc"),
+    "kv_cache_dtype": ("fp8_inc", "fp8_inc"),
+    "sampling": ("host", "host"),
     "swap_space": ("1.5", 3 << 29),
     "seed": ("5", 5),
     "thermal_policy": ("power", "power"),
@@ -54,7 +57,15 @@ def arguments(*more: str, **changes: str) -> list[str]:
 def test_the_table_has_what_one_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments()) == 0
     printed = capsys.readouterr().out
-    for name in ("throughput", "TTFT", "ITL", "padding", "graphs", "live compilations"):
+    for name in (
+        "throughput",
+        "TTFT",
+        "ITL",
+        "padding",
+        "graphs",
+        "live compilations",
+        "time by part",
+    ):
         assert re.search(rf"^{name} .*\d", printed, re.MULTILINE), name
     assert "20 done, 0 refused" in printed
     assert re.search(r"^swap traffic +0 B out, 0 B in", printed, re.MULTILINE)

@@ -96,35 +96,123 @@ PEAK_BYTES_PER_S = {"gaudi2": 2.46e12, "gaudi3": 3.67e12, "h100": 3.35e12, "h200
 
 @pytest.mark.parametrize("device", PEAK_BYTES_PER_S)
 @pytest.mark.parametrize(("batch", "blocks"), [(1, 128), (8, 256), (64, 1024), (128, 2048)])
-def test_a_decode_step_is_within_15_percent_of_the_roofline(
-    device: str, batch: int, blocks: int
-) -> None:
-    """By hand: all weights but the embedding table, the prefix of the cache, the logits, at the
-    peak bandwidth; a decode of Llama 3.1 8B is bound by memory on each of these.
+def test_a_decode_step_is_close_to_the_roofline(device: str, batch: int, blocks: int) -> None:
+    """By hand: all weights but the embedding table, the prefix of the cache, the logits, at three
+    quarters of the peak bandwidth; a decode of Llama 3.1 8B is bound by memory on each of these.
     """
     weights = 2 * (LLAMA_PARAMETERS - 128_256 * 4096)
     prefix = blocks * 128 * 131_072
     logits = 2 * batch * 128_256 * 4  # written by the forward, read by the sampler
-    roofline_s = (weights + prefix + logits) / PEAK_BYTES_PER_S[device]
+    roofline_s = (weights + prefix + logits) / (0.75 * PEAK_BYTES_PER_S[device])
     model = costs(device)
-    step_s = (
-        model.device_s(Phase.DECODE, decode(batch, blocks))
-        + model.launch_s(captured=True)
-        + model.sample_s(batch)
-    )
-    assert step_s == pytest.approx(roofline_s, rel=0.15)
+    device_s = model.device_s(Phase.DECODE, decode(batch, blocks))
+    step_s = device_s + model.launch_s(device_s, captured=True) + model.sample_s(batch)
+    assert step_s == pytest.approx(roofline_s, rel=0.05)
     assert step_s > roofline_s
 
 
-def test_a_long_prompt_is_bound_by_compute() -> None:
+LAYERS = LLAMA_PARAMETERS - 2 * 128_256 * 4096 - 65 * 4096
+"""Weights of the layers' matrices: all without both tables and the norms."""
+
+
+def test_the_parts_of_a_long_prompt_are_counted() -> None:
     """By hand: two operations per token and weight of the layers, half a triangle of attention."""
     tokens = 2048
-    layers = LLAMA_PARAMETERS - 2 * 128_256 * 4096 - 65 * 4096  # without tables and norms
-    flops = 2 * tokens * layers + 32 * 32 * 4 * 128 * tokens * tokens / 2 + 2 * 128_256 * 4096
     work = costs().work(Phase.PROMPT, prompt(1, tokens))
-    assert work.flops == pytest.approx(flops, rel=1e-3)
-    seconds = costs().device_s(Phase.PROMPT, prompt(1, tokens))
-    assert seconds == pytest.approx(flops / (1835e12 * 0.6), rel=1e-3)
+    assert work.matrices.flops == 2 * tokens * LAYERS
+    assert work.attention.flops == pytest.approx(32 * 32 * 4 * 128 * tokens**2 / 2, rel=1e-3)
+    assert work.matrices.hbm_bytes == 2 * (LAYERS + tokens * 4096)
+    assert work.attention.hbm_bytes == tokens * 131_072
+    assert work.head.hbm_bytes == 2 * 128_256 * 4096 + 4 * 128_256
+    # 70 % of Gaudi 3's peak in the largest products, two thirds of that in a forward pass.
+    seconds = 2 * tokens * LAYERS / (1288.8e12 * 0.67)
+    assert costs().forward_times(Phase.PROMPT, prompt(1, tokens)).matrices_s == pytest.approx(
+        seconds
+    )
+
+
+def test_the_parts_of_a_decode_are_counted() -> None:
+    batch, blocks = 64, 640
+    work = costs("gaudi2").work(Phase.DECODE, decode(batch, blocks))
+    assert work.matrices.hbm_bytes == 2 * (LAYERS + batch * 4096)
+    assert work.attention.hbm_bytes == (blocks * 128 + batch) * 131_072
+    assert work.head.hbm_bytes == 2 * 128_256 * 4096 + batch * 128_256 * 4
+    # 64 rows, and the 4 query heads of a KV head, fill 128 rows of the matrix engine.
+    assert work.matrices.flops == 2 * 128 * LAYERS
+    assert work.head.flops == 2 * 128 * 128_256 * 4096
+    assert work.attention.flops == blocks * 128 * 32 * 8 * 4 * 128 * 128
+
+
+def test_a_part_waits_for_the_part_before_it() -> None:
+    bucket = decode(64, 640)
+    times = costs().forward_times(Phase.DECODE, bucket)
+    assert costs().device_s(Phase.DECODE, bucket) == pytest.approx(
+        times.matrices_s + times.attention_s + times.head_s
+    )
+
+
+@pytest.mark.parametrize(("device", "rows"), [("gaudi2", 128), ("h100", 64)])
+def test_small_products_cost_as_much_as_the_rows_of_the_matrix_engine(
+    device: str, rows: int
+) -> None:
+    model = costs(device)
+    flops = [
+        model.work(Phase.DECODE, decode(batch, 1)).matrices.flops
+        for batch in (1, rows, rows + 1, 2 * rows)
+    ]
+    assert flops[0] == flops[1] < flops[2] == flops[3] == 2 * flops[0]
+
+
+def fp8(device: str, *, matrices: bool, kv_cache: bool) -> CostModel:
+    model = read_model_shape(LLAMA).quantized(matrices=matrices, kv_cache=kv_cache)
+    return CostModel(model, find_hardware(device), 128)
+
+
+def test_fp8_weights_are_half_of_the_layers_bytes() -> None:
+    bucket = decode(16, 1)
+    bf16, quantized = costs(), fp8("gaudi3", matrices=True, kv_cache=False)
+    assert quantized.model.weight_bytes == 2 * LLAMA_PARAMETERS - LAYERS
+    before, after = (model.work(Phase.DECODE, bucket) for model in (bf16, quantized))
+    assert before.matrices.hbm_bytes - after.matrices.hbm_bytes == LAYERS
+    assert (after.attention, after.head) == (before.attention, before.head)
+
+
+def test_an_fp8_cache_takes_and_reads_half_the_bytes() -> None:
+    bf16, quantized = costs(), fp8("gaudi3", matrices=False, kv_cache=True)
+    assert quantized.block_bytes * 2 == bf16.block_bytes
+    before, after = (model.work(Phase.DECODE, decode(64, 4096)) for model in (bf16, quantized))
+    assert after.attention.hbm_bytes * 2 == before.attention.hbm_bytes
+    assert (after.matrices, after.head) == (before.matrices, before.head)
+    assert quantized.swap_s(7) == pytest.approx(bf16.swap_s(7) / 2)
+
+
+@pytest.mark.parametrize(("device", "gain"), [("gaudi2", 865 / 432), ("gaudi3", 1.0), ("h100", 2)])
+def test_fp8_products_run_at_the_peak_that_the_vendor_gives(device: str, gain: float) -> None:
+    bucket = prompt(16, 2048)
+    both = (costs(device), fp8(device, matrices=True, kv_cache=True))
+    bf16, quantized = (model.forward_times(Phase.PROMPT, bucket) for model in both)
+    assert bf16.matrices_s / quantized.matrices_s == pytest.approx(gain, rel=1e-3)
+    assert bf16.head_s == quantized.head_s
+
+
+def test_sampling_on_the_device_sends_only_tokens_over_the_link() -> None:
+    model = read_model_shape(LLAMA)
+    small, large = (
+        CostModel(attrs.evolve(model, vocab_size=size), find_hardware("gaudi3"), 128)
+        for size in (32_000, 256_000)
+    )
+    assert small.fetch_s(128) == large.fetch_s(128)
+    assert small.fetch_s(128) == pytest.approx(10e-6 + 4 * 128 / 40e9)
+    read_s = 128 * (256_000 - 32_000) * 4 / (3.67e12 * 0.75)
+    assert large.sample_s(128) - small.sample_s(128) == pytest.approx(read_s)
+
+
+def test_sampling_on_the_host_copies_all_logits_over_the_link() -> None:
+    model = costs("gaudi2")
+    assert model.fetch_logits_s(32) == pytest.approx(10e-6 + 32 * 128_256 * 4 / 20e9)
+    assert model.host_sample_s(32) == pytest.approx(32 * 128_256 * 1.6e-9)
+    on_host_s = model.fetch_logits_s(32) + model.host_sample_s(32)
+    assert on_host_s > 50 * (model.fetch_s(32) + model.sample_s(32))
 
 
 sizes = st.integers(1, 4096)
@@ -149,7 +237,23 @@ def test_a_larger_prompt_never_costs_less(batch: int, query: int, context: int, 
 
 @pytest.mark.parametrize("device", HARDWARE)
 def test_a_graph_spares_launches(device: str) -> None:
-    assert costs(device).launch_s(captured=True) < costs(device).launch_s(captured=False)
+    model = costs(device)
+    assert model.launch_s(1e-6, captured=True) < model.launch_s(1e-6, captured=False)
+
+
+def test_launches_are_hidden_behind_the_device_where_it_does_not_wait_for_them() -> None:
+    launches_s = 10 * 32 * 5e-6
+    assert costs("h100").launch_s(0.5e-3, captured=False) == pytest.approx(launches_s - 0.5e-3)
+    assert costs("h100").launch_s(1.0, captured=False) == pytest.approx(5e-6)
+    assert costs("gaudi2").launch_s(1.0, captured=False) == pytest.approx(2 * launches_s)
+
+
+def test_a_batch_is_uploaded_as_a_few_numbers_per_token_and_block() -> None:
+    model = costs("gaudi3")
+    decode_s = model.upload_s(Phase.DECODE, decode(128, 1024))
+    assert decode_s == pytest.approx(10e-6 + 4 * (11 * 128 + 2 * 1024) / 40e9)
+    prompt_s = model.upload_s(Phase.PROMPT, prompt(4, 512, 3))
+    assert prompt_s == pytest.approx(10e-6 + 4 * (3 * 2048 + 2 * 12 + 8 * 4) / 40e9)
 
 
 def test_swapping_goes_at_the_speed_of_the_link() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
@@ -36,12 +37,16 @@ DECODE = Bucket(("batch", "blocks"), (4, 64))
 class Device:
     """A Gaudi 3 with Llama 3.1 8B, and its clock."""
 
-    def __init__(self, free_bytes: int = 40 * GIB, seed: int = 0) -> None:
+    def __init__(
+        self, free_bytes: int = 40 * GIB, seed: int = 0, *, samples_on_host: bool = False
+    ) -> None:
         model, hardware = read_model_shape(LLAMA), find_hardware("gaudi3")
         self.clock = SimulatedClock()
         self.costs = CostModel(model, hardware, block_size=128)
         memory = MemoryModel(model, hardware)
-        self.runtime = SimulatedRuntime(self.costs, memory, self.clock, free_bytes)
+        self.runtime = SimulatedRuntime(
+            self.costs, memory, self.clock, free_bytes, samples_on_host=samples_on_host
+        )
         self.runner = SimulatedRunner(self.runtime, GRIDS, seed)
 
 
@@ -122,12 +127,12 @@ def test_a_step_pads_to_the_grids_and_passes_the_time_of_its_buckets() -> None:
     prompt, decode = GRIDS.prompt.find((1, 100, 0)), GRIDS.decode.find((2, 31))
     assert prompt is not None
     assert decode is not None
-    expected_s = (
-        device.costs.device_s(Phase.PROMPT, prompt)
-        + device.costs.device_s(Phase.DECODE, decode)
-        + 2 * device.costs.launch_s(captured=False)
-        + device.costs.sample_s(3)
-    )
+    costs, expected_s = device.costs, 0.0
+    for phase, bucket in ((Phase.PROMPT, prompt), (Phase.DECODE, decode)):
+        device_s = costs.device_s(phase, bucket)
+        expected_s += device_s + costs.launch_s(device_s, captured=False)
+        expected_s += costs.upload_s(phase, bucket)
+    expected_s += costs.sample_s(3) + costs.fetch_s(3) + costs.host_s(3)
     assert device.clock() - before_s == pytest.approx(expected_s)
     assert sorted(tokens) == [1, 2, 9]
     assert device.runner.prompt_tokens.share == pytest.approx(128 / 100 - 1)
@@ -136,6 +141,41 @@ def test_a_step_pads_to_the_grids_and_passes_the_time_of_its_buckets() -> None:
     assert device.runner.bucket_misses == 0
     assert device.runner.timing is not None
     assert device.runner.timing.prompts_s is not None
+
+
+def test_the_parts_of_a_step_add_up_to_its_time() -> None:
+    device = Device()
+    moves = CopyPlan()
+    moves.add(Direction.OUT, [BlockCopy(1, 2)])
+    device.runtime.capture(Phase.DECODE, DECODE)
+    decodes = tuple(scheduled(i, 300, 1, [1, 2, 60]) for i in range(3))
+    device.runner.run(
+        SchedulerOutput(1, prompts=(scheduled(9, 0, 100, [5]),), decodes=decodes, moves=moves)
+    )
+    times = device.runtime.times
+    assert times.total_s == pytest.approx(device.clock())
+    assert all(seconds > 0 for seconds in attrs.astuple(times))
+    assert times.host_s == pytest.approx(device.costs.host_s(4))
+    assert times.block_copy_s == pytest.approx(device.costs.swap_s(1))
+
+
+def test_a_host_that_samples_takes_the_time_of_all_logits() -> None:
+    def step_s(*, samples_on_host: bool) -> tuple[float, CostModel]:
+        device = Device(samples_on_host=samples_on_host)
+        device.runner.run(SchedulerOutput(1, decodes=(scheduled(1, 300, 1, [1, 2, 30]),)))
+        return device.clock(), device.costs
+
+    on_device_s, costs = step_s(samples_on_host=False)
+    on_host_s, _ = step_s(samples_on_host=True)
+    expected_s = costs.host_sample_s(1) + costs.fetch_logits_s(1)
+    expected_s -= costs.sample_s(1) + costs.fetch_s(1)
+    assert on_host_s - on_device_s == pytest.approx(expected_s)
+
+
+def test_a_step_without_sequences_takes_no_time_of_the_host() -> None:
+    device = Device()
+    device.runner.run(SchedulerOutput(1))
+    assert device.clock() == 0
 
 
 def test_a_chunk_that_is_not_the_last_gives_no_token() -> None:

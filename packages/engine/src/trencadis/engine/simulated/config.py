@@ -59,6 +59,36 @@ class SimulationConfig(CapacitySettings):
         validator=one_of(*HARDWARE),
         metadata=setting("--device", metavar="NAME", group=MODEL, help=", ".join(HARDWARE)),
     )
+    quantization: str = attrs.field(
+        default="none",
+        validator=one_of("none", "fp8", "inc"),
+        metadata=setting(
+            "--quantization",
+            group=MODEL,
+            help="the layers' weights and their products in FP8: fp8 or, as vLLM calls it on "
+            "Gaudi, inc; none is the checkpoint's type",
+        ),
+    )
+    kv_cache_dtype: str = attrs.field(
+        default="auto",
+        validator=one_of("auto", "fp8", "fp8_inc"),
+        metadata=setting(
+            "--kv-cache-dtype",
+            group=MODEL,
+            help="KV cache and attention in FP8: fp8 or, as vLLM calls it on Gaudi, fp8_inc; auto "
+            "is the checkpoint's type",
+        ),
+    )
+    sampling: str = attrs.field(
+        default="device",
+        validator=one_of("device", "host"),
+        metadata=setting(
+            "--sampling",
+            group=MODEL,
+            help="where tokens are sampled: host copies all logits over the link, device only the "
+            "tokens",
+        ),
+    )
     swap_space: int = attrs.field(
         default=int(DEFAULT_SWAP_SPACE * GIB),
         validator=integer(0),

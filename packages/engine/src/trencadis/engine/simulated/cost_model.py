@@ -1,9 +1,10 @@
-"""How long a forward pass takes: a roofline model plus the host's launch time.
+"""How long the parts of a step take: a roofline for each part of a forward pass, and the host.
 
-    seconds = max(operations / achieved operations per s, bytes / achieved bytes per s) + launch
+    seconds = max(operations / achieved operations per s, bytes / achieved bytes per s)
 
-Not modelled: activation traffic (small compared with weights in decode, hidden behind compute in
-long prefill), and the host's work between two steps.
+A part waits for the one before it, so the times of the parts are added; within a part, memory is
+read while the matrix engines compute (on Gaudi: forum.habana.ai/t/1272). Not modelled: activation
+traffic, apart from the share of the peaks that `Hardware` states.
 """
 
 from __future__ import annotations
@@ -13,19 +14,58 @@ import attrs
 from trencadis.bucketing import Bucket
 from trencadis.engine.simulated.hardware import Hardware
 from trencadis.engine.simulated.model_shape import LOGIT_BYTES, ModelShape
+from trencadis.kvcache import ceil_div
 from trencadis.warmup import Phase
 
 LAUNCHES_PER_LAYER = 10
 """Two norms, four products of attention and feed-forward (fused where they share their input),
 rotary embedding, cache write, attention, activation; residuals are fused into norms."""
 
+SAMPLER_LAUNCHES = 4
+"""Unpacking the sampling parameters, editing the logits, drawing, collecting the ids."""
+
+HOST_LOGIT_S = 1.6e-9
+"""Seconds of the host per logit, to find the largest of a row: 32 rows of 128,256, PyTorch on one
+core of an AMD EPYC, 2026-11-21."""
+
+_INDEX_BYTES = 4
+"""An id, position or block number in the array that is uploaded for a forward pass, and a sampled
+token id."""
+
 
 @attrs.frozen
-class Work:
-    """The work of a forward pass: floating-point operations, bytes of device memory traffic."""
+class Part:
+    """Work of one part of a forward pass.
+
+    Floating-point operations of its matrix products, padding included; bytes of device memory
+    traffic; bytes of an element of the products' operands.
+    """
 
     flops: float
     hbm_bytes: float
+    element_bytes: int
+
+
+@attrs.frozen
+class Work:
+    """The work of a forward pass: the layers' weight matrices, their attention, the output head."""
+
+    matrices: Part
+    attention: Part
+    head: Part
+
+
+@attrs.frozen
+class ForwardTimes:
+    """Seconds on the device of the parts of a forward pass, as in `Work`."""
+
+    matrices_s: float
+    attention_s: float
+    head_s: float
+
+    @property
+    def total_s(self) -> float:
+        return self.matrices_s + self.attention_s + self.head_s
 
 
 @attrs.frozen
@@ -51,24 +91,62 @@ class CostModel:
             return self._prompt_work(*bucket.shape)
         return self._decode_work(*bucket.shape)
 
-    def device_s(self, phase: Phase, bucket: Bucket) -> float:
-        """Seconds on the device."""
-        work, hardware = self.work(phase, bucket), self.hardware
-        return max(
-            work.flops / (hardware.flops_per_s * hardware.compute_efficiency),
-            work.hbm_bytes / self._achieved_bytes_per_s,
+    def forward_times(self, phase: Phase, bucket: Bucket) -> ForwardTimes:
+        """Seconds on the device, by part."""
+        work = self.work(phase, bucket)
+        return ForwardTimes(
+            self._part_s(work.matrices), self._part_s(work.attention), self._part_s(work.head)
         )
 
-    def launch_s(self, *, captured: bool) -> float:
-        """Seconds that the host needs to launch a forward pass."""
+    def device_s(self, phase: Phase, bucket: Bucket) -> float:
+        """Seconds on the device."""
+        return self.forward_times(phase, bucket).total_s
+
+    def launch_s(self, device_s: float, *, captured: bool) -> float:
+        """Seconds that launching a forward pass adds to its ``device_s`` on the device."""
+        hardware = self.hardware
         if captured:
-            return self.hardware.replay_s
-        return self.hardware.launch_s * LAUNCHES_PER_LAYER * self.model.num_layers
+            return hardware.replay_s
+        launches_s = hardware.launch_s * LAUNCHES_PER_LAYER * self.model.num_layers
+        if hardware.launches_overlap:
+            return max(hardware.launch_s, launches_s - device_s)
+        return launches_s
+
+    def upload_s(self, phase: Phase, bucket: Bucket) -> float:
+        """Seconds to copy the batch to the device: one array of int32.
+
+        Id, position and slot of each token; owner and filled positions of each block; the row of
+        the logits and the sampling parameters of each sequence are a few numbers as well.
+        """
+        batch, *rest = bucket.shape
+        tokens = batch * rest[0] if phase is Phase.PROMPT else batch
+        blocks = batch * rest[1] if phase is Phase.PROMPT else rest[0]
+        size = _INDEX_BYTES * (3 * tokens + 2 * blocks + 8 * batch)
+        return self.hardware.copy_s + size / self.hardware.link_bytes_per_s
 
     def sample_s(self, rows: int) -> float:
-        """Seconds to sample ``rows`` rows of logits: read them, and copy tokens to the host."""
-        read = rows * self.model.vocab_size * LOGIT_BYTES / self._achieved_bytes_per_s
-        return read + self.hardware.sample_s
+        """Seconds to sample ``rows`` rows of logits on the device: read them once, launch."""
+        read = rows * self._logit_bytes / self.hardware.achieved_bytes_per_s
+        return read + SAMPLER_LAUNCHES * self.hardware.launch_s
+
+    def fetch_s(self, rows: int) -> float:
+        """Seconds to wait for the device and copy ``rows`` sampled token ids to the host."""
+        return self.hardware.copy_s + rows * _INDEX_BYTES / self.hardware.link_bytes_per_s
+
+    def host_sample_s(self, rows: int) -> float:
+        """Seconds of the host to sample ``rows`` rows of logits that it has."""
+        return rows * self.model.vocab_size * HOST_LOGIT_S
+
+    def fetch_logits_s(self, rows: int) -> float:
+        """Seconds to wait for the device and copy ``rows`` rows of logits to the host."""
+        return self.hardware.copy_s + rows * self._logit_bytes / self.hardware.link_bytes_per_s
+
+    def host_s(self, num_seqs: int) -> float:
+        """Seconds of the host in a step of ``num_seqs`` sequences, while the device is idle.
+
+        The engine schedules a step when the tokens of the step before are known.
+        """
+        return self.hardware.step_s + num_seqs * self.hardware.sequence_s
 
     def swap_s(self, num_blocks: int) -> float:
         """Seconds to copy blocks between host and device, in one direction."""
@@ -76,21 +154,25 @@ class CostModel:
 
     def move_s(self, num_blocks: int) -> float:
         """Seconds to copy blocks within the device. Each block is read and written."""
-        return 2 * num_blocks * self.block_bytes / self._achieved_bytes_per_s
+        return 2 * num_blocks * self.block_bytes / self.hardware.achieved_bytes_per_s
 
     @property
-    def _achieved_bytes_per_s(self) -> float:
-        return self.hardware.hbm_bytes_per_s * self.hardware.hbm_efficiency
+    def _logit_bytes(self) -> int:
+        """Bytes of one row of logits."""
+        return self.model.vocab_size * LOGIT_BYTES
+
+    def _part_s(self, part: Part) -> float:
+        hardware = self.hardware
+        return max(
+            part.flops / hardware.product_flops_per_s(part.element_bytes),
+            part.hbm_bytes / hardware.achieved_bytes_per_s,
+        )
 
     def _prompt_work(self, batch: int, query: int, context_blocks: int) -> Work:
         """Each token attends to the padded context and, on average, to half of its own chunk."""
         tokens, context = batch * query, context_blocks * self.block_size
-        return self._work(
-            tokens=tokens,
-            pairs=tokens * (context + (query + 1) / 2),
-            kv_read=batch * context,
-            rows=batch,
-        )
+        attended = batch * (context + (query + 1) / 2)
+        return self._work(tokens, attended, queries=query, kv_read=batch * context, rows=batch)
 
     def _decode_work(self, batch: int, blocks: int) -> Work:
         """The cache prefix is read once; each block is multiplied with the queries of one row.
@@ -98,17 +180,40 @@ class CostModel:
         Not modelled: the extra gather of a block that several rows share.
         """
         prefix = blocks * self.block_size
-        return self._work(tokens=batch, pairs=prefix, kv_read=prefix, rows=batch)
+        return self._work(batch, prefix, queries=1, kv_read=prefix, rows=batch)
 
-    def _work(self, *, tokens: int, pairs: float, kv_read: int, rows: int) -> Work:
-        """``pairs`` of a token and one that it attends to; ``rows`` of logits are wanted."""
+    def _work(self, tokens: int, attended: float, *, queries: int, kv_read: int, rows: int) -> Work:
+        """``attended`` positions, each by ``queries`` tokens; ``rows`` of logits are wanted."""
         model = self.model
-        table = model.vocab_size * model.hidden_size
-        matrices = model.num_layers * model.layer_matrices
-        attention = 4 * model.num_layers * model.num_heads * model.head_dim
-        weights = (matrices + table + tokens * model.hidden_size) * model.dtype_bytes
-        kv = (kv_read + tokens) * model.kv_bytes_per_token
+        matrices, table = model.num_layers * model.layer_matrices, self._table
+        # One product for all query heads that share a KV head.
+        together = self._padded(queries * (model.num_heads // model.num_kv_heads))
+        kv_heads = model.num_layers * model.num_kv_heads
         return Work(
-            flops=2 * tokens * matrices + attention * pairs + 2 * rows * table,
-            hbm_bytes=weights + kv + rows * model.vocab_size * LOGIT_BYTES,
+            matrices=Part(
+                flops=2 * self._padded(tokens) * matrices,
+                hbm_bytes=matrices * model.matrix_dtype_bytes
+                + tokens * model.hidden_size * model.dtype_bytes,
+                element_bytes=model.matrix_dtype_bytes,
+            ),
+            attention=Part(
+                flops=4 * kv_heads * model.head_dim * together * attended,
+                hbm_bytes=(kv_read + tokens) * model.kv_bytes_per_token,
+                element_bytes=model.kv_dtype_bytes,
+            ),
+            head=Part(
+                flops=2 * self._padded(rows) * table,
+                hbm_bytes=table * model.dtype_bytes + rows * self._logit_bytes,
+                element_bytes=model.dtype_bytes,
+            ),
         )
+
+    @property
+    def _table(self) -> int:
+        """Elements of the output head."""
+        return self.model.vocab_size * self.model.hidden_size
+
+    def _padded(self, rows: int) -> int:
+        """The rows that a product of ``rows`` rows computes."""
+        size = self.hardware.product_rows
+        return ceil_div(rows, size) * size

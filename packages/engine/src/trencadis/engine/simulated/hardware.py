@@ -12,62 +12,113 @@ from __future__ import annotations
 import attrs
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import number
+from trencadis.engine.validators import integer, number
 from trencadis.scheduler.thermal import BOARDS, Board
 
 _GIB = 1 << 30
 _MIB = 1 << 20
 
+# The two shares that no source gives. Fitted together, once, to the eight FP8 rows of Llama 2 7B
+# that optimum-habana's tests hold for Gaudi 2 and Gaudi 3 (`benchmarks/gaudi_published.py --fit`);
+# assumed of the other accelerators as well.
+_COMPUTE_EFFICIENCY = 0.67
+_HBM_EFFICIENCY = 0.75
+
+# Assumed, a call each: a replay; a copy between host and device, its wait included.
+_REPLAY_S = 50e-6
+_COPY_S = 10e-6
+
+# `EngineCore.step` outside the model's forward pass: scheduler, input, reporting. CPU time of one
+# core of an AMD EPYC, 2026-11-21: 0.4 ms for 1 sequence, 1.0 for 32, 2.1 for 128, 8.5 for 512.
+_STEP_S = 0.4e-3
+_SEQUENCE_S = 15e-6
+
 
 @attrs.frozen(kw_only=True)
 class Hardware:
-    """One accelerator.
+    """One accelerator and its host.
 
-    ``flops_per_s`` and ``hbm_bytes_per_s`` are peaks in dense bf16; a forward pass achieves the
-    fractions ``compute_efficiency`` and ``hbm_efficiency`` of them. ``hbm_bytes`` is the free
-    memory of the empty device. ``link_bytes_per_s`` is the achieved bandwidth of a copy between
-    host and device, one direction.
-
-    Seconds of the host: ``launch_s`` per launched operation without a graph, ``replay_s`` per
-    graph replay, ``compile_s`` for the first forward pass of a bucket, ``capture_s`` per graph,
-    ``sample_s`` per step for sampling. A graph takes ``graph_bytes``, and with
-    ``graph_keeps_activations`` also the activations of its forward pass; without, all graphs share
-    one pool.
+    - ``flops_per_s``, ``fp8_flops_per_s``: peaks of dense matrix products, with operands of two
+      bytes and of one. ``product_efficiency`` is the share of them that the largest products
+      reach, ``compute_efficiency`` the share of that which the products of a forward pass reach.
+      A product computes a multiple of ``product_rows`` rows.
+    - ``hbm_bytes``: free memory of the empty device. ``hbm_bytes_per_s``: its peak bandwidth, of
+      which a forward pass reaches ``hbm_efficiency``.
+    - ``link_bytes_per_s``: achieved bandwidth of a copy between host and device, one direction.
+      ``copy_s``: seconds of such a copy without its bytes.
+    - A graph takes ``graph_bytes``, and with ``graph_keeps_activations`` also the activations of
+      its forward pass; without, all graphs share one pool.
+    - Seconds of the host: ``launch_s`` per launched operation without a graph, ``replay_s`` per
+      graph replay, ``compile_s`` for the first forward pass of a bucket, ``capture_s`` per graph,
+      ``step_s`` per step and ``sequence_s`` per sequence in it for everything else.
+      ``launches_overlap``: the device computes while the host launches; otherwise it starts when
+      all operations of a forward pass are collected.
     """
 
     name: str
     board: Board
     flops_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    fp8_flops_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
+    product_efficiency: float = attrs.field(validator=number(0, 1, exclusive_low=True))
+    product_rows: int = attrs.field(validator=integer(1))
     hbm_bytes: int = attrs.field(validator=number(0, exclusive_low=True))
     hbm_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
     link_bytes_per_s: float = attrs.field(validator=number(0, exclusive_low=True))
     launch_s: float = attrs.field(validator=number(0))
+    launches_overlap: bool
     compile_s: float = attrs.field(validator=number(0))
     capture_s: float = attrs.field(validator=number(0))
     graph_bytes: int = attrs.field(validator=number(0))
     graph_keeps_activations: bool
-    compute_efficiency: float = attrs.field(default=0.6, validator=number(0, 1, exclusive_low=True))
-    hbm_efficiency: float = attrs.field(default=0.9, validator=number(0, 1, exclusive_low=True))
-    replay_s: float = attrs.field(default=50e-6, validator=number(0))
-    sample_s: float = attrs.field(default=50e-6, validator=number(0))
+    compute_efficiency: float = attrs.field(
+        default=_COMPUTE_EFFICIENCY, validator=number(0, 1, exclusive_low=True)
+    )
+    hbm_efficiency: float = attrs.field(
+        default=_HBM_EFFICIENCY, validator=number(0, 1, exclusive_low=True)
+    )
+    replay_s: float = attrs.field(default=_REPLAY_S, validator=number(0))
+    copy_s: float = attrs.field(default=_COPY_S, validator=number(0))
+    step_s: float = attrs.field(default=_STEP_S, validator=number(0))
+    sequence_s: float = attrs.field(default=_SEQUENCE_S, validator=number(0))
 
+    def product_flops_per_s(self, element_bytes: int) -> float:
+        """Achieved operations per second of a large product.
 
-# Shares of the peak (defaults above). Compute: 260 of Gaudi 2's 432 TFLOP/s in the training of
-# MPT-7B ("LLM Training and Inference with Intel Gaudi 2 AI Accelerators", Databricks, 2024);
-# assumed of the others as well, whose large products alone reach more. Bandwidth: assumed, a
-# forward being long contiguous reads. Replay and sampling: assumed, a call each.
+        Operands of four bytes are computed at the rate of two: vendors publish too few figures.
+        """
+        peak = self.fp8_flops_per_s if element_bytes == 1 else self.flops_per_s
+        return peak * self.product_efficiency * self.compute_efficiency
+
+    @property
+    def achieved_bytes_per_s(self) -> float:
+        """Bytes of device memory that a forward pass reads per second."""
+        return self.hbm_bytes_per_s * self.hbm_efficiency
+
 
 # Compiling and capturing on Gaudi: the log of seed 000 (Llama 3 8B on Gaudi 2) runs 72 buckets for
 # the first time in 28 s and captures 63 graphs in 21 s; a graph occupies its activations there.
 _GAUDI_COMPILE_S = 28 / 72
 _GAUDI_CAPTURE_S = 21 / 63
 
+# Largest products, measured: table "Maximum Achievable Matmul FLOPS" of stas00/ml-engineering
+# (compute/accelerator), in bf16. Its FP8 table has no Gaudi; the same share is assumed there.
+_GAUDI2_PRODUCT = 429.3 / 432
+_GAUDI3_PRODUCT = 1288.8 / 1835
+_H100_PRODUCT = 794.5 / 989.4
+
 # Peak compute and bandwidth of both, PCIe, TDP: Kaplan, "Intel Gaudi 3 AI Accelerator", Hot Chips
-# 2024, table of the product generations, which gives PCIe in both directions together.
+# 2024, table of the product generations, which gives PCIe in both directions together. Gaudi 3
+# has one peak for FP8 and bf16. Its boards run at 1.6 instead of 1.75 GHz (stas00/ml-engineering),
+# which `product_efficiency` contains.
 _GAUDI2 = Hardware(
     name="gaudi2",
     board=BOARDS["gaudi2"],
     flops_per_s=432e12,
+    fp8_flops_per_s=865e12,
+    product_efficiency=_GAUDI2_PRODUCT,
+    # The matrix engines work as 256 x 256, 128 x 512 or 512 x 128 (rows x columns), as an engineer
+    # of Intel says in forum.habana.ai/t/1272; the compiler takes the one with the fewest rows here.
+    product_rows=128,
     # The log of seed 000 has 94.62 of the 96 GiB.
     hbm_bytes=int(94.62 * _GIB),
     hbm_bytes_per_s=2.46e12,
@@ -76,6 +127,8 @@ _GAUDI2 = Hardware(
     # Assumed: twice that of CUDA, as a forward without a graph is hashed operation by operation to
     # find its recipe (Gaudi documentation, "Run Inference Using HPU Graphs").
     launch_s=10e-6,
+    # Lazy mode, the one with graphs, collects operations until the end of the forward pass.
+    launches_overlap=False,
     compile_s=_GAUDI_COMPILE_S,
     capture_s=_GAUDI_CAPTURE_S,
     graph_bytes=0,
@@ -86,6 +139,8 @@ _GAUDI3 = attrs.evolve(
     name="gaudi3",
     board=BOARDS["gaudi3"],
     flops_per_s=1835e12,
+    fp8_flops_per_s=1835e12,
+    product_efficiency=_GAUDI3_PRODUCT,
     # Assumed: of 128 GiB as much is free as of Gaudi 2's.
     hbm_bytes=int(128 * _GIB * 94.62 / 96),
     hbm_bytes_per_s=3.67e12,
@@ -98,12 +153,17 @@ _H100 = Hardware(
     name="h100",
     board=BOARDS["h100"],
     flops_per_s=989.4e12,
+    fp8_flops_per_s=1978.9e12,
+    product_efficiency=_H100_PRODUCT,
+    # Rows of one warp-group product (PTX ISA, wgmma: m64).
+    product_rows=64,
     # What nvidia-smi shows of an SXM5 board (README of digitalocean/do-dcgm-exporter).
     hbm_bytes=81559 * _MIB,
     hbm_bytes_per_s=3.35e12,
     link_bytes_per_s=40e9,
     # 4 to 6 µs for a launch ("pegainfer (3): From Launch Overhead to CUDA Graph", susun-blog.com).
     launch_s=5e-6,
+    launches_overlap=True,
     # Kernels of a shape that was not met before are there already.
     compile_s=0.0,
     # 0.05 to 0.06 s and 24 to 28 MiB a graph, in a pool that all share (the log in pull request

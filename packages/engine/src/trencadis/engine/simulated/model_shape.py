@@ -31,7 +31,11 @@ _NOT_MODELLED = {
 
 @attrs.frozen(kw_only=True)
 class ModelShape:
-    """Sizes of a model: widths in elements, ``dtype_bytes`` per element of weights and cache."""
+    """Sizes of a model: widths in elements, bytes per element.
+
+    ``dtype_bytes`` is the type of the checkpoint and of activations, ``matrix_dtype_bytes`` that of
+    the layers' weight matrices, ``kv_dtype_bytes`` that of the KV cache.
+    """
 
     hidden_size: int
     num_layers: int
@@ -43,6 +47,28 @@ class ModelShape:
     tied: bool
     dtype_bytes: int
     max_position_embeddings: int
+    matrix_dtype_bytes: int = attrs.field()
+    kv_dtype_bytes: int = attrs.field()
+
+    @matrix_dtype_bytes.default
+    def _unquantized_matrices(self) -> int:
+        return self.dtype_bytes
+
+    @kv_dtype_bytes.default
+    def _unquantized_cache(self) -> int:
+        return self.dtype_bytes
+
+    def quantized(self, *, matrices: bool, kv_cache: bool) -> ModelShape:
+        """The same model with the layers' matrices or the KV cache in FP8.
+
+        Embedding, output head and norms keep their type, as under vLLM's ``fp8`` and in the
+        configurations that vllm-gaudi's calibration writes for ``inc`` (calibrate_model.sh).
+        """
+        return attrs.evolve(
+            self,
+            matrix_dtype_bytes=1 if matrices else self.matrix_dtype_bytes,
+            kv_dtype_bytes=1 if kv_cache else self.kv_dtype_bytes,
+        )
 
     @property
     def layer_matrices(self) -> int:
@@ -60,12 +86,14 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
-        return self.num_parameters * self.dtype_bytes
+        matrices = self.num_layers * self.layer_matrices
+        others = self.num_parameters - matrices
+        return matrices * self.matrix_dtype_bytes + others * self.dtype_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of the keys and values of one position in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype_bytes
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.kv_dtype_bytes
 
 
 def read_model_shape(path: str | os.PathLike[str]) -> ModelShape:
@@ -87,7 +115,8 @@ def read_model_shape(path: str | os.PathLike[str]) -> ModelShape:
     for key, what in _NOT_MODELLED.items():
         if config.get(key):
             raise ModelError(
-                f"{file} has {key}, and {what} is not modelled: take a dense bf16 model"
+                f"{file} has {key}, and {what} is not modelled: take a dense bf16 model, whose "
+                "weights --quantization fp8 quantises"
             )
     return _shape(file, config)
 

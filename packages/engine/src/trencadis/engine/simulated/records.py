@@ -27,6 +27,33 @@ class Sample(NamedTuple):
 
 
 @attrs.define
+class StepTimes:
+    """Seconds by part.
+
+    - On the device: products with the layers' weight matrices, attention, the output head,
+      sampling (of the host, where that samples).
+    - Between both: batches uploaded, waits for the sampled tokens, copies of KV blocks.
+    - Of the host: launches of forward passes that do not overlap them, compilation and capture,
+      scheduling and everything else that a step needs.
+    """
+
+    matrices_s: float = 0.0
+    attention_s: float = 0.0
+    head_s: float = 0.0
+    sample_s: float = 0.0
+    upload_s: float = 0.0
+    fetch_s: float = 0.0
+    block_copy_s: float = 0.0
+    launch_s: float = 0.0
+    compile_s: float = 0.0
+    host_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        return float(sum(attrs.astuple(self)))
+
+
+@attrs.define
 class _Live:
     """A request being served. Times in seconds."""
 

@@ -11,10 +11,13 @@ from typing import Any
 import attrs
 import numpy as np
 
-from trencadis.engine.simulated.records import Sample
+from trencadis.engine.simulated.records import Sample, StepTimes
 from trencadis.engine.simulated.simulation import Simulation
 from trencadis.kvcache import Direction
 from trencadis.warmup import Phase, WarmupReport, format_bytes
+
+_SHOWN_PARTS = 5
+"""The largest parts of a step that the table shows; the JSON file has all."""
 
 
 @attrs.frozen
@@ -40,7 +43,8 @@ class SimulationReport:
 
     Times in seconds, energies in joules, temperatures in degrees C. ``seconds`` is from the first
     arrival to the last token, without warm-up. Padding is relative to the real number of prompt
-    tokens, decode rows, and blocks of the decode prefix. A graph miss is a forward pass in live
+    tokens, decode rows, and blocks of the decode prefix. ``times`` are the seconds of all steps by
+    part. A graph miss is a forward pass in live
     traffic whose bucket had no graph; a bucket miss is one larger than every bucket.
     """
 
@@ -48,6 +52,7 @@ class SimulationReport:
     requests: int
     refused: int
     seconds: float
+    times: StepTimes
     steps: int
     prompt_tokens: int
     asked_tokens: int
@@ -91,6 +96,7 @@ class SimulationReport:
         rows = [
             ("requests", f"{self.requests:,} done, {self.refused:,} refused"),
             ("time", f"{self.seconds:,.1f} s, {self.steps:,} steps"),
+            ("time by part", self._times()),
             ("throughput", self._throughput()),
             ("TTFT", _milliseconds(self.first_token_s)),
             ("ITL", _milliseconds(self.between_tokens_s)),
@@ -113,6 +119,16 @@ class SimulationReport:
         content["tokens_per_s"] = self.tokens_per_s
         content["samples"] = _columns(self.samples)
         Path(path).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+    def _times(self) -> str:
+        total = self.times.total_s
+        if not total:
+            return "none"
+        shares = ((name, seconds / total) for name, seconds in attrs.asdict(self.times).items())
+        largest = sorted(shares, key=lambda part: -part[1])[:_SHOWN_PARTS]
+        return ", ".join(
+            f"{share:.1%} {name.removesuffix('_s').replace('_', ' ')}" for name, share in largest
+        )
 
     def _throughput(self) -> str:
         if not self.seconds:
@@ -168,6 +184,7 @@ def report_of(simulation: Simulation, warmup: WarmupReport) -> SimulationReport:
         requests=records.num_finished,
         refused=records.refused,
         seconds=max(0.0, records.last_token_s - simulation.started_s),
+        times=attrs.evolve(runtime.times),
         steps=simulation.steps,
         prompt_tokens=records.prompt_tokens,
         asked_tokens=records.asked_tokens,

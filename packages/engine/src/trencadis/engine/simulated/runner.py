@@ -60,6 +60,9 @@ class SimulatedRunner:
 
     def run(self, output: SchedulerOutput) -> dict[int, int]:
         """Execute a step; returns the new token of each sequence that samples, by sequence id."""
+        num_seqs = len(output.decodes) + len(output.prompts)
+        if num_seqs:
+            self._runtime.schedule(num_seqs)
         copy_s = self._copy_blocks(output.moves) if output.moves else {}
         if output.decodes:
             self._run_decodes(output.decodes)

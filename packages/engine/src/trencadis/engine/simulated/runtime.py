@@ -6,17 +6,24 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.simulated.clock import SimulatedClock
-from trencadis.engine.simulated.cost_model import CostModel
+from trencadis.engine.simulated.cost_model import CostModel, ForwardTimes
 from trencadis.engine.simulated.memory_model import MemoryModel
+from trencadis.engine.simulated.records import StepTimes
 from trencadis.kvcache import Direction
 from trencadis.warmup import Phase
 
 
 @attrs.define
 class _Prepared:
-    """State of a bucket. ``graph_bytes`` is None without a captured graph."""
+    """State of a bucket and the times of its forward pass.
 
+    ``launch_s`` is without a graph. ``graph_bytes`` is None without a captured graph.
+    """
+
+    times: ForwardTimes
     device_s: float
+    upload_s: float
+    launch_s: float
     compiled: bool = False
     graph_bytes: int | None = None
 
@@ -26,13 +33,21 @@ class SimulatedRuntime:
 
     A bucket is compiled at its first forward pass, and replayed once a graph was captured.
     ``compilations``, ``replays`` and ``launches`` (forward passes without a graph) count since the
-    start. ``free_bytes`` is the initial free memory.
+    start; ``times`` are the seconds of all operations by part. ``free_bytes`` is the initial free
+    memory. With ``samples_on_host``, logits are copied to the host, which samples.
     """
 
     def __init__(
-        self, costs: CostModel, memory: MemoryModel, clock: SimulatedClock, free_bytes: int
+        self,
+        costs: CostModel,
+        memory: MemoryModel,
+        clock: SimulatedClock,
+        free_bytes: int,
+        *,
+        samples_on_host: bool = False,
     ) -> None:
         self.costs = costs
+        self.times = StepTimes()
         self.compilations = 0
         self.replays = 0
         self.launches = 0
@@ -40,8 +55,8 @@ class SimulatedRuntime:
         self._clock = clock
         self._free = free_bytes
         self._buckets: dict[Phase, dict[Bucket, _Prepared]] = {phase: {} for phase in Phase}
-        self._launch_s = costs.launch_s(captured=False)
-        self._replay_s = costs.launch_s(captured=True)
+        self._samples_on_host = samples_on_host
+        self._replay_s = costs.hardware.replay_s
 
     # Warm-up's GraphRuntime.
 
@@ -54,6 +69,7 @@ class SimulatedRuntime:
         prepared = self._prepared(phase, bucket)
         self._compile(prepared)
         self._clock.advance(self.costs.hardware.capture_s)
+        self.times.compile_s += self.costs.hardware.capture_s
         if prepared.graph_bytes is None:
             prepared.graph_bytes = self._memory.graph_bytes(phase, bucket)
             self._free -= prepared.graph_bytes
@@ -84,10 +100,17 @@ class SimulatedRuntime:
         self._compile(prepared)
         if prepared.graph_bytes is None:
             self.launches += 1
-            self._clock.advance(prepared.device_s + self._launch_s)
+            launch_s = prepared.launch_s
         else:
             self.replays += 1
-            self._clock.advance(prepared.device_s + self._replay_s)
+            launch_s = self._replay_s
+        times, parts = self.times, prepared.times
+        times.matrices_s += parts.matrices_s
+        times.attention_s += parts.attention_s
+        times.head_s += parts.head_s
+        times.launch_s += launch_s
+        times.upload_s += prepared.upload_s
+        self._clock.advance(prepared.device_s + prepared.upload_s + launch_s)
         return self._clock() - started
 
     def device_s(self, phase: Phase, bucket: Bucket) -> float:
@@ -101,17 +124,39 @@ class SimulatedRuntime:
         else:
             seconds = self.costs.swap_s(num_blocks)
         self._clock.advance(seconds)
+        self.times.block_copy_s += seconds
         return seconds
 
     def sample(self, rows: int) -> None:
-        """Sample ``rows`` tokens."""
-        self._clock.advance(self.costs.sample_s(rows))
+        """Sample ``rows`` tokens. The host has them afterwards."""
+        costs = self.costs
+        if self._samples_on_host:
+            sample_s, fetch_s = costs.host_sample_s(rows), costs.fetch_logits_s(rows)
+        else:
+            sample_s, fetch_s = costs.sample_s(rows), costs.fetch_s(rows)
+        self.times.sample_s += sample_s
+        self.times.fetch_s += fetch_s
+        self._clock.advance(sample_s + fetch_s)
+
+    def schedule(self, num_seqs: int) -> None:
+        """Pass the time that the host needs for a step of ``num_seqs`` sequences."""
+        seconds = self.costs.host_s(num_seqs)
+        self.times.host_s += seconds
+        self._clock.advance(seconds)
 
     def _prepared(self, phase: Phase, bucket: Bucket) -> _Prepared:
         known = self._buckets[phase]
         prepared = known.get(bucket)
         if prepared is None:
-            prepared = known[bucket] = _Prepared(self.costs.device_s(phase, bucket))
+            costs = self.costs
+            times = costs.forward_times(phase, bucket)
+            device_s = times.total_s
+            prepared = known[bucket] = _Prepared(
+                times,
+                device_s,
+                costs.upload_s(phase, bucket),
+                costs.launch_s(device_s, captured=False),
+            )
         return prepared
 
     def _compile(self, prepared: _Prepared) -> None:
@@ -119,3 +164,4 @@ class SimulatedRuntime:
             prepared.compiled = True
             self.compilations += 1
             self._clock.advance(self.costs.hardware.compile_s)
+            self.times.compile_s += self.costs.hardware.compile_s

@@ -16,11 +16,11 @@ from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, toke
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.cost_model import CostModel
-from trencadis.engine.simulated.hardware import find_hardware
+from trencadis.engine.simulated.hardware import Hardware, find_hardware
 from trencadis.engine.simulated.heat import SimulatedHeat
 from trencadis.engine.simulated.memory_model import MemoryModel
 from trencadis.engine.simulated.model_shape import ModelShape
-from trencadis.engine.simulated.records import Records, Sample
+from trencadis.engine.simulated.records import Records, Sample, StepTimes
 from trencadis.engine.simulated.runner import SimulatedRunner
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
@@ -54,14 +54,23 @@ _STALLED_S = 1e-3
 class Simulation:
     """One run: call `warm_up`, iterate over `serve`, then read ``records``.
 
-    Raises `ConfigError` for settings that do not fit the model or the device.
+    ``hardware`` replaces the one that ``config`` names. Raises `ConfigError` for settings that do
+    not fit the model or the device.
     """
 
-    def __init__(self, config: SimulationConfig, model: ModelShape, workload: Workload) -> None:
+    def __init__(
+        self,
+        config: SimulationConfig,
+        model: ModelShape,
+        workload: Workload,
+        hardware: Hardware | None = None,
+    ) -> None:
         self.config = config
-        self.model = model
+        self.model = model.quantized(
+            matrices=config.quantization != "none", kv_cache=config.kv_cache_dtype != "auto"
+        )
         self.workload = workload
-        self.hardware = find_hardware(config.device)
+        self.hardware = hardware if hardware is not None else find_hardware(config.device)
         self.max_model_len = _max_model_len(config, model, workload)
         self.clock = SimulatedClock()
         self.records = Records()
@@ -86,7 +95,9 @@ class Simulation:
             block_bytes=costs.block_bytes,
         )
         self.num_blocks = self._num_blocks(costs.block_bytes)
-        self.runtime = SimulatedRuntime(costs, memory, self.clock, free)
+        self.runtime = SimulatedRuntime(
+            costs, memory, self.clock, free, samples_on_host=config.sampling == "host"
+        )
         self.runtime.allocate(self.num_blocks * costs.block_bytes)
         limits = ServingLimits.of(config, self.max_model_len, self.num_blocks)
         self.grids = configured_grids(config.bucketing, limits)
@@ -147,6 +158,7 @@ class Simulation:
         )
         self.heat.follow(0)
         self.heat.reset()
+        self.runtime.times = StepTimes()
         return report
 
     def serve(self) -> Iterator[None]:
