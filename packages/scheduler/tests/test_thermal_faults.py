@@ -148,6 +148,7 @@ def test_a_policy_that_answers_no_positive_limit_does_not_halt_serving(limit: in
     runner.run()
     assert_complete(groups)
     assert (len(alerts), guard.num_faults > 5) == (1, True)
+    assert guard.cap(View()) == 1
 
 
 def test_a_sensor_that_raises_keeps_the_last_limit() -> None:

@@ -158,7 +158,8 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
         self._change(min(self._cap, target), now_s)
 
     def _raise(self, watts: float, num_running: int, most: int, now_s: float) -> None:
-        num_affordable = math.floor((self.budget_w - watts) / self._sequence_w())
+        # A tenth of a sequence is within the error of the estimate.
+        num_affordable = math.floor((self.budget_w - watts) / self._sequence_w() + 0.1)
         num_more = min(max(num_affordable, self._num_probes), math.ceil(MAX_GROWTH * num_running))
         target = min(most, num_running + max(1, num_more))
         if self._exceeding is not None:
