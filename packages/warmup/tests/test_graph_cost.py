@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from math import inf
+from operator import le
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.bucketing import Bucket, BucketGrid
@@ -92,3 +95,19 @@ def test_costs_of_zero_are_predicted_as_zero() -> None:
     for bucket in list(GRID)[:8]:
         model.observe(bucket, 0)
     assert model.lower_bound(make_bucket(8, 1024)) == 0
+
+
+@settings(max_examples=30)
+@given(costs=st.lists(st.integers(0, 1000), min_size=len(GRID), max_size=len(GRID)))
+def test_whatever_the_fit_says_the_lower_bound_is_within_the_sizes_of_its_neighbours(
+    costs: list[int],
+) -> None:
+    measured = dict(zip(GRID, costs, strict=True))
+    model, seen = GraphCostModel(GRID), list(GRID)[::2]
+    for bucket in seen:
+        model.observe(bucket, measured[bucket])
+    for bucket in GRID:
+        smaller = [measured[b] for b in seen if all(map(le, b.shape, bucket.shape))]
+        larger = [measured[b] for b in seen if all(map(le, bucket.shape, b.shape))]
+        low, high = max(smaller, default=0), min(larger, default=inf)
+        assert min(low, high) <= model.lower_bound(bucket) <= max(low, high)
