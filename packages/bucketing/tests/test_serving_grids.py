@@ -559,3 +559,21 @@ def test_lists_of_blocks_have_no_bucket_that_no_batch_fills() -> None:
         *((2, 2), (2, 4), (2, 8), (2, 16)),
         *((4, 4), (4, 8), (4, 16), (4, 24), (4, 32)),
     ]
+
+
+def test_no_query_is_longer_than_the_model() -> None:
+    grid = prompt_grid(BucketingConfig(), **{**LIMITS, "max_model_len": 1000})
+    assert grid.values("query")[-1] == 1000
+
+
+def test_sizes_of_a_file_that_are_lowered_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = FromFile(tmp_path, "(1, [128, 4096], [0, 8])", "(8, 1, 64)")
+    assert file.prompt().values("query") == (128, 1024)
+    (record,) = caplog.records
+    assert "2 of the 4 prompt buckets" in record.getMessage()
+    assert "and lowered to them, and 0 are left out" in record.getMessage()
+    caplog.clear()
+    file.decode()
+    assert not caplog.records
