@@ -233,7 +233,7 @@ def test_full_queue_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
         ((1, -1), GREEDY, "prompt"),
         ((1,) * 120, GREEDY, "max_tokens"),
         ((1,), SamplingParams(logit_bias={258: 1.0}), "logit_bias"),
-        ((1,), SamplingParams(stop_token_ids=(-1,)), "stop_token_ids"),
+        ((1,), SamplingParams(stop_token_ids=(258,)), "stop_token_ids"),
     ],
 )
 def test_bad_request_names_its_field(

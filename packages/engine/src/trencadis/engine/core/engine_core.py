@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core.request_conversion import check_request
+from trencadis.engine.core.request_conversion import (
+    check_arguments,
+    check_order,
+    check_request,
+)
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
@@ -30,6 +34,7 @@ from trencadis.scheduler import (
     BatchControlResult,
     Scheduler,
     SequenceStatus,
+    StepOrderError,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -151,7 +156,7 @@ class EngineCore:
     def add(
         self,
         key: str,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         priority: int = 0,
     ) -> None:
@@ -159,6 +164,7 @@ class EngineCore:
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
+        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority)
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
         self.requests.add(key, prompt_token_ids, params, priority, limit)
@@ -177,6 +183,7 @@ class EngineCore:
         See `Scheduler.control`. Raises `InvalidRequest` for a ``max_num_seqs`` above the one that
         the engine was started with, since its buckets end there.
         """
+        check_order(order)
         limit = self.config.max_num_seqs
         if order.max_num_seqs is not None and order.max_num_seqs > limit:
             raise InvalidRequest(
@@ -242,6 +249,19 @@ class EngineCore:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         return self.requests.report(updates, sampled)
+
+    def discard_step(self) -> None:
+        """Drop a step that was interrupted before it was complete, as by Ctrl-C, if there is one.
+
+        What it wrote to the KV cache is unknown, so every admitted request ends, as after an error.
+        """
+        try:
+            self.scheduler.discard_step()
+        except StepOrderError:
+            return  # the last step is complete
+        interruption = InterruptedError("the step was interrupted")
+        for request_id in self.scheduler.abort_admitted():
+            self.requests.fail(request_id, interruption)
 
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
