@@ -149,7 +149,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"device"},
     ],
     "engine.front": [
-        {"core_client", "tokenizer"},
+        {"core_client", "interrupts", "tokenizer"},
         {"detokenizer"},
         {"request_stream"},
         {"async_engine", "llm"},
@@ -164,8 +164,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"loader"},
     ],
     "engine.runner": [
-        {"block_moves", "host_swap", "limits", "sampler", "shapes"},
-        {"grids", "model_input", "sampler_warmup"},
+        {"block_moves", "limits", "sampler", "shapes"},
+        {"grids", "host_swap", "model_input", "sampler_warmup"},
         {"background_warmup", "forward_runner"},
         {"model_runner"},
         {"worker"},

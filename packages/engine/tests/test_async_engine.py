@@ -15,17 +15,18 @@ import pytest
 
 from trencadis.engine import (
     AsyncEngine,
+    BatchControl,
     CompletionDelta,
     ConfigError,
     EngineConfig,
     EngineDead,
+    EngineError,
     EngineOverloaded,
     InvalidRequest,
     LogSettings,
     ModelError,
     SamplingParams,
 )
-from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 
 QUIET = LogSettings(level=logging.CRITICAL)
 LIMIT_SECONDS = 60.0
@@ -219,18 +220,28 @@ def test_missing_model_fails_before_a_process_is_started() -> None:
     limited(body)
 
 
-def test_an_error_in_detokenization_ends_every_stream(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("no such byte")
+def test_an_engine_belongs_to_its_event_loop(tiny_model: Path) -> None:
+    engine = asyncio.run(AsyncEngine.start(config(tiny_model), QUIET))
 
-    monkeypatch.setattr(IncrementalDetokenizer, "push", fail)
+    async def elsewhere() -> None:
+        with pytest.raises(EngineError, match="another event loop"):
+            await collect(engine, [1, 2])
+        with pytest.raises(EngineError, match="another event loop"):
+            await engine.control(BatchControl())
+        await engine.stop()
+        await engine.stop()
 
+    limited(elsewhere)
+    assert not children()
+
+
+def test_settings_of_a_wrong_type_are_refused_before_a_process_is_started(tiny_model: Path) -> None:
     async def body() -> None:
-        async with running(tiny_model) as engine:
-            with pytest.raises(EngineDead, match="no such byte"):
-                await collect(engine, [1, 2, 3], max_tokens=4)
-            assert not engine.is_alive
+        with pytest.raises(ConfigError, match="must be an EngineConfig"):
+            await AsyncEngine.start(str(tiny_model))  # type: ignore[arg-type]
+        unsendable = config(tiny_model, thermal_policy_config={"key": lambda: None})
+        with pytest.raises(ConfigError, match="cannot be sent to the core's process"):
+            await AsyncEngine.start(unsendable, QUIET)
+        assert not children()
 
     limited(body)

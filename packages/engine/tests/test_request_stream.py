@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from trencadis.engine import (
     CompletionDelta,
     PositionLogprobs,
+    RequestFailed,
     SamplingParams,
     Tokenizer,
     TokenLogprob,
@@ -31,10 +33,18 @@ class Answers:
         self.stream = RequestStream("a", (1, 2), settings, tokenizer, self.deltas.append)
         self._encode = tokenizer.encode
 
-    def push(self, index: int, letter: str, logprob: float = -1.0, ends: bool = False) -> bool:
+    def push(
+        self,
+        index: int,
+        letter: str,
+        logprob: float | None = -1.0,
+        ends: bool | Literal["stop"] = False,
+    ) -> bool:
         (token_id,) = self._encode(letter)
-        position = PositionLogprobs(TokenLogprob(token_id, logprob))
-        reason = "length" if ends else None
+        position = None
+        if logprob is not None:
+            position = PositionLogprobs(TokenLogprob(token_id, logprob))
+        reason = ("stop" if ends == "stop" else "length") if ends else None
         return self.stream.push(NewToken("key", index, token_id, reason, 0, position))
 
     @property
@@ -62,6 +72,41 @@ def test_the_best_are_told_of_in_the_end_and_in_their_order(tokenizer: Tokenizer
     assert answers.texts == [(0, "c!", "length"), (1, "b!", "length")]
     assert [len(delta.token_ids) for delta in answers.deltas] == [2, 2]
     assert not any(delta.logprobs for delta in answers.deltas)
+
+
+@pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)])
+def test_the_best_cannot_be_chosen_without_log_probabilities(
+    tokenizer: Tokenizer, missing: tuple[int, ...]
+) -> None:
+    answers = Answers(tokenizer, n=1, best_of=2)
+    for position, ends in ((0, False), (1, True)):
+        logprob = None if position in missing else -1.0
+        answers.push(0, "a", logprob, ends)
+    with pytest.raises(RequestFailed, match=f"for {2 - len(missing)} of its 2 tokens"):
+        for ends in (False, True):
+            answers.push(1, "b", -2.0, ends)
+    assert not answers.deltas
+
+
+@pytest.mark.parametrize(
+    ("params", "letters", "reason"),
+    [
+        ({"stop": "#"}, "a#", "#"),
+        ({"stop_token_ids": [66]}, "aB", 66),
+        ({}, "aB", None),
+    ],
+)
+def test_the_last_delta_tells_what_stopped_the_sample(
+    tokenizer: Tokenizer, params: dict[str, object], letters: str, reason: str | int | None
+) -> None:
+    (stop_id,) = tokenizer.encode("B")
+    if reason == 66:
+        params, reason = {"stop_token_ids": [stop_id]}, stop_id
+    answers = Answers(tokenizer, **params)
+    answers.push(0, letters[0])
+    answers.push(0, letters[1], ends="stop" if letters[1] == "B" else False)
+    assert [delta.stop_reason for delta in answers.deltas] == [None, reason]
+    assert answers.deltas[-1].finish_reason == "stop"
 
 
 def test_what_follows_a_stop_string_counts_for_nothing(tokenizer: Tokenizer) -> None:

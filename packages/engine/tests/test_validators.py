@@ -6,13 +6,30 @@ import math
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 
 from trencadis.engine import ConfigError, InvalidRequest
-from trencadis.engine.validators import Integer, Number, OneOf, integer, number, one_of
+from trencadis.engine.validators import (
+    Boolean,
+    Integer,
+    Number,
+    OneOf,
+    Text,
+    boolean,
+    integer,
+    items_of,
+    number,
+    one_of,
+    plain_number,
+    shown,
+    text,
+)
+
+AnyValidator = Integer | Number | Boolean | Text | OneOf
 
 
-def value_of(validator: Integer | Number | OneOf, value: object) -> object:
+def value_of(validator: AnyValidator, value: object) -> object:
     """The value of a field ``x`` with this validator, after validation."""
     holder = attrs.make_class("Holder", {"x": attrs.field(validator=validator)}, frozen=True)
     return holder(x=value).x
@@ -32,11 +49,12 @@ def value_of(validator: Integer | Number | OneOf, value: object) -> object:
         (one_of("a", "b"), "b"),
         (one_of(True, False, "never"), True),
         (one_of(0, 1), 1),
+        (boolean(), False),
+        (text(), "é"),
+        (text(optional=True), None),
     ],
 )
-def test_a_value_within_the_bounds_passes(
-    validator: Integer | Number | OneOf, value: object
-) -> None:
+def test_a_value_within_the_bounds_passes(validator: AnyValidator, value: object) -> None:
     assert value_of(validator, value) is value
 
 
@@ -54,6 +72,13 @@ def test_a_value_within_the_bounds_passes(
         (number(), math.nan, "a number"),
         (number(), math.inf, "a number"),
         (number(), False, "a number"),
+        (number(), 2**2000, "a number"),
+        (boolean(), 1, "True or False"),
+        (boolean(), "no", "True or False"),
+        (boolean(), None, "True or False"),
+        (text(), 5, "a text that UTF-8 can encode"),
+        (text(), None, "a text that UTF-8 can encode"),
+        (text(), "\ud800", "a text that UTF-8 can encode"),
         (number(), None, "a number"),
         (number(0), -1, "a number of at least 0"),
         (number(0, exclusive_low=True), 0.0, "a number above 0"),
@@ -66,12 +91,12 @@ def test_a_value_within_the_bounds_passes(
     ],
 )
 def test_a_refusal_names_field_bounds_and_value(
-    validator: Integer | Number | OneOf, value: object, accepted: str
+    validator: AnyValidator, value: object, accepted: str
 ) -> None:
     assert validator.accepted == accepted
     with pytest.raises(ConfigError) as refusal:
         value_of(validator, value)
-    assert str(refusal.value) == f"x must be {accepted}, got {value!r}"
+    assert str(refusal.value) == f"x must be {accepted}, got {shown(value)}"
     assert refusal.value.field == "x"
 
 
@@ -90,6 +115,44 @@ def test_the_error_can_be_chosen() -> None:
 
     with pytest.raises(KeyError, match="x: x must be an integer"):
         value_of(integer(error=renamed), "y")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (1.5, "1.5"),
+        ("a" * 30, repr("a" * 30)),
+        (2**255, str(2**255)),
+        (10**5000, "an integer of 16610 bits"),
+        ([10**5000], "[an integer of 16610 bits]"),
+    ],
+    ids=lambda value: f"{type(value).__name__}",
+)
+def test_a_message_shows_any_value(value: object, text: str) -> None:
+    assert shown(value) == text
+
+
+def test_a_message_shows_little_of_a_large_value() -> None:
+    class Silent:
+        def __repr__(self) -> str:
+            raise RuntimeError("no text")
+
+    for value in ("x" * 10**6, list(range(10**6)), {"a": {"b": {"c": {"d": {}}}}}, Silent()):
+        assert 0 < len(shown(value)) <= 203
+
+
+def test_numbers_of_numpy_become_plain_ones_and_other_values_stay() -> None:
+    for value, plain in ((np.int64(3), 3), (np.float32(0.5), 0.5), (7, 7), (0.5, 0.5)):
+        assert plain_number(value) == plain
+        assert type(plain_number(value)) is type(plain)
+    for value in (True, "7", None, 1j, np.bool_(True)):
+        assert plain_number(value) is value
+
+
+def test_a_text_has_no_items() -> None:
+    assert items_of([1, 2]) == items_of(iter((1, 2))) == (1, 2)
+    for value in ("ab", b"ab", 5, None, np.array(5)):
+        assert items_of(value) is None
 
 
 def test_the_bounds_can_be_read() -> None:

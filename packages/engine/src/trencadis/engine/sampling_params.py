@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.validators import integer, number, one_of
+from trencadis.engine.validators import (
+    boolean,
+    integer,
+    is_text,
+    items_of,
+    number,
+    one_of,
+    plain_number,
+    shown,
+)
 
 MAX_LOGPROBS = 20
 """Maximum number of alternatives per position: the OpenAI API's limit of ``top_logprobs``."""
@@ -22,6 +31,9 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_SEQUENCES = 128
 """Maximum number of sequences of one request."""
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id of any vocabulary: models have at most some hundred thousand tokens."""
 
 _INT32_MAX = 2**31 - 1
 _INT64_MAX = 2**63 - 1
@@ -34,13 +46,36 @@ def _help(text: str) -> Mapping[str, str]:
     return {"help": text}
 
 
-# With ``converter=tuple`` mypy does not know the element type, and refuses every argument.
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
+# Converters, because type checkers read the accepted types of an argument from them.
 
 
-def _token_ids(values: Iterable[int]) -> tuple[int, ...]:
-    return tuple(values)
+def _stop_strings(values: str | Iterable[str] | None) -> tuple[str, ...]:
+    return (values,) if isinstance(values, str) else _tuple(values, "stop", "strings")
+
+
+def _token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
+    return tuple(map(plain_number, _tuple(values, "stop_token_ids", "token ids")))
+
+
+def _biases(values: Mapping[int, float] | None) -> dict[int, float]:
+    if values is None:
+        return {}
+    if not isinstance(values, Mapping):
+        raise InvalidRequest(
+            f"logit_bias must map token ids to numbers, as in {{42: -1.5}}, got {shown(values)}",
+            "logit_bias",
+        )
+    # A copy, because the caller may change its own after the checks.
+    return {plain_number(token): plain_number(bias) for token, bias in values.items()}
+
+
+def _tuple(values: Iterable[Any] | None, name: str, content: str) -> tuple[Any, ...]:
+    if values is None:
+        return ()
+    items = items_of(values)
+    if items is None:
+        raise InvalidRequest(f"{name} must be a list of {content}, got {shown(values)}", name)
+    return items
 
 
 @attrs.frozen(kw_only=True)
@@ -72,6 +107,7 @@ class SamplingParams:
     )
     use_beam_search: bool = attrs.field(
         default=False,
+        validator=boolean(error=InvalidRequest),
         metadata=_help("Search beams instead of drawing tokens."),
     )
     length_penalty: float = attrs.field(
@@ -140,7 +176,7 @@ class SamplingParams:
     )
     max_tokens: int | None = attrs.field(
         default=16,
-        validator=_integer(1, optional=True),
+        validator=_integer(1, _INT32_MAX, optional=True),
         metadata=_help("Maximum number of output tokens. Null: the rest of the model's context."),
     )
     min_tokens: int = attrs.field(
@@ -152,22 +188,27 @@ class SamplingParams:
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
-        converter=_strings,
-        metadata=_help(f"At most {MAX_STOP_STRINGS} strings, each of which ends an answer."),
+        converter=_stop_strings,
+        metadata=_help(
+            f"A string that ends an answer, or at most {MAX_STOP_STRINGS} of which each does."
+        ),
     )
     stop_token_ids: tuple[int, ...] = attrs.field(
         default=(), converter=_token_ids, metadata=_help("Token ids, each of which ends an answer.")
     )
     ignore_eos: bool = attrs.field(
         default=False,
+        validator=boolean(error=InvalidRequest),
         metadata=_help("Continue after the model's end-of-sequence token."),
     )
     include_stop_str_in_output: bool = attrs.field(
         default=False,
+        validator=boolean(error=InvalidRequest),
         metadata=_help("Keep the stop string in the text of the answer."),
     )
     skip_special_tokens: bool = attrs.field(
         default=True,
+        validator=boolean(error=InvalidRequest),
         metadata=_help("Leave special tokens out of the text of the answer."),
     )
     logprobs: int | None = attrs.field(
@@ -180,22 +221,33 @@ class SamplingParams:
     )
     logit_bias: Mapping[int, float] = attrs.field(
         factory=dict,
+        converter=_biases,
         metadata=_help("Added to the logits: a number from -100 to 100 for each token id."),
     )
 
     @stop.validator
     def _check_stop(self, _: object, value: tuple[str, ...]) -> None:
-        if len(value) > MAX_STOP_STRINGS or not all(isinstance(s, str) and s for s in value):
+        if len(value) > MAX_STOP_STRINGS or not all(is_text(string) and string for string in value):
             raise InvalidRequest(
-                f"stop must be at most {MAX_STOP_STRINGS} non-empty strings, got {value!r}", "stop"
+                f"stop must be at most {MAX_STOP_STRINGS} non-empty strings that UTF-8 can encode, "
+                f"got {shown(value)}",
+                "stop",
             )
+
+    @stop_token_ids.validator
+    def _check_stop_token_ids(self, _: object, value: tuple[int, ...]) -> None:
+        for token in value:
+            _check_token_id(token, "stop_token_ids")
 
     @logit_bias.validator
     def _check_logit_bias(self, _: object, value: Mapping[int, float]) -> None:
         for token, bias in value.items():
-            if not -100.0 <= bias <= 100.0:
+            _check_token_id(token, "logit_bias")
+            is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
+            if not is_number or not -100.0 <= bias <= 100.0:
                 raise InvalidRequest(
-                    f"logit_bias of token {token} must be from -100 to 100, got {bias!r}",
+                    f"logit_bias of token {token} must be a number from -100 to 100, "
+                    f"got {shown(bias)}",
                     "logit_bias",
                 )
 
@@ -254,3 +306,12 @@ class SamplingParams:
     def needs_ranking(self) -> bool:
         """Whether the answers are known only after all sequences have ended."""
         return self.use_beam_search or self.num_seqs > self.n
+
+
+def _check_token_id(value: Any, name: str) -> None:
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not 0 <= value <= MAX_TOKEN_ID:
+        raise InvalidRequest(
+            f"{name} must name token ids, integers from 0 to {MAX_TOKEN_ID}, got {shown(value)}",
+            name,
+        )

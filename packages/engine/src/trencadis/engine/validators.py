@@ -9,7 +9,9 @@ of this package, or any callable of that form.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Callable
+from numbers import Integral, Real
 from typing import Any
 
 import attrs
@@ -72,11 +74,44 @@ class Number:
         if (
             not isinstance(value, (int, float))
             or isinstance(value, bool)
-            or not math.isfinite(value)
+            or not _is_finite(value)
             or (self.low is not None and value < self.low)
             or (self.low is not None and self.exclusive_low and value == self.low)
             or (self.high is not None and value > self.high)
         ):
+            raise _refusal(self, attribute, value)
+
+
+@attrs.frozen
+class Boolean:
+    """True or False: no number, and no text such as ``"no"``, which counts as true."""
+
+    error: ErrorFactory
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        return "True or False"
+
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not isinstance(value, bool):
+            raise _refusal(self, attribute, value)
+
+
+@attrs.frozen
+class Text:
+    """A text that UTF-8 can encode: without lone surrogates. ``optional`` also accepts None."""
+
+    optional: bool
+    error: ErrorFactory
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        return "a text that UTF-8 can encode"
+
+    def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if not (is_text(value) or (self.optional and value is None)):
             raise _refusal(self, attribute, value)
 
 
@@ -120,21 +155,100 @@ def number(
     return Number(low, high, exclusive_low, optional, error)
 
 
+def boolean(*, error: ErrorFactory = ConfigError) -> Boolean:
+    """Validate True or False."""
+    return Boolean(error)
+
+
+def text(*, optional: bool = False, error: ErrorFactory = ConfigError) -> Text:
+    """Validate a text that UTF-8 can encode."""
+    return Text(optional, error)
+
+
 def one_of(*accepted: object, error: ErrorFactory = ConfigError) -> OneOf:
     """Validate a value of a closed list."""
     return OneOf(accepted, error)
 
 
+MAX_POWER_OF_TWO = 1 << 16
+"""Largest value of `power_of_two`. The longest KV blocks in use have 256 tokens."""
+
+
 def power_of_two(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    """Validate a power of two, such as 32."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1 or value & (value - 1):
-        raise ConfigError(f"{attribute.name} must be a power of two, got {value!r}", attribute.name)
+    """Validate a power of two from 1 to `MAX_POWER_OF_TWO`, such as 32."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or not 1 <= value <= MAX_POWER_OF_TWO or value & (value - 1):
+        raise ConfigError(
+            f"{attribute.name} must be a power of two up to {MAX_POWER_OF_TWO}, got {shown(value)}",
+            attribute.name,
+        )
+
+
+def plain_number(value: Any) -> Any:
+    """NumPy's and others' numbers as int or float, which messages carry; other values unchanged."""
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else value
+
+
+def items_of(value: Any) -> tuple[Any, ...] | None:
+    """The items of a list or another iterable; None for a text, and for what has no items."""
+    if isinstance(value, (str, bytes)):
+        return None
+    try:
+        return tuple(value)
+    except TypeError:  # also from a tensor without dimensions, which claims to be iterable
+        return None
+
+
+def is_text(value: object) -> bool:
+    """Whether a value is a str that UTF-8 can encode."""
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+class _ShortRepr(reprlib.Repr):
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxlevel = 3
+        self.maxstring = self.maxother = _MAX_SHOWN
+
+    def repr_int(self, value: int, _: int) -> str:
+        # Python refuses to write an integer of more than 4300 digits.
+        bits = value.bit_length()
+        return repr(value) if bits <= 256 else f"an integer of {bits} bits"
+
+
+_MAX_SHOWN = 200
+_SHORT_REPR = _ShortRepr()
+
+
+def shown(value: object) -> str:
+    """A value as an error message shows it: its repr, shortened. Never raises."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer past the largest float
+        return False
 
 
 def _refusal(
-    validator: Integer | Number | OneOf, attribute: attrs.Attribute[Any], value: object
+    validator: Integer | Number | Boolean | Text | OneOf,
+    attribute: attrs.Attribute[Any],
+    value: object,
 ) -> Exception:
-    message = f"{attribute.name} must be {validator.accepted}, got {value!r}"
+    message = f"{attribute.name} must be {validator.accepted}, got {shown(value)}"
     return validator.error(message, attribute.name)
 
 

@@ -88,7 +88,7 @@ class ServingEngine(Protocol):
 
         Closing the generator aborts the request. A request with a lower ``priority`` runs first.
         The first iteration raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`; later ones
-        raise `EngineDead`.
+        raise `RequestFailed`, an internal error that concerns this request alone, or `EngineDead`.
         """
         ...
 

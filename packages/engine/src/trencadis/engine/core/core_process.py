@@ -14,7 +14,7 @@ from typing_extensions import assert_never
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
-from trencadis.engine.ipc.channel import CoreChannel
+from trencadis.engine.ipc.channel import CoreChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
     Add,
@@ -137,10 +137,12 @@ _Orders = dict[int, Future[BatchControlResult]]
 def _handle(
     core: EngineCore,
     channel: CoreChannel,
-    message: Add | Abort | Finish | Control,
+    message: Add | Abort | Finish | Control | Undecodable,
     orders: _Orders,
 ) -> None:
-    if isinstance(message, Add):
+    if isinstance(message, Undecodable):
+        _refuse(channel, message)
+    elif isinstance(message, Add):
         try:
             core.add(message.key, message.prompt_token_ids, message.params, message.priority)
         except EngineOverloaded as error:
@@ -162,6 +164,15 @@ def _handle(
             channel.send(Controlled(message.number, None, str(error), error.field))
     else:
         assert_never(message)
+
+
+def _refuse(channel: CoreChannel, message: Undecodable) -> None:
+    """Answer the sender of a message that could not be decoded, if its id could be read."""
+    reason = f"the engine core cannot read this request: {message.reason}"
+    if message.key is not None:
+        channel.send(Rejected(message.key, reason))
+    if message.number is not None:
+        channel.send(Controlled(message.number, None, reason))
 
 
 def _send_results(orders: _Orders, channel: CoreChannel) -> None:

@@ -9,12 +9,16 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.core.request_conversion import check_request
+from trencadis.engine.core.request_conversion import (
+    check_arguments,
+    check_order,
+    check_request,
+)
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
@@ -30,6 +34,7 @@ from trencadis.scheduler import (
     BatchControlResult,
     Scheduler,
     SequenceStatus,
+    StepOrderError,
     StepTiming,
 )
 from trencadis.warmup import WarmupReport
@@ -57,7 +62,10 @@ class EngineCore:
         thermal: ThermalMonitor | None = None,
     ) -> None:
         self.config = config
-        self.device = device if device is not None else _device(config)
+        self.device = select_device(
+            config.device if device is None else device,
+            Path(config.compile_cache) if config.compile_cache else None,
+        )
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
         self._thermal = thermal or ThermalMonitor.from_config(
             config, self.device.temperature_source
@@ -151,7 +159,7 @@ class EngineCore:
     def add(
         self,
         key: str,
-        prompt_token_ids: tuple[int, ...],
+        prompt_token_ids: Sequence[int],
         params: SamplingParams,
         priority: int = 0,
     ) -> None:
@@ -159,6 +167,7 @@ class EngineCore:
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
         """
+        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority)
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
         self.requests.add(key, prompt_token_ids, params, priority, limit)
@@ -177,6 +186,7 @@ class EngineCore:
         See `Scheduler.control`. Raises `InvalidRequest` for a ``max_num_seqs`` above the one that
         the engine was started with, since its buckets end there.
         """
+        check_order(order)
         limit = self.config.max_num_seqs
         if order.max_num_seqs is not None and order.max_num_seqs > limit:
             raise InvalidRequest(
@@ -243,6 +253,19 @@ class EngineCore:
         self._running_limit = output.max_running_seqs
         return self.requests.report(updates, sampled)
 
+    def discard_step(self) -> None:
+        """Drop a step that was interrupted before it was complete, as by Ctrl-C, if there is one.
+
+        What it wrote to the KV cache is unknown, so every admitted request ends, as after an error.
+        """
+        try:
+            self.scheduler.discard_step()
+        except StepOrderError:
+            return  # the last step is complete
+        interruption = InterruptedError("the step was interrupted")
+        for request_id in self.scheduler.abort_admitted():
+            self.requests.fail(request_id, interruption)
+
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
         # Raises if the device computes nothing any more: then it was no fault of these requests.
@@ -267,9 +290,3 @@ class EngineCore:
     def close(self) -> None:
         """Stop reading temperatures."""
         self._thermal.stop()
-
-
-def _device(config: EngineConfig) -> Device:
-    return select_device(
-        config.device, Path(config.compile_cache) if config.compile_cache else None
-    )

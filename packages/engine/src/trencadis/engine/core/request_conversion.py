@@ -2,11 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import attrs
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.sampling_params import SamplingParams
-from trencadis.scheduler import BeamSearch, Request
+from trencadis.engine.sampling_params import MAX_TOKEN_ID, SamplingParams
+from trencadis.engine.validators import is_text, items_of, plain_number, shown
+from trencadis.scheduler import BatchControl, BeamSearch, Request
+
+_INT64_MAX = 2**63 - 1
+"""The largest integer that a message can carry to the core."""
+
+
+def check_arguments(
+    request_id: str, prompt_token_ids: Iterable[int], params: SamplingParams, priority: int
+) -> tuple[int, ...]:
+    """The token ids of a request whose arguments have the right types.
+
+    Needs no model, so the front calls it before it sends anything. Raises `InvalidRequest`, naming
+    the field.
+    """
+    check_request_id(request_id)
+    if not isinstance(params, SamplingParams):
+        raise InvalidRequest(f"params must be SamplingParams, got {shown(params)}", "params")
+    is_integer = isinstance(priority, int) and not isinstance(priority, bool)
+    if not is_integer or not -_INT64_MAX - 1 <= priority <= _INT64_MAX:
+        raise InvalidRequest(
+            f"priority must be an integer from -2**63 to 2**63 - 1, got {shown(priority)}",
+            "priority",
+        )
+    return _token_ids(prompt_token_ids)
+
+
+def check_request_id(request_id: str) -> None:
+    """Raise `InvalidRequest` for what cannot name a request."""
+    if not is_text(request_id):
+        raise InvalidRequest(
+            f"request_id must be a text that UTF-8 can encode, got {shown(request_id)}",
+            "request_id",
+        )
+
+
+def check_order(order: BatchControl) -> None:
+    """Raise `InvalidRequest` for what is no order."""
+    if not isinstance(order, BatchControl):
+        raise InvalidRequest(
+            f"an order must be a BatchControl, as in BatchControl(max_num_seqs=4), "
+            f"got {shown(order)}",
+            "order",
+        )
+
+
+def _token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
+    if isinstance(prompt, (str, bytes)):
+        raise InvalidRequest(
+            f"the prompt must be token ids, got the text {shown(prompt)}: encode it first, with "
+            "tokenizer.encode",
+            "prompt",
+        )
+    token_ids = items_of(prompt)
+    if token_ids is None:
+        raise InvalidRequest(f"the prompt must be token ids, got {shown(prompt)}", "prompt")
+    if not set(map(type, token_ids)) <= {int}:
+        token_ids = tuple(map(plain_number, token_ids))
+        wrong = [token for token in token_ids if type(token) is not int]
+        if wrong:
+            raise InvalidRequest(
+                f"token ids of the prompt must be integers, got {shown(wrong[0])}", "prompt"
+            )
+    if token_ids and not 0 <= min(token_ids) <= max(token_ids) <= MAX_TOKEN_ID:
+        raise InvalidRequest(
+            f"token ids of the prompt must be from 0 to {MAX_TOKEN_ID}, "
+            f"got {shown(min(token_ids))} to {shown(max(token_ids))}",
+            "prompt",
+        )
+    return token_ids
 
 
 def check_request(

@@ -14,7 +14,13 @@ from typing_extensions import assert_never
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.core_process import LogSettings
+from trencadis.engine.core.request_conversion import (
+    check_arguments,
+    check_order,
+    check_request_id,
+)
 from trencadis.engine.errors import (
+    ConfigError,
     EngineDead,
     EngineError,
     EngineOverloaded,
@@ -39,6 +45,7 @@ from trencadis.engine.ipc.messages import (
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.validators import shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
@@ -54,7 +61,11 @@ _ORDER_SECONDS = 60.0
 
 
 class AsyncEngine:
-    """Serves requests on one event loop. Create it with `start`, end it with `stop`."""
+    """Serves requests on one event loop. Create it with `start`, end it with `stop`.
+
+    It belongs to the event loop in which it was started. Calls from another one raise
+    `EngineError`, except `stop`.
+    """
 
     def __init__(
         self,
@@ -74,6 +85,7 @@ class AsyncEngine:
         self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
         self._numbers = itertools.count()
         self._failure: str | None = None
+        self._loop = asyncio.get_running_loop()
         self._reader = asyncio.create_task(self._read(), name="engine-reader")
 
     @classmethod
@@ -83,6 +95,11 @@ class AsyncEngine:
         Raises `ConfigError` or `ModelError` when the model cannot be served, `EngineDead` when
         the core fails for another reason.
         """
+        if not isinstance(config, EngineConfig):
+            raise ConfigError(
+                f"config must be an EngineConfig, as in EngineConfig(model='./my-model'), "
+                f"got {shown(config)}"
+            )
         source = await asyncio.to_thread(locate, config.model)
         core = CoreClient(config, log or LogSettings())
         try:
@@ -95,6 +112,9 @@ class AsyncEngine:
 
     async def stop(self) -> None:
         """End the core. Requests that still run end with `EngineDead`."""
+        if self._loop is not asyncio.get_running_loop():
+            await self._core.end()  # the channel belongs to the other loop, which may be closed
+            return
         self._fail("the engine was stopped")
         self._reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -135,6 +155,11 @@ class AsyncEngine:
 
     async def check_health(self) -> None:
         """Raises `EngineDead` when requests cannot be served any more."""
+        if self._loop is not asyncio.get_running_loop():
+            raise EngineError(
+                "this engine was started in another event loop: call it there, from other threads "
+                "with asyncio.run_coroutine_threadsafe"
+            )
         if not self.is_alive:
             raise EngineDead(self._failure or "the engine core is gone: restart the server")
 
@@ -155,9 +180,9 @@ class AsyncEngine:
         await self.check_health()
         number = next(self._numbers)
         name = request_id if request_id is not None else f"request-{number}"
+        prompt = check_arguments(name, prompt_token_ids, params, priority)
         # Keys are never reused, so a late token of an ended request cannot reach another one.
         key = f"{name}/{number}"
-        prompt = tuple(prompt_token_ids)
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
         stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
         self._requests[key] = _Request(stream, queue)
@@ -174,7 +199,11 @@ class AsyncEngine:
             await self._abort(key)
 
     async def abort(self, request_id: str) -> None:
-        """End every sample of a request. Its generator yields their last deltas and ends."""
+        """End every sample of a request. Its generator yields their last deltas and ends.
+
+        An unknown id is ignored: its request has ended. Raises `InvalidRequest` for what is no id.
+        """
+        check_request_id(request_id)
         for key, request in tuple(self._requests.items()):
             if request.stream.request_id == request_id:
                 request.stream.abort()
@@ -187,6 +216,7 @@ class AsyncEngine:
         `EngineOverloaded` where no step ends within a minute, and `EngineDead`.
         """
         await self.check_health()
+        check_order(order)
         number = next(self._numbers)
         self._orders[number] = asyncio.get_running_loop().create_future()
         try:
@@ -237,10 +267,24 @@ class AsyncEngine:
             request = self._requests.get(token.key)
             if request is None:
                 continue  # aborted after the core had sent the token
-            if request.stream.push(token):  # ended by a stop string, which the core cannot see
+            try:
+                stopped = request.stream.push(token)
+            except Exception as error:  # only this request is concerned: the others are served
+                await self._fail_request(token.key, error)
+                continue
+            if stopped:  # by a stop string, which the core cannot see
                 await self._core.send(Finish(token.key, token.index))
             if request.stream.finished:
                 del self._requests[token.key]
+
+    async def _fail_request(self, key: str, error: Exception) -> None:
+        """End a request because of an unexpected error, which its caller gets."""
+        name = key.rpartition("/")[0]
+        logger.error("Request %s fails", name, exc_info=error)
+        if not isinstance(error, EngineError):
+            error = RequestFailed(f"request {name} failed: {type(error).__name__}: {error}")
+        self._requests[key].queue.put_nowait(error)
+        await self._abort(key)
 
     def _reject(self, message: Rejected) -> None:
         if message.overloaded:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import multiprocessing
 import os
+import pickle
 import signal
 import time
 from multiprocessing.process import BaseProcess
@@ -23,7 +24,10 @@ _POLL_SECONDS = 0.5
 
 
 class CoreClient:
-    """Starts the core's process, exchanges messages with it, and ends it."""
+    """Starts the core's process, exchanges messages with it, and ends it.
+
+    Raises `ConfigError` for settings that cannot be sent to another process.
+    """
 
     def __init__(self, config: EngineConfig, log: LogSettings) -> None:
         self._channel = FrontChannel()
@@ -33,7 +37,14 @@ class CoreClient:
             name="trencadis-core",
             daemon=True,
         )
-        self._process.start()
+        try:
+            self._process.start()
+        except (pickle.PicklingError, TypeError, AttributeError) as error:
+            self._channel.close()
+            raise ConfigError(
+                f"the settings cannot be sent to the core's process ({error}): use values that "
+                "pickle can copy, and name a device of your own as module:Class"
+            ) from error
 
     @property
     def is_alive(self) -> bool:

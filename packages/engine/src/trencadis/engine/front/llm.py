@@ -2,32 +2,43 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import threading
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import attrs
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
-from trencadis.engine.core.request_conversion import check_request
-from trencadis.engine.errors import RequestFailed
+from trencadis.engine.core.request_conversion import check_arguments, check_request
+from trencadis.engine.errors import InvalidRequest, RequestFailed
+from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.validators import items_of, shown
+
+ItemT = TypeVar("ItemT")
 
 
 @attrs.define
 class Completion:
-    """One sample of a prompt."""
+    """One sample of a prompt.
+
+    ``stop_reason``: the stop string or the id of the stop token that ended it, otherwise None.
+    """
 
     text: str = ""
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[PositionLogprobs] = attrs.field(factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
 
 @attrs.frozen
@@ -38,68 +49,121 @@ class Generation:
     completions: tuple[Completion, ...]
 
 
+@attrs.frozen
+class _Job:
+    """A checked prompt with its number, and the completions that grow while it is served."""
+
+    number: int
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    completions: tuple[Completion, ...]
+
+
 class LLM:
     """A model in this process, for offline batches: ``LLM("path").generate(["Hello"])``.
 
-    ``settings`` are those of `EngineConfig`. Raises `ModelError` or `ConfigError`.
+    ``settings`` are those of `EngineConfig`. Calls from several threads are served one after the
+    other. Raises `ModelError` or `ConfigError`.
     """
 
-    def __init__(self, model: str, **settings: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self.core = EngineCore(EngineConfig(model=model, **settings))
         self.tokenizer = Tokenizer.load(self.core.spec.source)
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self.core.warm_up()
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Generation]:
         """Complete every prompt, given as text or as token ids; results are in prompt order.
 
-        Raises `InvalidRequest`, before anything is generated, if one prompt cannot be served, and
-        `RequestFailed` if an internal error ends one.
+        A single text is one prompt. ``params`` hold for all prompts, or are a list with those of
+        each prompt. Raises `InvalidRequest`, before anything is generated, if one prompt cannot be
+        served, and `RequestFailed` if an internal error ends one. After any error, or Ctrl-C, no
+        request is left running.
         """
-        params = params or SamplingParams()
-        token_ids = [
-            tuple(self.tokenizer.encode(p)) if isinstance(p, str) else tuple(p) for p in prompts
-        ]
-        spec, longest = self.core.spec, self.core.max_model_len
-        for ids in token_ids:
-            check_request(ids, params, spec.vocab_size, longest)
-        waiting = deque(enumerate(token_ids))
-        answers = [[Completion() for _ in range(params.n)] for _ in token_ids]
-        running: dict[str, RequestStream] = {}
-        try:
-            while waiting or running:
-                while waiting and len(running) < self.core.config.max_waiting:
-                    number, ids = waiting.popleft()
-                    self.core.add(str(number), ids, params)
-                    running[str(number)] = RequestStream(
-                        str(number), ids, params, self.tokenizer, partial(_extend, answers[number])
-                    )
-                self._advance(running)
-        finally:
-            for key in running:
-                self.core.abort(key)
-        return [
-            Generation(ids, tuple(completions))
-            for ids, completions in zip(token_ids, answers, strict=True)
-        ]
+        with self._lock:
+            texts = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+            token_ids = [
+                self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+                for prompt in texts
+            ]
+            return self._generate(token_ids, params)
 
     def chat(
         self,
-        conversations: Sequence[Sequence[Mapping[str, Any]]],
-        params: SamplingParams | None = None,
+        conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> list[Generation]:
-        """Answer every conversation. Prompts are rendered with the model's chat template."""
-        prompts = [self.tokenizer.render_chat(messages) for messages in conversations]
-        return self.generate(prompts, params)
+        """Answer every conversation, or a single one. Otherwise as `generate`.
+
+        Prompts are rendered with the model's chat template.
+        """
+        with self._lock:
+            listed: list[Any] = _listed(conversations, "conversations")
+            if listed and isinstance(listed[0], Mapping):
+                listed = [listed]
+            rendered = [self.tokenizer.render_chat(_messages(messages)) for messages in listed]
+            return self._generate(rendered, params)
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+    ) -> list[Generation]:
+        per_prompt = _per_prompt(params, prompts)
+        jobs = [
+            self._checked(number, prompt, prompt_params)
+            for number, (prompt, prompt_params) in enumerate(zip(prompts, per_prompt, strict=True))
+        ]
+        self._serve(jobs)
+        return [Generation(job.prompt_token_ids, job.completions) for job in jobs]
+
+    def _checked(self, number: int, prompt: Sequence[int], params: SamplingParams) -> _Job:
+        try:
+            token_ids = check_arguments("", prompt, params, priority=0)
+            check_request(token_ids, params, self.core.spec.vocab_size, self.core.max_model_len)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"prompt {number}: {error}", error.field) from error
+        return _Job(number, token_ids, params, tuple(Completion() for _ in range(params.n)))
+
+    def _serve(self, jobs: Sequence[_Job]) -> None:
+        """Generate the completions of all jobs; aborts those that an error leaves unfinished."""
+        waiting = deque(jobs)
+        running: dict[str, RequestStream] = {}
+        with deferred_interrupts() as raise_interrupt:
+            try:
+                while waiting or running:
+                    while waiting and len(running) < self.core.config.max_waiting:
+                        self._start(waiting.popleft(), running)
+                    self._advance(running)
+                    raise_interrupt()
+            finally:
+                for key in running:
+                    self.core.abort(key)
+                self.core.discard_step()
+
+    def _start(self, job: _Job, running: dict[str, RequestStream]) -> None:
+        key = f"llm-{next(self._numbers)}"  # never used again, whatever becomes of the request
+        emit = partial(_extend, job.completions)
+        name, token_ids, params = f"prompt {job.number}", job.prompt_token_ids, job.params
+        running[key] = RequestStream(name, token_ids, params, self.tokenizer, emit)
+        self.core.add(key, token_ids, params)
 
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""
         tokens = self.core.step()
+        # Other keys belong to requests that the program has added to the core itself.
         for failure in self.core.take_failures():
-            raise RequestFailed(f"prompt {failure.key}: {failure.message}")
+            if failure.key in running:
+                raise RequestFailed(f"{running[failure.key].request_id}: {failure.message}")
         for token in tokens:
-            stream = running[token.key]
+            stream = running.get(token.key)
+            if stream is None:
+                continue
             if stream.push(token):
                 self.core.finish(token.key, token.index)
             if stream.finished:
@@ -107,9 +171,46 @@ class LLM:
         time.sleep(self.core.pause_s)
 
 
-def _extend(completions: list[Completion], delta: CompletionDelta) -> None:
+def _listed(values: Iterable[ItemT], name: str) -> list[ItemT]:
+    items = None if isinstance(values, Mapping) else items_of(values)
+    if items is None:
+        raise InvalidRequest(f"{name} must be a list, got {shown(values)}", name)
+    return list(items)
+
+
+def _messages(messages: Any) -> list[Mapping[str, Any]]:
+    listed: list[Any] = _listed(messages, "messages")
+    if not listed or not all(isinstance(message, Mapping) for message in listed):
+        raise InvalidRequest(
+            "a conversation must be a list of messages, as in [{'role': 'user', 'content': 'Hi'}], "
+            f"got {shown(messages)}",
+            "messages",
+        )
+    return listed
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, prompts: Sequence[object]
+) -> list[SamplingParams]:
+    """The parameters of each prompt. Raises `InvalidRequest` for a list of another length."""
+    if params is None:
+        params = SamplingParams()
+    if isinstance(params, SamplingParams):
+        return [params] * len(prompts)
+    listed = _listed(params, "params")
+    if len(listed) != len(prompts):
+        raise InvalidRequest(
+            f"there are {len(listed)} params for {len(prompts)} prompts: give one SamplingParams "
+            "for all, or a list with one for each prompt",
+            "params",
+        )
+    return listed
+
+
+def _extend(completions: Sequence[Completion], delta: CompletionDelta) -> None:
     completion = completions[delta.index]
     completion.text += delta.text
     completion.token_ids.extend(delta.token_ids)
     completion.logprobs.extend(delta.logprobs)
     completion.finish_reason = delta.finish_reason
+    completion.stop_reason = delta.stop_reason

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from trencadis.engine.errors import RequestFailed
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 from trencadis.engine.ipc.messages import NewToken
 from trencadis.engine.outputs import CompletionDelta, FinishReason
@@ -22,6 +23,7 @@ class RequestStream:
     With ``best_of`` above ``n`` and with beam search, the results are known only at the end. Each
     is then emitted as one delta, and the best has index 0. Samples are ranked here, not in the
     scheduler, because stop strings are found here: tokens after a stop string must not count.
+    `push` raises `RequestFailed` where a sample to rank lacks log-probabilities.
     """
 
     def __init__(
@@ -75,9 +77,21 @@ class RequestStream:
     def _emit_best(self) -> None:
         ranked = self._held
         if not self._params.use_beam_search:
-            ranked = sorted(self._held, key=_mean_logprob, reverse=True)
+            ranked = sorted(self._held, key=self._mean_logprob, reverse=True)
         for rank, deltas in enumerate(ranked[: self._params.n]):
             self._emit(self._joined(deltas, rank))
+
+    def _mean_logprob(self, deltas: Sequence[CompletionDelta]) -> float:
+        """Mean log-probability of a sample's tokens, by which OpenAI's API ranks ``best_of``."""
+        num_tokens = sum(len(delta.token_ids) for delta in deltas)
+        logprobs = [position.chosen.logprob for delta in deltas for position in delta.logprobs]
+        if not logprobs or len(logprobs) != num_tokens:
+            raise RequestFailed(
+                f"request {self.request_id}: a sample has log-probabilities for {len(logprobs)} of "
+                f"its {num_tokens} tokens, and best_of {self._params.best_of} ranks by them: send "
+                "it again, or without best_of"
+            )
+        return sum(logprobs) / num_tokens
 
     def _joined(self, deltas: Sequence[CompletionDelta], index: int) -> CompletionDelta:
         last = deltas[-1]
@@ -150,9 +164,3 @@ class SampleStream:
             self._num_prompt_tokens,
             token.num_cached_tokens,
         )
-
-
-def _mean_logprob(deltas: Sequence[CompletionDelta]) -> float:
-    """Mean log-probability of a sample's tokens, by which OpenAI's API ranks ``best_of``."""
-    logprobs = [position.chosen.logprob for delta in deltas for position in delta.logprobs]
-    return sum(logprobs) / len(logprobs)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.validators import is_text, shown
 
 
 class Tokenizer:
@@ -42,6 +43,11 @@ class Tokenizer:
         return len(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text. Raises `InvalidRequest` for what UTF-8 cannot encode."""
+        if not is_text(text):
+            raise InvalidRequest(
+                f"the prompt must be a text that UTF-8 can encode, got {shown(text)}", "prompt"
+            )
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
@@ -83,4 +89,7 @@ class Tokenizer:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", "messages"
             ) from error
-        return self.encode(str(text), add_special_tokens=False)
+        try:
+            return self.encode(str(text), add_special_tokens=False)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"the rendered messages: {error}", "messages") from error

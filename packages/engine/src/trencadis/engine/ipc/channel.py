@@ -2,42 +2,83 @@
 
 from __future__ import annotations
 
+import logging
 import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import attrs
 import msgspec
 import zmq
 import zmq.asyncio
 
+from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.ipc.messages import FromCore, ToCore
+from trencadis.engine.validators import plain_number
+
+logger = logging.getLogger("trencadis.engine")
 
 LINGER_MS = 200
 """How long a closing socket tries to deliver queued messages."""
 
 
+@attrs.frozen
+class Undecodable:
+    """A message that could not be decoded.
+
+    ``key`` is that of the request which the message was about, ``number`` that of the order; both
+    are None where neither can be read.
+    """
+
+    reason: str
+    key: str | None = None
+    number: int | None = None
+
+
 class CoreChannel:
-    """The core's end of the channel. Blocking."""
+    """The core's end of the channel. Blocking.
+
+    ``num_undecodable`` counts the messages that could not be decoded.
+    """
 
     def __init__(self, to_core: str, from_core: str) -> None:
         self._context = zmq.Context()
         self._inbox = _connect(self._context, zmq.PULL, to_core)
         self._outbox = _connect(self._context, zmq.PUSH, from_core)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = _encoder()
         self._decoder = msgspec.msgpack.Decoder(ToCore)
+        self.num_undecodable = 0
 
     def send(self, message: FromCore) -> None:
-        self._outbox.send(self._encoder.encode(message))
+        """Queue a message for the front. Characters that UTF-8 cannot encode are replaced."""
+        try:
+            content = self._encoder.encode(message)
+        except UnicodeEncodeError:  # such as the name of a file in a sensor's error
+            content = self._encoder.encode(_with_encodable_text(msgspec.to_builtins(message)))
+        self._outbox.send(content)
 
-    def receive(self, timeout_seconds: float) -> list[ToCore]:
+    def receive(self, timeout_seconds: float) -> list[ToCore | Undecodable]:
         """All queued messages; waits up to ``timeout_seconds`` for the first."""
-        messages: list[ToCore] = []
+        messages: list[ToCore | Undecodable] = []
         timeout = int(timeout_seconds * 1000)
         while self._inbox.poll(timeout):
-            messages.append(self._decoder.decode(self._inbox.recv()))
+            messages.append(self._decode(self._inbox.recv()))
             timeout = 0
         return messages
+
+    def _decode(self, content: bytes) -> ToCore | Undecodable:
+        try:
+            message: ToCore = self._decoder.decode(content)
+        except (ValueError, TypeError, RecursionError) as error:
+            self.num_undecodable += 1
+            logger.warning(
+                "A message to the core cannot be decoded (%d so far): %s",
+                self.num_undecodable,
+                error,
+            )
+            return _undecodable(content, str(error))
+        return message
 
     def close(self) -> None:
         self._context.destroy(linger=LINGER_MS)
@@ -56,11 +97,16 @@ class FrontChannel:
         self._context = zmq.asyncio.Context()
         self._inbox = _bind(self._context, zmq.PULL, self.from_core)
         self._outbox = _bind(self._context, zmq.PUSH, self.to_core)
-        self._encoder = msgspec.msgpack.Encoder()
+        self._encoder = _encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
 
     async def send(self, message: ToCore) -> None:
-        await self._outbox.send(self._encoder.encode(message))
+        """Queue a message for the core. Raises `InvalidRequest` where it cannot be encoded."""
+        try:
+            content = self._encoder.encode(message)
+        except (ValueError, TypeError, OverflowError, RecursionError) as error:
+            raise InvalidRequest(f"this cannot be sent to the engine core: {error}") from error
+        await self._outbox.send(content)
 
     async def receive(self, timeout_seconds: float) -> FromCore | None:
         """The next message, or None after ``timeout_seconds`` without one."""
@@ -72,6 +118,46 @@ class FrontChannel:
     def close(self) -> None:
         self._context.destroy(linger=LINGER_MS)
         shutil.rmtree(self._directory, ignore_errors=True)
+
+
+def _encoder() -> msgspec.msgpack.Encoder:
+    return msgspec.msgpack.Encoder(enc_hook=_as_builtin)
+
+
+def _as_builtin(value: Any) -> Any:
+    """NumPy's numbers and subclasses of str, which msgpack does not know."""
+    if isinstance(value, str):
+        return str.__str__(value)
+    number = plain_number(value)
+    if type(number) not in (int, float):
+        raise TypeError(f"a {type(value).__name__} is no part of a message")
+    return number
+
+
+def _undecodable(content: bytes, reason: str) -> Undecodable:
+    try:
+        fields = msgspec.msgpack.decode(content)
+    except (ValueError, TypeError, RecursionError):
+        return Undecodable(reason)
+    if not isinstance(fields, dict):
+        return Undecodable(reason)
+    key, number = fields.get("key"), fields.get("number")
+    return Undecodable(
+        reason,
+        key if isinstance(key, str) else None,
+        number if isinstance(number, int) else None,
+    )
+
+
+def _with_encodable_text(value: Any) -> Any:
+    """``value``, made of dicts and lists, with ``?`` for characters that UTF-8 cannot encode."""
+    if isinstance(value, str):
+        return value.encode(errors="replace").decode()
+    if isinstance(value, dict):
+        return {name: _with_encodable_text(item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_with_encodable_text(item) for item in value]
+    return value
 
 
 def _connect(context: zmq.Context[Any], kind: int, address: str) -> zmq.Socket[bytes]:
