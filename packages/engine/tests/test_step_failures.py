@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trencadis.engine import LLM, EngineConfig, EngineCore, RequestFailed, SamplingParams
+from trencadis.engine import (
+    LLM,
+    AsyncEngine,
+    EngineConfig,
+    EngineCore,
+    LogSettings,
+    RequestFailed,
+    SamplingParams,
+)
 from trencadis.engine.core import request_table
 
 POISON = 200
@@ -222,3 +232,60 @@ def test_an_offline_batch_tells_which_prompt_failed_and_can_be_repeated(
     assert [result.completions[0].token_ids for result in llm.generate(healthy, GREEDY)] == [
         expected[name] for name in "acd"
     ]
+
+
+DEFECTIVE_DEVICE = f"""
+from trencadis.engine.devices import CPUDevice
+
+
+class Defective(CPUDevice):
+    def optimize(self, model):
+        super().optimize(model)
+
+        def check(module, inputs, named):
+            if {POISON} in named["input_ids"].tolist()[0]:
+                raise RuntimeError("defect in the model")
+
+        model.register_forward_pre_hook(check, with_kwargs=True)
+"""
+
+
+def test_a_client_whose_request_breaks_the_model_hurts_no_other_client(
+    tiny_model: Path,
+    expected: dict[str, list[int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "defective.py").write_text(DEFECTIVE_DEVICE)
+    monkeypatch.syspath_prepend(tmp_path)
+    config = EngineConfig(
+        model=str(tiny_model),
+        device="defective:Defective",
+        dtype="float32",
+        max_model_len=128,
+        num_blocks=80,
+        warmup="none",
+    )
+
+    async def body() -> None:
+        engine = await AsyncEngine.start(config, LogSettings(level=logging.CRITICAL))
+
+        async def collect(prompt: tuple[int, ...]) -> list[int]:
+            deltas = [delta async for delta in engine.generate(prompt, GREEDY)]
+            return [token for delta in deltas for token in delta.token_ids]
+
+        try:
+            for _ in range(2):
+                results = await asyncio.wait_for(
+                    asyncio.gather(*map(collect, PROMPTS.values()), return_exceptions=True), 120
+                )
+                outcome = dict(zip(PROMPTS, results, strict=True))
+                error = outcome.pop("b")
+                assert isinstance(error, RequestFailed)
+                assert "defect in the model" in str(error)
+                assert outcome == without(expected, "b")
+            await engine.check_health()
+        finally:
+            await engine.stop()
+
+    asyncio.run(asyncio.wait_for(body(), 300))
