@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -318,6 +319,10 @@ def test_every_flag_has_the_default_of_its_setting(capsys: pytest.CaptureFixture
     settings = attrs.fields_dict(SidecarConfig)
     for name in ("listen", "period_s", "max_streams"):
         assert f"{settings[name].metadata['help']} Default: {settings[name].default}." in text
+    options = re.split(r" (?=--[a-z])", text.split("options:")[1])[3:]
+    assert len(options) == len(cli._parser()._actions) - 2
+    for option in options:
+        assert re.search(r" (Default: .+|Required)\.$", option.strip()), option
 
 
 @pytest.mark.parametrize("settings", [SidecarConfig, Backoff, ServerTls, ClientTls])

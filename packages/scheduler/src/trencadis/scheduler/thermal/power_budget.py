@@ -40,8 +40,9 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     ``max_num_seqs + 20`` settled readings it is n, or n + 1 for one reading every ``retry_s``. A
     reading is settled ``dwell_s`` after the last change: longer than the delay of the sensor.
 
-    Values that are no power (NaN, infinities, 0, negative) are ignored; without a reading the cap
-    does not change. The metadata of each setting has its ``help`` text. Raises `ConfigError`.
+    Values that are no power (`is_power`: NaN, infinities, 0, negative) are ignored; without a
+    reading the cap does not change. The metadata of each setting has its ``help`` text. Raises
+    `ConfigError`.
     """
 
     budget_w: float = attrs.field(

@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help="Source of the temperatures: KIND or KIND:ARGUMENT, for example "
         "exporter:http://localhost:9400/metrics. "
-        f"Kinds: {', '.join(SOURCES)}.",
+        f"Kinds: {', '.join(SOURCES)}. Required.",
     )
     for name in ("listen", "period_s", "max_streams"):
         field = attrs.fields_dict(SidecarConfig)[name]
@@ -87,8 +87,12 @@ def _parser() -> argparse.ArgumentParser:
         )
     for field in attrs.fields(ServerTls):
         parser.add_argument(
-            f"--tls-{field.name.replace('_', '-')}", metavar="PEM", help=field.metadata["help"]
+            f"--tls-{field.name.replace('_', '-')}",
+            metavar="PEM",
+            help=f"{field.metadata['help']} Default: none.",
         )
     insecure = attrs.fields_dict(SidecarConfig)["allow_insecure"]
-    parser.add_argument("--insecure", action="store_true", help=insecure.metadata["help"])
+    parser.add_argument(
+        "--insecure", action="store_true", help=f"{insecure.metadata['help']} Default: off."
+    )
     return parser
