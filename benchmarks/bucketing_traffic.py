@@ -87,9 +87,7 @@ def print_tails(label: str, batches: np.ndarray, served: int) -> None:
         rows = compare_strategies(seen, judged, step=STEP, maxima=maxima, tail=tail)
         results = {row.strategy: row for row in rows}
         shown = [results["fit as exp"]] if cells else [results["exp"], results["fit as exp"]]
-        cells += [
-            f"{row.padding:.1%}, {row.p99_padding:,}, {row.worst_padding:,}" for row in shown
-        ]
+        cells += [f"{row.padding:.1%}, {row.p99_padding:,}, {row.worst_padding:,}" for row in shown]
     print(f"| {label} | {' | '.join(cells)} |")
 
 
