@@ -266,20 +266,27 @@ def play(folder: Path, seed: int, calls: int) -> int:
 
 
 @pytest.fixture(autouse=True)
-def scratch_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A random string may be taken as a path, and a file be written there."""
-    monkeypatch.chdir(tmp_path)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some wrong values are names of files; they are made here."""
+    (tmp_path / "names").mkdir()
+    monkeypatch.chdir(tmp_path / "names")
 
 
-def test_wrong_calls_are_refused_with_the_packages_error_and_change_nothing(tmp_path: Path) -> None:
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    (tmp_path / "files").mkdir()
+    return tmp_path / "files"
+
+
+def test_wrong_calls_are_refused_with_the_packages_error_and_change_nothing(files: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
-    assert CALLS / 8 < play(tmp_path, seed, CALLS) < CALLS
+    assert CALLS / 8 < play(files, seed, CALLS) < CALLS
 
 
 @pytest.mark.soak
-def test_a_hundred_thousand_wrong_calls(tmp_path: Path) -> None:
+def test_a_hundred_thousand_wrong_calls(files: Path) -> None:
     seed = random.SystemRandom().randrange(1 << 32)
     for part in range(10):
-        folder = tmp_path / str(part)
+        folder = files / str(part)
         folder.mkdir()
         play(folder, seed + part, SOAK_CALLS // 10)

@@ -130,3 +130,10 @@ def test_rows_of_another_form_are_an_error() -> None:
     for changed in ({"maxima": 3}, {"maxima": (1, "x")}, {"step": 0}, {"budget": 0}, {"tail": -1}):
         with pytest.raises(BucketingError):
             compare_strategies(rows, rows, **{**good, **changed})  # type: ignore[arg-type]
+
+
+def test_the_p99_counts_how_often_a_batch_came() -> None:
+    rows = np.array([[1, 100], [1, 301]])
+    for counts, expected in (([990, 10], 28), ([989, 11], 83)):
+        lin = compare_strategies(rows, rows, step=128, maxima=(1, 384), counts=np.array(counts))[0]
+        assert (lin.p99_padding, lin.worst_padding) == (expected, 83)
