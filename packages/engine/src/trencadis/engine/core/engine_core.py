@@ -50,8 +50,8 @@ class EngineCore:
         device: Device | None = None,
         thermal: ThermalMonitor | None = None,
     ) -> None:
-        self.config = config
         self.device = device if device is not None else _device(config)
+        self.config = config = config.for_device(self.device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
         self._thermal = thermal or ThermalMonitor.from_config(
             config, self.device.temperature_source
@@ -221,5 +221,7 @@ class EngineCore:
 
 def _device(config: EngineConfig) -> Device:
     return select_device(
-        config.device, Path(config.compile_cache) if config.compile_cache else None
+        config.device,
+        Path(config.compile_cache) if config.compile_cache else None,
+        fp32_softmax=config.fp32_softmax,
     )

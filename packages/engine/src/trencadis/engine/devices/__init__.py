@@ -25,28 +25,33 @@ logger = logging.getLogger("trencadis.engine")
 DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu": HPUDevice}
 
 
-def select_device(name: str, compile_cache: Path | None = None) -> Device:
+def select_device(
+    name: str, compile_cache: Path | None = None, *, fp32_softmax: bool = False
+) -> Device:
     """The device called ``name``; ``auto`` takes hpu, then cuda, then cpu.
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
-    time. Raises `ConfigError` for an unknown name, `DeviceError` for a missing device.
+    time. ``fp32_softmax`` is for hpu. Raises `ConfigError` for an unknown name, `DeviceError` for
+    a missing device.
     """
     if name == "auto":
-        return _best_device(compile_cache)
+        return _best_device(compile_cache, fp32_softmax)
     if name == "simulated":
         raise ConfigError(
             "device simulated serves traces alone: use the command trencadis-simulate"
         )
     if name not in DEVICES:
         raise ConfigError(f"device must be auto, {', '.join(DEVICES)}, got {name!r}")
-    return HPUDevice(compile_cache) if name == "hpu" else DEVICES[name]()
+    if name == "hpu":
+        return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
+    return DEVICES[name]()
 
 
-def _best_device(compile_cache: Path | None) -> Device:
+def _best_device(compile_cache: Path | None, fp32_softmax: bool) -> Device:
     """hpu, then cuda, then cpu. A Gaudi whose software does not load gives only a warning."""
     if hpu_is_installed():
         try:
-            return HPUDevice(compile_cache)
+            return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
         except DeviceError as error:
             logger.warning("%s", error)
     return CUDADevice() if torch.cuda.is_available() else CPUDevice()
