@@ -325,7 +325,6 @@ def test_the_help_of_a_setting_names_every_choice(name: str, choices: Mapping[st
         ("VLLM_BUCKETING_STRATEGY", "exp"),
         ("VLLM_CONTIGUOUS_PA", "true"),
         ("VLLM_EXPONENTIAL_BUCKETING", "true"),
-        ("VLLM_PROMPT_BS_BUCKET_MIN", "1"),
     ],
 )
 def test_a_bucket_variable_that_is_set_to_its_default_is_set(name, default):

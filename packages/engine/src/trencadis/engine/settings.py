@@ -89,7 +89,10 @@ def with_defaults(
             metadata = {**by_name[name].metadata, "default": text}
             by_name[name] = by_name[name].evolve(metadata=metadata)
         for name, default in defaults.items():
-            by_name[name] = by_name[name].evolve(default=default)
+            metadata = dict(by_name[name].metadata)
+            if name not in (words or {}):
+                metadata["default"] = None  # the words for the inherited default
+            by_name[name] = by_name[name].evolve(default=default, metadata=metadata)
         return list(by_name.values())
 
     return transform

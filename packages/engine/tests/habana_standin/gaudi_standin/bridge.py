@@ -319,7 +319,7 @@ class Bridge:
     def _fall_back(self, func: Any, leaves: list[Any]) -> None:
         """The operation runs on the host: its inputs are copied there, its results back.
 
-        ``hpu_ops/cpu_fallback.cpp:77-99``, which asserts that no graph is being captured.
+        ``hpu_ops/cpu_fallback.cpp:90-112``, which asserts that no graph is being captured.
         """
         self._refuse_inside(f"cpu fallback ({func})")
         self.counters.cpu_fallbacks[name_of(func)] += 1

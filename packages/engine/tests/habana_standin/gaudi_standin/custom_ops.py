@@ -2,10 +2,10 @@
 
 Their schemas are those of HabanaAI/gaudi-pytorch-bridge 1.19.0: ``scripts/hpu_op.yaml:7420-7432``
 (rms_norm), ``hpu_ops/backend/sdpa_gen.cpp`` (sdpa_recomp_fwd), ``python_packages/
-habana_frameworks/torch/hpex/kernels/RotaryPosEmbeddingHelper.py:112`` (rotary_pos_embedding).
+habana_frameworks/torch/hpex/kernels/RotaryPosEmbeddingHelper.py:107`` (rotary_pos_embedding).
 ``block_softmax_adjustment`` is newer than that release: vllm-project/vllm-gaudi 091bbad,
-``vllm_gaudi/extension/ops.py:140-143``, which uses it from 1.22.0.494 on Gaudi 3
-(``extension/features.py:78-81``).
+``vllm_gaudi/extension/ops.py:142-144``, which uses it from 1.22.0.494 on Gaudi 3
+(``extension/features.py:86-89``).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def register() -> torch.library.Library:
 def _rms_norm(
     data_in: torch.Tensor, gamma: torch.Tensor, epsilon: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    # «HPUFusedRMSNorm requires 3D tensors as inputs»: vllm_gaudi/ops/hpu_layernorm.py:21.
+    # «HPUFusedRMSNorm requires 3D tensors as inputs»: vllm_gaudi/ops/hpu_layernorm.py:20.
     if data_in.dim() != _NORM_RANK:
         raise RuntimeError(f"rms_norm: the kernel takes 3 dimensions, got {data_in.dim()}")
     # optimum-habana, modeling_llama.py: «mixed dtypes are not good for FusedRMSNorm».

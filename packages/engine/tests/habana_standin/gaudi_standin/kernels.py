@@ -36,7 +36,7 @@ def name_of(func: Any) -> str:
 def runs_on_host(func: Any, leaves: list[Any], *, lazy: bool) -> bool:
     """Whether the operation has no kernel and is computed on the CPU.
 
-    Rule: ``hpu_ops/cpu_fallback.cpp:77-105``, the fallback of the dispatch key HPU. Operations that
+    Rule: ``hpu_ops/cpu_fallback.cpp:90-118``, the fallback of the dispatch key HPU. Operations that
     PyTorch itself makes of others are not affected.
     """
     if func in _INDEX_ADD:

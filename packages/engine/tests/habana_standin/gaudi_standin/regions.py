@@ -26,10 +26,10 @@ from gaudi_standin.kernels import name_of, runs_on_host
 aten = torch.ops.aten
 
 _LEFT_OUT = {"addcmul", "index", "nonzero", "_unique2", "bincount", "slice_backward"}
-"""``hpu_fallback_op_list``, shared_layer.py:118-134, without the random number generator's."""
+"""``hpu_fallback_op_list``, shared_layer.py:136-152, without the random number generator's."""
 
 _NO_BOOL_SCALAR = {"full": 1, "mul": 1}
-"""``bool_fallback_list``, shared_layer.py:236-242: which argument must not be a bool."""
+"""``bool_fallback_list``, shared_layer.py:245-249: which argument must not be a bool."""
 
 _INDEX_PUT = (aten.index_put.default, aten.index_put_.default)
 
@@ -120,7 +120,7 @@ def _computes(node: fx.Node) -> bool:
 
 
 def _is_left_out(node: fx.Node) -> bool:
-    """``is_eager_fallback_required``, shared_layer.py:272-352."""
+    """``is_eager_fallback_required``, shared_layer.py:269-356."""
     name = name_of(node.target)
     if name in _LEFT_OUT or _has_no_kernel(node):
         return True
@@ -130,7 +130,7 @@ def _is_left_out(node: fx.Node) -> bool:
         return True
     return any(
         isinstance(x, float) and math.isnan(x) for x in node.args
-    )  # NaN, shared_layer.py:250-262
+    )  # NaN, shared_layer.py:256-266
 
 
 def _has_no_kernel(node: fx.Node) -> bool:

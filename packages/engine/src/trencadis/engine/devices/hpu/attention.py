@@ -4,7 +4,7 @@ The cache has a row for each token, ``[blocks * S, K, D]``, because ``index_copy
 is the one update that the bridge keeps in place (HabanaAI/gaudi-pytorch-bridge 1.19.0,
 ``dynamo/compile_backend/passes.py:2575``). Where the CPU's formulation scatters to the owners of
 blocks, this one multiplies with the one-hot matrix of block and owner, as vllm-gaudi does
-(``vllm_gaudi/extension/ops.py:83-87``): on Gaudi ``index_add_`` loses all but one of the entries
+(``vllm_gaudi/extension/ops.py:86-91``): on Gaudi ``index_add_`` loses all but one of the entries
 with the same index. `paged_context` defines the letters used in shapes.
 
 Scores, weights and weighted values are products of the model's dtype; maxima, exponentials and the

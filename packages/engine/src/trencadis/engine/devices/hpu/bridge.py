@@ -23,7 +23,7 @@ https://docs.habana.ai/en/latest/PyTorch/Reference/Runtime_Flags.html"""
 
 WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
 """``0``: the weights of a graph are not held a second time. vllm-gaudi sets it in both modes
-(``vllm_gaudi/platform.py:427``)."""
+(``vllm_gaudi/platform.py:428``)."""
 
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 """``PATH,DELETE,SIZE_MB``, read when the bridge is loaded.

@@ -49,7 +49,7 @@ class HPUDevice(Device):
         self.attention: Attention = RowAttention()
         self.supports_graphs = lazy = self._bridge.lazy
         self.defaults = {
-            # «smaller sizes still work, but very inefficiently»: vllm_gaudi/platform.py:156.
+            # «smaller sizes still work, but very inefficiently»: vllm_gaudi/platform.py:152.
             "block_size": 128,
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 128,
@@ -155,7 +155,7 @@ def select_rows(module: fx.GraphModule) -> None:
     """Replace indexing with one tensor by ``index_select``, in place.
 
     The compiler leaves ``index`` out of its recipes (``hpu_fallback_op_list``, ``dynamo/
-    compile_backend/shared_layer.py:118-134`` of the bridge 1.19.0).
+    compile_backend/shared_layer.py:136-152`` of the bridge 1.19.0).
     """
     aten = torch.ops.aten
     for node in module.graph.find_nodes(op="call_function", target=aten.index.Tensor):

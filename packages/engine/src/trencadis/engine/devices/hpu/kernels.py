@@ -89,7 +89,7 @@ class FusedPromptAttention:
     """FusedSDPA, called like `prompt_attention`.
 
     It skips padding only where the mask is causal: «Valid sequence length is supported only in
-    inference with is_causal» (``habana_frameworks/torch/hpex/kernels/FusedSDPA.py:107-110`` of the
+    inference with is_causal» (``habana_frameworks/torch/hpex/kernels/FusedSDPA.py:122-125`` of the
     bridge). ``sliced_from`` and ``slice_length`` are in tokens.
     """
 
@@ -253,7 +253,7 @@ def _usable_adjustment(dtype: torch.dtype, device: torch.device) -> BlockAdjustm
 def _fused_adjustment(
     peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, mapping: torch.Tensor
 ) -> torch.Tensor:
-    """`block_adjustment` by Intel's kernel, as ``vllm_gaudi/extension/ops.py:142`` calls it."""
+    """`block_adjustment` by Intel's kernel, as ``vllm_gaudi/extension/ops.py:143`` calls it."""
     out: torch.Tensor = torch.ops.hpu.block_softmax_adjustment(
         peak, sums, owners, mapping.shape[1], list(peak.shape)
     )
@@ -284,7 +284,7 @@ class FusedNorm(nn.Module):
     """A module that computes RMSNorm with FusedRMSNorm.
 
     Input and weight must have the same dtype (optimum-habana, ``modeling_llama.py``), and the input
-    three dimensions (``vllm_gaudi/ops/hpu_layernorm.py:21``).
+    three dimensions (``vllm_gaudi/ops/hpu_layernorm.py:20``).
     """
 
     def __init__(self, kernel: Any, weight: nn.Parameter, eps: float) -> None:
@@ -342,7 +342,7 @@ class FusedRotary:
 
     The function is shared by all models of an architecture, so tensors of other devices, and other
     shapes than ``[1, heads, tokens, D]``, go to ``replaced``. Layout of the kernel's arguments:
-    ``vllm_gaudi/ops/hpu_rotary_embedding.py:63-86``.
+    ``vllm_gaudi/ops/hpu_rotary_embedding.py:60-76``.
     """
 
     def __init__(self, kernel: Callable[..., torch.Tensor], replaced: Callable[..., Any]) -> None:
