@@ -120,6 +120,7 @@ def session_device() -> Generator[None, None, None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GAUDI_STANDIN_ENGINE_TESTS", "1")
         _load_stand_in(patch, SESSION_DEVICE.removeprefix("hpu-"))
         yield
 

