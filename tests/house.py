@@ -146,6 +146,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
+        {"attention"},
         {"device"},
     ],
     "engine.front": [
@@ -160,7 +161,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.models": [
         {"gguf", "paged_context"},
-        {"attention", "checkpoint", "decoder_layers", "default_model"},
+        {"block_attention", "checkpoint", "decoder_layers", "default_model"},
+        {"attention", "compiled_forward"},
         {"loader"},
     ],
     "engine.runner": [

@@ -94,8 +94,16 @@ def stand_in(mode: str) -> Generator[Any, None, None]:
 
 def _load_stand_in(patch: pytest.MonkeyPatch, mode: str) -> None:
     patch.setenv("PT_HPU_LAZY_MODE", {"lazy": "1", "eager": "0"}[mode])
+    # Set, so that the recipes of tests are not announced in the user's cache directory.
+    patch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", ",false,1024,false")
     patch.syspath_prepend(STANDIN)
     importlib.import_module("habana_frameworks.torch")
+    # The stand-in computes in fp32 what the CPU computes, so that tokens can be compared.
+    from trencadis.engine.devices import HPUDevice
+
+    patch.setattr(HPUDevice, "dtypes", (torch.bfloat16, torch.float32))
+    # A compilation takes half a second here: few buckets, except in tests of the default grid.
+    patch.setattr(HPUDevice, "exponential_grid", False)
 
 
 def _unload_stand_in() -> None:
@@ -112,6 +120,7 @@ def session_device() -> Generator[None, None, None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GAUDI_STANDIN_ENGINE_TESTS", "1")
         _load_stand_in(patch, SESSION_DEVICE.removeprefix("hpu-"))
         yield
 

@@ -362,6 +362,20 @@ def test_a_graph_holds_its_inputs_and_outputs_until_it_is_reset(lazy_gaudi):
     assert torch.hpu.mem_get_info()[0] == free
 
 
+# The mode.
+
+
+def test_the_default_mode_is_eager(stand_in, monkeypatch):
+    with stand_in("eager"):
+        from habana_frameworks.torch.utils.internal import is_lazy
+
+        for value, lazy in (("1", True), ("0", False)):
+            monkeypatch.setenv("PT_HPU_LAZY_MODE", value)
+            assert is_lazy() is lazy
+        monkeypatch.delenv("PT_HPU_LAZY_MODE")
+        assert not is_lazy()
+
+
 # What is no graph's business.
 
 
@@ -417,6 +431,237 @@ def test_a_compiled_region_holds_no_host_read(eager_gaudi):
     assert compiled(given).tolist() == [2, 2, 2]
     assert eager_gaudi.compilations == before + 2
     assert eager_gaudi.host_reads == reads + 2
+
+
+# Kernels.
+
+
+REPEATED = torch.tensor([0, 1, 1, 1])
+
+
+def test_lazy_index_add_loses_repeated_indices_up_to_the_number_of_rows(lazy_gaudi):
+    """A step of select, add and scatter; with more indices than rows another kernel is taken."""
+
+    def added(rows):
+        target = torch.zeros(rows, 2, device=DEVICE)
+        target.index_add_(0, REPEATED.to(DEVICE), torch.ones(4, 2, device=DEVICE))
+        return target[:2, 0].tolist()
+
+    assert added(4) == added(9) == [1, 1]
+    assert added(3) == [1, 3]
+
+
+def test_eager_index_add_runs_on_the_host(eager_gaudi):
+    before = eager_gaudi.counters.copy()
+    target = torch.zeros(4, 2, device=DEVICE)
+    target.index_add_(0, REPEATED.to(DEVICE), torch.ones(4, 2, device=DEVICE))
+    assert target[:2, 0].tolist() == [1, 3]
+    assert eager_gaudi.counters.since(before).cpu_fallbacks == {"index_add_": 1}
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_index_put_copies_the_whole_tensor_and_index_copy_does_not(stand_in, mode):
+    with stand_in(mode) as bridge:
+        cache = torch.zeros(8, 2, 4, device=DEVICE)
+        rows = torch.tensor([1, 5]).to(DEVICE)
+        new = torch.ones(2, 2, 4, device=DEVICE)
+
+        def copied(write):
+            before = bridge.counters.copy()
+            write()
+            return bridge.counters.since(before).copied_bytes
+
+        assert copied(lambda: cache.index_copy_(0, rows, new)) == 0
+        assert copied(lambda: cache.index_put_((rows,), new)) >= cache.nbytes
+        # With None: a coordinate in each dimension for every element.
+        written = new.transpose(0, 1)
+        assert (
+            copied(lambda: cache.transpose(0, 1).__setitem__((slice(None), rows), written))
+            == cache.nbytes + new.numel() * 3 * 4
+        )
+        assert cache.sum(dim=(1, 2)).tolist() == [0, 8, 0, 0, 0, 8, 0, 0]
+
+
+def test_an_operation_without_a_kernel_runs_on_the_host_and_is_counted(lazy_gaudi):
+    from gaudi_standin import GraphViolation
+
+    values = torch.tensor([3.0, 1.0, 2.0]).to(DEVICE)
+    before = lazy_gaudi.counters.copy()
+    assert values.histc(3).tolist() == [1, 1, 1]
+    counted = lazy_gaudi.counters.since(before)
+    assert counted.cpu_fallbacks == {"histc": 1}
+    assert counted.syncs >= 1
+    with pytest.raises(GraphViolation, match="cpu fallback"):
+        capture(lambda x: x.histc(3), values)
+
+
+def test_index_reduce_has_a_kernel_for_the_maximum_alone(lazy_gaudi):
+    target, values = torch.zeros(4, 2, device=DEVICE), torch.ones(4, 2, device=DEVICE)
+    before = lazy_gaudi.counters.copy()
+    target.index_reduce_(0, REPEATED.to(DEVICE), values, "amax")
+    assert not lazy_gaudi.counters.since(before).cpu_fallbacks
+    target.index_reduce_(0, REPEATED.to(DEVICE), values, "mean")
+    assert lazy_gaudi.counters.since(before).cpu_fallbacks == {"index_reduce_": 1}
+
+
+def test_the_norm_kernel_takes_three_dimensions_of_one_type(lazy_gaudi):
+    from habana_frameworks.torch.hpex.normalization import FusedRMSNorm
+
+    rows, gamma = torch.ones(1, 3, 4, device=DEVICE), torch.ones(4, device=DEVICE)
+    assert FusedRMSNorm.apply(rows, gamma, 0.0).sum().item() == 12
+    with pytest.raises(RuntimeError, match="3 dimensions, got 2"):
+        FusedRMSNorm.apply(rows[0], gamma, 0.0)
+    with pytest.raises(RuntimeError, match="bfloat16"):
+        FusedRMSNorm.apply(rows.bfloat16(), gamma, 0.0)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_lazy_mode_stores_64_bit_integers_in_32_bits(stand_in, mode):
+    with stand_in(mode):
+        sent = torch.tensor([2**33 + 5, 7]).to(DEVICE)
+        assert sent.tolist() == ([5, 7] if mode == "lazy" else [2**33 + 5, 7])
+
+
+# What a step costs.
+
+
+def test_a_step_is_counted(lazy_gaudi):
+    mark_step()
+    before = lazy_gaudi.counters.copy()
+    sent = torch.ones(4, 2).to(DEVICE)
+    doubled = sent * 2
+    mark_step()
+    counted = lazy_gaudi.counters.since(before)
+    assert (counted.launches, counted.uploads, counted.upload_bytes) == (1, 1, 32)
+    assert (counted.syncs, counted.downloads) == (0, 0)
+    doubled.cpu()
+    torch.hpu.synchronize()
+    counted = lazy_gaudi.counters.since(before)
+    assert (counted.syncs, counted.downloads, counted.download_bytes) == (2, 1, 32)
+    assert counted.launches == 1
+
+
+def test_a_copy_that_does_not_block_is_waited_for_once(lazy_gaudi):
+    values = [torch.ones(2, device=DEVICE) * i for i in range(3)]
+    before = lazy_gaudi.counters.copy()
+    for value in values:
+        value.to("cpu", non_blocking=True)
+    event = torch.hpu.Event()
+    event.record()
+    event.synchronize()
+    counted = lazy_gaudi.counters.since(before)
+    assert (counted.downloads, counted.syncs) == (3, 1)
+
+
+def test_eager_mode_starts_a_recipe_for_each_operation_and_a_region_starts_one(eager_gaudi):
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.SiLU(), torch.nn.Linear(8, 4))
+    module = module.requires_grad_(requires_grad=False).to(DEVICE)
+    rows = torch.ones(2, 4).to(DEVICE)
+    compiled = torch.compile(module, backend="hpu_backend", dynamic=False)
+
+    def launches(run):
+        before = eager_gaudi.counters.copy()
+        run(rows)
+        return eager_gaudi.counters.since(before).launches
+
+    with torch.inference_mode():
+        compiled(rows)
+        assert launches(module) == 3
+        assert launches(compiled) == 1
+
+
+def test_replays_without_a_tensor_cache_read_their_inputs_where_they_lie(lazy_gaudi):
+    def launches(*, cached):
+        wrapped = torch.hpu.wrap_in_hpu_graph_func(lambda x: x * 2, disable_tensor_cache=not cached)
+        for value in (1.0, 2.0):
+            given = torch.full((3,), value, device=DEVICE)
+            mark_step()
+            before = lazy_gaudi.counters.copy()
+            found = wrapped(given)
+            mark_step()
+            counted = lazy_gaudi.counters.since(before)
+            assert found.tolist() == [2 * value] * 3
+        return counted.launches
+
+    assert launches(cached=False) == 1
+    assert launches(cached=True) == 2
+
+
+def test_equal_layers_of_a_capture_share_a_recipe_if_a_step_is_marked_after_each(lazy_gaudi):
+    def recipes(layers):
+        weights = [torch.full((4, 4), 0.5, device=DEVICE) for _ in range(layers)]
+        given = torch.ones(2, 4, device=DEVICE)
+        mark_step()
+        before = lazy_gaudi.counters.copy()
+
+        def run(x):
+            for weight in weights:
+                x = torch.relu(x @ weight)
+                mark_step()
+            return x
+
+        graph, output = capture(run, given)
+        given.fill_(2.0)
+        graph.replay()
+        assert output[0, 0].item() == 2 * 2**layers
+        return lazy_gaudi.counters.since(before).recipes
+
+    assert recipes(2) > 0
+    assert recipes(5) == 0
+
+
+# Compiled regions.
+
+
+def compiled(run):
+    return torch.compile(run, backend="hpu_backend", dynamic=False)
+
+
+@torch.inference_mode()
+def count_region(bridge, run, *inputs):
+    """What a second call of a compiled function costs."""
+    function = compiled(run)
+    function(*inputs)
+    before = bridge.counters.copy()
+    result = function(*inputs)
+    return result, bridge.counters.since(before)
+
+
+def test_a_compiled_region_keeps_index_copy_in_place_and_copies_other_updates(eager_gaudi):
+    cache, new = torch.zeros(8, 4, device=DEVICE), torch.ones(2, 4, device=DEVICE)
+    rows = torch.tensor([1, 5]).to(DEVICE)
+
+    def write(cache, rows, new):
+        return cache.index_copy_(0, rows, new).narrow(0, 0, 6) * 2
+
+    result, counted = count_region(eager_gaudi, write, cache, rows, new)
+    assert result.sum().item() == 16
+    assert cache.sum().item() == 8
+    assert (counted.launches, counted.copied_bytes) == (1, 0)
+
+    _, counted = count_region(eager_gaudi, lambda x, y: x.add_(y) * 2, cache[:2], new)
+    assert counted.copied_bytes == new.nbytes
+
+
+def test_a_compiled_region_is_broken_by_what_its_compiler_leaves_out(eager_gaudi):
+    values = torch.arange(8.0, device=DEVICE).view(4, 2)
+    rows = torch.tensor([1, 3]).to(DEVICE)
+
+    def select(values, rows):
+        return (values * 2)[rows] + 1
+
+    result, counted = count_region(eager_gaudi, select, values, rows)
+    assert result.tolist() == [[5, 7], [13, 15]]
+    assert counted.eager_fallbacks == {"index": 1}
+    assert counted.launches == 3
+
+    def write(values, rows):
+        values = values * 1
+        values[:, rows[:1]] = 0.0
+        return values
+
+    _, counted = count_region(eager_gaudi, write, values, rows)
+    assert counted.eager_fallbacks == {"index_put": 1}
 
 
 @pytest.mark.skipif("TRENCADIS_TEST_DEVICE" in os.environ, reason="the session keeps it")

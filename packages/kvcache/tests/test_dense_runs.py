@@ -68,7 +68,7 @@ class ListMemory:
 class TensorMemory:
     """The cache as the tensors of a `KVCache` of two layers, keys and values."""
 
-    def __init__(self, config: CacheConfig, *, separate_layers: bool) -> None:
+    def __init__(self, config: CacheConfig, *, token_rows: bool) -> None:
         torch = pytest.importorskip("torch")
         from trencadis.kvcache.tensors import KVCache
 
@@ -80,11 +80,12 @@ class TensorMemory:
             head_dim=1,
             dtype=torch.float64,
             num_host_blocks=config.num_host_blocks,
-            separate_layers=separate_layers,
+            token_rows=token_rows,
         )
         # NumPy arrays on the same memory: single numbers are written and read much faster.
         parts = [self.cache.key(0), self.cache.value(0), self.cache.key(1), self.cache.value(1)]
-        self.parts = [part.numpy()[:, 0, :, 0] for part in parts]
+        shape = (config.num_blocks, config.block_size)
+        self.parts = [part.numpy().reshape(shape) for part in parts]  # both layouts, without a copy
 
     def carry_out(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:
         self.cache.carry_out([(direction, copies)])
@@ -390,7 +391,7 @@ def lists(config: CacheConfig, rng: random.Random) -> Memory:
 
 
 def tensors(config: CacheConfig, rng: random.Random) -> Memory:
-    return TensorMemory(config, separate_layers=rng.random() < 0.5)
+    return TensorMemory(config, token_rows=rng.random() < 0.5)
 
 
 @contextmanager

@@ -168,7 +168,7 @@ class Fuzzer:
             *[(cache.key, ("layer",), {}), (cache.value, ("layer",), {})],
             (small_cache, (), dict.fromkeys(("num_layers", "num_blocks", "head_dim"), "small")),
             (small_cache, (), {"dtype": "nothing"}),
-            (small_cache, (), {"separate_layers": "flag"}),
+            (small_cache, (), {"token_rows": "flag"}),
             (small_cache, (), {"device": "nothing"}),
         ]
 

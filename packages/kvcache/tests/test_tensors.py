@@ -23,9 +23,9 @@ from trencadis.kvcache.copiers import StagedCopier, SwapStream
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 
 BLOCKS = 6
-DEVICES = ["cpu", "staged", "layerwise", *(["cuda"] if torch.cuda.is_available() else [])]
-"""``staged`` is the copier of accelerators with CPU streams, which do nothing. ``layerwise`` is the
-copier of accelerators with separate tensors for each layer's keys and values."""
+DEVICES = ["cpu", "staged", "rows", *(["cuda"] if torch.cuda.is_available() else [])]
+"""``staged`` is the copier of accelerators with CPU streams, which do nothing. ``rows`` is the
+copier of accelerators with a row of each layer's tensors for each token."""
 
 
 def make(device: Any = "cpu", **changes: Any) -> KVCache:
@@ -36,8 +36,8 @@ def make(device: Any = "cpu", **changes: Any) -> KVCache:
         "block_size": 4,
         "head_dim": 8,
         "dtype": torch.float32,
-        "device": "cpu" if device in ("staged", "layerwise") else device,
-        "separate_layers": device == "layerwise",
+        "device": "cpu" if device in ("staged", "rows") else device,
+        "token_rows": device == "rows",
         "num_host_blocks": BLOCKS,
     }
     cache = KVCache(**(settings | changes))
@@ -55,7 +55,8 @@ def fill(cache: KVCache) -> torch.Tensor:
 
 
 def contents(cache: KVCache) -> torch.Tensor:
-    return torch.stack(parts(cache), dim=1).cpu()
+    blocks = [part.reshape(BLOCKS, -1) for part in parts(cache)]
+    return torch.stack(blocks, dim=1).cpu()
 
 
 def parts(cache: KVCache) -> list[torch.Tensor]:
@@ -73,14 +74,17 @@ def test_the_cache_is_zero_at_first_and_its_views_are_contiguous(device: str) ->
     assert not contents(cache).any()
     for layer in range(cache.num_layers):
         for view in (cache.key(layer), cache.value(layer)):
-            assert view.shape == (BLOCKS, 2, 4, 8)
             assert view.is_contiguous()
+            if device == "rows":
+                assert view.shape == (BLOCKS * 4, 2, 8)
+                continue
+            assert view.shape == (BLOCKS, 2, 4, 8)
             # What decode attention reads: the prefix, flattened over block and head, no copy.
             assert view[:3].flatten(0, 1).data_ptr() == view.data_ptr()
 
 
-def test_separate_layers_are_not_views() -> None:
-    cache = make("layerwise")
+def test_token_rows_are_not_views() -> None:
+    cache = make("rows")
     assert not any(part._is_view() for part in parts(cache))
     assert len({part.data_ptr() for part in parts(cache)}) == 2 * cache.num_layers
 
@@ -156,7 +160,7 @@ def test_blocks_go_to_the_host_and_come_back(device: str) -> None:
     cache.swap_out([BlockCopy(2, 0), BlockCopy(3, 1), BlockCopy(5, 5)])
     cache.wait()
     for part in parts(cache):
-        part[1:] = 0
+        part.view(BLOCKS, -1)[1:] = 0
     cache.swap_in([BlockCopy(0, 4), BlockCopy(1, 3), BlockCopy(5, 1)])
     cache.wait()
     expected = torch.zeros_like(before)

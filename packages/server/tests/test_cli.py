@@ -43,6 +43,7 @@ ENGINE = {
     "use_buckets": (None, False),
     "compile": (None, True),
     "compile_cache": ("/cache", "/cache"),
+    "fp32_softmax": ("true", True),
     "scheduling_policy": ("priority", "priority"),
     "swap_space": ("1.5", 1.5),
     "swap_bandwidth": ("8", 8.0),
@@ -113,9 +114,14 @@ def test_a_variable_reaches_the_server(name, variable):
 def test_every_flag_belongs_to_a_setting():
     flags = {flag for action in flag_parser()._actions for flag in action.option_strings}
     settings = {flag for cls in (EngineConfig, ServerSettings) for _, flag in flags_of(cls)}
-    assert flags == settings | NO_SETTING
+    assert flags == settings | NO_SETTING | {"--no-compile"}
     positional = [action.dest for action in flag_parser()._actions if not action.option_strings]
     assert positional == ["model"]
+
+
+def test_compilation_is_asked_for_declined_or_left_to_the_device():
+    for flags, value in (((), None), (("--compile",), True), (("--no-compile",), False)):
+        assert engine_config(parse("m", *flags), {}).compile is value
 
 
 def test_every_setting_of_the_server_has_a_meaning():

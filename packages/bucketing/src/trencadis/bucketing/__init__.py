@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from trencadis.bucketing.bucket_file import ListedBuckets, read_bucket_file, write_bucket_file
-from trencadis.bucketing.config import AxisConfig, BucketingConfig
+from trencadis.bucketing.config import AxisConfig, BucketingConfig, describe_variables
 from trencadis.bucketing.errors import BucketingError, UnknownAxis
 from trencadis.bucketing.grid import Bucket, BucketGrid, CoverageGap
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
@@ -31,6 +31,7 @@ __all__ = [
     "UnknownAxis",
     "compare_strategies",
     "decode_grid",
+    "describe_variables",
     "exponential_range",
     "fitted_axes",
     "fitted_range",

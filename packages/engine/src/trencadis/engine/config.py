@@ -6,6 +6,7 @@ NumPy, which takes longer than everything else that ``engine-serve --help`` need
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import sys
 from collections.abc import Iterable, Mapping
@@ -16,6 +17,7 @@ import attrs
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.settings import (
     from_env,
+    parse_flag,
     parse_json_object,
     parse_size,
     setting,
@@ -53,6 +55,11 @@ MAX_BYTES = 1 << 50
 MAX_SWAP_BANDWIDTH = 1e6
 """GB/s. The fastest links between device and host have some hundred."""
 
+
+class DeviceDefault(int):
+    """A default that the device replaces by its own (``Device.defaults``), if it has one."""
+
+
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
@@ -60,7 +67,13 @@ WarmupMode = Literal["full", "background", "none"]
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
 """Groups of flags in ``--help``."""
 
-BUCKETING_VARIABLES = ("VLLM_PROMPT_*", "VLLM_DECODE_*", "VLLM_BUCKETING_*", "VLLM_CONTIGUOUS_PA")
+BUCKETING_VARIABLES = (
+    "VLLM_PROMPT_*",
+    "VLLM_DECODE_*",
+    "VLLM_BUCKETING_*",
+    "VLLM_EXPONENTIAL_BUCKETING",
+    "VLLM_CONTIGUOUS_PA",
+)
 DEFRAG_VARIABLES = ("VLLM_DEFRAG_*", "VLLM_DEBUG")
 GRAPH_VARIABLES = ("VLLM_GRAPH_*",)
 SKIP_WARMUP = "VLLM_SKIP_WARMUP"
@@ -131,23 +144,25 @@ class CapacitySettings:
         ),
     )
     max_num_seqs: int = attrs.field(
-        default=32,
+        default=DeviceDefault(32),
         validator=integer(1, MAX_NUM_SEQS),
         metadata=setting(
             "--max-num-seqs",
             metavar="N",
             group=MEMORY,
             help="most sequences decoded in one step",
+            default="32; 128 on hpu",
         ),
     )
     max_num_batched_tokens: int = attrs.field(
-        default=256,
+        default=DeviceDefault(256),
         validator=integer(1, MAX_BATCHED_TOKENS),
         metadata=setting(
             "--max-num-batched-tokens",
             metavar="TOKENS",
             group=MEMORY,
             help="most prompt tokens computed in one step; a longer prompt is split",
+            default="256; 2048 on hpu",
         ),
     )
     max_waiting: int = attrs.field(
@@ -161,7 +176,7 @@ class CapacitySettings:
         ),
     )
     block_size: int = attrs.field(
-        default=32,
+        default=DeviceDefault(32),
         validator=power_of_two,
         metadata=setting(
             "--block-size",
@@ -169,6 +184,7 @@ class CapacitySettings:
             group=MEMORY,
             parse=int,
             help="tokens per KV block, a power of two",
+            default="32; 128 on hpu",
         ),
     )
     num_blocks: int | None = attrs.field(
@@ -367,13 +383,15 @@ class EngineConfig(CapacitySettings):
             help="which graphs are captured, within which memory, on a device that has graphs",
         ),
     )
-    compile: bool = attrs.field(
-        default=False,
-        validator=boolean(),
+    compile: bool | None = attrs.field(
+        default=None,
+        validator=boolean(optional=True),
         metadata=setting(
             "--compile",
             group=WARMUP,
+            negatable=True,
             help="compile the decoder layers for each bucket: faster steps, a longer first start",
+            default="no; on hpu yes, outside of lazy mode",
         ),
     )
     compile_cache: str | None = attrs.field(
@@ -386,6 +404,16 @@ class EngineConfig(CapacitySettings):
             group=WARMUP,
             help="where compiled programs are kept",
             default="in the user's cache directory",
+        ),
+    )
+    fp32_softmax: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            env="VLLM_FP32_SOFTMAX",
+            parse=parse_flag,
+            help="compute the softmax of prefill attention in fp32, on hpu, where bf16 is the "
+            "default",
         ),
     )
     temperature_source: str | None = attrs.field(
@@ -449,18 +477,45 @@ class EngineConfig(CapacitySettings):
         bucketing, graphs, defrag = library_settings(environ)
         found: dict[str, Any] = {
             **from_env(environ, cls),
-            # Nothing set means the device's own default grid, not the plugin's.
-            "bucketing": None if bucketing == type(bucketing)() else bucketing,
+            "bucketing": bucketing if _sets_buckets(environ) else None,
             "warmup": "none" if graphs.skip else "full",
             "graphs": attrs.evolve(graphs, skip=False),
             "defrag": defrag,
         }
         return cls(**{**found, **settings})
 
+    def for_device(self, defaults: Mapping[str, Any]) -> EngineConfig:
+        """These settings, with a device's ``defaults`` for those that were not set.
+
+        Nothing is compiled by default without buckets, or where eager execution is enforced.
+        """
+        chosen = {
+            name: value
+            for name, value in defaults.items()
+            if getattr(self, name) is None or isinstance(getattr(self, name), DeviceDefault)
+        }
+        if not self.use_buckets or self.graphs.enforce_eager:
+            chosen.pop("compile", None)
+        return attrs.evolve(self, **chosen)
+
     @property
     def name(self) -> str:
         """The name under which clients address the model."""
         return self.served_model_name or self.model
+
+
+def _sets_buckets(environ: Mapping[str, str]) -> bool:
+    """Whether a variable of the bucket settings is set, be it to its default.
+
+    Without any, the device's own default grid applies.
+    """
+    from trencadis.bucketing import describe_variables  # noqa: PLC0415
+
+    patterns = describe_variables()
+    return any(
+        text.strip() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        for name, text in environ.items()
+    )
 
 
 def resolve_max_model_len(configured: int | None, model_max: int) -> int:

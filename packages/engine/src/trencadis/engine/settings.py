@@ -45,6 +45,7 @@ def setting(
     parse: Parse | None = None,
     repeated: bool = False,
     secret: bool = False,
+    negatable: bool = False,
 ) -> dict[str, Any]:
     """Metadata of a field.
 
@@ -61,6 +62,8 @@ def setting(
             it: int for `Integer`, float for `Number`, otherwise the text is the value.
         repeated: the flag may be given several times; the values form a tuple.
         secret: the value must not show in a list of processes: the help recommends ``env``.
+        negatable: the field is True, False, or None for a default that is chosen later; the flag
+            has a second form, ``--no-...``.
 
     The flag of a bool field takes no value: it sets the opposite of the default, and ``help`` says
     what that does.
@@ -76,6 +79,7 @@ def setting(
         "parse": parse,
         "repeated": repeated,
         "secret": secret,
+        "negatable": negatable,
     }
 
 
@@ -93,7 +97,10 @@ def with_defaults(
             metadata = {**by_name[name].metadata, "default": text}
             by_name[name] = by_name[name].evolve(metadata=metadata)
         for name, default in defaults.items():
-            by_name[name] = by_name[name].evolve(default=default)
+            metadata = dict(by_name[name].metadata)
+            if name not in (words or {}):
+                metadata["default"] = None  # the words for the inherited default
+            by_name[name] = by_name[name].evolve(default=default, metadata=metadata)
         return list(by_name.values())
 
     return transform
@@ -229,6 +236,16 @@ def parse_gib(text: str) -> int:
         raise ValueError(f"{text!r} is not a number of GiB") from None
 
 
+def parse_flag(text: str) -> bool:
+    """True or False, as Gaudi's plugin for vLLM reads them. Raises `ValueError`."""
+    value = text.strip().lower()
+    if value in ("1", "true", "t", "yes", "y", "on"):
+        return True
+    if value in ("0", "false", "f", "no", "n", "off"):
+        return False
+    raise ValueError(f"{text!r} is neither true nor false")
+
+
 def parse_json_object(text: str) -> dict[str, Any]:
     """A JSON object. Raises `ValueError`."""
     try:
@@ -274,6 +291,8 @@ def _choices(field: Field) -> tuple[object, ...]:
 def _argument(field: Field) -> dict[str, Any]:
     """What ``add_argument`` needs beside the flags."""
     text = _help(field).replace("%", "%%")
+    if field.metadata["negatable"]:
+        return {"action": argparse.BooleanOptionalAction, "help": text}
     if isinstance(field.default, bool):
         return {"action": "store_const", "const": not field.default, "help": text}
     argument = {"help": text, "required": field.default is attrs.NOTHING}
@@ -337,6 +356,8 @@ def _cells(field: Field) -> Iterator[str]:
     if flags and (choices := _choices(field)):
         placeholder = f"{{{','.join(map(str, choices))}}}"
     yield f"`{field.name}`"
+    if field.metadata.get("negatable"):
+        flags = tuple(form for flag in flags for form in (flag, f"--no-{flag[2:]}"))
     yield ", ".join(f"`{f'{flag} {placeholder}'.strip()}`" for flag in flags)
     yield ", ".join(f"`{name}`" for name in _variables(field))
     yield _default(field)

@@ -86,15 +86,16 @@ class Number:
 class Boolean:
     """True or False: no number, and no text such as ``"no"``, which counts as true."""
 
+    optional: bool
     error: ErrorFactory
 
     @property
     def accepted(self) -> str:
         """The accepted values in words."""
-        return "True or False"
+        return "True, False or None" if self.optional else "True or False"
 
     def __call__(self, _: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, bool):
+        if not isinstance(value, bool) and not (value is None and self.optional):
             raise _refusal(self, attribute, value)
 
 
@@ -155,9 +156,9 @@ def number(
     return Number(low, high, exclusive_low, optional, error)
 
 
-def boolean(*, error: ErrorFactory = ConfigError) -> Boolean:
+def boolean(*, optional: bool = False, error: ErrorFactory = ConfigError) -> Boolean:
     """Validate True or False."""
-    return Boolean(error)
+    return Boolean(optional, error)
 
 
 def text(*, optional: bool = False, error: ErrorFactory = ConfigError) -> Text:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,8 +15,11 @@ from gaudi_standin.arguments import (
     values_of,
     with_own_host_values,
 )
+from gaudi_standin.counters import Counters
+from gaudi_standin.kernels import copied_bytes, kernel_for, name_of, runs_on_host
 from gaudi_standin.memory import Allocation, Buffer, DeviceMemory
 from gaudi_standin.program import Call, Capture, FrozenProgram, Program, compute
+from gaudi_standin.regions import Region
 from gaudi_standin.rules import (
     INFERENCE_DOC,
     GraphViolation,
@@ -34,21 +36,19 @@ _COPY = torch.ops.aten.copy_.default
 class Bridge:
     """The state of the device: what is collected, what is compiled, what was counted.
 
-    ``host_reads`` counts values that the host waited for, ``uploads`` tensors that it sent.
+    ``counters`` says what the steps cost. ``computed`` counts operations, ``host_reads`` values
+    that the host waited for.
     """
 
     def __init__(self) -> None:
         self.lazy = True
         self.memory = DeviceMemory()
-        self.compilations = 0
-        self.cpu_fallbacks: dict[str, int] = {}
+        self.counters = Counters()
         self.host_reads = 0
-        self.uploads = 0
         self.computed = 0
         self._recipes: set[Any] = set()
         self._pending = Program()
         self._capture: Capture | None = None
-        self._region: Program | None = None
 
     # What a program calls.
 
@@ -58,6 +58,11 @@ class Bridge:
         return len(self._pending.calls)
 
     @property
+    def compilations(self) -> int:
+        """Recipes compiled so far."""
+        return self.counters.recipes
+
+    @property
     def capturing(self) -> bool:
         return self._capture is not None
 
@@ -65,8 +70,13 @@ class Bridge:
         """Compile, or find, the recipe for what is collected, and run it."""
         program, self._pending = self._pending, Program()
         if not program.is_empty:
-            self._compile(program.signature)
+            self.compile(program.signature)
             self._run(program)
+            self.counters.launches += 1
+
+    def synchronize(self) -> None:
+        """The host waits for what was started; what is only collected was not."""
+        self.counters.syncs += 1
 
     def mark_step(self) -> None:
         """Within a capture, end one of the graphs that it consists of."""
@@ -89,50 +99,71 @@ class Bridge:
             return []
         capture.cut()
         for program in capture.programs:
-            self._compile(("graph", program.signature))
+            self.compile(("graph", program.signature))
             if not capture.dry_run:
                 self._run(program)
-        return [FrozenProgram(program, capture.made_inside) for program in capture.programs]
-
-    @contextmanager
-    def compiled_region(self) -> Generator[None, None, None]:
-        """A region that is one recipe: found or compiled by the operations in it."""
-        self._region = Program()
-        try:
-            yield
-            if not self._region.is_empty:
-                self._compile(("region", self._region.signature))
-        finally:
-            self._region = None
+                self.counters.launches += 1
+        passing = capture.made_inside - capture.passed_on()
+        return [FrozenProgram(program, passing) for program in capture.programs]
 
     @torch.compiler.disable
-    def read(self, tensor: HPUTensor, what: str) -> torch.Tensor:
+    def read(self, tensor: HPUTensor, what: str, *, blocking: bool = True) -> torch.Tensor:
         """A host copy of a tensor's values: everything collected is computed first."""
         self._refuse_inside(f"a host read ({what})")
         tensor.check_current()
-        self.host_reads += 1
         self.flush()
-        return tensor.buffer.value.clone()
+        value = tensor.buffer.value
+        self.counters.downloads += 1
+        self.counters.download_bytes += self._stored_bytes(value)
+        if blocking:
+            self.host_reads += 1
+            self.counters.syncs += 1
+        return value.clone()
 
     @torch.compiler.disable
     def upload(self, host: torch.Tensor) -> HPUTensor:
         """A device copy of a host tensor."""
-        self._refuse_inside("a copy from the host")
-        self.uploads += 1
         with torch.inference_mode(mode=False), torch.no_grad():
-            value = host.detach().clone()
-        return self.place(value)
+            return self.place(self._sent(host.detach().clone()))
+
+    def _sent(self, host: torch.Tensor) -> torch.Tensor:
+        """``host`` as the device stores it; counts the copy.
+
+        Lazy mode stores int64 as int32 (``PT_ENABLE_INT64_SUPPORT``, scripts/env_flags.yaml:624).
+        """
+        self._refuse_inside("a copy from the host")
+        self.counters.uploads += 1
+        self.counters.upload_bytes += self._stored_bytes(host)
+        if self.lazy and host.dtype is torch.int64:
+            return host.to(torch.int32).to(torch.int64)
+        return host
+
+    def _stored_bytes(self, value: torch.Tensor) -> int:
+        narrow = self.lazy and value.dtype is torch.int64
+        return value.numel() * (4 if narrow else value.itemsize)
 
     def place(self, value: torch.Tensor) -> HPUTensor:
         """``value`` as it is, in memory of its own."""
         return HPUTensor(Buffer(value, self._allocate(value.untyped_storage().nbytes())))
+
+    def rebind(self, marked: Sequence[HPUTensor], given: Sequence[torch.Tensor]) -> None:
+        """Let a graph read ``given`` where it read ``marked``: addresses change, nothing is copied.
+
+        The stand-in's graphs have fixed addresses, so the values are moved instead.
+        """
+        self.flush()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            for old, new in zip(marked, given, strict=True):
+                old.buffer.value.copy_(self.value_of(new))
 
     # What PyTorch calls.
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
         if func is _COPY and not isinstance(leaves[0], HPUTensor):
-            return leaves[0].copy_(self.read(leaves[1], "copy_ to a host tensor"))
+            blocking = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
+            what = "copy_ to a host tensor"
+            return leaves[0].copy_(self.read(leaves[1], what, blocking=blocking))
         leaves = [self._admit(func, leaf) for leaf in leaves]
         for leaf in leaves:
             if isinstance(leaf, HPUTensor):
@@ -141,6 +172,8 @@ class Bridge:
             return self._inspect(func, leaves, spec)
         if has_dynamic_shape(func, leaves):
             return self._compute_dynamic(func, leaves, spec)
+        if runs_on_host(func, leaves, lazy=self.lazy):
+            self._fall_back(func, leaves)
         with torch.inference_mode(mode=False), torch.no_grad():
             if func.is_view:
                 made, shape = self._view(func, leaves, spec)
@@ -149,6 +182,35 @@ class Bridge:
             else:
                 made, shape = self._compute(func, leaves, spec)
         return tree_unflatten(self._wrap(func, leaves, made), shape)
+
+    # What a compiled region calls.
+
+    @staticmethod
+    def value_of(tensor: torch.Tensor) -> torch.Tensor:
+        """The CPU tensor behind a device tensor; host tensors, such as scalars, unchanged."""
+        return tensor.buffer.value if isinstance(tensor, HPUTensor) else tensor
+
+    @torch.compiler.disable
+    def run_region(self, region: Region, inputs: Sequence[torch.Tensor]) -> Any:
+        """Run a compiled region on device tensors, and count what it starts."""
+        self.compile(region.signature)
+        self.counters.launches += region.launches
+        self.counters.copied_bytes += region.copied_bytes
+        self.counters.eager_fallbacks.update(region.left_out)
+        self.counters.cpu_fallbacks.update(region.on_host)
+        owners = {
+            x.buffer.value.untyped_storage().data_ptr(): x.buffer.allocation
+            for x in inputs
+            if isinstance(x, HPUTensor)
+        }
+        with torch.inference_mode(mode=False), torch.no_grad():
+            results = region.graph(*(self.value_of(x) for x in inputs))
+
+        def made(value: torch.Tensor) -> HPUTensor:
+            owner = owners.get(value.untyped_storage().data_ptr())
+            return self.place(value) if owner is None else HPUTensor(Buffer(value, owner))
+
+        return tree_map_only(torch.Tensor, made, results)
 
     # Kinds of operations.
 
@@ -169,8 +231,9 @@ class Bridge:
         return list(buffers), shape
 
     def _compute(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+        kernel = kernel_for(func, leaves, lazy=self.lazy)
         if not self.lazy:
-            values, shape = tree_flatten(compute(func, values_of(leaves), spec))
+            values, shape = tree_flatten(compute(kernel, values_of(leaves), spec))
             made = [self._owned(x) if isinstance(x, torch.Tensor) else x for x in values]
             self.computed += 1
         else:
@@ -178,7 +241,7 @@ class Bridge:
             made = [self._reserve(x) if isinstance(x, TensorOutline) else x for x in found.leaves]
             shape = found.spec
         outputs = tuple(x for x in made if isinstance(x, Buffer))
-        self._record(Call(func, buffers_of(leaves), spec, outputs, "compute"))
+        self._record(Call(kernel, buffers_of(leaves), spec, outputs, "compute"))
         return made, shape
 
     def _change(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: TreeSpec) -> Any:
@@ -188,10 +251,12 @@ class Bridge:
                 self._refuse_inside(f"an update in place of a view ({func})")
             if tensor.numel() == 0 and torch.Tag.out in func.tags:
                 raise NotImplementedError(f"{func} would resize its output on the stand-in")
+        self.counters.copied_bytes += copied_bytes(func, args, lazy=self.lazy)
+        kernel = kernel_for(func, leaves, lazy=self.lazy)
         if not self.lazy:
-            compute(func, values_of(leaves), spec)
+            compute(kernel, values_of(leaves), spec)
             self.computed += 1
-        self._record(Call(func, buffers_of(leaves), spec, (), "inplace"))
+        self._record(Call(kernel, buffers_of(leaves), spec, (), "inplace"))
         if len(func._schema.returns) > len(written):
             raise NotImplementedError(f"{func} returns more than it changes")
         return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
@@ -206,7 +271,9 @@ class Bridge:
         """The host has to wait for the shape: «non-inferable output shapes»."""
         self._refuse_inside(f"an output shape that depends on values ({func})")
         self.host_reads += 1
+        self.counters.syncs += 1
         self.flush()
+        self.counters.launches += 1
         with torch.inference_mode(mode=False), torch.no_grad():
             result = compute(func, values_of(leaves), spec)
         if func._schema.is_mutable:
@@ -221,8 +288,6 @@ class Bridge:
             raise GraphViolation(
                 f"{what} is not supported during hpu graph capturing: see {INFERENCE_DOC}"
             )
-        if self._region is not None:
-            raise GraphViolation(f"{what} breaks a compiled region")
 
     def _admit(self, func: Any, leaf: Any) -> Any:
         """Refuse host tensors among device tensors, except where PyTorch sends them itself."""
@@ -233,9 +298,7 @@ class Bridge:
         if takes_host_indices(func):
             return self.upload(leaf)
         if func is _COPY:
-            self._refuse_inside("a copy from the host")
-            self.uploads += 1
-            return leaf
+            return self._sent(leaf)
         if leaf.dim() == 0:
             return leaf
         raise RuntimeError(
@@ -245,19 +308,31 @@ class Bridge:
     def _record(self, call: Call) -> None:
         if self._capture is not None:
             self._capture.append(call)
-        elif self._region is not None:
-            self._region.append(call)
         elif self.lazy:
             self._pending.append(with_own_host_values(call))
         elif call.kind != "view":
             single = Program()
             single.append(call)
-            self._compile(single.signature)
+            self.compile(single.signature)
+            self.counters.launches += 1
 
-    def _compile(self, signature: Any) -> None:
+    def _fall_back(self, func: Any, leaves: list[Any]) -> None:
+        """The operation runs on the host: its inputs are copied there, its results back.
+
+        ``hpu_ops/cpu_fallback.cpp:90-112``, which asserts that no graph is being captured.
+        """
+        self._refuse_inside(f"cpu fallback ({func})")
+        self.counters.cpu_fallbacks[name_of(func)] += 1
+        for leaf in leaves:
+            if isinstance(leaf, HPUTensor):
+                self.read(leaf, f"cpu fallback of {func}")
+        self.counters.uploads += 1
+
+    def compile(self, signature: Any) -> None:
+        """Count a recipe, unless one of this signature exists."""
         if signature not in self._recipes:
             self._recipes.add(signature)
-            self.compilations += 1
+            self.counters.recipes += 1
 
     def _run(self, program: Program) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():

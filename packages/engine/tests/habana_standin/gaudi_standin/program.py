@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -90,10 +91,23 @@ class Capture:
     def append(self, call: Call) -> None:
         self._current.append(call)
 
+    def passed_on(self) -> set[int]:
+        """What one of the programs makes and another one reads."""
+        users = [
+            {id(x.allocation) for c in p.calls for x in (*c.leaves, *c.outputs) if _is_buffer(x)}
+            for p in self.programs
+        ]
+        counts = Counter(allocation for used in users for allocation in used)
+        return {allocation for allocation, count in counts.items() if count > 1}
+
     def cut(self) -> None:
         if not self._current.is_empty:
             self.programs.append(self._current)
         self._current = Program()
+
+
+def _is_buffer(value: Any) -> bool:
+    return isinstance(value, Buffer)
 
 
 def constant_key(leaf: Any) -> Any:

@@ -127,7 +127,8 @@ class HPUTensor(torch.Tensor):
     def to(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         device, dtype, copy = _target(*args, **kwargs)
         if device is not None and device.type != "hpu":
-            host = _bridge[0].read(self, "to the host")
+            blocking = not kwargs.get("non_blocking", False)
+            host = _bridge[0].read(self, "to the host", blocking=blocking)
             return host if dtype is None else host.to(dtype)
         if dtype is None or dtype == self.dtype:
             return self.clone() if copy else self
@@ -221,6 +222,8 @@ def _is_traced(args: Any, kwargs: Any) -> bool:
 
 
 def _trace(func: Any, args: Any, kwargs: Any) -> Any:
+    # What a factory made is no wrapper, and says itself that it is on the device.
+    tree_map_only(FakeTensor, _put_on_cpu, (args, kwargs))
     inner_args, inner_kwargs = tree_map_only(HPUTensor, lambda t: t.buffer.value, (args, kwargs))
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
@@ -231,6 +234,10 @@ def _trace(func: Any, args: Any, kwargs: Any) -> Any:
     with torch.inference_mode(mode=inference):
         wrapped = tree_map_only(torch.Tensor, _untracked, out)
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
+
+
+def _put_on_cpu(tensor: FakeTensor) -> None:
+    tensor.fake_device = torch.device("cpu")
 
 
 class _Nowhere(DeviceMemory):

@@ -15,6 +15,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from gaudi_standin.bridge import BRIDGE
+from gaudi_standin.custom_ops import register
 from gaudi_standin.tensor import made_on_device, to_device
 
 _MADE_WHOLE = ("arange", "arange.start", "arange.start_step", "eye", "eye.m", "linspace")
@@ -33,6 +34,7 @@ def apply(module: ModuleType) -> None:
     for name in _MADE_WHOLE:
         library.impl(name, _factory(name))
     _undo.append(library._destroy)
+    _undo.append(register()._destroy)
     # `with torch.device(...)` knows constructors by identity, and lists them once.
     _device_constructors()
     _replace(torch.Tensor, "to", to_device(torch.Tensor.to))

@@ -1,8 +1,9 @@
 """Zeroed memory, and the copiers of its blocks on the CPU and on accelerators. Needs torch.
 
-``words`` is the device memory, ``[2 * layers, num_blocks, n]``, or a sequence of ``2 * layers``
-tensors ``[num_blocks, ...]``. ``host`` is the host memory, ``[num_host_blocks, 2 * layers, n]``, of
-the same dtype. `trencadis.kvcache.tensors` explains these shapes and checks the block ids.
+``words`` is the device memory, ``[2 * layers, num_blocks, n]``, and ``layers`` in its place
+``2 * layers`` tensors of token rows, ``[num_blocks * block_size, ...]``. ``host`` is the host
+memory, ``[num_host_blocks, 2 * layers, n]``, of the same dtype. `trencadis.kvcache.tensors`
+explains these shapes and checks the block ids.
 """
 
 from __future__ import annotations
@@ -122,16 +123,20 @@ class StagedCopier:
         self._blocks.index_copy_(0, ids, staged)
 
 
-class LayerwiseCopier(StagedCopier):
-    """A staged copier for separate tensors of each layer's keys and values."""
+class RowCopier(StagedCopier):
+    """A staged copier for separate tensors of each layer, with ``block_size`` rows for each block.
 
-    def __init__(
-        self, layers: Sequence[torch.Tensor], host: torch.Tensor, swap_stream: SwapStream
-    ) -> None:
+    Blocks are copied as runs of rows, so that no view of a layer is updated in place: Gaudi's
+    plugin for vLLM moves its blocks in the same way (vllm_gaudi/extension/defragmentation.py,
+    ``CacheSwapUtils.forward``).
+    """
+
+    def __init__(self, layers: Sequence[torch.Tensor], host: torch.Tensor, block_size: int) -> None:
         self._layers = layers
         self._device = layers[0].device
         self._host = host
-        self._swap_stream = swap_stream
+        self._slots = torch.arange(block_size)
+        self._swap_stream = _make_swap_stream(self._device)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
         """Copy within the device, after the swaps so far."""
@@ -160,8 +165,15 @@ class LayerwiseCopier(StagedCopier):
             self._scatter(self._ids(copy.dst for copy in copies), staged)
             self._swap_stream.record()
 
+    def _ids(self, ids: Iterable[int]) -> torch.Tensor:
+        """The rows of these blocks, in order."""
+        blocks = torch.tensor(list(ids))
+        rows = (blocks[:, None] * len(self._slots) + self._slots).flatten()
+        return rows.to(self._device, non_blocking=True)
+
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
-        gathered = [layer.index_select(0, ids).flatten(1) for layer in self._layers]
+        block_words = self._host.shape[2]
+        gathered = [layer.index_select(0, ids).view(-1, block_words) for layer in self._layers]
         return torch.stack(gathered, dim=1)
 
     def _scatter(self, ids: torch.Tensor, staged: torch.Tensor) -> None:
@@ -198,12 +210,8 @@ class SwapStream:
             self._event = None
 
 
-def copier_for(
-    words: torch.Tensor | Sequence[torch.Tensor], host: torch.Tensor
-) -> DirectCopier | StagedCopier:
+def copier_for(words: torch.Tensor, host: torch.Tensor) -> DirectCopier | StagedCopier:
     """The copier for the device of ``words``."""
-    if not isinstance(words, torch.Tensor):
-        return LayerwiseCopier(words, host, _make_swap_stream(words[0].device))
     if words.device.type == "cpu":
         return DirectCopier(words, host)
     return StagedCopier(words, host, _make_swap_stream(words.device))

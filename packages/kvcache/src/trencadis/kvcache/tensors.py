@@ -9,8 +9,9 @@ queries with a ``[block_size, head_dim]`` matrix. In this order ``cache[:n]`` is
 matrices: flattening over block and head needs no copy. With positions first, every step would have
 to transpose all that it reads.
 
-A recorded graph on Gaudi cannot update a view in place. There the keys and the values of each
-layer are separate tensors (``separate_layers``), and a block is copied layer by layer.
+On Gaudi an update in place is fast only where it writes whole rows of a tensor that is no view.
+There the keys and the values of each layer are separate tensors with a row for each token
+(``token_rows``), ``[num_blocks * block_size, kv_heads, head_dim]``, written by ``index_copy_``.
 
 The host side is block-major, ``[num_host_blocks, 2 * layers, ...]``. No attention reads it, and a
 block or a run of blocks is one contiguous transfer between host and device.
@@ -28,7 +29,7 @@ from trencadis.kvcache.validators import require_at_least, require_bool, require
 try:
     import torch
 
-    from trencadis.kvcache.copiers import copier_for, zeros
+    from trencadis.kvcache.copiers import DirectCopier, RowCopier, StagedCopier, copier_for, zeros
 except ModuleNotFoundError as error:
     raise MissingExtra(
         f"trencadis.kvcache.tensors needs PyTorch ({error}): "
@@ -49,9 +50,9 @@ class KVCache:
     ``num_blocks`` includes the padding block 0. ``num_host_blocks`` is the number of host blocks
     for swapped sequences, in pinned memory on devices that support it. Swaps run on their own
     stream on devices with streams, so call `wait` before the next forward pass.
-    ``separate_layers`` allocates a tensor for the keys and one for the values of each layer;
-    without it, ``data`` is the one tensor of all layers. Raises `InvalidSetting` for a size below
-    one or another wrong argument, and `OutOfMemory` if the memory cannot be allocated.
+    ``token_rows`` allocates a tensor for the keys and one for the values of each layer, with a row
+    for each slot; without it, ``data`` is the one tensor of all layers. Raises `InvalidSetting` for
+    a size below one or another wrong argument, and `OutOfMemory` if the memory cannot be allocated.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
-        separate_layers: bool = False,
+        token_rows: bool = False,
     ) -> None:
         sizes = {
             "num_layers": num_layers,
@@ -78,7 +79,7 @@ class KVCache:
             require_at_least(name, size, 1, "pass a positive size")
         require_at_least("num_host_blocks", num_host_blocks, 0, "0 turns swapping off")
         require_instance("dtype", dtype, torch.dtype)
-        require_bool("separate_layers", separate_layers)
+        require_bool("token_rows", token_rows)
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -86,40 +87,47 @@ class KVCache:
         self.device = _as_device(device)
         shape = (2, *sizes.values())
         num_parts = 2 * num_layers
-        if separate_layers:
+        if token_rows:
+            rows = (num_blocks * block_size, kv_heads, head_dim)
             self._parts = tuple(
-                _allocate("num_blocks", num_blocks, shape[2:], dtype, self.device)
+                _allocate("num_blocks", num_blocks, rows, dtype, self.device)
                 for _ in range(num_parts)
             )
-            words: torch.Tensor | tuple[torch.Tensor, ...] = tuple(
-                _as_words(part) for part in self._parts
-            )
+            words = [_as_words(part) for part in self._parts]
+            self._host = self._host_memory(words[0], block_size * words[0][0].numel())
+            self._copier: DirectCopier | StagedCopier = RowCopier(words, self._host, block_size)
         else:
             self.data = _allocate("num_blocks", num_blocks, shape, dtype, self.device)
             self._parts = self.data.flatten(0, 1).unbind()
-            words = _as_words(self.data.view(num_parts, num_blocks, -1))
-        host_shape = (num_host_blocks, num_parts, words[0][0].numel())
+            blocks = _as_words(self.data.view(num_parts, num_blocks, -1))
+            self._host = self._host_memory(blocks, blocks.shape[2])
+            self._copier = copier_for(blocks, self._host)
+
+    def _host_memory(self, words: torch.Tensor, words_per_block: int) -> torch.Tensor:
+        """The host blocks, in the dtype of the device's ``words``."""
+        shape = (self.num_host_blocks, 2 * self.num_layers, words_per_block)
         # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
         pinned = self.device.type == "cuda"
-        host = torch.device("cpu")
-        self._host = _allocate(
-            "num_host_blocks", num_host_blocks, host_shape, words[0].dtype, host, pinned=pinned
+        return _allocate(
+            "num_host_blocks",
+            self.num_host_blocks,
+            shape,
+            words.dtype,
+            torch.device("cpu"),
+            pinned=pinned,
         )
-        self._copier = copier_for(words, self._host)
 
     def key(self, layer: int) -> torch.Tensor:
         """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``.
 
-        Raises `InvalidSetting` for a layer that the cache does not have.
+        With ``token_rows``: ``[num_blocks * block_size, kv_heads, head_dim]``, and no view. Raises
+        `InvalidSetting` for a layer that the cache does not have.
         """
         self._require_layer(layer)
         return self._parts[layer]
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``.
-
-        Raises `InvalidSetting` for a layer that the cache does not have.
-        """
+        """Values of a layer, in the shape of its keys. Raises as `key`."""
         self._require_layer(layer)
         return self._parts[self.num_layers + layer]
 

@@ -87,7 +87,7 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
             Ready(
                 max_model_len=core.max_model_len,
                 num_blocks=core.worker.limits.num_blocks,
-                block_size=config.block_size,
+                block_size=core.config.block_size,
                 dtype=str(core.worker.dtype).removeprefix("torch."),
                 device=core.device.name,
                 num_buckets=core.worker.num_buckets,

@@ -61,11 +61,12 @@ class EngineCore:
         device: Device | None = None,
         thermal: ThermalMonitor | None = None,
     ) -> None:
-        self.config = config
         self.device = select_device(
             config.device if device is None else device,
             Path(config.compile_cache) if config.compile_cache else None,
+            fp32_softmax=config.fp32_softmax,
         )
+        self.config = config = config.for_device(self.device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
         self._thermal = thermal or ThermalMonitor.from_config(
             config, self.device.temperature_source

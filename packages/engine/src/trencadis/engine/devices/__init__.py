@@ -37,18 +37,20 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
 """The attributes of `Device` without a value, and the types that each may have."""
 
 
-def select_device(device: str | Device, compile_cache: Path | None = None) -> Device:
+def select_device(
+    device: str | Device, compile_cache: Path | None = None, *, fp32_softmax: bool = False
+) -> Device:
     """A device by its name: ``auto`` (hpu, then cuda, then cpu), a key of `DEVICES`, or
     ``module:Class``. A `Device` is checked and returned.
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
-    time. Raises `ConfigError` for an unknown name, `DeviceError` for a device that is missing or
-    incomplete.
+    time. ``fp32_softmax`` is for hpu. Raises `ConfigError` for an unknown name, `DeviceError` for a
+    device that is missing or incomplete.
     """
     if isinstance(device, Device):
         return _complete(device)
     if device == "auto":
-        return _best_device(compile_cache)
+        return _best_device(compile_cache, fp32_softmax)
     if device == "simulated":
         raise ConfigError(
             "device simulated serves traces alone: use the command trencadis-simulate"
@@ -59,7 +61,9 @@ def select_device(device: str | Device, compile_cache: Path | None = None) -> De
         raise ConfigError(
             f"device must be auto, {', '.join(DEVICES)} or module:Class, got {device!r}", "device"
         )
-    return HPUDevice(compile_cache) if device == "hpu" else DEVICES[device]()
+    if device == "hpu":
+        return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
+    return DEVICES[device]()
 
 
 def _import(path: str) -> Device:
@@ -97,11 +101,11 @@ def _complete(device: Device) -> Device:
     return device
 
 
-def _best_device(compile_cache: Path | None) -> Device:
+def _best_device(compile_cache: Path | None, fp32_softmax: bool) -> Device:
     """hpu, then cuda, then cpu. A Gaudi whose software does not load gives only a warning."""
     if hpu_is_installed():
         try:
-            return HPUDevice(compile_cache)
+            return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
         except DeviceError as error:
             logger.warning("%s", error)
     return CUDADevice() if torch.cuda.is_available() else CPUDevice()

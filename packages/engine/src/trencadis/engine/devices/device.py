@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import fx, nn
+
+from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.paged_context import Attention
 
 
 class Graph(abc.ABC):
@@ -46,6 +49,12 @@ class Device(abc.ABC):
     preferred_dtype: torch.dtype
     """Type of weights and KV cache where neither settings nor checkpoint name one."""
 
+    dtypes: tuple[torch.dtype, ...] | None = None
+    """The dtypes that a model can have; None for all."""
+
+    defaults: Mapping[str, Any] = {}
+    """Settings of `EngineConfig` that this device chooses where the user does not."""
+
     default_kv_cache_memory: int | None
     """Default bytes of KV cache where memory is shared with the host; None for device memory."""
 
@@ -56,9 +65,16 @@ class Device(abc.ABC):
     """Whether an operation runs on a new shape, or on a shape that depends on data, without being
     compiled first. Otherwise the host samples."""
 
-    updates_views: bool = True
-    """Whether a graph may update a view in place. Otherwise the keys and values of each layer are
-    separate tensors."""
+    exponential_grid: bool = False
+    """Whether the default grid of buckets is the exponential one of Gaudi's plugin for vLLM, for a
+    device on which a new shape costs seconds; otherwise it is a small one."""
+
+    compiles_forward: bool = False
+    """Whether all of a compiled forward pass is programs, and not its decoder layers alone: where
+    each operation outside of a program is a launch that costs as much as a program's."""
+
+    attention: Attention = BlockAttention()
+    """How the KV cache is laid out, written and read."""
 
     temperature_source: str | None = None
     """Name of the scheduler's telemetry source that reads this device's temperatures."""

@@ -36,7 +36,7 @@ class RecordedGraph(Graph):
     def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         if self._output is None:
             raise GraphError("the graph was released: capture its shape again")
-        self._check(inputs)
+        check_inputs([(tuple(t.shape), t.dtype) for t in self._buffers], inputs)
         for buffer, given in zip(self._buffers, inputs, strict=True):
             buffer.copy_(given)
         self._replay()
@@ -49,15 +49,20 @@ class RecordedGraph(Graph):
             self._buffers = ()
             self._forget()
 
-    def _check(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Check shapes and dtypes, because a copy would broadcast or convert silently."""
-        recorded = [(tuple(t.shape), t.dtype) for t in self._buffers]
-        given = [(tuple(t.shape), t.dtype) for t in inputs]
-        if given != recorded:
-            raise GraphError(
-                f"the graph was recorded for inputs {_describe(recorded)} and is replayed with "
-                f"{_describe(given)}: pad them to its bucket, or capture this shape"
-            )
+
+def check_inputs(
+    recorded: Sequence[tuple[tuple[int, ...], torch.dtype]], inputs: Sequence[torch.Tensor]
+) -> None:
+    """Check shapes and dtypes, because a copy would broadcast or convert silently.
+
+    Raises `GraphError`, which names both.
+    """
+    given = [(tuple(t.shape), t.dtype) for t in inputs]
+    if given != list(recorded):
+        raise GraphError(
+            f"the graph was recorded for inputs {_describe(recorded)} and is replayed with "
+            f"{_describe(given)}: pad them to its bucket, or capture this shape"
+        )
 
 
 def _describe(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:

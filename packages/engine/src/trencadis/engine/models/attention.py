@@ -4,31 +4,26 @@ The tokens of a batch are flat, ``[1, tokens]``, so that models that support tra
 ``logits_to_keep`` compute logits for the wanted rows only. `paged_context` defines what a forward
 pass reads and writes, and the letters used in shapes.
 
-To add a prefill kernel of a device: put it on the attention modules under `PROMPT_KERNEL` in
-``Device.optimize``. To add a kind of attention (such as a sliding window): compute it here, and
-remove it from `_refuse_unsupported`.
+How the cache is written and read is an `Attention`, which the device chooses (``Device.attention``)
+and the forward pass carries; `block_attention` is that of the CPU. To add a kind of attention (such
+as a sliding window): compute it in each `Attention`, and remove it from `_refuse_unsupported`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface
 
 from trencadis.engine.errors import ModelError
-from trencadis.engine.models.paged_context import (
-    MASKED,
-    PROMPT_KERNEL,
-    DecodeContext,
-    PagedContext,
-    PromptContext,
-)
+from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.paged_context import PagedContext
 
 ATTENTION_NAME = "trencadis_paged"
+
+_BLOCK_ATTENTION = BlockAttention()
 
 
 def paged_attention(
@@ -49,112 +44,10 @@ def paged_attention(
     `ModelError` for an attention feature that this engine does not compute.
     """
     _refuse_unsupported(features)
-    layer = int(module.layer_idx)  # type: ignore[arg-type]
-    keys, values = paged.cache.key(layer), paged.cache.value(layer)
+    attention = paged.attention or _BLOCK_ATTENTION
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    keys[paged.write_blocks, :, paged.write_offsets] = key[0].transpose(0, 1)
-    values[paged.write_blocks, :, paged.write_offsets] = value[0].transpose(0, 1)
-    if isinstance(paged, PromptContext):
-        attend = getattr(module, PROMPT_KERNEL, F.scaled_dot_product_attention)
-        return _attend_prompt(attend, query, key, value, keys, values, paged, scale), None
-    return _attend_decode(query, keys, values, paged, scale), None
-
-
-def _attend_prompt(
-    attend: Callable[..., torch.Tensor],
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    paged: PromptContext,
-    scale: float,
-) -> torch.Tensor:
-    """Prefill: a chunk attends to its context, gathered from the cache, and to itself."""
-    query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
-    if paged.context_blocks is not None:
-        key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
-        value = torch.cat((_gather(cached_values, paged.context_blocks), value), dim=2)
-    out = attend(
-        query,
-        key,
-        value,
-        attn_mask=paged.mask,
-        is_causal=paged.mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
-    return out.transpose(1, 2).reshape(1, -1, query.shape[1], query.shape[-1])
-
-
-def _attend_decode(
-    query: torch.Tensor,
-    cached_keys: torch.Tensor,
-    cached_values: torch.Tensor,
-    paged: DecodeContext,
-    scale: float,
-) -> torch.Tensor:
-    """Decode: attend from each block's owner to that block, then combine the blocks of each owner.
-
-    A block gives a maximum, a sum of exponentials and a weighted sum of values. The blocks of a
-    sequence are combined by rescaling to their common maximum (Milakov and Gimelshein, "Online
-    normalizer calculation for softmax", 2018). Row B of the accumulators takes blocks without an
-    owner.
-    """
-    _, heads, batch, size = query.shape
-    kv_heads = cached_keys.shape[1]
-    rows = (query[0].transpose(0, 1) * scale).view(batch, kv_heads, heads // kv_heads, size)
-    rows = rows[paged.readers]
-    n = paged.prefix_blocks
-    peak, sums = _score_blocks(rows[:n], cached_keys[:n], cached_values[:n], paged.bias[:n])
-    if paged.extra_blocks is not None:
-        extra_peak, extra_sums = _score_blocks(
-            rows[n:],
-            cached_keys[paged.extra_blocks],
-            cached_values[paged.extra_blocks],
-            paged.bias[n:],
-        )
-        peak, sums = torch.cat((peak, extra_peak)), torch.cat((sums, extra_sums))
-    combined = _combine(peak, sums, paged.owners, batch + 1)
-    return combined[:batch].to(query.dtype).view(1, batch, heads, size)
-
-
-def _score_blocks(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
-
-    Returns, in fp32, the maximum per row ``[N, K, G, 1]``, and ``[N, K, G, D + 1]``: the values
-    weighted by the exponentials, then the sum of the exponentials.
-    """
-    scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
-    peak = scores.amax(-1, keepdim=True)
-    weights = torch.exp(scores - peak)
-    weighted = torch.matmul(weights.to(values.dtype), values).float()
-    return peak, torch.cat((weighted, weights.sum(-1, keepdim=True)), dim=-1)
-
-
-def _combine(
-    peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, num_rows: int
-) -> torch.Tensor:
-    """The attention output of each owner, from the partial softmax of its blocks."""
-    top = peak.new_full((num_rows, *peak.shape[1:]), MASKED)
-    top.scatter_reduce_(0, owners.view(-1, 1, 1, 1).expand_as(peak), peak, "amax")
-    combined = sums.new_zeros((num_rows, *sums.shape[1:]))
-    combined.index_add_(0, owners, sums * torch.exp(peak - top[owners]))
-    # Padded rows own no block; their sum of 0 must not become a NaN.
-    return combined[..., :-1] / combined[..., -1:].clamp_min(torch.finfo(sums.dtype).tiny)
-
-
-def _by_sequence(flat: torch.Tensor, batch: int) -> torch.Tensor:
-    """``[1, heads, B * Q, D]`` as ``[B, heads, Q, D]``."""
-    heads, _, size = flat.shape[1:]
-    return flat.view(heads, batch, -1, size).transpose(0, 1)
-
-
-def _gather(cached: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
-    """Blocks ``[B, C]`` of a cache ``[blocks, K, S, D]`` as ``[B, K, C * S, D]``."""
-    return cached[blocks].transpose(1, 2).flatten(2, 3)
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    return attention.attend(query, key, value, layer, paged, scale), None
 
 
 def _refuse_unsupported(features: dict[str, Any]) -> None:

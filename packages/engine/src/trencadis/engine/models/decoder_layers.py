@@ -36,14 +36,16 @@ class DecoderLayers:
     """
 
     def __init__(self, model: nn.Module, caches: LayerCaches) -> None:
-        kinds = set(getattr(model, "_no_split_modules", None) or ())
-        layers = [module for module in model.modules() if type(module).__name__ in kinds]
+        layers = decoder_layers(model)
         if not layers:
             raise ModelError(f"{type(model).__name__} names no decoder layers, to be compiled")
         self._names = tuple(_tensors(layers[0]))
         self._weights = [tuple(_tensors(layer).values()) for layer in layers]
+        self._block_size = caches.block_size
         self._caches = [(caches.key(i), caches.value(i)) for i in range(len(layers))]
         self._check_alike(layers)
+        self.tensor_ids = frozenset(id(t) for own in self._weights for t in own)
+        """Identities of the layers' weights."""
         # Tracing replaces the tensors of the layer for a while, so it uses a copy of the layer.
         shared = {id(tensor): tensor for tensor in self._weights[0]}
         self._traced = copy.deepcopy(layers[0], shared)
@@ -57,23 +59,33 @@ class DecoderLayers:
 
         def run(*tensors: torch.Tensor) -> Any:
             own = tensors[given:]
-            caches = _OneLayer(*own[len(self._names) :])
+            caches = _OneLayer(self._block_size, *own[len(self._names) :])
             args, kwargs = recording.arguments(iter(tensors[:given]), caches)
             weights = dict(zip(self._names, own, strict=False))
-            return torch.func.functional_call(self._traced, weights, args, kwargs)
+            result = torch.func.functional_call(self._traced, weights, args, kwargs)
+            if not isinstance(result, torch.Tensor):
+                raise ModelError(
+                    f"a decoder layer returns {type(result).__name__} where one tensor was "
+                    "expected: serve this model without --compile"
+                )
+            return result
 
         return make_fx(run, tracing_mode="fake")(*inputs), inputs
 
     def run_with(self, program: Program, prefix_blocks: int | None) -> LayerRun:
         """A layer run that calls ``program`` with each layer's tensors."""
-        own = [self._own(number, prefix_blocks) for number in range(len(self._weights))]
+        own = self.own_tensors(prefix_blocks)
 
         def run(
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            return _single(program(*_inputs(args, kwargs), *own[layer]))
+            return single(program(*_inputs(args, kwargs), *own[layer]))
 
         return run
+
+    def own_tensors(self, prefix_blocks: int | None) -> list[tuple[torch.Tensor, ...]]:
+        """For each layer, its weights and its KV cache: the last inputs of the layer's program."""
+        return [self._own(number, prefix_blocks) for number in range(len(self._weights))]
 
     def _own(self, number: int, prefix_blocks: int | None) -> tuple[torch.Tensor, ...]:
         """A layer's weights and its KV cache, cut to the prefix that a decode step reads.
@@ -95,9 +107,22 @@ class DecoderLayers:
                 )
 
 
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a model of transformers, in order; none if it does not name them."""
+    kinds = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+class LayersReached(Exception):
+    """A recorded forward pass has reached its first decoder layer."""
+
+
 @attrs.define(eq=False)
 class Recording:
-    """A layer run that calls the model's own layers and records the first layer's arguments."""
+    """A layer run that records the arguments of the first layer, and ends the forward pass there.
+
+    It raises `LayersReached`, so that nothing of the layers runs eagerly.
+    """
 
     paged: PagedContext | None = None
     args: tuple[Any, ...] = ()
@@ -106,19 +131,15 @@ class Recording:
     def __call__(
         self, layer: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        result = own(*args, **kwargs)
-        if not isinstance(result, torch.Tensor):
-            raise ModelError(
-                f"a decoder layer returns {type(result).__name__} where one tensor was expected: "
-                "serve this model without --compile"
-            )
-        if layer == 0:
-            self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
-        return result
+        self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
+        raise LayersReached
 
     @property
     def prefix_blocks(self) -> int | None:
-        """Cache blocks that the forward pass reads as a prefix; None for prefill, which gathers."""
+        """Cache blocks that a program sees; None where it sees all.
+
+        Prefill gathers blocks. A cache of token rows is not cut: Gaudi updates no view in place.
+        """
         return self.paged.prefix_blocks if isinstance(self.paged, DecodeContext) else None
 
     def inputs(self) -> list[torch.Tensor]:
@@ -138,6 +159,7 @@ class Recording:
 class _OneLayer:
     """The KV cache of the layer that is being traced. Ignores the layer index."""
 
+    block_size: int
     keys: torch.Tensor
     values: torch.Tensor
 
@@ -183,5 +205,6 @@ def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
 
 
-def _single(result: Any) -> Any:
+def single(result: Any) -> Any:
+    """The one result of a program, which may come in a sequence."""
     return result[0] if isinstance(result, (list, tuple)) else result

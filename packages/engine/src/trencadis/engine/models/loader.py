@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 import attrs
@@ -66,15 +67,27 @@ def inspect_model(name: str) -> ModelSpec:
     )
 
 
-def resolve_dtype(name: str, spec: ModelSpec, preferred: torch.dtype) -> torch.dtype:
-    """The dtype called ``name``.
+def resolve_dtype(
+    name: str,
+    spec: ModelSpec,
+    preferred: torch.dtype,
+    supported: Collection[torch.dtype] | None = None,
+) -> torch.dtype:
+    """The dtype called ``name``, or ``preferred`` with a warning if it is not ``supported``.
 
     ``auto`` is the checkpoint's dtype if that is bf16 or fp16, else ``preferred``, the device's.
+    ``supported`` of None is all.
     """
-    if name != "auto":
-        return _DTYPES[name]
-    stored = getattr(spec.config, "dtype", None)
-    return stored if stored in (torch.bfloat16, torch.float16) else preferred
+    if name == "auto":
+        stored = getattr(spec.config, "dtype", None)
+        wanted = stored if stored in (torch.bfloat16, torch.float16) else preferred
+    else:
+        wanted = _DTYPES[name]
+    if supported is None or wanted in supported:
+        return wanted
+    words = (str(dtype).removeprefix("torch.") for dtype in (wanted, preferred))
+    logger.warning("The device does not serve %s: weights and KV cache are %s", *words)
+    return preferred
 
 
 def load_model(

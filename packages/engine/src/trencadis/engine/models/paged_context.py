@@ -19,25 +19,66 @@ import torch
 MASKED = -1e30
 """Score of a masked position: finite, so that a block with no valid position yields no NaN."""
 
-PROMPT_KERNEL = "prompt_attention"
-"""Attribute of an attention module that holds a device's own prefill kernel. It is called like
-``torch.nn.functional.scaled_dot_product_attention``."""
-
 LayerRun = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 """Computes one decoder layer. Arguments: the layer's index, the layer's own forward function, and
 the positional and keyword arguments that the model passed to the layer."""
 
 
 class LayerCaches(Protocol):
-    """Keys and values of each layer, ``[blocks, K, S, D]``. Block 0 is the padding block."""
+    """Keys and values of each layer, ``[blocks, K, S, D]``, or ``[blocks * S, K, D]`` where the
+    attention has token rows. Block 0 is the padding block."""
+
+    @property
+    def block_size(self) -> int: ...
 
     def key(self, layer: int) -> torch.Tensor: ...
 
     def value(self, layer: int) -> torch.Tensor: ...
 
 
+@attrs.frozen(eq=False, slots=False, these={})
+class PagedContext:
+    """Base of what a forward pass reads and writes. Its tensors are inputs of graphs and programs.
+
+    ``attention`` is the device's formulation; None for that of the CPU. ``layer_run`` computes the
+    decoder layers in place of the model's own code; None for eager.
+    """
+
+    cache: LayerCaches
+    attention: Attention | None
+    layer_run: LayerRun | None
+
+
+class Attention(Protocol):
+    """How a device lays out the KV cache, writes to it, and attends."""
+
+    token_rows: bool
+    """Whether the cache has a row for each token (`KVCache`), or blocks by head."""
+
+    def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
+        """What all layers of a forward pass need, derived once from the uploaded ``paged``.
+
+        ``dtype`` is that of the queries. The result names this object as its ``attention``.
+        """
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        paged: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write a layer's new keys and values, then attend.
+
+        ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``. Returns
+        ``[1, T, H, D]``.
+        """
+
+
 @attrs.frozen(eq=False)
-class PromptContext:
+class PromptContext(PagedContext):
     """Where a padded batch of prefill chunks writes, and the context that it reads.
 
     ``write_blocks``, ``write_offsets``: ``[B * Q]``; padding tokens write to block 0.
@@ -53,11 +94,11 @@ class PromptContext:
     context_blocks: torch.Tensor | None = None
     mask: torch.Tensor | None = None
     layer_run: LayerRun | None = None
-    """Computes the decoder layers in place of the model's own code; None for eager."""
+    attention: Attention | None = None
 
 
 @attrs.frozen(eq=False)
-class DecodeContext:
+class DecodeContext(PagedContext):
     """Where one token per sequence writes, and which sequence owns each block that is read.
 
     ``write_blocks``, ``write_offsets``: ``[B]``. ``owners``: ``[N + E]``, the batch row that a
@@ -77,13 +118,10 @@ class DecodeContext:
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
     layer_run: LayerRun | None = None
-    """Computes the decoder layers in place of the model's own code; None for eager."""
+    attention: Attention | None = None
 
 
-PagedContext = PromptContext | DecodeContext
-
-
-def paged_tensors(paged: PagedContext) -> list[str]:
-    """Names of the fields that hold tensors. They depend only on the shape."""
+def paged_tensors(paged: Any) -> list[str]:
+    """Names of a `PagedContext`'s fields that hold tensors. They depend only on the shape."""
     names = (field.name for field in attrs.fields(type(paged)))
     return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]

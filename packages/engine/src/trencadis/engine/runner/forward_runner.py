@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import attrs
 import torch
 from torch import nn
 
 from trencadis.engine.devices import Device, Graph
-from trencadis.engine.models.decoder_layers import DecoderLayers, Recording
+from trencadis.engine.models.compiled_forward import CompiledForward
+from trencadis.engine.models.decoder_layers import DecoderLayers, LayersReached, Recording
 from trencadis.engine.models.paged_context import LayerRun
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.shapes import ForwardShape
@@ -39,9 +41,11 @@ class ForwardRunner:
         self.compilations = 0
         self._model = model
         self._device = device
+        self._dtype = next(model.parameters()).dtype
         self._layers = DecoderLayers(model, cache) if compiled else None
         self._warmed_up: set[ForwardShape] = set()
         self._layer_runs: dict[ForwardShape, LayerRun] = {}
+        self._programs: dict[ForwardShape, CompiledForward] = {}
         self._graphs: dict[ForwardShape, Graph] = {}
         self._serving = False
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
@@ -89,8 +93,11 @@ class ForwardRunner:
     @torch.inference_mode()
     def prepare(self, batch: ModelInput) -> None:
         """Compile for the shape of ``batch``, then run it once."""
-        if self._layers is not None and batch.shape not in self._layer_runs:
-            self._layer_runs[batch.shape] = self._compile(batch, self._layers)
+        if self._layers is not None and not self._is_compiled(batch.shape):
+            if self._device.compiles_forward:
+                self._programs[batch.shape] = self._compile_forward(batch, self._layers)
+            else:
+                self._layer_runs[batch.shape] = self._compile_layers(batch, self._layers)
         self._run(batch)
         self._warmed_up.add(batch.shape)
 
@@ -110,15 +117,29 @@ class ForwardRunner:
         """Release the graph of this shape."""
         self._graphs.pop(shape).release()
 
-    def _compile(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
+    def _is_compiled(self, shape: ForwardShape) -> bool:
+        return shape in self._layer_runs or shape in self._programs
+
+    def _compile_layers(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
         recording = Recording()
-        self._compute(_with(batch, recording))
+        with contextlib.suppress(LayersReached):
+            self._compute(_with(batch, recording))
         module, inputs = layers.trace(recording)
         return layers.run_with(self._device.compile(module, inputs), recording.prefix_blocks)
 
+    def _compile_forward(self, batch: ModelInput, layers: DecoderLayers) -> CompiledForward:
+        def compute(
+            model: Callable[..., Any], tensors: Sequence[torch.Tensor], layer_run: LayerRun
+        ) -> torch.Tensor:
+            return self._compute(_with(batch.with_tensors(tensors), layer_run), model)
+
+        return CompiledForward.of(self._model, layers, compute, batch.tensors, self._device.compile)
+
     def _run(self, batch: ModelInput) -> torch.Tensor:
-        graph = self._graphs.get(batch.shape)
-        if graph is None:
+        graph, program = self._graphs.get(batch.shape), self._programs.get(batch.shape)
+        if program is not None:
+            rows = program(batch.tensors)
+        elif graph is None:
             layer_run = self._layer_runs.get(batch.shape)
             rows = self._compute(batch if layer_run is None else _with(batch, layer_run))
         else:
@@ -130,13 +151,15 @@ class ForwardRunner:
         rows = rows[: batch.num_rows]
         return rows if graph is None else rows.clone()  # the next replay overwrites the output
 
-    def _compute(self, batch: ModelInput) -> torch.Tensor:
-        out = self._model(
+    def _compute(self, batch: ModelInput, model: Callable[..., Any] | None = None) -> torch.Tensor:
+        """Logits. ``model`` is called in place of the model itself, with the same arguments."""
+        paged = self._device.attention.prepare(batch.paged, self._dtype)
+        out = (model or self._model)(
             input_ids=batch.token_ids,
             position_ids=batch.position_ids,
             use_cache=False,
             logits_to_keep=batch.logit_rows,
-            paged=batch.paged,
+            paged=paged,
         )
         logits: torch.Tensor = out.logits[0]
         return logits

@@ -20,6 +20,9 @@ from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
 
+_EXPONENTIAL = "the device's default, exponential; VLLM_* variables choose others"
+_CONFIGURED = "from the VLLM_* bucketing settings"
+
 
 @attrs.frozen
 class Grids:
@@ -39,18 +42,29 @@ class Grids:
         return self.prompt.values("query")[-1]
 
 
-def build_grids(config: BucketingConfig | None, limits: ServingLimits) -> Grids:
-    """Both grids. Logs their axes as seed 002 does. Raises `BucketingError`."""
-    grids = small_grids(limits) if config is None else configured_grids(config, limits)
+def build_grids(
+    config: BucketingConfig | None, limits: ServingLimits, *, exponential: bool = False
+) -> Grids:
+    """Both grids. Logs their axes as seed 002 does. Raises `BucketingError`.
+
+    Without ``config``: the default grid of Gaudi's plugin if ``exponential``, else a small grid.
+    """
+    if config is None and not exponential:
+        grids = small_grids(limits)
+        why = (
+            "few, because this device runs a new shape without compiling it; "
+            "VLLM_PROMPT_* and VLLM_DECODE_* variables choose others"
+        )
+    else:
+        grids = configured_grids(config or BucketingConfig(), limits)
+        why = (
+            "the device's default, exponential; VLLM_* variables choose others"
+            if config is None
+            else _CONFIGURED
+        )
     for grid in (grids.prompt, grids.decode):
         for line in grid.describe():
             logger.info(line)
-    why = (
-        "few, because this device runs a new shape without compiling it; "
-        "VLLM_PROMPT_* and VLLM_DECODE_* variables choose others"
-        if config is None
-        else "from the VLLM_* bucketing settings"
-    )
     logger.info("%d prompt and %d decode buckets (%s)", len(grids.prompt), len(grids.decode), why)
     return grids
 

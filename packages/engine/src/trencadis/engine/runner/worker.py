@@ -53,7 +53,7 @@ class Worker:
         self._max_model_len = resolve_max_model_len(
             config.max_model_len, self.spec.max_position_embeddings
         )
-        self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype)
+        self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._load_profile_and_allocate()
         self.grids = self._build_grids()
         forward_runner = ForwardRunner(
@@ -190,7 +190,7 @@ class Worker:
             dtype=self.dtype,
             device=self.device.torch_device,
             num_host_blocks=num_host_blocks,
-            separate_layers=not self.device.updates_views,
+            token_rows=self.device.attention.token_rows,
         )
 
     def _memory_use(self) -> MemoryUse:
@@ -209,7 +209,9 @@ class Worker:
         if not self.config.use_buckets:
             return None
         try:
-            return build_grids(self.config.bucketing, self.limits)
+            return build_grids(
+                self.config.bucketing, self.limits, exponential=self.device.exponential_grid
+            )
         except BucketingError as error:
             raise ConfigError(str(error)) from error
 

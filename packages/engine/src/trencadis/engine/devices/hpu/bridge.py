@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import logging
 import os
 from pathlib import Path
 from typing import Any
 
 import attrs
+import platformdirs
 
 from trencadis.engine.errors import DeviceError
+
+logger = logging.getLogger("trencadis.engine")
+
+LAZY_MODE = "PT_HPU_LAZY_MODE"
+"""``1`` selects lazy mode, ``0`` eager mode with ``torch.compile``. Read when the bridge is loaded.
+The default is 0 in today's releases and was 1 up to 1.19:
+https://docs.habana.ai/en/latest/PyTorch/Reference/Runtime_Flags.html"""
+
+WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
+"""``0``: the weights of a graph are not held a second time. vllm-gaudi sets it in both modes
+(``vllm_gaudi/platform.py:428``)."""
 
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 """``PATH,DELETE,SIZE_MB``, read when the bridge is loaded.
@@ -28,7 +41,7 @@ class Bridge:
 
     ``hpu`` is ``torch.hpu``; ``core`` has ``mark_step``. ``lazy``: operations are collected until
     ``mark_step``, and graphs can be captured. Otherwise operations run at once and modules can be
-    compiled. ``PT_HPU_LAZY_MODE`` selects the mode; its default differs between releases.
+    compiled.
     """
 
     hpu: Any
@@ -53,14 +66,17 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
     """Load the bridge and check that a device is available.
 
     ``recipe_cache``: a directory on a local disk that caches compiled recipes for the next start;
-    the environment variable takes precedence. Raises `DeviceError` that says what to install.
+    by default in the user's cache directory. Variables of the environment take precedence. Raises
+    `DeviceError` that says what to install.
     """
     if not is_installed():
         raise DeviceError(
             "device hpu needs habana_frameworks, which is not installed: install Intel Gaudi's "
             f"PyTorch packages (habana-torch-plugin, see {_INSTALL}), or choose another device"
         )
-    if recipe_cache is not None:
+    os.environ.setdefault(LAZY_MODE, "0")
+    os.environ.setdefault(WEIGHT_SHARING, "0")
+    if RECIPE_CACHE not in os.environ:
         _keep_recipes(recipe_cache)
     try:
         bridge = _load()
@@ -79,15 +95,20 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
     return bridge
 
 
-def _keep_recipes(directory: Path) -> None:
+def _keep_recipes(directory: Path | None) -> None:
+    """Let the bridge cache recipes in ``directory``, or in the user's cache directory if it can."""
+    place = directory or Path(platformdirs.user_cache_dir("trencadis")) / "recipes"
     try:
-        directory.mkdir(parents=True, exist_ok=True)
+        place.mkdir(parents=True, exist_ok=True)
     except OSError as error:
+        if directory is None:
+            logger.warning("Recipes are not cached: %s cannot be made (%s)", place, error.strerror)
+            return
         raise DeviceError(
             f"compile_cache {directory} cannot be used ({error.strerror}): name a directory that "
             "can be written"
         ) from error
-    os.environ.setdefault(RECIPE_CACHE, f"{directory},false,{_RECIPE_CACHE_MB}")
+    os.environ[RECIPE_CACHE] = f"{place},false,{_RECIPE_CACHE_MB}"
 
 
 def _load() -> Bridge:

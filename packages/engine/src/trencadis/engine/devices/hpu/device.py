@@ -1,7 +1,8 @@
-"""The Intel Gaudi device, in lazy mode or in eager mode with ``torch.compile``.
+"""The Intel Gaudi device, in eager mode with ``torch.compile`` or in lazy mode.
 
-Lazy mode collects operations until ``mark_step`` and captures HPU graphs. Eager mode runs
-operations at once and compiles modules. Graphs need the first mode, compilation the second.
+Eager mode runs operations at once and compiles modules; it is the default. Lazy mode collects
+operations until ``mark_step`` and captures HPU graphs. Compilation needs the first mode, graphs
+the second.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import torch
 from torch import fx, nn
 
 from trencadis.engine.devices.device import Device, Graph
-from trencadis.engine.devices.hpu.bridge import load_bridge
+from trencadis.engine.devices.hpu.attention import RowAttention
+from trencadis.engine.devices.hpu.bridge import LAZY_MODE, load_bridge
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
-from trencadis.engine.devices.recorded import RecordedGraph, own_buffers
-from trencadis.engine.errors import DeviceError
+from trencadis.engine.devices.recorded import check_inputs, own_buffers
+from trencadis.engine.errors import DeviceError, GraphError
+from trencadis.engine.models.decoder_layers import decoder_layers
+from trencadis.engine.models.paged_context import Attention
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -32,17 +36,28 @@ class HPUDevice(Device):
 
     name = "hpu"
     preferred_dtype = torch.bfloat16
+    dtypes = (torch.bfloat16,)
     default_kv_cache_memory = None
     dynamic_shapes = False
-    updates_views = False
+    exponential_grid = True
+    compiles_forward = True
     temperature_source = "hlml"
 
-    def __init__(self, recipe_cache: Path | None = None) -> None:
+    def __init__(self, recipe_cache: Path | None = None, *, fp32_softmax: bool = False) -> None:
         self._bridge = load_bridge(recipe_cache)
         self.torch_device = torch.device("hpu")
-        self.supports_graphs = self._bridge.lazy
-        mode = "lazy mode" if self._bridge.lazy else "eager mode with torch.compile"
-        logger.info("Gaudi in %s (PT_HPU_LAZY_MODE)", mode)
+        self.attention: Attention = RowAttention()
+        self.supports_graphs = lazy = self._bridge.lazy
+        self.defaults = {
+            # «smaller sizes still work, but very inefficiently»: vllm_gaudi/platform.py:152.
+            "block_size": 128,
+            "max_num_batched_tokens": 2048,
+            "max_num_seqs": 128,
+            "compile": not lazy,
+        }
+        self._softmax_mode = "fp32" if fp32_softmax else "fast"
+        mode = "lazy mode, with HPU graphs" if lazy else "eager mode"
+        logger.info("Gaudi in %s (%s=%d)", mode, LAZY_MODE, lazy)
 
     def free_memory(self) -> int:
         return int(self._bridge.hpu.mem_get_info()[0])
@@ -60,8 +75,16 @@ class HPUDevice(Device):
             self._bridge.core.mark_step()
 
     def optimize(self, model: nn.Module) -> None:
-        """Use Intel's fused kernels where they give the model's own results."""
-        use_fused_kernels(model, self.torch_device)
+        """Use Intel's fused kernels where they give the model's own results.
+
+        In lazy mode, end a recipe after each decoder layer: equal layers share one recipe, where a
+        recipe of the whole model would be compiled for each bucket.
+        """
+        kernels = use_fused_kernels(model, self.torch_device, self._softmax_mode)
+        self.attention = RowAttention(kernels)
+        if self._bridge.lazy:
+            for layer in decoder_layers(model):
+                layer.register_forward_hook(lambda *_: self.mark_step())
 
     def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
         """Capture ``run(*inputs)`` as an HPU graph, running it once.
@@ -69,15 +92,17 @@ class HPUDevice(Device):
         A graph must not contain copies to or from the host, shapes or branches that depend on
         values, or in-place updates of views:
         https://docs.habana.ai/en/latest/PyTorch/Inference_on_PyTorch/Inference_Using_HPU_Graphs.html
-        Raises `DeviceError` outside lazy mode.
+        It keeps no tensors of its own between replays (``disable_tensor_cache``), as those of
+        vllm-gaudi (``vllm_gaudi/v1/worker/hpu_model_runner.py:1093-1096``). Raises `DeviceError`
+        outside lazy mode.
         """
         if not self.supports_graphs:
-            raise DeviceError("HPU graphs need the bridge's lazy mode: set PT_HPU_LAZY_MODE=1")
-        buffers = own_buffers(inputs)
-        graph = self._bridge.hpu.HPUGraph()
-        with self._bridge.hpu.graph(graph):
-            output = run(*buffers)
-        return RecordedGraph(buffers, output, graph.replay, graph.reset)
+            raise DeviceError(f"HPU graphs need the bridge's lazy mode: set {LAZY_MODE}=1")
+        wrap = self._bridge.hpu.wrap_in_hpu_graph_func
+        graph = HPUGraph(wrap(run, disable_tensor_cache=True), inputs)
+        graph.replay(own_buffers(inputs))
+        self.mark_step()  # what follows is compiled apart from it, as in traffic
+        return graph
 
     def compiler_missing(self) -> str | None:
         if self._bridge.lazy:
@@ -96,7 +121,51 @@ class HPUDevice(Device):
         missing = self.compiler_missing()
         if missing is not None:
             raise DeviceError(f"torch.compile on Gaudi needs {missing}")
+        select_rows(module)
         return torch.compile(module, backend="hpu_backend", dynamic=False)
 
     def num_compilations(self) -> int:
         return self._bridge.num_compilations()
+
+
+class HPUGraph(Graph):
+    """A graph of ``wrap_in_hpu_graph_func``, for inputs of one shape.
+
+    The wrapped function reads the inputs where they lie, or copies them itself.
+    """
+
+    def __init__(
+        self, wrapped: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> None:
+        self._wrapped: Callable[..., torch.Tensor] | None = wrapped
+        self._recorded = [(tuple(t.shape), t.dtype) for t in inputs]
+
+    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        if self._wrapped is None:
+            raise GraphError("the graph was released: capture its shape again")
+        check_inputs(self._recorded, inputs)
+        # A new alias for each replay, so that a device can check the use of an outdated result.
+        return self._wrapped(*inputs).detach()
+
+    def release(self) -> None:
+        self._wrapped = None
+
+
+def select_rows(module: fx.GraphModule) -> None:
+    """Replace indexing with one tensor by ``index_select``, in place.
+
+    The compiler leaves ``index`` out of its recipes (``hpu_fallback_op_list``, ``dynamo/
+    compile_backend/shared_layer.py:136-152`` of the bridge 1.19.0).
+    """
+    aten = torch.ops.aten
+    for node in module.graph.find_nodes(op="call_function", target=aten.index.Tensor):
+        given = [(dim, index) for dim, index in enumerate(node.args[1]) if index is not None]
+        if len(given) == 1 and _is_integer_vector(given[0][1]):
+            node.target = aten.index_select.default
+            node.args = (node.args[0], *given[0])
+    module.recompile()
+
+
+def _is_integer_vector(index: fx.Node) -> bool:
+    value = index.meta["val"]
+    return value.dim() == 1 and value.dtype in (torch.int32, torch.int64)

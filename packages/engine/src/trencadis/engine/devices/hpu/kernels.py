@@ -1,66 +1,290 @@
-"""Intel's fused kernels for prefill attention and RMSNorm.
+"""Intel's fused kernels: prefill attention, softmax over blocks, RMSNorm, rotary embedding.
 
 Releases of Intel's software differ in their kernels. So each kernel is compared with PyTorch on a
-small input when a model is loaded; one that differs is not used, with a warning.
+small input when a model is loaded. One that differs, or raises an error, is not used, with a
+warning; the model is served without it.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trencadis.engine.models.paged_context import MASKED, PROMPT_KERNEL
+from trencadis.engine.models.paged_context import MASKED
 
 logger = logging.getLogger("trencadis.engine")
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
 """Largest accepted difference, relative above 1: a few roundings of the dtype."""
 
+SLICED_FROM = 8192
+"""Keys from which prefill with context is computed in slices: the default of vllm-gaudi's
+``VLLM_HPU_FSDPA_SLICE_SEQ_LEN_THLD`` (``vllm_gaudi/extension/utils.py``)."""
 
-def use_fused_kernels(model: nn.Module, device: torch.device) -> None:
-    """Replace attention and norms of ``model`` in place by FusedSDPA and FusedRMSNorm."""
-    _use_attention(model, device)
-    _use_norms(model, device)
+SLICE = SLICED_FROM // 2
+"""Queries and keys of a slice: the default of ``VLLM_HPU_FSDPA_SLICE_CHUNK_SIZE``."""
+
+PromptKernel = Callable[..., torch.Tensor]
+"""Called like `prompt_attention`."""
+
+BlockAdjustment = Callable[..., torch.Tensor]
+"""Called like `block_adjustment`."""
 
 
-class PromptAttention:
-    """FusedSDPA, called like ``torch.nn.functional.scaled_dot_product_attention``.
+@attrs.frozen
+class Kernels:
+    """The kernels that attention uses; None where PyTorch's formulation is used."""
 
-    Source of the call: ``habana_frameworks/torch/hpex/kernels/FusedSDPA.py``.
+    prompt_attention: PromptKernel | None = None
+    block_adjustment: BlockAdjustment | None = None
+
+
+def use_fused_kernels(model: nn.Module, device: torch.device, softmax_mode: str) -> Kernels:
+    """Replace norms and rotary embeddings of ``model`` in place, and find those of attention.
+
+    ``softmax_mode`` is that of FusedSDPA: ``fast`` or ``fp32``.
+    """
+    dtype = next(model.parameters()).dtype
+    _use_norms(model)
+    _use_rotary(model, dtype, device)
+    return Kernels(
+        _usable_attention(dtype, device, softmax_mode), _usable_adjustment(dtype, device)
+    )
+
+
+# Prefill attention.
+
+
+def prompt_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    bias: torch.Tensor | None,
+    lengths: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of ``[B, H, Q, D]`` to ``[B, K, L, D]``: PyTorch's formulation.
+
+    ``bias`` is ``[B, 1, Q, L]``, or None for a causal mask. ``lengths`` is ``[B]``, the queries
+    that are no padding: the results of the others are not defined. It is not needed here.
+    """
+    del lengths
+    grouped = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(
+        query, key, value, bias, is_causal=bias is None, scale=scale, enable_gqa=grouped
+    )
+
+
+class FusedPromptAttention:
+    """FusedSDPA, called like `prompt_attention`.
+
+    It skips padding only where the mask is causal: «Valid sequence length is supported only in
+    inference with is_causal» (``habana_frameworks/torch/hpex/kernels/FusedSDPA.py:122-125`` of the
+    bridge). ``sliced_from`` and ``slice_length`` are in tokens.
     """
 
-    def __init__(self, kernel: Any) -> None:
+    def __init__(
+        self,
+        kernel: Any,
+        softmax_mode: str,
+        sliced_from: int = SLICED_FROM,
+        slice_length: int = SLICE,
+    ) -> None:
         self._kernel = kernel
+        self._softmax_mode = softmax_mode
+        self._sliced_from = sliced_from
+        self._slice = slice_length
 
     def __call__(
         self,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-        *,
-        attn_mask: torch.Tensor | None = None,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
+        scale: float,
+        bias: torch.Tensor | None,
+        lengths: torch.Tensor | None,
     ) -> torch.Tensor:
         """Shapes ``[B, H, Q, D]`` and ``[B, K, L, D]``. The kernel handles grouped heads itself."""
-        bias = None
-        if attn_mask is not None:
-            bias = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, MASKED)
-        out: torch.Tensor = self._kernel.apply(query, key, value, bias, 0.0, is_causal, scale)
+        if bias is not None and key.shape[2] >= self._sliced_from:
+            return self._sliced(query, key, value, scale, bias)
+        causal = bias is None
+        out: torch.Tensor = self._kernel.apply(
+            *(query, key, value, bias, 0.0, causal, scale),
+            *(self._softmax_mode, True, lengths if causal else None, "right"),
+        )
         return out
+
+    def _sliced(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float,
+        bias: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attention in slices of queries and keys, combined by their maxima and sums.
+
+        A slice of queries leaves out the keys of the chunk that come after it. Signature of the
+        operation and its results: ``sdpa_fwd_wrapper`` in the bridge's FusedSDPA.py.
+        """
+        grouped = query.shape[1] != key.shape[1]
+        if grouped:
+            query = query.reshape(query.shape[0], key.shape[1], -1, *query.shape[2:])
+            key, value, bias = key.unsqueeze(2), value.unsqueeze(2), bias.unsqueeze(1)
+        context = key.shape[-2] - query.shape[-2]
+        parts = []
+        for start in range(0, query.shape[-2], self._slice):
+            rows = slice(start, min(start + self._slice, query.shape[-2]))
+            merged: list[_Partial] = []
+            for first in range(0, context + rows.stop, self._slice):
+                columns = slice(first, min(first + self._slice, context + rows.stop))
+                found = torch.ops.hpu.sdpa_recomp_fwd(
+                    query[..., rows, :].contiguous(),
+                    key[..., columns, :].contiguous(),
+                    value[..., columns, :].contiguous(),
+                    bias[..., rows, columns].contiguous(),
+                    *(0.0, scale, False, True, self._softmax_mode, None, "right"),
+                )
+                out, peak, inverse = (x.float() for x in found[:3])
+                merged = [*merged, (out, peak, 1.0 / inverse)]
+            parts.append(functools.reduce(_merge, merged)[0])
+        joined = torch.cat(parts, dim=-2).to(query.dtype)
+        return joined.flatten(1, 2) if grouped else joined
+
+
+_Partial = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Normalised output, maximum of the scores, sum of the exponentials."""
+
+
+def _merge(first: _Partial, second: _Partial) -> _Partial:
+    """The attention to the keys of both parts."""
+    peak = torch.maximum(first[1], second[1])
+    weights = [part[2] * torch.exp(part[1] - peak) for part in (first, second)]
+    total = weights[0] + weights[1]
+    return (first[0] * weights[0] + second[0] * weights[1]) / total, peak, total
+
+
+def _usable_attention(
+    dtype: torch.dtype, device: torch.device, softmax_mode: str
+) -> PromptKernel | None:
+    kernel = _kernel("kernels", "FusedSDPA")
+    if kernel is None:
+        return None
+    fused = FusedPromptAttention(kernel, softmax_mode)
+    small_slices = FusedPromptAttention(kernel, softmax_mode, sliced_from=12, slice_length=4)
+    if not _agrees("FusedSDPA", lambda: _attention_trial(fused, dtype, device), dtype):
+        return None
+    what = "FusedSDPA in slices"
+    if not _agrees(what, lambda: _attention_trial(small_slices, dtype, device), dtype):
+        return FusedPromptAttention(kernel, softmax_mode, sliced_from=sys.maxsize)
+    return fused
+
+
+def _attention_trial(
+    attend: PromptKernel, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the kernel and of PyTorch for grouped heads: causal with padding, and biased."""
+    values = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 4, 8, 64, generator=values).to(dtype)
+    key, value = torch.randn(2, 2, 2, 12, 64, generator=values).to(dtype)
+    lengths = torch.tensor([8, 5], dtype=torch.int32)
+    seen = torch.ones(8, 12, dtype=torch.bool).tril(4)
+    seen[:, 2] = False
+    bias = torch.where(seen, 0.0, MASKED).to(dtype).expand(2, 1, 8, 12).contiguous()
+    padding = torch.arange(8)[:, None] >= lengths.view(2, 1, 1, 1)
+
+    def both(function: PromptKernel, *tensors: torch.Tensor) -> torch.Tensor:
+        q, k, v, b, n = tensors
+        causal = function(q, k[:, :, :8], v[:, :, :8], 0.125, None, n)
+        return torch.stack((causal, function(q, k, v, 0.125, b, None))).cpu()
+
+    expected = both(prompt_attention, query, key, value, bias, lengths)
+    found = both(attend, *(x.to(device) for x in (query, key, value, bias, lengths)))
+    found[0], expected[0] = (x[0].masked_fill(padding, 0) for x in (found, expected))
+    return found, expected
+
+
+# Softmax over the blocks of a sequence.
+
+
+def block_adjustment(
+    peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, mapping: torch.Tensor
+) -> torch.Tensor:
+    """The factor of each block's weighted values, ``[N, K, G, 1]`` fp32.
+
+    ``peak`` and ``sums`` are ``[N, K, G, 1]`` fp32: the largest score of a block, and the sum of
+    its weights. The factor is the weight of the block's maximum within its sequence, divided by the
+    sum of the sequence's weights. ``index_reduce_`` is right with repeated indices, for amax along
+    the first dimension alone (``hpu_ops/backend/index_reduce_gen.cpp:20-34``).
+    """
+    num_blocks, batch = mapping.shape
+    flat_peak, flat_sums = peak.reshape(num_blocks, -1), sums.reshape(num_blocks, -1)
+    top = flat_peak.new_full((batch + 1, flat_peak.shape[1]), MASKED)
+    top = top.index_reduce_(0, owners, flat_peak, "amax").index_select(0, owners)
+    weight = torch.exp(flat_peak - top)
+    mapping = mapping.float()
+    totals = torch.matmul(mapping.t(), flat_sums * weight)
+    # A total is at least 1, the weight of the maximum; that of a block without an owner is 0.
+    totals = torch.matmul(mapping, totals).clamp_min(1.0)
+    return (weight / totals).view(peak.shape)
+
+
+def _usable_adjustment(dtype: torch.dtype, device: torch.device) -> BlockAdjustment | None:
+    """``block_softmax_adjustment``, where the release has it (vllm-gaudi: 1.22 on Gaudi 3)."""
+    if not hasattr(torch.ops.hpu, "block_softmax_adjustment"):
+        logger.info("block_softmax_adjustment is not available: PyTorch's formulation is used")
+        return None
+    what = "block_softmax_adjustment"
+    if _agrees(what, lambda: _adjustment_trial(dtype, device), dtype):
+        return _fused_adjustment
+    return None
+
+
+def _fused_adjustment(
+    peak: torch.Tensor, sums: torch.Tensor, owners: torch.Tensor, mapping: torch.Tensor
+) -> torch.Tensor:
+    """`block_adjustment` by Intel's kernel, as ``vllm_gaudi/extension/ops.py:143`` calls it."""
+    out: torch.Tensor = torch.ops.hpu.block_softmax_adjustment(
+        peak, sums, owners, mapping.shape[1], list(peak.shape)
+    )
+    return out
+
+
+def _adjustment_trial(
+    dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """For three sequences of one to three blocks, and two blocks that have no owner."""
+    values = torch.Generator().manual_seed(0)
+    peak = torch.randn(8, 2, 2, 1, generator=values) * 4
+    sums = torch.rand(8, 2, 2, 1, generator=values) + 1
+    owners = torch.tensor([3, 0, 1, 1, 2, 3, 2, 2])
+    mapping = (owners[:, None] == torch.arange(3)).to(dtype)
+    owned = owners < mapping.shape[1]
+    given = [x.to(device) for x in (peak, sums, owners, mapping)]
+    found, expected = _fused_adjustment(*given).cpu(), block_adjustment(peak, sums, owners, mapping)
+    # Without an owner any finite factor will do: the matrix multiplies it by 0.
+    expected[~owned] = torch.where(found[~owned].isfinite(), found[~owned], 0.0)
+    return found, expected
+
+
+# RMSNorm.
 
 
 class FusedNorm(nn.Module):
     """A module that computes RMSNorm with FusedRMSNorm.
 
-    Input and weight must have the same dtype (optimum-habana, ``modeling_llama.py``).
+    Input and weight must have the same dtype (optimum-habana, ``modeling_llama.py``), and the input
+    three dimensions (``vllm_gaudi/ops/hpu_layernorm.py:20``).
     """
 
     def __init__(self, kernel: Any, weight: nn.Parameter, eps: float) -> None:
@@ -70,23 +294,12 @@ class FusedNorm(nn.Module):
         self.eps = eps
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._kernel.apply(hidden.to(self.weight.dtype), self.weight, self.eps)
-        return out.to(hidden.dtype)
+        rows = hidden.to(self.weight.dtype).reshape(1, -1, hidden.shape[-1])
+        out: torch.Tensor = self._kernel.apply(rows, self.weight, self.eps)
+        return out.view(hidden.shape).to(hidden.dtype)
 
 
-def _use_attention(model: nn.Module, device: torch.device) -> None:
-    kernel = _kernel("kernels", "FusedSDPA")
-    attentions = [module for module in model.modules() if hasattr(module, "layer_idx")]
-    if kernel is None or not attentions:
-        return
-    attend = PromptAttention(kernel)
-    dtype = next(model.parameters()).dtype
-    if _agrees("FusedSDPA", *_attention_trial(attend, dtype, device), dtype):
-        for module in attentions:
-            setattr(module, PROMPT_KERNEL, attend)
-
-
-def _use_norms(model: nn.Module, device: torch.device) -> None:
+def _use_norms(model: nn.Module) -> None:
     """Replace the norms of each class whose results agree: some classes scale by ``1 + weight``."""
     kernel = _kernel("normalization", "FusedRMSNorm")
     if kernel is None:
@@ -95,11 +308,9 @@ def _use_norms(model: nn.Module, device: torch.device) -> None:
     for parent, name, norm, eps in list(_norms(model)):
         fused = FusedNorm(kernel, norm.weight, eps)
         if type(norm) not in tried:
-            tried[type(norm)] = _agrees(
-                f"FusedRMSNorm for {type(norm).__name__}",
-                *_norm_trial(norm, fused, device),
-                norm.weight.dtype,
-            )
+            what = f"FusedRMSNorm for {type(norm).__name__}"
+            dtype = norm.weight.dtype
+            tried[type(norm)] = _agrees(what, functools.partial(_norm_trial, norm, fused), dtype)
         if tried[type(norm)]:
             setattr(parent, name, fused)
 
@@ -112,40 +323,101 @@ def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, float]]:
                 yield parent, name, child, eps
 
 
-def _attention_trial(
-    attend: PromptAttention, dtype: torch.dtype, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the kernel and of PyTorch, for grouped heads, causal and with a mask."""
+def _norm_trial(norm: nn.Module, fused: FusedNorm) -> tuple[torch.Tensor, torch.Tensor]:
+    """For the ranks that models use: tokens, and heads of tokens."""
     values = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 8, 64, generator=values).to(dtype)
-    key, value = torch.randn(2, 2, 2, 8, 64, generator=values).to(dtype)
-    mask = torch.ones(8, 8, dtype=torch.bool).tril(-2) | torch.eye(8, dtype=torch.bool)
-    mask = mask.expand(2, 1, 8, 8)
-    expected = [
-        F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **how)
-        for how in ({"is_causal": True}, {"attn_mask": mask})
-    ]
-    query, key, value = query.to(device), key.to(device), value.to(device)
-    found = [
-        attend(query, key, value, is_causal=True),
-        attend(query, key, value, attn_mask=mask.to(device)),
-    ]
-    return torch.stack(found).cpu(), torch.stack(expected)
-
-
-def _norm_trial(
-    norm: nn.Module, fused: FusedNorm, device: torch.device
-) -> tuple[torch.Tensor, torch.Tensor]:
-    values = torch.Generator().manual_seed(0)
-    rows = torch.randn(4, fused.weight.shape[0], generator=values)
-    rows = rows.to(fused.weight.dtype).to(device)
+    rows = torch.randn(1, 4, 2, fused.weight.shape[0], generator=values)
+    rows = rows.to(fused.weight.dtype).to(fused.weight.device)
     with torch.inference_mode():
-        return fused(rows).cpu(), norm(rows).cpu()
+        found = torch.cat((fused(rows).flatten(), fused(rows[0]).flatten()))
+        expected = torch.cat((norm(rows).flatten(), norm(rows[0]).flatten()))
+        return found.cpu(), expected.cpu()
 
 
-def _agrees(what: str, found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> bool:
+# Rotary position embedding.
+
+
+class FusedRotary:
+    """Intel's rotary embedding, called like transformers' ``apply_rotary_pos_emb``.
+
+    The function is shared by all models of an architecture, so tensors of other devices, and other
+    shapes than ``[1, heads, tokens, D]``, go to ``replaced``. Layout of the kernel's arguments:
+    ``vllm_gaudi/ops/hpu_rotary_embedding.py:60-76``.
+    """
+
+    def __init__(self, kernel: Callable[..., torch.Tensor], replaced: Callable[..., Any]) -> None:
+        self._kernel = kernel
+        self.replaced = replaced
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if q.device.type != "hpu" or q.shape[0] != 1 or unsqueeze_dim != 1:
+            rotated: tuple[torch.Tensor, torch.Tensor] = self.replaced(q, k, cos, sin)
+            return rotated
+        angles = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
+        q, k = (self._kernel(x.transpose(1, 2)[0], *angles).to(x.dtype) for x in (q, k))
+        return q.unsqueeze(0).transpose(1, 2), k.unsqueeze(0).transpose(1, 2)
+
+
+_ROTARY = "apply_rotary_pos_emb"
+
+
+def _use_rotary(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the rotary function of the model's modules where the results agree."""
+    kernel = _kernel("kernels", _ROTARY)
+    if kernel is None:
+        return
+    for module in _modules_with_rotary(model):
+        own = getattr(module, _ROTARY)
+        own = own.replaced if isinstance(own, FusedRotary) else own
+        fused = FusedRotary(kernel, own)
+        what = f"{_ROTARY} for {module.__name__}"
+        agrees = _agrees(what, functools.partial(_rotary_trial, fused, dtype, device), dtype)
+        setattr(module, _ROTARY, fused if agrees else own)
+
+
+def _modules_with_rotary(model: nn.Module) -> list[ModuleType]:
+    layers = (layer for layer in model.modules() if hasattr(layer, "layer_idx"))
+    modules = {type(layer).__module__: sys.modules[type(layer).__module__] for layer in layers}
+    return [module for module in modules.values() if hasattr(module, _ROTARY)]
+
+
+def _rotary_trial(
+    fused: FusedRotary, dtype: torch.dtype, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    values = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 6, 16, generator=values).to(dtype)
+    key = torch.randn(1, 2, 6, 16, generator=values).to(dtype)
+    angles = torch.outer(torch.arange(6.0), torch.rand(8, generator=values)).repeat(1, 2)[None]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = fused.replaced(query, key, cos, sin)
+    found = fused(query.to(device), key.to(device), cos.to(device), sin.to(device))
+    return torch.cat([x.flatten().cpu() for x in found]), torch.cat([x.flatten() for x in expected])
+
+
+# Trials.
+
+
+def _agrees(
+    what: str,
+    trial: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    dtype: torch.dtype,
+) -> bool:
+    """Whether the results of a trial, found and expected, agree; a warning says why not."""
+    try:
+        found, expected = trial()
+    except Exception as error:
+        text = str(error).strip() or type(error).__name__
+        logger.warning("%s is not used: a trial raised %s", what, text.splitlines()[0])
+        return False
     difference = (found.float() - expected.float()).abs() / expected.float().abs().clamp_min(1.0)
-    largest = float(difference.max())
+    largest = float(difference.nan_to_num(torch.inf).max())
     if largest <= _TOLERANCE[dtype]:
         return True
     logger.warning("%s is not used: it differs by %.3g from PyTorch in a trial", what, largest)

@@ -1,7 +1,6 @@
-"""``torch.compile(backend="hpu_backend")``: each compiled region is one recipe for each shape.
+"""``torch.compile(backend="hpu_backend")``: each compiled region is recipes for one set of shapes.
 
-Source: ``habana_frameworks/torch/dynamo/compile_backend/backends.py``. The real one lowers the
-graph through AOTAutograd to recipes; this one runs its operations as one region.
+Source: ``habana_frameworks/torch/dynamo/compile_backend/backends.py``; see `gaudi_standin.regions`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,19 @@ from torch._dynamo.backends import registry
 
 from gaudi_standin import torch_patches
 from gaudi_standin.bridge import BRIDGE
+from gaudi_standin.regions import Region
 
 
 def hpu_backend(
     graph_module: torch.fx.GraphModule, example_inputs: list[torch.Tensor], **kwargs: Any
 ) -> Callable[..., Any]:
+    region: Region | None = None
+
     def run(*inputs: torch.Tensor) -> Any:
-        with BRIDGE.compiled_region():
-            return graph_module.forward(*inputs)
+        nonlocal region
+        if region is None:
+            region = Region.of(graph_module, [BRIDGE.value_of(x) for x in inputs])
+        return BRIDGE.run_region(region, inputs)
 
     return run
 

@@ -6,6 +6,7 @@ this keeps.
 
 import os
 
+from gaudi_standin.bridge import BRIDGE
 from habana_frameworks.torch.hpu.memory import *  # noqa: F403
 from habana_frameworks.torch.hpu.streams import *  # noqa: F403
 from habana_frameworks.torch.utils.internal import is_lazy
@@ -44,6 +45,7 @@ def get_device_name(device: object = None) -> str:
 
 def synchronize() -> None:
     """Wait for everything that was submitted; what is only collected was not."""
+    BRIDGE.synchronize()
 
 
 def is_bf16_supported() -> bool:

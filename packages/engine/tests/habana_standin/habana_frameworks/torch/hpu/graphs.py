@@ -45,6 +45,7 @@ class HPUGraph:
         for program in self._programs:
             check_in_place(any(allocation.moved for allocation in program.inputs))
         self._generation += 1
+        BRIDGE.counters.launches += len(self._programs)
         with torch.inference_mode(mode=False), torch.no_grad():
             for program in self._programs:
                 program.run()
@@ -58,8 +59,7 @@ class HPUGraph:
                 raise RuntimeError(
                     "HPU GRAPH:: Mark User Input Sizes is not same Replay Input Sizes"
                 )
-            if given is not marked:
-                marked.copy_(given)
+        BRIDGE.rebind(self._user_inputs, tlistI)
         self.replay(asynchronous)
 
     def mark_user_inputs(self, static_tlist: list[torch.Tensor]) -> None:
@@ -103,7 +103,11 @@ def wrap_in_hpu_graph_func(
     dry_run: bool = False,
     max_graphs: int | None = None,
 ) -> Callable[..., Any]:
-    """A function that captures once for each shape of its inputs and replays after that."""
+    """A function that captures once for each shape of its inputs and replays after that.
+
+    With ``disable_tensor_cache`` a replay reads the inputs where they lie (``replayV3``); without
+    it they are copied to those of the capture (``wrapped_hpugraph_forward``, graphs.py:641-655).
+    """
     return _Wrapped(func, disable_tensor_cache, dry_run, max_graphs)
 
 
@@ -135,6 +139,7 @@ class _Wrapped:
         max_graphs: int | None,
     ) -> None:
         self._func = func
+        self._in_place = disable_tensor_cache
         self._dry_run = dry_run or disable_tensor_cache
         self._max_graphs = max_graphs
         self.graphs: dict[Any, tuple[HPUGraph, list[torch.Tensor], Any]] = {}
@@ -149,8 +154,13 @@ class _Wrapped:
                 return self._func(*args, **kwargs)
             self.graphs[key] = self._capture(tensors, args, kwargs)
         captured, marked, outputs = self.graphs[key]
-        captured._user_inputs = marked
-        captured.replayV3(tensors)
+        if self._in_place:
+            captured._user_inputs = marked
+            captured.replayV3(tensors)
+        else:
+            for buffer, given in zip(marked, tensors, strict=True):
+                buffer.copy_(given)
+            captured.replay()
         return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
 
     def _capture(

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Generator
 from contextlib import contextmanager
 
+from gaudi_standin.bridge import BRIDGE
+
 __all__ = ["Event", "Stream", "current_stream", "default_stream", "set_stream", "stream"]
 
 
@@ -25,7 +27,7 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        pass
+        BRIDGE.synchronize()
 
 
 class Stream:
@@ -45,7 +47,7 @@ class Stream:
         return True
 
     def synchronize(self) -> None:
-        pass
+        BRIDGE.synchronize()
 
 
 _DEFAULT = Stream()

@@ -1,11 +1,16 @@
 """Source: ``habana_frameworks/torch/hpex/normalization/FusedRMSNorm.py``."""
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 
 
-class FusedRMSNorm:
+class FusedRMSNorm(torch.autograd.Function):
     @staticmethod
-    def apply(
+    def forward(
+        ctx: Any,
         data_in: torch.Tensor,
         gamma: torch.Tensor,
         eps: float,
@@ -13,9 +18,4 @@ class FusedRMSNorm:
         bwd_mode: int = 0,
         fast_math: bool = False,
     ) -> torch.Tensor:
-        # optimum-habana, modeling_llama.py: «mixed dtypes are not good for FusedRMSNorm».
-        if data_in.dtype != gamma.dtype:
-            raise RuntimeError(f"rms_norm: input is {data_in.dtype} and gamma {gamma.dtype}")
-        wide = data_in.float()
-        scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
-        return gamma * scaled.to(data_in.dtype)
+        return torch.ops.hpu.rms_norm(data_in, gamma, eps)[0]

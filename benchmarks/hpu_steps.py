@@ -1,0 +1,145 @@
+"""What one decode step costs on a Gaudi, in counts, beside those of Intel's plugin for vLLM.
+
+The engine serves a narrow model with the depth and the vocabulary of Llama 3.1 8B on the
+stand-in for a Gaudi (``packages/engine/tests/habana_standin``). The counts depend neither on the
+width nor on the machine: launches, copies between host and device, waits of the host, operations
+outside of recipes, recipes compiled after warm-up. Those of the plugin are read from its source,
+vllm-project/vllm-gaudi 091bbad, at the lines that `PLUGIN` gives::
+
+    python benchmarks/hpu_steps.py [--mode eager|lazy] [--batch 1 32 128]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+STAND_IN = ROOT / "packages" / "engine" / "tests" / "habana_standin"
+
+LAYERS, VOCABULARY = 32, 128256
+PROMPT, STEPS = 130, 4
+BLOCK = 128
+
+COLUMNS = (
+    *("launches", "uploads", "upload_bytes", "downloads", "download_bytes"),
+    *("syncs", "fallbacks", "recipes"),
+)
+
+PLUGIN = {
+    "launches": (
+        LAYERS + 8,
+        "a region for each layer, metadata, rotary angles, embedding, norm, logits and sampler "
+        "(hpu_model_runner.py 4946-5004), a gather of the rows to sample, a copy of last tokens "
+        "(3339-3346)",
+    ),
+    "uploads": (
+        7,
+        "positions, block_list, block_usage, block_groups, slot_mapping, token_ids, logits_indices "
+        "(hpu_model_runner.py 3236, 3323-3326, 3340, 3372)",
+    ),
+    "upload_bytes": ("3 x 4 N + 4 x 4 B and more", "N blocks, B rows: the same seven tensors"),
+    "downloads": (1, "the sampled ids (hpu_model_runner.py 557)"),
+    "download_bytes": ("4 B", "the same"),
+    "syncs": (1, "get_output waits for the event of the copy (hpu_model_runner.py 569)"),
+    "fallbacks": (0, ""),
+    "recipes": (0, "all buckets are warmed up (docs/features/warmup.md)"),
+}
+"""Per decode step of greedy requests in eager mode with asynchronous scheduling, and where."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--mode", choices=("eager", "lazy"), default="eager")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128])
+    options = parser.parse_args()
+    os.environ["PT_HPU_LAZY_MODE"] = {"eager": "0", "lazy": "1"}[options.mode]
+    os.environ["PT_HPU_RECIPE_CACHE_CONFIG"] = ",false,1024,false"
+    os.environ.setdefault("GAUDI_STANDIN_MEMORY", str(16 << 30))
+    sys.path.insert(0, str(STAND_IN))
+    with tempfile.TemporaryDirectory() as directory:
+        save_model(directory)
+        print(f"Per decode step, {LAYERS} layers, vocabulary {VOCABULARY}, {options.mode} mode")
+        print(f"| batch | {' | '.join(COLUMNS)} |")
+        print("|---" * (len(COLUMNS) + 1) + "|")
+        for batch in options.batch:
+            counted = count_step(directory, batch)
+            print(f"| {batch} | {' | '.join(f'{counted[name]:,}' for name in COLUMNS)} |")
+    print(f"| vllm-gaudi | {' | '.join(str(PLUGIN[name][0]) for name in COLUMNS)} |")
+    for name in COLUMNS:
+        if PLUGIN[name][1]:
+            print(f"- {name}: {PLUGIN[name][1]}")
+
+
+def save_model(directory: str) -> None:
+    """A checkpoint with the depth and vocabulary of Llama 3.1 8B, in bf16."""
+    import torch  # noqa: PLC0415 - after the environment is set
+    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=1024,
+        eos_token_id=None,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+
+
+def count_step(directory: str, batch: int) -> dict[str, int]:
+    """The median counts of some decode steps of ``batch`` greedy sequences, after warm-up.
+
+    A step that also moves blocks, to defragment the cache, costs more.
+    """
+    from gaudi_standin import BRIDGE  # noqa: PLC0415 - made by the stand-in
+    from trencadis.bucketing import AxisConfig, BucketingConfig  # noqa: PLC0415
+    from trencadis.engine import EngineConfig, EngineCore, SamplingParams  # noqa: PLC0415
+
+    def only(size: int) -> AxisConfig:
+        return AxisConfig(min=size, step=size, max=size)
+
+    blocks = batch * 2 + 1
+    core = EngineCore(
+        EngineConfig(
+            model=directory,
+            device="hpu",
+            max_model_len=2 * BLOCK,
+            max_num_seqs=batch,
+            num_blocks=blocks,
+            num_host_blocks=0,
+            enable_prefix_caching=False,
+            bucketing=BucketingConfig(
+                prompt_batch=only(1),
+                prompt_query=only(2 * BLOCK),
+                prompt_context=AxisConfig(min=0, step=1, max=0),
+                decode_batch=only(batch),
+                decode_blocks=only(blocks),
+            ),
+        )
+    )
+    core.warm_up()
+    params = SamplingParams(temperature=0, max_tokens=STEPS + 2, ignore_eos=True)
+    for key in range(batch):
+        core.add(str(key), tuple(range(key, key + PROMPT)), params)
+    counted: list[Any] = []
+    while core.has_work:
+        before, prompts = BRIDGE.counters.copy(), core.stats.num_prefill_tokens
+        core.step()
+        if core.stats.num_prefill_tokens == prompts == batch * PROMPT:
+            counted.append(BRIDGE.counters.since(before))
+    return {
+        name: statistics.median_low(getattr(step, name) for step in counted) for name in COLUMNS
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,242 @@
+"""The formulation of attention for Gaudi: rows written in place, blocks combined by matrices.
+
+The cache has a row for each token, ``[blocks * S, K, D]``, because ``index_copy_`` on such a tensor
+is the one update that the bridge keeps in place (HabanaAI/gaudi-pytorch-bridge 1.19.0,
+``dynamo/compile_backend/passes.py:2575``). Where the CPU's formulation scatters to the owners of
+blocks, this one multiplies with the one-hot matrix of block and owner, as vllm-gaudi does
+(``vllm_gaudi/extension/ops.py:86-91``): on Gaudi ``index_add_`` loses all but one of the entries
+with the same index. `paged_context` defines the letters used in shapes.
+
+Scores, weights and weighted values are products of the model's dtype; maxima, exponentials and the
+sums of weights are fp32. In bf16 the largest error, beside an attention in fp32, was 0.6 % of the
+largest value for sequences of 50 to 2,000 tokens, and 0.9 % with the CPU's formulation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import torch
+
+from trencadis.engine.devices.hpu.kernels import Kernels, block_adjustment, prompt_attention
+from trencadis.engine.models.paged_context import (
+    MASKED,
+    Attention,
+    DecodeContext,
+    LayerCaches,
+    LayerRun,
+    PagedContext,
+    PromptContext,
+)
+
+
+@attrs.frozen(eq=False)
+class PromptRows(PagedContext):
+    """A batch of prefill chunks.
+
+    ``slots``: ``[B * Q]``, the row of the cache that each token writes. Without context,
+    ``lengths`` is ``[B]`` int32, the tokens of each chunk. With context, ``context_blocks`` is
+    ``[B * C]``, and ``bias`` is ``[B, 1, Q, C * S + Q]`` in the model's dtype.
+    """
+
+    cache: LayerCaches
+    batch: int
+    slots: torch.Tensor
+    lengths: torch.Tensor | None = None
+    context_blocks: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    attention: Attention | None = None
+    layer_run: LayerRun | None = None
+
+
+@attrs.frozen(eq=False)
+class DecodeRows(PagedContext):
+    """One token for each sequence.
+
+    ``slots``: ``[B]``. ``owners``: ``[N + E]``, B for a block without an owner. ``mapping``:
+    ``[N + E, B]`` in the model's dtype, 1 where the sequence owns the block. ``bias``:
+    ``[N + E, 1, 1, S]`` fp32. ``extra_blocks``: ``[E]``.
+    """
+
+    cache: LayerCaches
+    prefix_blocks: int
+    slots: torch.Tensor
+    owners: torch.Tensor
+    mapping: torch.Tensor
+    bias: torch.Tensor
+    extra_blocks: torch.Tensor | None = None
+    attention: Attention | None = None
+    layer_run: LayerRun | None = None
+
+
+class RowAttention:
+    """Implements `Attention` on a cache of token rows, with Intel's kernels where there are any.
+
+    ``kernels`` has None for each kernel that the release lacks or that failed its trial.
+    """
+
+    token_rows = True
+
+    def __init__(self, kernels: Kernels | None = None) -> None:
+        self.kernels = kernels or Kernels()
+
+    def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
+        """Slots, biases and the one-hot matrix: once for each forward pass."""
+        if isinstance(paged, PromptContext):
+            return self._prepare_prompt(paged, dtype)
+        if isinstance(paged, DecodeContext):
+            return self._prepare_decode(paged, dtype)
+        raise TypeError(f"cannot prepare {type(paged).__name__}")
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        paged: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        """Write, then attend: see `Attention.attend`."""
+        keys = paged.cache.key(layer).index_copy_(0, paged.slots, key[0].transpose(0, 1))
+        values = paged.cache.value(layer).index_copy_(0, paged.slots, value[0].transpose(0, 1))
+        if isinstance(paged, PromptRows):
+            return self._attend_prompt(query, key, value, keys, values, paged, scale)
+        return self._attend_decode(query, keys, values, paged, scale)
+
+    # Prefill.
+
+    def _prepare_prompt(self, paged: PromptContext, dtype: torch.dtype) -> PromptRows:
+        slots = paged.write_blocks * paged.cache.block_size + paged.write_offsets
+        if paged.context_blocks is None or paged.mask is None:
+            # Padding tokens write to block 0. An empty row of a batch counts as one token.
+            real = (paged.write_blocks != 0).view(paged.batch, -1)
+            lengths = real.sum(1, dtype=torch.int32).clamp_min(1)
+            return PromptRows(
+                paged.cache, paged.batch, slots, lengths, attention=self, layer_run=paged.layer_run
+            )
+        bias = torch.where(paged.mask, 0.0, MASKED).to(dtype)
+        blocks = paged.context_blocks.flatten()
+        return PromptRows(
+            paged.cache, paged.batch, slots, None, blocks, bias, self, paged.layer_run
+        )
+
+    def _attend_prompt(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        paged: PromptRows,
+        scale: float,
+    ) -> torch.Tensor:
+        query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
+        if paged.context_blocks is not None:
+            size = paged.cache.block_size
+            key = torch.cat((_gather(keys, paged.context_blocks, size, paged.batch), key), 2)
+            value = torch.cat((_gather(values, paged.context_blocks, size, paged.batch), value), 2)
+        attend = self.kernels.prompt_attention or prompt_attention
+        out = attend(query, key, value, scale, paged.bias, paged.lengths)
+        return out.transpose(1, 2).reshape(1, -1, query.shape[1], query.shape[-1])
+
+    # Decode.
+
+    def _prepare_decode(self, paged: DecodeContext, dtype: torch.dtype) -> DecodeRows:
+        batch = paged.write_blocks.shape[0]
+        rows = torch.arange(batch, device=paged.owners.device, dtype=paged.owners.dtype)
+        return DecodeRows(
+            paged.cache,
+            paged.prefix_blocks,
+            paged.write_blocks * paged.cache.block_size + paged.write_offsets,
+            paged.owners,
+            (paged.owners[:, None] == rows).to(dtype),
+            paged.bias,
+            paged.extra_blocks,
+            self,
+            paged.layer_run,
+        )
+
+    def _attend_decode(
+        self,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        paged: DecodeRows,
+        scale: float,
+    ) -> torch.Tensor:
+        """Score each block for its owner, then combine the blocks of each owner.
+
+        The blocks of a sequence are rescaled to their common maximum (Milakov and Gimelshein,
+        "Online normalizer calculation for softmax", 2018).
+        """
+        _, heads, batch, size = query.shape
+        kv_heads, block_size, n = keys.shape[1], paged.cache.block_size, paged.prefix_blocks
+        rows = (query[0].transpose(0, 1) * scale).reshape(batch, heads * size)
+        # Each block gets the query of its owner; a block without an owner gets zeros.
+        rows = torch.matmul(paged.mapping, rows).view(-1, kv_heads, heads // kv_heads, size)
+        peak, sums, weighted = _score_blocks(
+            rows.narrow(0, 0, n),
+            _prefix(keys, n, block_size),
+            _prefix(values, n, block_size),
+            paged.bias.narrow(0, 0, n),
+        )
+        if paged.extra_blocks is not None:
+            extra = paged.extra_blocks.shape[0]
+            more = _score_blocks(
+                rows.narrow(0, n, extra),
+                _selected(keys, paged.extra_blocks, block_size),
+                _selected(values, paged.extra_blocks, block_size),
+                paged.bias.narrow(0, n, extra),
+            )
+            peak, sums, weighted = (
+                torch.cat(pair) for pair in zip((peak, sums, weighted), more, strict=True)
+            )
+        combine = self.kernels.block_adjustment or block_adjustment
+        factor = combine(peak, sums, paged.owners, paged.mapping)
+        scaled = (weighted * factor).reshape(-1, heads * size).to(paged.mapping.dtype)
+        out = torch.matmul(paged.mapping.t(), scaled)
+        return out.to(query.dtype).view(1, batch, heads, size)
+
+
+def _score_blocks(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
+
+    Returns maximum and sum per row, ``[N, K, G, 1]`` fp32, and the weighted values
+    ``[N, K, G, D]`` fp32.
+    """
+    scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
+    peak = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - peak)
+    weighted = torch.matmul(weights.to(values.dtype), values).float()
+    return peak, weights.sum(-1, keepdim=True), weighted
+
+
+def _prefix(rows: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
+    """The first blocks of a cache as ``[num_blocks, K, S, D]``, without a copy."""
+    return _blocks(rows.narrow(0, 0, num_blocks * block_size), block_size).transpose(1, 2)
+
+
+def _selected(rows: torch.Tensor, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
+    """These blocks of a cache as ``[len(blocks), K, S, D]``."""
+    return _blocks(rows, block_size).index_select(0, blocks).transpose(1, 2)
+
+
+def _gather(rows: torch.Tensor, blocks: torch.Tensor, block_size: int, batch: int) -> torch.Tensor:
+    """Blocks ``[B * C]`` of a cache as ``[B, K, C * S, D]``."""
+    found = _blocks(rows, block_size).index_select(0, blocks)
+    return found.reshape(batch, -1, *rows.shape[1:]).transpose(1, 2)
+
+
+def _blocks(rows: torch.Tensor, block_size: int) -> torch.Tensor:
+    """``[blocks * S, K, D]`` as ``[blocks, S, K, D]``."""
+    return rows.view(-1, block_size, *rows.shape[1:])
+
+
+def _by_sequence(flat: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[1, heads, B * Q, D]`` as ``[B, heads, Q, D]``."""
+    heads, _, size = flat.shape[1:]
+    return flat.reshape(heads, batch, -1, size).transpose(0, 1)

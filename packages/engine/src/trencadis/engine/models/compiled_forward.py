@@ -1,0 +1,144 @@
+"""A forward pass that consists of programs alone: start, decoder layers, end.
+
+`DecoderLayers` compiles the layers. On a device where each operation outside of a program is a
+launch of its own, what comes before the first layer (embedding, rotary angles, what attention
+derives from the batch) and what comes after the last (norm, logits) are programs, too. Nothing of
+the model's Python code runs then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.decoder_layers import (
+    DecoderLayers,
+    LayersReached,
+    Program,
+    Recording,
+    single,
+)
+from trencadis.engine.models.paged_context import LayerRun
+
+Compute = Callable[[Callable[..., Any], Sequence[torch.Tensor], LayerRun], torch.Tensor]
+"""Computes logits. Arguments: how the model is called, the tensors of a batch, the layer run."""
+
+Compile = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Program]
+
+
+@attrs.frozen(eq=False)
+class CompiledForward:
+    """Computes logits from the tensors of a batch, for one shape."""
+
+    _start: _Part
+    _layer: Program
+    _own: Sequence[tuple[torch.Tensor, ...]]
+    _end: _Part
+
+    @classmethod
+    def of(
+        cls,
+        model: nn.Module,
+        layers: DecoderLayers,
+        compute: Compute,
+        tensors: Sequence[torch.Tensor],
+        compile_graph: Compile,
+    ) -> CompiledForward:
+        """Trace and compile the three programs for a batch of ``tensors``."""
+        weights = {
+            name: tensor
+            for name, tensor in (*model.named_parameters(), *model.named_buffers())
+            if id(tensor) not in layers.tensor_ids
+        }
+
+        def call_with(own: Sequence[torch.Tensor]) -> Callable[..., Any]:
+            named = dict(zip(weights, own, strict=True))
+            return lambda **kwargs: torch.func.functional_call(model, named, (), kwargs)
+
+        def start(*given: torch.Tensor) -> list[torch.Tensor]:
+            recording = Recording()
+            try:
+                compute(call_with(given[len(tensors) :]), given[: len(tensors)], recording)
+            except LayersReached:
+                return recording.inputs()
+            raise ModelError("the model has no decoder layers: serve it without --compile")
+
+        def end(*given: torch.Tensor) -> torch.Tensor:
+            def skip(*_: Any) -> torch.Tensor:
+                return given[0]
+
+            own = given[1 + len(tensors) :]
+            return compute(call_with(own), given[1 : 1 + len(tensors)], skip)
+
+        recording = Recording()
+        with contextlib.suppress(LayersReached):
+            compute(model, tensors, recording)
+        traced, inputs = layers.trace(recording)
+        hidden, own = recording.inputs()[0], list(weights.values())
+        return cls(
+            _Part.of(start, tensors, own, compile_graph),
+            compile_graph(traced, inputs),
+            layers.own_tensors(recording.prefix_blocks),
+            _Part.of(end, (hidden, *tensors), own, compile_graph),
+        )
+
+    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Logits ``[rows, vocabulary]``."""
+        hidden, *others = self._start(tensors)
+        for own in self._own:
+            hidden = single(self._layer(hidden, *others, *own))
+        return self._end((hidden, *tensors))[0]
+
+
+@attrs.frozen(eq=False)
+class _Part:
+    """A program of a forward pass, without inputs that it does not read.
+
+    ``used``: which of the given tensors it reads; ``weights`` are further inputs. ``sources``: for
+    each result the given tensor that it is, None for a result of the program.
+    """
+
+    program: Program
+    used: tuple[int, ...]
+    weights: tuple[torch.Tensor, ...]
+    sources: tuple[int | None, ...]
+
+    @classmethod
+    def of(
+        cls,
+        function: Callable[..., Any],
+        given: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+        compile_graph: Compile,
+    ) -> _Part:
+        traced = make_fx(function, tracing_mode="fake")(*given, *weights)
+        places = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
+        (output,) = traced.graph.find_nodes(op="output")
+        found = output.args[0]
+        results = found if isinstance(found, (list, tuple)) else (found,)
+        sources = tuple(places.get(node) for node in results)
+        output.args = (tuple(node for node in results if node not in places),)
+        traced.graph.eliminate_dead_code()
+        for node in places:
+            if not node.users:
+                traced.graph.erase_node(node)
+        traced.recompile()
+        inputs = (*given, *weights)
+        kept = [place for node, place in places.items() if node.users]
+        return cls(
+            compile_graph(traced, [inputs[place] for place in kept]),
+            tuple(place for place in kept if place < len(given)),
+            tuple(inputs[place] for place in kept if place >= len(given)),
+            sources,
+        )
+
+    def __call__(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        made = iter(self.program(*(given[place] for place in self.used), *self.weights))
+        return [next(made) if place is None else given[place] for place in self.sources]

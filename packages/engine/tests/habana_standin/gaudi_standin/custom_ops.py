@@ -1,0 +1,127 @@
+"""The operations ``torch.ops.hpu.*`` that Intel's kernels are called by.
+
+Their schemas are those of HabanaAI/gaudi-pytorch-bridge 1.19.0: ``scripts/hpu_op.yaml:7420-7432``
+(rms_norm), ``hpu_ops/backend/sdpa_gen.cpp`` (sdpa_recomp_fwd), ``python_packages/
+habana_frameworks/torch/hpex/kernels/RotaryPosEmbeddingHelper.py:107`` (rotary_pos_embedding).
+``block_softmax_adjustment`` is newer than that release: vllm-project/vllm-gaudi 091bbad,
+``vllm_gaudi/extension/ops.py:142-144``, which uses it from 1.22.0.494 on Gaudi 3
+(``extension/features.py:86-89``).
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SCHEMAS = (
+    "rms_norm(Tensor data_in, Tensor gamma, float epsilon) -> (Tensor, Tensor)",
+    "rotary_pos_embedding(Tensor input, Tensor sin, Tensor cos, Tensor? position_ids, int offset, "
+    "int mode) -> Tensor",
+    "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float dropout_p, "
+    "float scale, bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len, "
+    "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)",
+    "block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, "
+    "SymInt batch_size, SymInt[] out_shape) -> Tensor",
+)
+_BLOCKWISE = 0
+_NORM_RANK = 3
+
+
+def register() -> torch.library.Library:
+    """Define the operations; destroying the result takes them away."""
+    library = torch.library.Library("hpu", "DEF")
+    for schema in _SCHEMAS:
+        name = schema.partition("(")[0]
+        library.define(schema)
+        library.impl(name, globals()[f"_{name}"], "CompositeExplicitAutograd")
+    return library
+
+
+def _rms_norm(
+    data_in: torch.Tensor, gamma: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # «HPUFusedRMSNorm requires 3D tensors as inputs»: vllm_gaudi/ops/hpu_layernorm.py:20.
+    if data_in.dim() != _NORM_RANK:
+        raise RuntimeError(f"rms_norm: the kernel takes 3 dimensions, got {data_in.dim()}")
+    # optimum-habana, modeling_llama.py: «mixed dtypes are not good for FusedRMSNorm».
+    if data_in.dtype != gamma.dtype:
+        raise RuntimeError(f"rms_norm: input is {data_in.dtype} and gamma {gamma.dtype}")
+    wide = data_in.float()
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return gamma * (wide * inverse).to(data_in.dtype), inverse.to(data_in.dtype)
+
+
+def _rotary_pos_embedding(
+    input: torch.Tensor,
+    sin: torch.Tensor,
+    cos: torch.Tensor,
+    position_ids: torch.Tensor | None,
+    offset: int,
+    mode: int,
+) -> torch.Tensor:
+    if mode != _BLOCKWISE or position_ids is not None or offset:
+        raise NotImplementedError("the stand-in rotates blockwise, without position ids or offset")
+    if not input.dtype == sin.dtype == cos.dtype or input.dim() != cos.dim():
+        raise RuntimeError(f"rotary_pos_embedding: {input.shape} {input.dtype} with {cos.shape}")
+    half = input.shape[-1] // 2
+    turned = torch.cat((-input[..., half:], input[..., :half]), dim=-1)
+    return input * cos + turned * sin
+
+
+def _sdpa_recomp_fwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout_p: float,
+    scale: float,
+    is_causal: bool,
+    requires_backward: bool,
+    softmax_mode: str,
+    valid_seq_len: torch.Tensor | None,
+    seq_padding_type: str,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Attention with its row maxima and inverse row sums, in fp32.
+
+    Padding is on the right: with ``valid_seq_len`` a query attends to no key beyond it. Rows of
+    padding queries are not defined; here they are zero.
+    """
+    if softmax_mode not in ("none", "fast", "fp32"):
+        raise RuntimeError(f"softmax_mode {softmax_mode!r}")
+    if attention_mask is not None and attention_mask.dtype is torch.bool:
+        raise RuntimeError("sdpa_recomp_fwd: the mask is a bias of the queries' dtype")
+    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
+    masked = torch.finfo(torch.float32).min
+    if attention_mask is not None:
+        scores = scores + attention_mask.float()
+    rows = torch.arange(q.shape[-2], device=q.device)[:, None]
+    columns = torch.arange(k.shape[-2], device=q.device)
+    if is_causal:
+        scores = torch.where(columns <= rows, scores, masked)
+    if valid_seq_len is not None:
+        lengths = valid_seq_len.view(-1, *(1,) * (scores.dim() - 1))
+        scores = torch.where(columns < lengths, scores, masked)
+    top = scores.amax(-1, keepdim=True)
+    weights = torch.exp(scores - top)
+    inverse = 1.0 / weights.sum(-1, keepdim=True)
+    out = torch.matmul(weights * inverse, v.float())
+    if valid_seq_len is not None:
+        out = torch.where(rows < lengths, out, 0.0)
+    return out.to(q.dtype), top, inverse, torch.empty(0, dtype=torch.int32, device=q.device)
+
+
+def _block_softmax_adjustment(
+    block_max: torch.Tensor,
+    block_sums: torch.Tensor,
+    block_groups: torch.Tensor,
+    batch_size: int,
+    out_shape: list[int],
+) -> torch.Tensor:
+    """The factor of each block's weighted values; groups of ``batch_size`` and more own nothing."""
+    flat_max = block_max.reshape(block_max.shape[0], -1).float()
+    groups = block_groups.long().clamp_max(batch_size)
+    top = flat_max.new_full((batch_size + 1, flat_max.shape[1]), -torch.inf)
+    top = top.index_reduce(0, groups, flat_max, "amax")
+    weight = torch.exp(flat_max - top.index_select(0, groups))
+    sums = block_sums.reshape(block_sums.shape[0], -1).float() * weight
+    total = torch.zeros_like(top).index_add(0, groups, sums).index_select(0, groups)
+    return (weight / torch.maximum(total, sums)).to(block_max.dtype).view(out_shape)
