@@ -282,7 +282,7 @@ def test_the_number_of_host_blocks_is_at_least_zero() -> None:
         make(num_host_blocks=-1)
 
 
-@pytest.mark.parametrize("device", ["cpu", "layerwise"])
+@pytest.mark.parametrize("device", ["cpu", "rows"])
 @pytest.mark.parametrize("setting", ["num_blocks", "num_host_blocks"])
 @pytest.mark.parametrize("number", [10**9, 10**15, 10**40])
 def test_memory_that_cannot_be_allocated_is_an_error_with_a_remedy(
