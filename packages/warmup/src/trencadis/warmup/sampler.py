@@ -95,9 +95,12 @@ SAMPLER_CONFIGS = tuple(
 """The twelve configurations of seed 000. A sampler with more branches needs more of them."""
 
 
-def sampler_batch_sizes(decode_buckets: Iterable[Bucket]) -> tuple[int, ...]:
-    """0 and 1, which every server needs, and the batch sizes of the decode buckets."""
-    return tuple(sorted({0, 1, *(bucket["batch"] for bucket in decode_buckets)}))
+def sampler_batch_sizes(buckets: Iterable[Bucket]) -> tuple[int, ...]:
+    """0 and 1, which every server needs, and the batch sizes of prompt and decode buckets.
+
+    Seed 000 takes those of the decode buckets; prompts that end together are sampled together, too.
+    """
+    return tuple(sorted({0, 1, *(bucket["batch"] for bucket in buckets)}))
 
 
 def warm_up_sampler(
