@@ -160,9 +160,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"loader"},
     ],
     "engine.runner": [
-        {"block_moves", "host_swap", "limits", "sampler", "shapes"},
-        {"grids", "model_input", "sampler_warmup"},
-        {"background_warmup", "forward_runner"},
+        {"block_moves", "gumbel", "host_swap", "limits", "sampling_rows", "shapes"},
+        {"draw", "grids", "logit_edits", "model_input", "sampler_warmup"},
+        {"background_warmup", "device_sampler", "forward_runner", "sampler"},
         {"model_runner"},
         {"worker"},
     ],

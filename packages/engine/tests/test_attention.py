@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trencadis.engine.devices import CPUDevice
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
 from trencadis.engine.models.paged_context import MASKED, DecodeContext
@@ -25,7 +26,7 @@ from trencadis.engine.runner.shapes import DecodeShape, PromptShape
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
-CPU = torch.device("cpu")
+upload = CPUDevice().upload
 MODULE = types.SimpleNamespace(layer_idx=0)
 
 
@@ -91,7 +92,7 @@ def decode_input(
     decodes = [case.scheduled(*part) for part in parts]
     layout = lay_out_decodes(decodes, shape.blocks, case.cache.block_size)
     shape = attrs.evolve(shape, extra=layout.num_extra + spare_pairs)
-    return build_decode(decodes, layout, shape, case.cache, CPU)
+    return build_decode(decodes, layout, shape, case.cache, upload)
 
 
 @settings(max_examples=60, deadline=None)
@@ -111,7 +112,7 @@ def test_decode_equals_plain_attention(
         MODULE,
         *(case.flat(parts, 1, source, batch) for source in (case.q, case.k, case.v)),
         None,
-        paged=built.paged,
+        paged=built.unpack().paged,
     )
     assert torch.isfinite(out).all()
     for row in range(len(lengths)):
@@ -137,13 +138,13 @@ def test_prompt_chunk_equals_plain_attention(
         [case.scheduled(*part) for part in parts],
         PromptShape(batch, query, context),
         case.cache,
-        CPU,
+        upload,
     )
     out, _ = paged_attention(
         MODULE,
         *(case.flat(parts, query, source, batch) for source in (case.q, case.k, case.v)),
         None,
-        paged=built.paged,
+        paged=built.unpack().paged,
     )
     out = out.view(batch, query, heads, -1)
     for i, (row, start, count) in enumerate(parts):
@@ -156,14 +157,14 @@ def test_new_keys_land_in_their_slots_and_padding_in_block_0_alone() -> None:
     case = Sequences([6, 3], 4, 2, torch.float32)
     parts = [(0, 0, 6), (1, 0, 3)]
     built = build_prompt(
-        [case.scheduled(*part) for part in parts], PromptShape(4, 8, 0), case.cache, CPU
+        [case.scheduled(*part) for part in parts], PromptShape(4, 8, 0), case.cache, upload
     )
     before = case.cache.key(0).clone()
     paged_attention(
         MODULE,
         *(case.flat(parts, 8, source, 4) for source in (case.q, case.k, case.v)),
         None,
-        paged=built.paged,
+        paged=built.unpack().paged,
     )
     written = {int(b) for table in case.tables for b in table} | {0}
     changed = (case.cache.key(0) != before).flatten(1).any(1).nonzero().flatten().tolist()
@@ -215,7 +216,7 @@ def test_bf16_stays_within_its_rounding() -> None:
         MODULE,
         *(case.flat(parts, 1, source, 3) for source in (case.q, case.k, case.v)),
         None,
-        paged=built.paged,
+        paged=built.unpack().paged,
     )
     for row in range(3):
         torch.testing.assert_close(
