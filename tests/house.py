@@ -166,9 +166,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"loader"},
     ],
     "engine.runner": [
-        {"block_moves", "limits", "sampler", "shapes"},
-        {"grids", "host_swap", "model_input", "sampler_warmup"},
-        {"background_warmup", "forward_runner"},
+        {"block_moves", "gumbel", "limits", "sampling_rows", "shapes"},
+        {"draw", "grids", "host_swap", "logit_edits", "model_input", "sampler_warmup"},
+        {"background_warmup", "device_sampler", "forward_runner", "sampler"},
         {"model_runner"},
         {"worker"},
     ],

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
@@ -27,7 +28,7 @@ from trencadis.engine.runner.shapes import DecodeShape, PromptShape
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
-CPU = torch.device("cpu")
+upload = CPUDevice().upload
 MODULE = types.SimpleNamespace(layer_idx=0)
 
 FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention()]
@@ -123,7 +124,7 @@ def decode_input(
     decodes = [case.scheduled(*part) for part in parts]
     layout = lay_out_decodes(decodes, shape.blocks, case.cache.block_size)
     shape = attrs.evolve(shape, extra=layout.num_extra + spare_pairs)
-    return build_decode(decodes, layout, shape, case.cache, CPU)
+    return build_decode(decodes, layout, shape, case.cache, upload)
 
 
 @formulations
@@ -144,7 +145,7 @@ def test_decode_equals_plain_attention(
     blocks = min(case.cache.num_blocks, 1 + max(t.max() for t in case.tables) + spare_blocks)
     parts = [(row, length - 1, 1) for row, length in enumerate(lengths)]
     built = decode_input(case, parts, DecodeShape(batch, int(blocks)), spare_pairs)
-    out = case.attend(parts, 1, batch, built.paged)
+    out = case.attend(parts, 1, batch, built.unpack().paged)
     assert torch.isfinite(out).all()
     for row in range(len(lengths)):
         torch.testing.assert_close(out[0, row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
@@ -170,9 +171,9 @@ def test_prompt_chunk_equals_plain_attention(
         [case.scheduled(*part) for part in parts],
         PromptShape(batch, query, context),
         case.cache,
-        CPU,
+        upload,
     )
-    out = case.attend(parts, query, batch, built.paged)
+    out = case.attend(parts, query, batch, built.unpack().paged)
     out = out.view(batch, query, heads, -1)
     for i, (row, start, count) in enumerate(parts):
         torch.testing.assert_close(
@@ -185,10 +186,10 @@ def test_new_keys_land_in_their_slots_and_padding_in_block_0_alone(attention: At
     case = Sequences([6, 3], 4, 2, torch.float32, attention)
     parts = [(0, 0, 6), (1, 0, 3)]
     built = build_prompt(
-        [case.scheduled(*part) for part in parts], PromptShape(4, 8, 0), case.cache, CPU
+        [case.scheduled(*part) for part in parts], PromptShape(4, 8, 0), case.cache, upload
     )
     before = case.cache.key(0).clone()
-    case.attend(parts, 8, 4, built.paged)
+    case.attend(parts, 8, 4, built.unpack().paged)
     written = {int(b) for table in case.tables for b in table} | {0}
     changes = (case.cache.key(0) != before).reshape(case.cache.num_blocks, -1).any(1)
     assert set(changes.nonzero().flatten().tolist()) == written
@@ -230,7 +231,7 @@ def test_bf16_stays_within_its_rounding(attention: Attention) -> None:
         case.fill(row, length - 1)
     parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
     built = decode_input(case, parts, DecodeShape(3, case.cache.num_blocks))
-    out = case.attend(parts, 1, 3, built.paged)
+    out = case.attend(parts, 1, 3, built.unpack().paged)
     for row in range(3):
         torch.testing.assert_close(
             out[0, row].float(), case.expected(row)[-1], atol=2e-2, rtol=2e-2

@@ -7,12 +7,15 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import LLM, SamplingParams, default_model
+from trencadis.engine.runner.model_runner import ModelRunner
+from trencadis.engine.runner.sampling_rows import PendingRows, RowRequest, SamplingRow
 from trencadis.kvcache import DefragConfig
 from trencadis.scheduler import Request
 
@@ -167,6 +170,20 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
     assert computed[True] < 0.7 * computed[False]
 
 
+class Logits:
+    """A sampler whose results are the rows of logits."""
+
+    WANTED = RowRequest((SamplingRow(GREEDY, 0, (), ()),))
+
+    def words(self, requests: object, batch: int) -> np.ndarray:
+        return np.empty((batch, 0), np.int32)
+
+    def launch(
+        self, logits: torch.Tensor, words: torch.Tensor, requests: list[RowRequest]
+    ) -> PendingRows:
+        return PendingRows((logits[: len(requests)].clone(),), lambda copies: list(copies[0]))
+
+
 @pytest.mark.slow
 def test_bf16_logits_stay_within_tolerance_of_fp32(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
@@ -176,6 +193,10 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
     full = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     half = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     core = serve(model_path, token_ids, dtype="bfloat16", num_blocks=800).core
+    worker = core.worker
+    runner = ModelRunner(
+        worker.runner.forward_runner, Logits(), core.device, worker.cache, worker.grids
+    )
     sequences = {}
     for i in chosen:
         request = Request(request_id=f"{i}", prompt_token_ids=token_ids[i], max_tokens=NEW_TOKENS)
@@ -183,12 +204,14 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
     ours: dict[int, list[torch.Tensor]] = {i: [] for i in chosen}
     while core.has_work:
         output = core.scheduler.schedule()
-        step = core.worker.runner.run(output)
+        sampling = (item for item in (*output.decodes, *output.prompts) if item.samples)
+        wanted = dict.fromkeys((item.seq_id for item in sampling), Logits.WANTED)
         forced = {}
-        for seq_id, logits in zip(step.seq_ids, step.logits, strict=True):
-            i = sequences[seq_id]
-            forced[seq_id] = expected[i][len(ours[i])]
-            ours[i].append(logits.float())
+        for seq_id, logits in runner.run(output, wanted).wait().items():
+            if seq_id in wanted:
+                i = sequences[seq_id]
+                forced[seq_id] = expected[i][len(ours[i])]
+                ours[i].append(logits)
         core.scheduler.update(output, forced)
     worst = theirs = 0.0
     for i in chosen:

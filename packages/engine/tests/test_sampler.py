@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.runner.sampler import SamplingRow, rank_tokens, sample
+from trencadis.engine.runner.sampler import rank_tokens, sample
+from trencadis.engine.runner.sampling_rows import SamplingRow
 from trencadis.engine.sampling_params import SamplingParams
 
 

@@ -19,7 +19,7 @@ from trencadis.engine import (
     RequestFailed,
     SamplingParams,
 )
-from trencadis.engine.core import request_table
+from trencadis.engine.runner import sampler
 
 POISON = 200
 """A token id; the injected defects concern requests whose prompt has it."""
@@ -96,7 +96,7 @@ def fail_forward(core: EngineCore, is_broken: Callable[[Any], bool]) -> None:
 
 def test_a_prompt_that_breaks_the_model_ends_alone(make_core, expected) -> None:
     core = make_core()
-    fail_forward(core, lambda batch: POISON in batch.token_ids.tolist()[0])
+    fail_forward(core, lambda batch: POISON in batch.unpack().token_ids.tolist()[0])
     for name, prompt in PROMPTS.items():
         core.add(name, prompt, GREEDY)
     tokens, failed = serve(core)
@@ -110,7 +110,7 @@ def test_a_sequence_that_breaks_the_decode_batch_ends_alone(make_core, expected)
 
     def is_broken(batch: Any) -> bool:
         """True for decodes of a batch with the third token of b."""
-        ids = batch.token_ids.tolist()[0]
+        ids = batch.unpack().token_ids.tolist()[0]
         decoded.update(ids)
         return len(ids) <= 8 and expected["b"][2] in ids
 
@@ -135,7 +135,7 @@ def test_a_sequence_that_breaks_the_decode_batch_ends_alone(make_core, expected)
 )
 def test_a_group_that_breaks_the_model_ends_alone(make_core, expected, params) -> None:
     core = make_core()
-    fail_forward(core, lambda batch: POISON in batch.token_ids.tolist()[0])
+    fail_forward(core, lambda batch: POISON in batch.unpack().token_ids.tolist()[0])
     for name, prompt in PROMPTS.items():
         more = params if name == "b" else {}
         core.add(
@@ -148,14 +148,14 @@ def test_a_group_that_breaks_the_model_ends_alone(make_core, expected, params) -
 
 def test_a_request_that_cannot_be_sampled_ends_alone(make_core, expected, monkeypatch) -> None:
     core = make_core()
-    sample = request_table.sample
+    sample = sampler.sample
 
     def broken(logits: Any, rows: Any) -> Any:
         if any(POISON in row.prompt_token_ids for row in rows):
             raise RuntimeError("defect in the sampler")
         return sample(logits, rows)
 
-    monkeypatch.setattr(request_table, "sample", broken)
+    monkeypatch.setattr(sampler, "sample", broken)
     for name, prompt in PROMPTS.items():
         core.add(name, prompt, GREEDY)
     tokens, failed = serve(core)
@@ -224,7 +224,7 @@ def test_an_offline_batch_tells_which_prompt_failed_and_can_be_repeated(
     tiny_model: Path, expected: dict[str, list[int]]
 ) -> None:
     llm = LLM(str(tiny_model), dtype="float32", max_model_len=128, num_blocks=80, warmup="none")
-    fail_forward(llm.core, lambda batch: POISON in batch.token_ids.tolist()[0])
+    fail_forward(llm.core, lambda batch: POISON in batch.unpack().token_ids.tolist()[0])
     with pytest.raises(RequestFailed, match=r"prompt 1.*defect in the model"):
         llm.generate(list(PROMPTS.values()), GREEDY)
     assert not llm.core.has_work

@@ -222,6 +222,15 @@ def test_skip_executes_nothing(graph_device: Any, caplog: pytest.LogCaptureFixtu
     assert [record.getMessage() for record in caplog.records] == ["Skipping warmup..."]
 
 
+def test_the_sampler_is_warmed_up_for_batches_of_prompts_too() -> None:
+    """Prompts that end in one batch are sampled in one batch."""
+    sampler = NoSampler()
+    prompt = BucketGrid({"batch": (1, 3), "query": (128,), "context_blocks": (0,)})
+    decode = BucketGrid({"batch": (2, 4), "blocks": (128,)})
+    warm_up(RecordingRuntime(), prompt.buckets, decode.buckets, sampler=sampler)
+    assert sampler.batches == [0, 1, 2, 3, 4]
+
+
 def test_enforce_eager_executes_buckets_without_graphs_and_sampler(
     graph_device: Any,
 ) -> None:

@@ -39,6 +39,7 @@ def apply(module: ModuleType) -> None:
     _device_constructors()
     _replace(torch.Tensor, "to", to_device(torch.Tensor.to))
     _replace(torch, "tensor", made_on_device(torch.tensor))
+    _replace(torch.Tensor, "pin_memory", _pin_memory)
     _replace(torch, "as_tensor", made_on_device(torch.as_tensor))
 
 
@@ -51,6 +52,11 @@ def take_back() -> None:
     """Leave PyTorch as it was."""
     while _undo:
         _undo.pop()()
+
+
+def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
+    """A copy; that it is pinned changes time alone (``HPUHooks::getPinnedMemoryAllocator``)."""
+    return self.clone()
 
 
 def _forget_module() -> None:

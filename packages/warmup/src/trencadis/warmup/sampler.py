@@ -104,14 +104,16 @@ MAX_BATCH_SIZE = 1 << 20
 """Most sequences of a batch that is warmed up."""
 
 
-def sampler_batch_sizes(decode_buckets: Iterable[Bucket]) -> tuple[int, ...]:
-    """0 and 1, which every server needs, and the batch sizes of the decode buckets.
+def sampler_batch_sizes(buckets: Iterable[Bucket]) -> tuple[int, ...]:
+    """0 and 1, which every server needs, and the batch sizes of prompt and decode buckets.
 
+    Seed 000 takes those of the decode buckets; prompts that end together are sampled together, too.
     Raises `ConfigError` for buckets without an axis ``batch``.
     """
-    buckets = as_buckets("decode_buckets", decode_buckets)
-    if buckets and "batch" not in buckets[0].axes:
-        raise ConfigError(f"decode_buckets have the axes {buckets[0].axes}: name one of them batch")
+    buckets = as_buckets("buckets", buckets)
+    for bucket in buckets:
+        if "batch" not in bucket.axes:
+            raise ConfigError(f"a bucket has the axes {bucket.axes}: name one of them batch")
     return tuple(sorted({0, 1, *(bucket["batch"] for bucket in buckets)}))
 
 

@@ -226,18 +226,17 @@ class EngineCore:
         stalled = not (output.decodes or output.prompts or output.moves)
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
-        computed = self.worker.runner.run(output)
-        sampled = self.requests.sample(output, computed)
-        errors = {**computed.failed, **sampled.failed}
-        if errors:
-            self._end_failed(errors)
+        computed = self.worker.runner.run(output, self.requests.sampling_requests(output))
+        sampled = self.requests.sampled(output, computed.wait())
+        if computed.failed:
+            self._end_failed(computed.failed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
         swap_s = computed.swap_s
         timing = None
         if swap_s or not output.decodes:
             timing = StepTiming(
                 # A step with decodes does not tell how long its prefill chunks took.
-                prompts_s=None if output.decodes else compute_s,
+                prompts_s=compute_s if computed.is_timed and not output.decodes else None,
                 swap_out_s=swap_s.get(Direction.OUT),
                 swap_in_s=swap_s.get(Direction.IN),
             )

@@ -13,14 +13,17 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
-import torch
 
 from trencadis.engine.core.request_conversion import as_request, split_samples
 from trencadis.engine.errors import EngineOverloaded, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import FinishReason
-from trencadis.engine.runner.model_runner import StepLogits
-from trencadis.engine.runner.sampler import SampledToken, SamplingRow, rank_tokens, sample
+from trencadis.engine.runner.sampling_rows import (
+    RowRequest,
+    RowResult,
+    SampledToken,
+    SamplingRow,
+)
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import (
     Candidate,
@@ -78,15 +81,13 @@ class SampledStep:
     """The sampler's results of one step, by sequence id.
 
     ``logprobs`` has the log-probability of the sampled token where the request asked for it.
-    ``candidates`` are the most probable next tokens of each beam. ``failed`` has the error of each
-    sequence that could not be sampled.
+    ``candidates`` are the most probable next tokens of each beam.
     """
 
     tokens: Mapping[int, SampledToken]
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, float]
     candidates: Mapping[int, Sequence[Candidate]]
-    failed: Mapping[int, Exception] = attrs.field(factory=dict)
 
 
 class RequestTable:
@@ -195,7 +196,7 @@ class RequestTable:
         if sample is not None:
             self._fail(sample.entry, error)
         else:
-            _, entry = self._beams().get(seq_id, (None, None))
+            _, entry = self._live_beams().get(seq_id, (None, None))
             if entry is not None:
                 self._fail(entry, error)
 
@@ -211,33 +212,44 @@ class RequestTable:
             self._scheduler.finish(entry.sample_ids[index])
             self._end_sample(entry, index)
 
-    def sample(self, output: SchedulerOutput, computed: StepLogits) -> SampledStep:
-        """Sample a token for every sequence that needs one, and rank candidates for beams."""
-        scheduled = {item.seq_id: item for item in (*output.decodes, *output.prompts)}
-        seq_ids: list[int] = []
-        rows: list[int] = []
-        beams: dict[int, ScheduledSequence] = {}
-        for row, seq_id in enumerate(computed.seq_ids):
-            item = scheduled[seq_id]
+    def sampling_requests(self, output: SchedulerOutput) -> dict[int, RowRequest]:
+        """What is sampled from each row of logits of a step, by the row's sequence id."""
+        live = self._live_beams() if self._beam_searches else {}
+        requests: dict[int, RowRequest] = {}
+        for item in (*output.decodes, *output.prompts):
             if item.num_candidates:
-                beams[row] = item
-            else:
-                seq_ids.extend(item.sample_ids)
-                rows.extend([row] * len(item.sample_ids))
-        failed: dict[int, Exception] = {}
-        sampled = self._sample_each(seq_ids, rows, computed.logits, failed) if seq_ids else []
-        candidates = self._candidates(beams, computed.logits) if beams else {}
+                requests[item.seq_id] = self._beam_request(item, *live[item.seq_id])
+            elif item.samples:
+                samples = (self._samples[seq_id] for seq_id in item.sample_ids)
+                requests[item.seq_id] = RowRequest(tuple(self._sampling_row(s) for s in samples))
+        return requests
+
+    def sampled(self, output: SchedulerOutput, results: Mapping[int, RowResult]) -> SampledStep:
+        """The results of a step by the sequences that they belong to.
+
+        A sequence that failed has no result.
+        """
         tokens: dict[int, SampledToken] = {}
         token_ids: dict[int, int] = {}
         logprobs: dict[int, float] = {}
-        for seq_id, token in zip(seq_ids, sampled, strict=True):
-            if token is None:
+        candidates: dict[int, Sequence[Candidate]] = {}
+        live = self._live_beams() if self._beam_searches else {}
+        for item in (*output.decodes, *output.prompts):
+            result = results.get(item.seq_id)
+            if result is None:
                 continue
-            tokens[seq_id] = token
-            token_ids[seq_id] = token.token_id
-            if token.logprobs is not None:
-                logprobs[seq_id] = token.logprobs.chosen.logprob
-        return SampledStep(tokens, token_ids, logprobs, candidates, failed)
+            if item.num_candidates:
+                entry = live[item.seq_id][1]
+                if not entry.prompt_counted:
+                    self._count_prompt(entry)
+                candidates[item.seq_id] = [Candidate(*token) for token in result.candidates]
+            elif item.samples:
+                for seq_id, token in zip(item.sample_ids, result.tokens, strict=True):
+                    tokens[seq_id] = token
+                    token_ids[seq_id] = token.token_id
+                    if token.logprobs is not None:
+                        logprobs[seq_id] = token.logprobs.chosen.logprob
+        return SampledStep(tokens, token_ids, logprobs, candidates)
 
     def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
         """The messages to the front for a step. Tokens of ended samples are left out."""
@@ -301,78 +313,24 @@ class RequestTable:
         # Samples that are compared in the end (best_of, beams) must stay in one group.
         return [request] if params.needs_ranking else split_samples(request, max(1, running_limit))
 
-    def _sample_each(
-        self,
-        seq_ids: list[int],
-        rows: list[int],
-        logits: torch.Tensor,
-        failed: dict[int, Exception],
-    ) -> list[SampledToken] | list[SampledToken | None]:
-        """Sample all sequences at once. If that raises, sample each alone; None: it raises, too."""
-        try:
-            return self._sample_tokens(seq_ids, rows, logits)
-        except Exception as error:
-            logger.warning("Sampling failed (%s) and is repeated for each sequence", error)
-        return [
-            self._sample_alone(seq_id, row, logits, failed)
-            for seq_id, row in zip(seq_ids, rows, strict=True)
-        ]
-
-    def _sample_alone(
-        self, seq_id: int, row: int, logits: torch.Tensor, failed: dict[int, Exception]
-    ) -> SampledToken | None:
-        try:
-            return self._sample_tokens([seq_id], [row], logits)[0]
-        except Exception as error:
-            logger.exception("Sampling sequence %d failed", seq_id)
-            failed[seq_id] = error
-            return None
-
-    def _sample_tokens(
-        self, seq_ids: list[int], rows: list[int], logits: torch.Tensor
-    ) -> list[SampledToken]:
-        sampling_rows = []
-        for seq_id in seq_ids:
-            item = self._samples[seq_id]
-            sampling_rows.append(self._sampling_row(item.sequence, item.entry.params, item.seed))
-        return sample(_select(logits, rows), sampling_rows)
-
-    def _candidates(
-        self, beams: Mapping[int, ScheduledSequence], logits: torch.Tensor
-    ) -> dict[int, Sequence[Candidate]]:
-        """The most probable next tokens of each beam. ``beams`` are keyed by row of ``logits``."""
-        live = self._beams()
-        for beam in beams.values():
-            entry = live[beam.seq_id][1]
-            if not entry.prompt_counted:
-                self._count_prompt(entry)
-        ranked = rank_tokens(
-            _select(logits, list(beams)),
-            [
-                self._sampling_row(sequence, entry.params, seed=0)
-                for sequence, entry in (live[beam.seq_id] for beam in beams.values())
-            ],
-            [beam.num_candidates for beam in beams.values()],
-        )
-        return {
-            beam.seq_id: [Candidate(*token) for token in tokens]
-            for beam, tokens in zip(beams.values(), ranked, strict=True)
-        }
-
-    def _beams(self) -> dict[int, tuple[ScheduledTokens, _Entry]]:
-        """The running beams of all beam searches, by sequence id."""
+    def _live_beams(self) -> dict[int, tuple[ScheduledTokens, _Entry]]:
         return {
             sequence.seq_id: (sequence, entry)
             for entry in self._beam_searches.values()
             for sequence in entry.groups[0].unfinished_seqs
         }
 
-    def _sampling_row(
-        self, sequence: ScheduledTokens, params: SamplingParams, seed: int
-    ) -> SamplingRow:
+    def _beam_request(
+        self, item: ScheduledSequence, sequence: ScheduledTokens, entry: _Entry
+    ) -> RowRequest:
+        beam = _Sample(entry, index=0, seed=0, sequence=sequence)
+        return RowRequest(beam=self._sampling_row(beam), num_candidates=item.num_candidates)
+
+    def _sampling_row(self, sample: _Sample) -> SamplingRow:
+        sequence = sample.sequence
         return SamplingRow(
-            params,
-            seed,
+            sample.entry.params,
+            sample.seed,
             sequence.request.prompt_token_ids,
             sequence.output_token_ids,
             self._eos_token_ids,
@@ -407,8 +365,3 @@ class RequestTable:
 
 def _finish_reason(reason: SchedulerFinishReason | None) -> FinishReason | None:
     return None if reason is None else reason.value
-
-
-def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """``logits[rows]``, without a copy where that is all rows in order."""
-    return logits if rows == list(range(len(logits))) else logits[rows]

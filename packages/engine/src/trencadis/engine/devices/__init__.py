@@ -16,12 +16,20 @@ import torch
 
 from trencadis.engine.devices.cpu import CPUDevice
 from trencadis.engine.devices.cuda import CUDADevice
-from trencadis.engine.devices.device import Device, Graph
+from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu import HPUDevice
 from trencadis.engine.devices.hpu.bridge import is_installed as hpu_is_installed
 from trencadis.engine.errors import ConfigError, DeviceError
 
-__all__ = ["CPUDevice", "CUDADevice", "Device", "Graph", "HPUDevice", "select_device"]
+__all__ = [
+    "CPUDevice",
+    "CUDADevice",
+    "Device",
+    "Graph",
+    "HPUDevice",
+    "PendingCopy",
+    "select_device",
+]
 
 logger = logging.getLogger("trencadis.engine")
 

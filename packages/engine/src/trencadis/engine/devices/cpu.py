@@ -11,7 +11,7 @@ import psutil
 import torch
 from torch import fx, nn
 
-from trencadis.engine.devices.device import Device
+from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.devices.packed_linear import PackedLinear
 
@@ -27,6 +27,7 @@ class CPUDevice(Device):
     torch_device = torch.device("cpu")
     preferred_dtype = torch.bfloat16
     default_kv_cache_memory = 1 << 30
+    shares_host_memory = True
 
     def __init__(self) -> None:
         self._programs = InductorPrograms()
@@ -45,6 +46,12 @@ class CPUDevice(Device):
 
     def synchronize(self) -> None:
         """Nothing to wait for: CPU operations are complete when they return."""
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        return PendingCopy(tensors, self.synchronize)
 
     def optimize(self, model: nn.Module) -> None:
         """Replace bf16 linear layers by layers with weights in oneDNN's blocked layout.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from trencadis.engine.devices.device import Device, Graph
+from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms
 from trencadis.engine.devices.recorded import RecordedGraph, own_buffers
 from trencadis.engine.errors import DeviceError
@@ -47,6 +47,17 @@ class CUDADevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        return host.pin_memory().to(self.torch_device, non_blocking=True)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        copies = [torch.empty_like(t, device="cpu", pin_memory=True) for t in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived.record()
+        return PendingCopy(copies, arrived.synchronize)
 
     def optimize(self, model: nn.Module) -> None:
         """Nothing to do: cuBLAS needs no special weight layout."""

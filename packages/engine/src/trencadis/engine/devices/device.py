@@ -32,6 +32,19 @@ class Graph(abc.ABC):
         """Free the graph's memory."""
 
 
+class PendingCopy:
+    """Copies of tensors on their way to the host. ``wait`` blocks until they have arrived."""
+
+    def __init__(self, copies: Sequence[torch.Tensor], wait: Callable[[], object]) -> None:
+        self._copies = copies
+        self._wait = wait
+
+    def wait(self) -> Sequence[torch.Tensor]:
+        """The copies, in host memory."""
+        self._wait()
+        return self._copies
+
+
 class Device(abc.ABC):
     """A device that runs a model.
 
@@ -63,7 +76,11 @@ class Device(abc.ABC):
 
     dynamic_shapes: bool = True
     """Whether an operation runs on a new shape, or on a shape that depends on data, without being
-    compiled first. Otherwise the host samples."""
+    compiled first."""
+
+    shares_host_memory: bool = False
+    """Whether tensors are in host memory, and an operation is complete when it returns. Then the
+    host samples; otherwise the device does."""
 
     exponential_grid: bool = False
     """Whether the default grid of buckets is the exponential one of Gaudi's plugin for vLLM, for a
@@ -93,6 +110,17 @@ class Device(abc.ABC):
 
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""
+
+    @abc.abstractmethod
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy of ``host`` on the device, or ``host`` itself where memory is shared.
+
+        The host does not wait for the copy and must not change ``host`` afterwards.
+        """
+
+    @abc.abstractmethod
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        """Start copying ``tensors`` to the host. The host waits once for all of them, later."""
 
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Let a lazy device execute the operations collected so far."""

@@ -23,6 +23,18 @@ from trencadis.kvcache.tensors import KVCache
 logger = logging.getLogger("trencadis.engine")
 
 
+@attrs.frozen(eq=False)
+class ForwardOutput:
+    """Tensors on the device, valid until the next forward pass of the same shape.
+
+    ``logits`` is fp32 ``[batch, vocabulary]``, padding included; ``sampler_words`` is what was
+    uploaded with the batch for the sampler.
+    """
+
+    logits: torch.Tensor
+    sampler_words: torch.Tensor
+
+
 class ForwardRunner:
     """Runs the model on padded batches and knows which shapes are warmed up.
 
@@ -56,8 +68,8 @@ class ForwardRunner:
         self._serving = True
 
     @torch.inference_mode()
-    def run(self, batch: ModelInput) -> torch.Tensor:
-        """Logits ``[num_rows, vocabulary]``, on the host where the host samples."""
+    def run(self, batch: ModelInput) -> ForwardOutput:
+        """Run the model on a batch. The host does not wait for the device."""
         if not self._serving or not self.needs_warmup:
             return self._run(batch)
         cold = batch.shape not in self._warmed_up
@@ -105,12 +117,12 @@ class ForwardRunner:
     def capture(self, batch: ModelInput) -> None:
         """Capture a graph for the shape of ``batch``. Later batches of this shape replay it."""
         layer_run = self._layer_runs.get(batch.shape)
-        captured = batch if layer_run is None else _with(batch, layer_run)
+        captured = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
 
-        def run(*tensors: torch.Tensor) -> torch.Tensor:
-            return self._compute(captured.with_tensors(tensors))
+        def run(packed: torch.Tensor) -> torch.Tensor:
+            return self._compute(attrs.evolve(captured, packed=packed))
 
-        self._graphs[batch.shape] = self._device.capture(run, batch.tensors)
+        self._graphs[batch.shape] = self._device.capture(run, (batch.packed,))
         self._warmed_up.add(batch.shape)
 
     def release(self, shape: ForwardShape) -> None:
@@ -123,7 +135,7 @@ class ForwardRunner:
     def _compile_layers(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
         recording = Recording()
         with contextlib.suppress(LayersReached):
-            self._compute(_with(batch, recording))
+            self._compute(attrs.evolve(batch, layer_run=recording))
         module, inputs = layers.trace(recording)
         return layers.run_with(self._device.compile(module, inputs), recording.prefix_blocks)
 
@@ -131,39 +143,37 @@ class ForwardRunner:
         def compute(
             model: Callable[..., Any], tensors: Sequence[torch.Tensor], layer_run: LayerRun
         ) -> torch.Tensor:
-            return self._compute(_with(batch.with_tensors(tensors), layer_run), model)
+            (packed,) = tensors
+            return self._compute(attrs.evolve(batch, packed=packed, layer_run=layer_run), model)
 
-        return CompiledForward.of(self._model, layers, compute, batch.tensors, self._device.compile)
+        inputs = (batch.packed,)
+        return CompiledForward.of(self._model, layers, compute, inputs, self._device.compile)
 
-    def _run(self, batch: ModelInput) -> torch.Tensor:
+    def _run(self, batch: ModelInput) -> ForwardOutput:
         graph, program = self._graphs.get(batch.shape), self._programs.get(batch.shape)
+        # Before the step mark: a lazy device would compile a copy of its own for each shape.
+        words = batch.sampler_words()
         if program is not None:
-            rows = program(batch.tensors)
+            logits = program((batch.packed,))
         elif graph is None:
             layer_run = self._layer_runs.get(batch.shape)
-            rows = self._compute(batch if layer_run is None else _with(batch, layer_run))
+            logits = self._compute(
+                batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
+            )
         else:
-            rows = graph.replay(batch.tensors)
+            logits = graph.replay((batch.packed,))
         self._device.mark_step()
-        if not self._device.dynamic_shapes:
-            # All rows are copied: a slice on the device would be compiled for each length.
-            return rows.cpu()[: batch.num_rows]
-        rows = rows[: batch.num_rows]
-        return rows if graph is None else rows.clone()  # the next replay overwrites the output
+        return ForwardOutput(logits, words)
 
     def _compute(self, batch: ModelInput, model: Callable[..., Any] | None = None) -> torch.Tensor:
         """Logits. ``model`` is called in place of the model itself, with the same arguments."""
-        paged = self._device.attention.prepare(batch.paged, self._dtype)
+        tensors = batch.unpack()
         out = (model or self._model)(
-            input_ids=batch.token_ids,
-            position_ids=batch.position_ids,
+            input_ids=tensors.token_ids,
+            position_ids=tensors.position_ids,
             use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            paged=paged,
+            logits_to_keep=tensors.logit_rows,
+            paged=self._device.attention.prepare(tensors.paged, self._dtype),
         )
-        logits: torch.Tensor = out.logits[0]
+        logits: torch.Tensor = out.logits[0].float()
         return logits
-
-
-def _with(batch: ModelInput, layer_run: LayerRun) -> ModelInput:
-    return attrs.evolve(batch, paged=attrs.evolve(batch.paged, layer_run=layer_run))

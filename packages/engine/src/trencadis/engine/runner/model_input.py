@@ -1,13 +1,14 @@
-"""Builds the model's input tensors from scheduled sequences, padded to a bucket's shape.
+"""Builds the model's input from scheduled sequences, padded to a bucket's shape.
 
-Arrays are assembled on the host in NumPy and copied to the device once per tensor. Padding tokens
-have id 0 and position 0 and write to the padding block 0, which no sequence reads.
+The numbers of a batch are assembled in one int32 array on the host and uploaded at once. The device
+splits it (`ModelInput.unpack`), within a captured graph where there is one. Padding tokens have id
+0 and position 0 and write to the padding block 0, which no sequence reads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
 
 import attrs
 import numpy as np
@@ -17,85 +18,96 @@ import torch
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
+    LayerRun,
     PagedContext,
     PromptContext,
-    paged_tensors,
 )
 from trencadis.engine.runner.shapes import DecodeShape, ForwardShape, PromptShape
 from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
-IntArray = npt.NDArray[np.int64]
+IntArray = npt.NDArray[np.int32]
+
+Upload = Callable[[torch.Tensor], torch.Tensor]
+"""`Device.upload`."""
 
 
 @attrs.frozen(eq=False)
-class ModelInput:
+class ModelTensors:
     """The input of one forward pass: token ids ``[1, T]``, position ids ``[1, T]``, logit rows.
 
     ``logit_rows`` has one entry per row of the padded batch: the index of the token whose logits
-    are computed. The first ``num_rows`` rows are real, the others are padding.
+    are computed.
     """
 
-    shape: ForwardShape
     token_ids: torch.Tensor
     position_ids: torch.Tensor
     logit_rows: torch.Tensor
     paged: PagedContext
-    num_rows: int
 
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        """All tensors of the input, in an order that depends only on the shape."""
-        paged = (getattr(self.paged, name) for name in paged_tensors(self.paged))
-        return (self.token_ids, self.position_ids, self.logit_rows, *paged)
 
-    def with_tensors(self, tensors: Sequence[torch.Tensor]) -> ModelInput:
-        """The same input with other tensors, in the order of `tensors`."""
-        own, paged = tensors[:3], tensors[3:]
-        names = paged_tensors(self.paged)
-        changes: dict[str, Any] = dict(zip(names, paged, strict=True))
-        return attrs.evolve(
-            self,
-            token_ids=own[0],
-            position_ids=own[1],
-            logit_rows=own[2],
-            paged=attrs.evolve(self.paged, **changes),
-        )
+@attrs.frozen(eq=False)
+class ModelInput:
+    """A padded batch on the device.
+
+    ``packed`` is int32: the sections of the batch's shape one after another, then
+    ``num_sampler_words`` for each row of the batch, which the sampler reads.
+    """
+
+    shape: ForwardShape
+    packed: torch.Tensor
+    cache: KVCache
+    num_sampler_words: int = 0
+    layer_run: LayerRun | None = None
+
+    def unpack(self) -> ModelTensors:
+        """The tensors of the forward pass, int64: views of a converted ``packed``."""
+        sections = _sections(self.shape)
+        sizes = [math.prod(shape) for shape in sections.values()]
+        parts = torch.split(self.packed[: sum(sizes)].long(), sizes)
+        views = {
+            name: part.view(shape)
+            for (name, shape), part in zip(sections.items(), parts, strict=True)
+        }
+        if isinstance(self.shape, PromptShape):
+            return _prompt_tensors(self.shape, views, self.cache, self.layer_run)
+        return _decode_tensors(self.shape, views, self.cache, self.layer_run)
+
+    def sampler_words(self) -> torch.Tensor:
+        """A copy of the sampler's words, ``[batch, num_sampler_words]``."""
+        rows, width = self.shape.batch, self.num_sampler_words
+        return self.packed[len(self.packed) - rows * width :].view(rows, width).clone()
 
 
 def build_prompt(
-    chunks: Sequence[ScheduledSequence], shape: PromptShape, cache: KVCache, device: torch.device
+    chunks: Sequence[ScheduledSequence],
+    shape: PromptShape,
+    cache: KVCache,
+    upload: Upload,
+    sampler_words: IntArray | None = None,
 ) -> ModelInput:
     """A prefill batch padded to ``shape``. Without chunks, a dummy batch for warm-up."""
-    tokens = np.zeros((shape.batch, shape.query), np.int64)
-    positions = np.zeros_like(tokens)
-    write_blocks = np.zeros_like(tokens)
-    context = np.zeros((shape.batch, shape.context_blocks), np.int64)
-    starts = np.zeros(shape.batch, np.int64)
-    last = np.zeros(shape.batch, np.int64)
+    packed, fields = _pack(shape, sampler_words)
+    tokens, positions, write_blocks = (
+        fields[name] for name in ("token_ids", "position_ids", "write_blocks")
+    )
     size = cache.block_size
+    fields["logit_rows"][:] = np.arange(shape.batch) * shape.query
     for row, chunk in enumerate(chunks):
         length = len(chunk.token_ids)
         where = np.arange(chunk.start, chunk.start + length)
-        table = np.asarray(chunk.block_table, np.int64)
+        table = np.asarray(chunk.block_table, np.int32)
         tokens[row, :length] = chunk.token_ids
         positions[row, :length] = where
         write_blocks[row, :length] = table[where // size]
-        held = ceil_div(chunk.start, size)
-        context[row, :held] = table[:held]
-        starts[row] = chunk.start
-        last[row] = length - 1
-    paged = PromptContext(
-        cache,
-        shape.batch,
-        _put(write_blocks, device),
-        _put(positions % size, device),
-        _put(context, device, flat=False) if shape.context_blocks else None,
-        _context_mask(starts, shape, size, device) if shape.context_blocks else None,
-    )
-    rows = np.arange(shape.batch) * shape.query + last
-    return _model_input(shape, tokens, positions, rows, paged, len(chunks), device)
+        fields["logit_rows"][row] += length - 1
+        if shape.context_blocks:
+            held = ceil_div(chunk.start, size)
+            fields["context_blocks"][row, :held] = table[:held]
+            fields["context_tokens"][row] = chunk.start
+    fields["write_offsets"][:] = positions % size
+    return _uploaded(packed, shape, cache, upload, sampler_words)
 
 
 def lay_out_decodes(
@@ -111,73 +123,140 @@ def build_decode(
     layout: DecodeLayout,
     shape: DecodeShape,
     cache: KVCache,
-    device: torch.device,
+    upload: Upload,
+    sampler_words: IntArray | None = None,
 ) -> ModelInput:
     """A decode batch, one token per sequence, padded to ``shape``.
 
     Without sequences, a dummy batch for warm-up. ``layout`` comes from `lay_out_decodes`;
     ``shape.extra`` is at least its number of extra pairs.
     """
-    tokens, positions, write_blocks = np.zeros((3, shape.batch), np.int64)
+    packed, fields = _pack(shape, sampler_words)
     size = cache.block_size
     for row, decode in enumerate(decodes):
-        tokens[row] = decode.token_ids[0]
-        positions[row] = decode.start
-        write_blocks[row] = decode.block_table[decode.start // size]
-    owners = np.full(shape.blocks + shape.extra, shape.batch, np.int64)
-    filled = np.zeros(shape.blocks + shape.extra, np.int64)
+        fields["token_ids"][row] = decode.token_ids[0]
+        fields["position_ids"][row] = decode.start
+        fields["write_blocks"][row] = decode.block_table[decode.start // size]
+    fields["write_offsets"][:] = fields["position_ids"] % size
+    fields["logit_rows"][:] = np.arange(shape.batch)
+    owners, filled = fields["owners"], fields["filled"]
+    owners[:] = shape.batch
     owned = layout.owner != NO_OWNER
     owners[: shape.blocks][owned] = layout.owner[owned]
     filled[: shape.blocks] = layout.used
-    extra_blocks = np.zeros(shape.extra, np.int64)
     shared = slice(shape.blocks, shape.blocks + layout.num_extra)
     owners[shared], filled[shared] = layout.extra_owner, layout.extra_used
-    extra_blocks[: layout.num_extra] = layout.extra_block
+    fields["readers"][:] = np.minimum(owners, shape.batch - 1)
+    if shape.extra:
+        fields["extra_blocks"][: layout.num_extra] = layout.extra_block
+    return _uploaded(packed, shape, cache, upload, sampler_words)
+
+
+def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
+    """The sections of a packed batch in order, and the shape of each."""
+    if isinstance(shape, PromptShape):
+        padded = (shape.batch, shape.query)
+        tokens = ("token_ids", "position_ids", "write_blocks", "write_offsets")
+        sections: dict[str, tuple[int, ...]] = dict.fromkeys(tokens, padded)
+        sections["logit_rows"] = (shape.batch,)
+        if shape.context_blocks:
+            sections["context_blocks"] = (shape.batch, shape.context_blocks)
+            sections["context_tokens"] = (shape.batch,)
+        return sections
+    rows = ("token_ids", "position_ids", "write_blocks", "write_offsets", "logit_rows")
+    sections = dict.fromkeys(rows, (shape.batch,))
+    blocks = (shape.blocks + shape.extra,)
+    sections |= dict.fromkeys(("owners", "readers", "filled"), blocks)
+    if shape.extra:
+        sections["extra_blocks"] = (shape.extra,)
+    return sections
+
+
+def _pack(
+    shape: ForwardShape, sampler_words: IntArray | None
+) -> tuple[IntArray, dict[str, IntArray]]:
+    """An array for a batch, with the sampler's words at its end, and its sections as views."""
+    sections = _sections(shape)
+    sizes = [math.prod(size) for size in sections.values()]
+    total = sum(sizes)
+    tail = 0 if sampler_words is None else sampler_words.size
+    packed = np.zeros(total + tail, np.int32)
+    if sampler_words is not None:
+        packed[total:] = sampler_words.reshape(-1)
+    parts = np.split(packed[:total], np.cumsum(sizes)[:-1])
+    views = (part.reshape(size) for part, size in zip(parts, sections.values(), strict=True))
+    return packed, dict(zip(sections, views, strict=True))
+
+
+def _uploaded(
+    packed: IntArray,
+    shape: ForwardShape,
+    cache: KVCache,
+    upload: Upload,
+    sampler_words: IntArray | None,
+) -> ModelInput:
+    words = 0 if sampler_words is None else sampler_words.shape[1]
+    return ModelInput(shape, upload(torch.from_numpy(packed)), cache, words)
+
+
+def _prompt_tensors(
+    shape: PromptShape,
+    views: dict[str, torch.Tensor],
+    cache: KVCache,
+    layer_run: LayerRun | None,
+) -> ModelTensors:
+    context = views.get("context_blocks")
+    paged = PromptContext(
+        cache,
+        shape.batch,
+        views["write_blocks"].flatten(),
+        views["write_offsets"].flatten(),
+        context,
+        None
+        if context is None
+        else _context_mask(views["context_tokens"], shape, cache.block_size),
+        layer_run,
+    )
+    return _model_tensors(views, paged)
+
+
+def _decode_tensors(
+    shape: DecodeShape,
+    views: dict[str, torch.Tensor],
+    cache: KVCache,
+    layer_run: LayerRun | None,
+) -> ModelTensors:
     paged = DecodeContext(
         cache,
         shape.blocks,
-        _put(write_blocks, device),
-        _put(positions % size, device),
-        _put(owners, device),
-        _put(np.minimum(owners, shape.batch - 1), device),
-        _bias(_put(filled, device), size),
-        _put(extra_blocks, device) if shape.extra else None,
+        views["write_blocks"],
+        views["write_offsets"],
+        views["owners"],
+        views["readers"],
+        _bias(views["filled"], cache.block_size),
+        views.get("extra_blocks"),
+        layer_run,
     )
-    rows = np.arange(shape.batch)
-    return _model_input(shape, tokens, positions, rows, paged, len(decodes), device)
+    return _model_tensors(views, paged)
 
 
-def _model_input(
-    shape: ForwardShape,
-    tokens: IntArray,
-    positions: IntArray,
-    rows: IntArray,
-    paged: PagedContext,
-    num_rows: int,
-    device: torch.device,
-) -> ModelInput:
-    return ModelInput(
-        shape,
-        _put(tokens, device).unsqueeze(0),
-        _put(positions, device).unsqueeze(0),
-        _put(rows, device),
+def _model_tensors(views: dict[str, torch.Tensor], paged: PagedContext) -> ModelTensors:
+    return ModelTensors(
+        views["token_ids"].view(1, -1),
+        views["position_ids"].view(1, -1),
+        views["logit_rows"],
         paged,
-        num_rows,
     )
 
 
-def _put(array: IntArray, device: torch.device, *, flat: bool = True) -> torch.Tensor:
-    return torch.from_numpy(array.reshape(-1) if flat else array).to(device)
-
-
-def _context_mask(
-    starts: IntArray, shape: PromptShape, block_size: int, device: torch.device
-) -> torch.Tensor:
+def _context_mask(starts: torch.Tensor, shape: PromptShape, block_size: int) -> torch.Tensor:
     """``[B, 1, Q, C * S + Q]``: true for a query's context, then causally for its chunk."""
+    device = starts.device
     width = shape.context_blocks * block_size
-    held = torch.arange(width, device=device) < _put(starts, device)[:, None]
+    held = torch.arange(width, device=device) < starts[:, None]
     context = held[:, None, None, :].expand(-1, 1, shape.query, -1)
-    causal = torch.ones(shape.query, shape.query, dtype=torch.bool, device=device).tril()
+    query = torch.arange(shape.query, device=device)
+    causal = query <= query[:, None]
     return torch.cat((context, causal.expand(shape.batch, 1, -1, -1)), dim=-1)
 
 

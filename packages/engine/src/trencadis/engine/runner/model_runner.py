@@ -11,15 +11,21 @@ import attrs
 import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.engine.devices import Device
+from trencadis.engine.devices import Device, PendingCopy
 from trencadis.engine.runner.block_moves import copy_blocks
-from trencadis.engine.runner.forward_runner import ForwardRunner
+from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.model_input import (
     ModelInput,
     build_decode,
     build_prompt,
     lay_out_decodes,
+)
+from trencadis.engine.runner.sampling_rows import (
+    PendingRows,
+    RowRequest,
+    RowResult,
+    Sampler,
 )
 from trencadis.engine.runner.shapes import (
     DecodeShape,
@@ -47,18 +53,61 @@ RecordMiss = Callable[[Phase, Bucket], None]
 Scheduled = Sequence[ScheduledSequence]
 
 
+_NOTHING = RowRequest()
+
+
 @attrs.frozen(eq=False)
-class StepLogits:
-    """Logits ``[len(seq_ids), vocabulary]`` of the sequences that sample a token in this step.
+class _SampledBatch:
+    """The sequences of a batch, what is asked of each, and the sampling that was started."""
+
+    seq_ids: Sequence[int]
+    requests: Sequence[RowRequest]
+    rows: PendingRows
+
+
+@attrs.define(eq=False)
+class _StepInProgress:
+    """What a step samples, the batches whose sampling was started, and the failed sequences."""
+
+    requests: Mapping[int, RowRequest]
+    sampled: list[_SampledBatch] = attrs.field(factory=list)
+    failed: dict[int, Exception] = attrs.field(factory=dict)
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the host reads of the sampling, batch after batch."""
+        return [tensor for batch in self.sampled for tensor in batch.rows.outputs]
+
+    def requests_of(self, sequences: Scheduled) -> list[RowRequest]:
+        """The request of each row, in the order of the batch."""
+        return [self.requests.get(sequence.seq_id, _NOTHING) for sequence in sequences]
+
+
+@attrs.frozen(eq=False)
+class PendingStep:
+    """A step that the device may still be working on.
 
     - ``swap_s``: seconds that its swap transfers took, by direction.
-    - ``failed``: the error of each sequence whose forward pass failed, by sequence id.
+    - ``failed``: by sequence id, the error of each sequence whose forward pass or sampling failed.
+    - ``is_timed``: whether the step began on an idle device and `wait` ends with an idle one, so
+      that the time between tells how long its forward passes took.
     """
 
-    seq_ids: tuple[int, ...]
-    logits: torch.Tensor
     swap_s: Mapping[Direction, float]
-    failed: Mapping[int, Exception] = attrs.field(factory=dict)
+    failed: Mapping[int, Exception]
+    is_timed: bool
+    _sampled: Sequence[_SampledBatch]
+    _copy: PendingCopy
+
+    def wait(self) -> dict[int, RowResult]:
+        """The results by the sequence ids of the sampled rows. Blocks until they have arrived."""
+        copies = iter(self._copy.wait())
+        results: dict[int, RowResult] = {}
+        for batch in self._sampled:
+            rows = batch.rows.read([next(copies) for _ in batch.rows.outputs])
+            sampled = zip(batch.seq_ids, batch.requests, rows, strict=True)
+            results |= {seq_id: result for seq_id, asked, result in sampled if not asked.is_empty}
+        return results
 
 
 class ModelRunner:
@@ -69,12 +118,19 @@ class ModelRunner:
     """
 
     def __init__(
-        self, forward_runner: ForwardRunner, device: Device, cache: KVCache, grids: Grids | None
+        self,
+        forward_runner: ForwardRunner,
+        sampler: Sampler,
+        device: Device,
+        cache: KVCache,
+        grids: Grids | None,
     ) -> None:
         self.forward_runner = forward_runner
         self.padded_tokens = 0
         self.bucket_misses = 0
+        self._sampler = sampler
         self._device = device
+        self._device_is_idle = True
         self._cache = cache
         self._grids = grids
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
@@ -93,22 +149,28 @@ class ModelRunner:
         self._record_miss = record_miss
 
     @torch.inference_mode()
-    def run(self, output: SchedulerOutput) -> StepLogits:
-        """Execute a step: block copies, decodes, prefill chunks. Its cache writes are then done.
+    def run(self, output: SchedulerOutput, requests: Mapping[int, RowRequest]) -> PendingStep:
+        """Start a step: block copies, decodes, prefill chunks, sampling.
 
-        A batch whose forward pass raises is divided until only the sequences fail that raise alone.
+        ``requests`` says by sequence id what is sampled; a sequence without an entry samples
+        nothing. The host waits for swaps only, and later in `PendingStep.wait`. A batch whose
+        forward pass raises is divided until only the sequences fail that raise alone.
         """
-        rows = _StepRows()
+        step = _StepInProgress(requests)
         swap_s: Mapping[Direction, float] = {}
         if output.moves:
             with self.forward_runner.count_compilations("block copy"):
                 swap_s = copy_blocks(output.moves, self._cache, self._device)
         if output.decodes:
-            self._run_divided(self._run_decodes, output.decodes, rows)
+            self._run_divided(self._run_decodes, output.decodes, step)
         if output.prompts:
             for chunks in split_prompts(output.prompts, self._prompt_cost):
-                self._run_divided(self._run_prompts, chunks, rows)
-        return StepLogits(tuple(rows.seq_ids), rows.logits, swap_s, rows.failed)
+                self._run_divided(self._run_prompts, chunks, step)
+        outputs = step.outputs
+        began_idle, self._device_is_idle = self._device_is_idle, self._ends_idle(output, outputs)
+        is_timed = began_idle and self._device_is_idle
+        copy = self._device.fetch(outputs)
+        return PendingStep(swap_s, step.failed, is_timed, step.sampled, copy)
 
     def probe(self) -> None:
         """Run the smallest forward pass on the padding block. Raises if the device has failed."""
@@ -117,17 +179,21 @@ class ModelRunner:
             shape = self._decode_shape(*min(self._grids.decode.buckets, key=_elements).shape)
         self.forward_runner.run(self._dummy(shape))
         self._device.synchronize()
+        self._device_is_idle = True
 
     def _run_divided(
-        self, run: Callable[[Scheduled, _StepRows], None], scheduled: Scheduled, rows: _StepRows
+        self,
+        run: Callable[[Scheduled, _StepInProgress], None],
+        scheduled: Scheduled,
+        step: _StepInProgress,
     ) -> None:
         """Run a batch. If it raises, run its halves: an error ends only sequences that cause it."""
         try:
-            run(scheduled, rows)
+            run(scheduled, step)
         except Exception as error:
             if len(scheduled) == 1:
                 logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
-                rows.failed[scheduled[0].seq_id] = error
+                step.failed[scheduled[0].seq_id] = error
                 return
             logger.warning(
                 "The forward pass of %d sequences failed (%s) and is repeated in two halves",
@@ -139,17 +205,61 @@ class ModelRunner:
         # After the except clause, so that the tensors in the frames of its traceback are freed.
         half = len(scheduled) // 2
         for part in (scheduled[:half], scheduled[half:]):
-            self._run_divided(run, part, rows)
+            self._run_divided(run, part, step)
 
-    def _run_decodes(self, decodes: Scheduled, rows: _StepRows) -> None:
-        parts = [
-            (part, self.forward_runner.run(batch)) for part, batch in self._decode_batches(decodes)
-        ]
-        for part, logits in parts:
-            rows.add(part, logits)
+    def _run_decodes(self, decodes: Scheduled, step: _StepInProgress) -> None:
+        sampled: list[_SampledBatch] = []
+        for part, batch in self._decode_batches(decodes, step):
+            sampled.extend(self._run_batch(part, batch, step))
+        step.sampled.extend(sampled)
 
-    def _run_prompts(self, chunks: Scheduled, rows: _StepRows) -> None:
-        rows.add(chunks, self.forward_runner.run(self._prompt_batch(chunks)))
+    def _run_prompts(self, chunks: Scheduled, step: _StepInProgress) -> None:
+        step.sampled.extend(self._run_batch(chunks, self._prompt_batch(chunks, step), step))
+
+    def _run_batch(
+        self, sequences: Scheduled, batch: ModelInput, step: _StepInProgress
+    ) -> list[_SampledBatch]:
+        """Run a batch and start its sampling; nothing is read where no row is sampled."""
+        computed = self.forward_runner.run(batch)
+        requests = step.requests_of(sequences)
+        if all(request.is_empty for request in requests):
+            return []
+        seq_ids = [sequence.seq_id for sequence in sequences]
+        with self.forward_runner.count_compilations(f"sampling {batch.shape.batch} rows"):
+            try:
+                rows = self._sampler.launch(computed.logits, computed.sampler_words, requests)
+            except Exception as error:
+                logger.warning("Sampling failed (%s) and is repeated for each row", error)
+            else:
+                return [_SampledBatch(seq_ids, requests, rows)]
+            return self._sample_each(computed, seq_ids, requests, step)
+
+    def _sample_each(
+        self,
+        computed: ForwardOutput,
+        seq_ids: Sequence[int],
+        requests: Sequence[RowRequest],
+        step: _StepInProgress,
+    ) -> list[_SampledBatch]:
+        """Sample each row alone: an error ends only the request that causes it."""
+        sampled: list[_SampledBatch] = []
+        for i, (seq_id, request) in enumerate(zip(seq_ids, requests, strict=True)):
+            if request.is_empty:
+                continue
+            alone = [request if j == i else _NOTHING for j in range(len(requests))]
+            try:
+                rows = self._sampler.launch(computed.logits, computed.sampler_words, alone)
+            except Exception as error:
+                logger.exception("Sampling sequence %d failed", seq_id)
+                step.failed[seq_id] = error
+            else:
+                sampled.append(_SampledBatch(seq_ids, alone, rows))
+        return sampled
+
+    def _ends_idle(self, output: SchedulerOutput, outputs: Sequence[torch.Tensor]) -> bool:
+        """Whether the device is idle once the host has read ``outputs``."""
+        ran = bool(output.decodes or output.prompts)
+        return self._device.shares_host_memory or bool(outputs) or not ran
 
     # Warm-up's GraphRuntime. Dummy batches write to the padding block only.
 
@@ -192,22 +302,26 @@ class ModelRunner:
         return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
     def _dummy(self, shape: ForwardShape) -> ModelInput:
-        cache, device = self._cache, self._device.torch_device
+        cache, upload = self._cache, self._device.upload
+        words = self._sampler.words((), shape.batch)
         if isinstance(shape, PromptShape):
-            return build_prompt((), shape, cache, device)
+            return build_prompt((), shape, cache, upload, words)
         layout = lay_out_decodes((), shape.blocks, cache.block_size)
-        return build_decode((), layout, shape, cache, device)
+        return build_decode((), layout, shape, cache, upload, words)
 
     # Batches.
 
-    def _prompt_batch(self, chunks: Scheduled) -> ModelInput:
+    def _prompt_batch(self, chunks: Scheduled, step: _StepInProgress) -> ModelInput:
         exact = prompt_shape(chunks, self._cache.block_size)
         bucket = self._bucket(Phase.PROMPT, (exact.batch, exact.query, exact.context_blocks))
         shape = PromptShape(*bucket)
         self.padded_tokens += shape.batch * shape.query - sum(len(c.token_ids) for c in chunks)
-        return build_prompt(chunks, shape, self._cache, self._device.torch_device)
+        words = self._sampler.words(step.requests_of(chunks), shape.batch)
+        return build_prompt(chunks, shape, self._cache, self._device.upload, words)
 
-    def _decode_batches(self, decodes: Scheduled) -> Iterator[tuple[Scheduled, ModelInput]]:
+    def _decode_batches(
+        self, decodes: Scheduled, step: _StepInProgress
+    ) -> Iterator[tuple[Scheduled, ModelInput]]:
         """One batch; several where the sequences share more blocks than the bucket can gather."""
         exact = decode_shape(decodes)
         shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
@@ -216,13 +330,14 @@ class ModelRunner:
         if num_extra:
             if self.forward_runner.needs_warmup and num_extra > shape.blocks:
                 half = len(decodes) // 2
-                yield from self._decode_batches(decodes[:half])
-                yield from self._decode_batches(decodes[half:])
+                yield from self._decode_batches(decodes[:half], step)
+                yield from self._decode_batches(decodes[half:], step)
                 return
             shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
         self.padded_tokens += shape.batch - len(decodes)
-        device = self._device.torch_device
-        yield decodes, build_decode(decodes, layout, shape, self._cache, device)
+        words = self._sampler.words(step.requests_of(decodes), shape.batch)
+        built = build_decode(decodes, layout, shape, self._cache, self._device.upload, words)
+        yield decodes, built
 
     def _decode_shape(self, batch: int, blocks: int) -> DecodeShape:
         # A bucket may have more blocks than the cache; the cache prefix cannot be longer.
@@ -280,27 +395,6 @@ class ModelRunner:
             and (phase, candidate) in self._ready_buckets
         )
         return min(larger, key=_elements, default=bucket)
-
-
-class _StepRows:
-    """The rows of logits that a step has computed so far, and the sequences that failed."""
-
-    def __init__(self) -> None:
-        self.seq_ids: list[int] = []
-        self.failed: dict[int, Exception] = {}
-        self._rows: list[torch.Tensor] = []
-
-    @property
-    def logits(self) -> torch.Tensor:
-        return torch.cat(self._rows) if self._rows else torch.empty(0)
-
-    def add(self, scheduled: Scheduled, rows: torch.Tensor) -> None:
-        """Add the rows of the sequences that sample a token in this step."""
-        sampling = [row for row, sequence in enumerate(scheduled) if sequence.samples]
-        if not sampling:
-            return
-        self._rows.append(rows if len(sampling) == len(scheduled) else rows[sampling])
-        self.seq_ids.extend(scheduled[row].seq_id for row in sampling)
 
 
 def _elements(bucket: Bucket) -> int:

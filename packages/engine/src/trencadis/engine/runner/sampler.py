@@ -1,17 +1,16 @@
-"""Samples the next token of each sequence from its logits.
+"""Samples on the host, where host and device share memory and data-dependent shapes cost nothing.
 
 A draw depends only on the seed, the position and the logits. There is no generator state, so a
 sequence that is preempted, swapped or recomputed gets the same tokens as one that is not. Order of
 the steps, as in vLLM: logit bias, penalties, temperature, min_p, top_k, top_p.
 
-To add a sampling parameter: its range and default in `SamplingParams`, its effect here.
+To add a sampling parameter: its range and default in `SamplingParams`; its effect in `logit_edits`
+if it changes single logits, else in `draw`, and here if the short way must know it.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Sequence
 
 import attrs
@@ -19,55 +18,75 @@ import numpy as np
 import torch
 
 from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
-from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.runner.draw import (
+    DrawKind,
+    DrawNumbers,
+    draw_scores,
+    first_largest,
+    integer_probabilities,
+    pack_numbers,
+    top_p_target,
+)
+from trencadis.engine.runner.gumbel import log_times
+from trencadis.engine.runner.logit_edits import apply_edits, find_edits
+from trencadis.engine.runner.sampling_rows import (
+    IntArray,
+    PendingRows,
+    RowRequest,
+    RowResult,
+    SampledToken,
+    SamplingRow,
+)
 
 _NUCLEUS = 1024
-"""Tokens sorted at first for top_p. The nucleus is rarely larger, and a full sort is slow."""
+"""Tokens sorted at first for top_k and top_p. The nucleus is rarely larger."""
+
+_ELEMENTS_AT_ONCE = 1 << 17
+"""Logits of the rows that are computed together: their intermediate tensors stay in the cache."""
 
 
-@attrs.frozen(eq=False)
-class SamplingRow:
-    """The sampler's input for one row of logits: the sequence's parameters, seed and tokens."""
+class HostSampler:
+    """A `Sampler` of logits that are in host memory. It is done when `launch` returns."""
 
-    params: SamplingParams
-    seed: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
-    eos_token_ids: frozenset[int] = frozenset()
+    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
+        del requests
+        return np.empty((batch, 0), np.int32)
 
-
-@attrs.frozen
-class SampledToken:
-    """A sampled token, with log-probabilities where the request asked for them."""
-
-    token_id: int
-    logprobs: PositionLogprobs | None = None
+    def launch(
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+    ) -> PendingRows:
+        del words
+        drawn = [(i, row) for i, request in enumerate(requests) for row in request.samples]
+        tokens = iter(sample(_select(logits, [i for i, _ in drawn]), [row for _, row in drawn]))
+        results = [RowResult([next(tokens) for _ in request.samples]) for request in requests]
+        beams = [(i, r.beam, r.num_candidates) for i, r in enumerate(requests) if r.beam]
+        if beams:
+            numbers, rows, counts = (list(column) for column in zip(*beams, strict=True))
+            ranked = rank_tokens(_select(logits, numbers), rows, counts)
+            for i, candidates in zip(numbers, ranked, strict=True):
+                results[i] = RowResult(candidates=candidates)
+        return PendingRows((), lambda _: results)
 
 
 def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Sample one token per row of ``logits``, ``[len(rows), vocabulary]``.
+    """Sample one token per row of ``logits``, fp32 ``[len(rows), vocabulary]``.
 
     Log-probabilities are computed from the unmodified logits, as in the OpenAI API.
     """
-    random: list[int] = []
-    wants_logprobs = False
-    for i, row in enumerate(rows):
-        if not row.params.greedy:
-            random.append(i)
-        if row.params.logprobs is not None:
-            wants_logprobs = True
-    logits = logits.float()
-    raw = torch.log_softmax(logits, dim=-1) if wants_logprobs else None
-    logits = _adjust(logits, rows)
+    if not rows:
+        return []
+    wanted = [row.params.logprobs for row in rows]
+    raw = torch.log_softmax(logits, dim=-1) if any(n is not None for n in wanted) else None
+    logits = _edited(logits, rows)
     sampled = logits.argmax(dim=-1)
+    random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
-        sampled[random] = _draw(logits[random], [rows[i] for i in random])
+        sampled[random] = _draw(_select(logits, random), [rows[i] for i in random])
     tokens = sampled.tolist()
     if raw is None:
         return [SampledToken(token) for token in tokens]
     return [
-        SampledToken(token, _report(raw[i], token, rows[i].params.logprobs))
-        for i, token in enumerate(tokens)
+        SampledToken(token, _report(raw[i], token, wanted[i])) for i, token in enumerate(tokens)
     ]
 
 
@@ -76,11 +95,11 @@ def rank_tokens(
 ) -> list[list[tuple[int, float]]]:
     """The most probable next tokens of each row with their log-probabilities, best first.
 
-    ``logits`` is ``[len(rows), vocabulary]``; ``counts`` is the number of tokens for each row.
+    ``logits`` is fp32 ``[len(rows), vocabulary]``; ``counts`` is the number of tokens for each row.
     Bias, minimum length and penalties are applied to the log-probabilities, after the softmax, as
     in the beam search of ``transformers``.
     """
-    scores = _adjust(torch.log_softmax(logits.float(), dim=-1), rows)
+    scores = _edited(torch.log_softmax(logits, dim=-1), rows)
     values, ids = scores.topk(min(max(counts), scores.shape[-1]), dim=-1)
     return [
         list(zip(tokens[:count], logprobs[:count], strict=True))
@@ -88,126 +107,114 @@ def rank_tokens(
     ]
 
 
-def _adjust(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Logits with bias, minimum length and penalties applied; a copy where a row has any."""
-    adjusted: torch.Tensor | None = None
-    for i, row in enumerate(rows):
-        params = row.params
-        too_short = len(row.output_token_ids) < params.min_tokens
-        repetition = params.repetition_penalty != 1.0
-        counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-        if not (params.logit_bias or too_short or repetition or counts):
-            continue
-        if adjusted is None:
-            adjusted = logits.clone()
-        if params.logit_bias:
-            _add_bias(adjusted[i], row)
-        if too_short:
-            _forbid_stop(adjusted[i], row)
-        if repetition:
-            _penalise_repetition(adjusted[i], row)
-        if counts:
-            _penalise_counts(adjusted[i], row)
-    return logits if adjusted is None else adjusted
-
-
-def _add_bias(logits: torch.Tensor, row: SamplingRow) -> None:
-    ids = _ids(row.params.logit_bias, logits)
-    logits[ids] += torch.tensor(list(row.params.logit_bias.values()), device=logits.device)
-
-
-def _forbid_stop(logits: torch.Tensor, row: SamplingRow) -> None:
-    logits[_ids({*row.eos_token_ids, *row.params.stop_token_ids}, logits)] = -math.inf
-
-
-def _penalise_repetition(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Divide positive and multiply negative logits of seen tokens (CTRL, Keskar et al., 2019)."""
-    ids = _ids({*row.prompt_token_ids, *row.output_token_ids}, logits)
-    seen, penalty = logits[ids], row.params.repetition_penalty
-    logits[ids] = torch.where(seen > 0, seen / penalty, seen * penalty)
-
-
-def _penalise_counts(logits: torch.Tensor, row: SamplingRow) -> None:
-    """Presence and frequency penalties on generated tokens (OpenAI API reference)."""
-    if not row.output_token_ids:
-        return
-    ids, counts = np.unique(np.asarray(row.output_token_ids, np.int64), return_counts=True)
-    amount = row.params.presence_penalty + row.params.frequency_penalty * counts
-    logits[torch.from_numpy(ids).to(logits.device)] -= torch.from_numpy(amount).to(logits)
+    edits = find_edits(rows)
+    for words in edits.words(logits.shape[-1], max(1, len(edits))):
+        logits = apply_edits(logits, torch.from_numpy(words))
+    return logits
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw one token per row: invert the cumulative distribution at the row's uniform number.
+    """Draw one token per row."""
+    numbers = DrawNumbers.unpack(torch.from_numpy(pack_numbers(rows, len(rows))))
+    kinds = np.array([DrawKind.of(row.params) for row in rows])
+    tokens = torch.empty(len(rows), dtype=torch.long)
+    for kind in set(kinds.tolist()):
+        of_kind = np.flatnonzero(kinds == kind).tolist()
+        given = _select(logits, of_kind), numbers.rows(torch.tensor(of_kind))
+        draw = _draw_limited if kind >= DrawKind.TOP_P else _draw_from_all
+        tokens[of_kind] = draw(*given, DrawKind(kind))
+    return tokens
 
-    The distribution is in vocabulary order, so that a row's token does not depend on whether
-    another row's parameters require sorting.
+
+def _draw_from_all(logits: torch.Tensor, numbers: DrawNumbers, kind: DrawKind) -> torch.Tensor:
+    """Draw with the arithmetic of every device, a few rows at a time."""
+    token_ids = torch.arange(logits.shape[-1], dtype=torch.int32)[None]
+    drawn = [
+        draw_scores(logits[rows], numbers.rows(rows), token_ids, kind).argmax(-1)
+        for rows in _few_rows(logits)
+    ]
+    return torch.cat(drawn)
+
+
+def _draw_limited(logits: torch.Tensor, numbers: DrawNumbers, kind: DrawKind) -> torch.Tensor:
+    """Draw from the `_NUCLEUS` most probable tokens, where every token that is kept is of them."""
+    nuclei = [
+        _Nucleus.of(logits[rows] / numbers.temperature[rows], numbers.top_p[rows])
+        for rows in _few_rows(logits)
+    ]
+    tokens, enough = _draw_from(_Nucleus.join(nuclei), numbers)
+    if not enough.all():
+        wide = (~enough).nonzero().squeeze(1)
+        tokens[wide] = _draw_from_all(logits[wide], numbers.rows(wide), kind)
+    return tokens
+
+
+@attrs.frozen(eq=False)
+class _Nucleus:
+    """The most probable tokens of rows, in order, ``[rows, n]``, of ``vocabulary`` tokens.
+
+    ``weights`` are integer probabilities, ``total`` ``[rows, 1]`` is their sum over the vocabulary.
+    They are 0 where no row needs them.
     """
-    temperature = _column(logits, [row.params.temperature for row in rows])
-    logits = logits / temperature.clamp_min(1e-5)
-    logits = _keep_min_p(logits, rows)
-    logits = _keep_top(logits, rows)
-    cumulative = torch.softmax(logits, dim=-1).cumsum(dim=-1)
-    uniforms = _column(logits, [_uniform(row.seed, len(row.output_token_ids)) for row in rows])
-    # Scaled by the total, so that a rounding error cannot move the point past the last token.
-    point = uniforms * cumulative[:, -1:]
-    index = torch.searchsorted(cumulative, point, right=True)
-    return index.clamp_max(logits.shape[-1] - 1).squeeze(1)
+
+    scaled: torch.Tensor
+    ids: torch.Tensor
+    weights: torch.Tensor
+    total: torch.Tensor
+    vocabulary: int
+
+    @classmethod
+    def of(cls, scaled: torch.Tensor, top_p: torch.Tensor) -> _Nucleus:
+        vocabulary = scaled.shape[-1]
+        ordered, ids = scaled.topk(min(_NUCLEUS, vocabulary), dim=-1)
+        weights, total = torch.zeros_like(ids), torch.zeros_like(ids[:, :1])
+        if bool((top_p < 1.0).any()):
+            probabilities = integer_probabilities(scaled)
+            weights = probabilities.gather(1, ids)
+            total = probabilities.sum(-1, keepdim=True, dtype=torch.int32)
+        return cls(ordered, ids, weights, total, vocabulary)
+
+    @classmethod
+    def join(cls, nuclei: Sequence[_Nucleus]) -> _Nucleus:
+        """The rows of all."""
+        return cls(
+            torch.cat([nucleus.scaled for nucleus in nuclei]),
+            torch.cat([nucleus.ids for nucleus in nuclei]),
+            torch.cat([nucleus.weights for nucleus in nuclei]),
+            torch.cat([nucleus.total for nucleus in nuclei]),
+            nuclei[0].vocabulary,
+        )
 
 
-def _keep_min_p(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Mask tokens less probable than ``min_p`` times the most probable one."""
-    if not any(row.params.min_p > 0.0 for row in rows):
-        return logits
-    floor = [math.log(row.params.min_p) if row.params.min_p else -math.inf for row in rows]
-    lowest = logits.amax(dim=-1, keepdim=True) + _column(logits, floor)
-    return logits.masked_fill(logits < lowest, -math.inf)
+def _draw_from(nucleus: _Nucleus, numbers: DrawNumbers) -> tuple[torch.Tensor, torch.Tensor]:
+    """Draw from a nucleus. Also returns for which rows it has every token that is kept."""
+    distance = nucleus.scaled[:, :1] - nucleus.scaled
+    width, vocabulary = distance.shape[-1], nucleus.vocabulary
+    has_kth = (numbers.top_k <= width) & (numbers.top_k < vocabulary)
+    kth = distance.gather(1, (numbers.top_k.clamp_max(width) - 1).long())
+    limit = torch.where(has_kth, kth, math.inf)
+    reached = (nucleus.weights * (distance <= limit)).cumsum(-1)
+    total = torch.where(has_kth, reached[:, -1:], nucleus.total).to(torch.int32)
+    before = (reached < top_p_target(numbers.top_p, total)).sum(-1, keepdim=True)
+    last = distance.gather(1, before.clamp_max(width - 1))
+    limit = torch.where((numbers.top_p < 1.0) & (before < width), last.minimum(limit), limit)
+    limit = torch.minimum(limit, numbers.max_distance)
+    token_ids = nucleus.ids.to(torch.int32)
+    scores = nucleus.scaled - log_times(token_ids, numbers.keys)
+    drawn = first_largest(torch.where(distance <= limit, scores, -math.inf), token_ids).long()
+    if width == vocabulary:
+        return drawn, torch.ones(len(drawn), dtype=torch.bool)
+    # Where top_k is beyond the nucleus, top_p has no total to refer to.
+    counted = has_kth | (numbers.top_k >= vocabulary)
+    return drawn, (counted & (distance[:, -1:] > limit)).squeeze(1)
 
 
-def _keep_top(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Mask the tokens that top_k, and then top_p, exclude.
-
-    At first only the `_NUCLEUS` most probable tokens are sorted. Rows that keep more tokens are
-    then sorted completely.
-    """
-    vocabulary = logits.shape[-1]
-    width = min(_NUCLEUS, vocabulary)
-    limited = [i for i, row in enumerate(rows) if row.params.top_k > 0 or row.params.top_p < 1.0]
-    if not limited:
-        return logits
-    kept = logits.clone()
-    narrow = [i for i in limited if rows[i].params.top_k <= width]
-    wide = [i for i in limited if rows[i].params.top_k > width]
-    if narrow:
-        kept[narrow], enough = _truncate(logits[narrow], [rows[i] for i in narrow], width)
-        wide += [i for i, found in zip(narrow, enough, strict=True) if not found]
-    if wide:
-        kept[wide], _ = _truncate(logits[wide], [rows[i] for i in wide], vocabulary)
-    return kept
-
-
-def _truncate(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], width: int
-) -> tuple[torch.Tensor, list[bool]]:
-    """Apply top_k and top_p to the ``width`` most probable tokens of each row.
-
-    Returns the logits with excluded tokens at -inf, and for each row whether ``width`` sufficed.
-    """
-    vocabulary = logits.shape[-1]
-    top_k = [row.params.top_k if row.params.top_k > 0 else vocabulary for row in rows]
-    k = torch.tensor(top_k, device=logits.device).clamp_max(vocabulary).unsqueeze(1)
-    top_p = _column(logits, [row.params.top_p for row in rows])
-    ordered, ids = logits.topk(width, dim=-1)
-    rank = torch.arange(width, device=logits.device)
-    ordered = ordered.masked_fill(rank >= k, -math.inf)
-    of_kept, of_all = (x.logsumexp(-1, keepdim=True) for x in (ordered, logits))
-    probability = (ordered - torch.where(k <= width, of_kept, of_all)).exp()
-    reached = probability.cumsum(dim=-1)
-    # A token is kept while the tokens before it sum to less than top_p; the first always is.
-    dropped = (reached - probability >= top_p) & (rank > 0)
-    enough = (reached[:, -1:] >= top_p) | (k <= width)
-    kept = torch.full_like(logits, -math.inf)
-    kept.scatter_(1, ids, ordered.masked_fill(dropped, -math.inf))
-    return kept, enough.squeeze(1).tolist()
+def _few_rows(logits: torch.Tensor) -> list[slice]:
+    """The rows in parts of `_ELEMENTS_AT_ONCE` logits."""
+    count = max(1, _ELEMENTS_AT_ONCE // logits.shape[-1])
+    return [slice(start, start + count) for start in range(0, len(logits), count)]
 
 
 def _report(logprobs: torch.Tensor, token: int, count: int | None) -> PositionLogprobs | None:
@@ -221,15 +228,8 @@ def _report(logprobs: torch.Tensor, token: int, count: int | None) -> PositionLo
     )
 
 
-def _uniform(seed: int, position: int) -> float:
-    """A uniform number in [0, 1) that depends only on seed and position."""
-    digest = hashlib.blake2b(struct.pack("<qq", seed, position), digest_size=8).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
-
-
-def _column(like: torch.Tensor, values: Sequence[float]) -> torch.Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device).unsqueeze(1)
-
-
-def _ids(ids: object, like: torch.Tensor) -> torch.Tensor:
-    return torch.tensor(list(ids), dtype=torch.long, device=like.device)  # type: ignore[call-overload]
+def _select(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """``logits[rows]``, without a copy where the rows are adjacent."""
+    if rows and rows == list(range(rows[0], rows[0] + len(rows))):
+        return logits[rows[0] : rows[0] + len(rows)]
+    return logits[rows]

@@ -1,42 +1,47 @@
-"""Warms up the sampler with random logits, under every kind of sampling settings."""
+"""Warms up the sampler on logits of the model's own head, under every kind of settings."""
 
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from trencadis.engine.devices import Device
-from trencadis.engine.runner.sampler import SamplingRow, sample
+from trencadis.engine.runner.sampling_rows import RowRequest, Sampler, SamplingRow
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.warmup import DummyRequest, SamplerConfig
+
+_OTHER_PROGRAMS = (
+    SamplingParams(temperature=0.0, logprobs=0, logit_bias={0: 1.0}),
+    SamplingParams(use_beam_search=True),
+)
+"""What runs the programs that no configuration of warm-up runs: log-probabilities, changes of
+logits, beam search."""
 
 
 class SamplerWarmup:
     """Implements warm-up's ``SamplerRuntime``."""
 
-    def __init__(self, device: Device, vocab_size: int, dtype: torch.dtype) -> None:
+    def __init__(self, sampler: Sampler, device: Device, model: nn.Module) -> None:
+        self._sampler = sampler
         self._device = device
-        self._logits_device = device.torch_device if device.dynamic_shapes else torch.device("cpu")
-        self._vocab_size = vocab_size
-        self._dtype = dtype
+        self._head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
         self._logits = torch.empty(0)
         self._requests: tuple[DummyRequest, ...] = ()
 
-    def open_batch(self, batch_size: int, requests: tuple[DummyRequest, ...]) -> None:
-        shape = (batch_size, self._vocab_size)
-        self._logits = torch.rand(shape, dtype=self._dtype, device=self._logits_device)
-        self._requests = requests[:batch_size]
-
     @torch.inference_mode()
+    def open_batch(self, batch_size: int, requests: tuple[DummyRequest, ...]) -> None:
+        weight = self._head.weight
+        hidden = torch.rand(batch_size, weight.shape[1]).to(weight.dtype)
+        self._logits = self._head(self._device.upload(hidden)).float()
+        self._device.mark_step()
+        self._requests = requests[:batch_size]
+        for params in _OTHER_PROGRAMS:
+            self._sample(params)
+
     def sample(self, config: SamplerConfig) -> None:
-        params = SamplingParams(
-            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+        self._sample(
+            SamplingParams(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
         )
-        rows = [
-            SamplingRow(params, seed, request.prompt_token_ids, request.output_token_ids)
-            for seed, request in enumerate(self._requests)
-        ]
-        if rows:
-            sample(self._logits, rows)
 
     def reset(self) -> None:
         """Nothing to reset: a draw depends on seed, position and logits only."""
@@ -46,3 +51,20 @@ class SamplerWarmup:
 
     def synchronize(self) -> None:
         self._device.synchronize()
+
+    @torch.inference_mode()
+    def _sample(self, params: SamplingParams) -> None:
+        rows = [
+            _request(SamplingRow(params, seed, request.prompt_token_ids, request.output_token_ids))
+            for seed, request in enumerate(self._requests)
+        ]
+        if rows:
+            words = self._device.upload(torch.from_numpy(self._sampler.words(rows, len(rows))))
+            pending = self._sampler.launch(self._logits, words, rows)
+            pending.read(self._device.fetch(pending.outputs).wait())
+
+
+def _request(row: SamplingRow) -> RowRequest:
+    if row.params.use_beam_search:
+        return RowRequest(beam=row, num_candidates=2)
+    return RowRequest((row,))

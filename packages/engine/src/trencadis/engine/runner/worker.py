@@ -19,6 +19,7 @@ from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
+from trencadis.engine.runner.device_sampler import DeviceSampler
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.grids import Grids, build_grids
 from trencadis.engine.runner.host_swap import num_host_blocks
@@ -30,7 +31,9 @@ from trencadis.engine.runner.limits import (
 )
 from trencadis.engine.runner.model_input import build_prompt
 from trencadis.engine.runner.model_runner import ModelRunner
+from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
+from trencadis.engine.runner.sampling_rows import Sampler
 from trencadis.engine.runner.shapes import PromptShape
 from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
@@ -56,10 +59,10 @@ class Worker:
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._load_profile_and_allocate()
         self.grids = self._build_grids()
-        forward_runner = ForwardRunner(
-            self._model, device, self.cache, compiled=self._enable_compilation()
-        )
-        self.runner = ModelRunner(forward_runner, device, self.cache, self.grids)
+        compiled = self._enable_compilation()
+        forward_runner = ForwardRunner(self._model, device, self.cache, compiled=compiled)
+        self._sampler = self._make_sampler(compiled)
+        self.runner = ModelRunner(forward_runner, self._sampler, device, self.cache, self.grids)
 
     def _load_profile_and_allocate(self) -> None:
         """Weights, profiling run, memory plan, KV cache; logs the memory that each step took."""
@@ -116,10 +119,17 @@ class Worker:
             grids.decode.buckets,
             config=self.config.graphs,
             memory=self._memory if self.device.supports_graphs else None,
-            sampler=SamplerWarmup(self.device, self.spec.vocab_size, self.dtype),
+            sampler=SamplerWarmup(self._sampler, self.device, self._model),
             defragmenter=functools.partial(warm_up_copies, self.cache, self.device),
             stop=stop,
         )
+
+    def _make_sampler(self, compiled: bool) -> Sampler:
+        if self.device.shares_host_memory:
+            return HostSampler()
+        # Other devices run a new shape without a compiler, which would take longer than it saves.
+        compiled = compiled and not self.device.dynamic_shapes
+        return DeviceSampler(self.device, self.spec.vocab_size, compiled=compiled)
 
     def _warm_up_first(self, grids: Grids) -> None:
         """Warm up the first bucket of each phase now, the others in the background."""
@@ -140,7 +150,7 @@ class Worker:
         query = min(budget, self._max_model_len)
         shape = PromptShape(ceil_div(budget, query), query, 0)
         cache = self._make_cache(1, 0)
-        batch = build_prompt((), shape, cache, self.device.torch_device)
+        batch = build_prompt((), shape, cache, self.device.upload)
         ForwardRunner(self._model, self.device, cache).run(batch)
         self.device.synchronize()
 

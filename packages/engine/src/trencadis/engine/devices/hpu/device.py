@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from trencadis.engine.devices.device import Device, Graph
+from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.bridge import LAZY_MODE, load_bridge
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
@@ -69,6 +69,21 @@ class HPUDevice(Device):
         """Execute collected operations, then wait for the device."""
         self.mark_step()
         self._bridge.hpu.synchronize()
+
+    def upload(self, host: torch.Tensor) -> torch.Tensor:
+        # The bridge copies pageable memory to a buffer of its own before it returns, and does not
+        # wait for the transfer (backend/synapse_helpers/device.cpp, copy_data_to_device_, 1177).
+        return host.to(self.torch_device, non_blocking=True)
+
+    def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
+        # In lazy mode the bridge waits unless the destination is pinned, and executes what is
+        # collected first (habana_kernels/lazy_kernels.cpp, copy_hpu_lazy_D2H, 823 and 846).
+        copies = [torch.empty(t.shape, dtype=t.dtype).pin_memory("hpu") for t in tensors]
+        for copy, tensor in zip(copies, tensors, strict=True):
+            copy.copy_(tensor, non_blocking=True)
+        arrived = self._bridge.hpu.Event()
+        arrived.record()
+        return PendingCopy(copies, arrived.synchronize)
 
     def mark_step(self) -> None:
         if self._bridge.lazy:

@@ -1,0 +1,173 @@
+"""Samples on the device that computed the logits: token ids cross to the host, logits do not.
+
+Every program has a static shape, which depends on the padded number of rows and on nothing that a
+request asks for: a draw for each `DrawKind`, a report of log-probabilities, a change of logits in
+chunks of `_EDITS_AT_ONCE`, a ranking for beams. A lazy device gets a step mark after each, so that
+programs that follow each other do not become one recipe for each combination.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from trencadis.engine.devices import Device
+from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
+from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
+from trencadis.engine.runner.logit_edits import apply_edits, find_edits
+from trencadis.engine.runner.sampling_rows import (
+    IntArray,
+    PendingRows,
+    RowRequest,
+    RowResult,
+    SampledToken,
+    SamplingRow,
+)
+from trencadis.engine.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
+
+Program = Callable[..., torch.Tensor]
+
+_EDITS_AT_ONCE = 4096
+"""One size, so that no request needs a program of its own. A chunk is an upload of 64 KiB."""
+
+_MAX_CANDIDATES = 2 * MAX_SEQUENCES
+"""Beam search asks for at most twice as many tokens as it has beams."""
+
+
+class DeviceSampler:
+    """A `Sampler` on a device. ``compiled``: let the device compile each program.
+
+    ``vocab_size`` is the width of the logits.
+    """
+
+    def __init__(self, device: Device, vocab_size: int, *, compiled: bool = False) -> None:
+        self._device = device
+        self._compiled = compiled
+        self._programs: dict[tuple[str, tuple[torch.Size, ...]], Program] = {}
+        self._token_ids = device.upload(torch.arange(vocab_size, dtype=torch.int32)[None])
+
+    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
+        return pack_numbers(_samples(requests, 0), batch)
+
+    def launch(
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+    ) -> PendingRows:
+        outputs: list[torch.Tensor] = []
+        beams = [request.beam for request in requests]
+        passes = max((len(request.samples) for request in requests), default=0)
+        # The samples of a row share their tokens and parameters, and so the changes of its logits.
+        edited = self._edit(logits, _samples(requests, 0)) if passes else logits
+        for number in range(passes):
+            rows = _samples(requests, number)
+            if number:
+                words = self._device.upload(torch.from_numpy(pack_numbers(rows, len(words))))
+            outputs.append(self._draw(edited, words, rows))
+            if _wants_logprobs(rows):
+                outputs.append(self._run("report", _report, logits, outputs[-1]))
+        if any(beams):
+            scores = self._edit(self._run("log-softmax", _log_softmax, logits), beams)
+            outputs.append(self._run("rank", _rank, scores))
+        return PendingRows(outputs, functools.partial(_read, requests))
+
+    def _draw(
+        self, logits: torch.Tensor, words: torch.Tensor, rows: Sequence[SamplingRow | None]
+    ) -> torch.Tensor:
+        kind = max(DrawKind.of(row.params) for row in rows if row is not None)
+        program = functools.partial(_draw, kind)
+        return self._run(f"draw {kind.name}", program, logits, words, self._token_ids)
+
+    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> torch.Tensor:
+        for words in find_edits(rows).words(logits.shape[-1], _EDITS_AT_ONCE):
+            edits = self._device.upload(torch.from_numpy(words))
+            logits = self._run("edit", apply_edits, logits, edits)
+        return logits
+
+    def _run(self, name: str, program: Program, *inputs: torch.Tensor) -> torch.Tensor:
+        """The result of ``program``, which ``name`` and the shapes of ``inputs`` determine."""
+        if self._compiled:
+            key = (name, tuple(tensor.shape for tensor in inputs))
+            if key not in self._programs:
+                traced = make_fx(program, tracing_mode="fake")(*inputs)
+                self._programs[key] = self._device.compile(traced, inputs)
+            program = self._programs[key]
+        result = program(*inputs)
+        self._device.mark_step()
+        return result
+
+
+# The programs.
+
+
+def _draw(
+    kind: DrawKind, logits: torch.Tensor, words: torch.Tensor, token_ids: torch.Tensor
+) -> torch.Tensor:
+    return draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+
+
+def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    return torch.log_softmax(logits, dim=-1)
+
+
+def _report(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """fp32 ``[rows, 1 + 2n]``: log-probability of the chosen token, of the n best, their ids."""
+    logprobs = _log_softmax(logits)
+    own = logprobs.gather(1, chosen.long().unsqueeze(1))
+    return torch.cat((own, _best(logprobs, MAX_LOGPROBS)), dim=1)
+
+
+def _best(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """fp32 ``[rows, 2n]``: the n largest scores, then their ids, which fp32 holds up to 2**24."""
+    values, ids = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    return torch.cat((values, ids.float()), dim=1)
+
+
+def _rank(scores: torch.Tensor) -> torch.Tensor:
+    return _best(scores, _MAX_CANDIDATES)
+
+
+# The results.
+
+
+def _samples(requests: Sequence[RowRequest], number: int) -> list[SamplingRow | None]:
+    """The sample ``number`` of each row, None where it has fewer."""
+    return [r.samples[number] if number < len(r.samples) else None for r in requests]
+
+
+def _wants_logprobs(rows: Sequence[SamplingRow | None]) -> bool:
+    return any(row is not None and row.params.logprobs is not None for row in rows)
+
+
+def _read(requests: Sequence[RowRequest], copies: Sequence[torch.Tensor]) -> list[RowResult]:
+    """The results in the outputs of `DeviceSampler.launch`, in its order."""
+    remaining = iter(copies)
+    tokens: list[list[SampledToken]] = [[] for _ in requests]
+    for number in range(max((len(request.samples) for request in requests), default=0)):
+        rows = _samples(requests, number)
+        ids = next(remaining).tolist()
+        report = next(remaining).tolist() if _wants_logprobs(rows) else []
+        for i, row in enumerate(rows):
+            if row is not None:
+                count = row.params.logprobs
+                logprobs = None if count is None else _logprobs(ids[i], report[i], count)
+                tokens[i].append(SampledToken(ids[i], logprobs))
+    if not any(request.beam for request in requests):
+        return [RowResult(row) for row in tokens]
+    ranked = next(remaining).tolist()
+    return [
+        RowResult(row, _pairs(ranked[i], request.num_candidates))
+        for i, (row, request) in enumerate(zip(tokens, requests, strict=True))
+    ]
+
+
+def _logprobs(token: int, report: Sequence[float], count: int) -> PositionLogprobs:
+    top = tuple(TokenLogprob(*pair) for pair in _pairs(report[1:], count))
+    return PositionLogprobs(TokenLogprob(token, report[0]), top)
+
+
+def _pairs(best: Sequence[float], count: int) -> list[tuple[int, float]]:
+    """The first ``count`` (token id, score) of a row of `_best`."""
+    half = len(best) // 2
+    return [(int(best[half + i]), best[i]) for i in range(min(count, half))]

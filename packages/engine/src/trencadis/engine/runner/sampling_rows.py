@@ -1,0 +1,92 @@
+"""What is asked of one row of logits, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import attrs
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trencadis.engine.outputs import PositionLogprobs
+from trencadis.engine.sampling_params import SamplingParams
+
+IntArray = npt.NDArray[np.int32]
+
+
+@attrs.frozen(eq=False)
+class SamplingRow:
+    """The sampler's input for one token: the sequence's parameters, seed and tokens."""
+
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: Sequence[int]
+    output_token_ids: Sequence[int]
+    eos_token_ids: frozenset[int] = frozenset()
+
+
+@attrs.frozen
+class SampledToken:
+    """A sampled token, with log-probabilities where the request asked for them."""
+
+    token_id: int
+    logprobs: PositionLogprobs | None = None
+
+
+@attrs.frozen(eq=False)
+class RowRequest:
+    """A token for each of ``samples``, which differ in their seeds alone, or ranked tokens.
+
+    A row has several samples where a prompt ends that several sequences share. Beam search asks for
+    the ``num_candidates`` most probable next tokens of ``beam``.
+    """
+
+    samples: tuple[SamplingRow, ...] = ()
+    beam: SamplingRow | None = None
+    num_candidates: int = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing is asked of the row: it is a chunk that does not end its prompt."""
+        return not self.samples and self.beam is None
+
+
+@attrs.frozen
+class RowResult:
+    """The tokens of a `RowRequest`; candidates are (token id, log-probability), best first."""
+
+    tokens: Sequence[SampledToken] = ()
+    candidates: Sequence[tuple[int, float]] = ()
+
+
+@attrs.frozen(eq=False)
+class PendingRows:
+    """A batch that is being sampled.
+
+    ``outputs`` are tensors of the device. ``read`` makes one result per request of their copies on
+    the host.
+    """
+
+    outputs: Sequence[torch.Tensor]
+    read: Callable[[Sequence[torch.Tensor]], list[RowResult]]
+
+
+class Sampler(Protocol):
+    """Samples the rows of a padded batch, on the host or on the device."""
+
+    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
+        """What `launch` needs of ``requests`` on the device, int32 ``[batch, n]``.
+
+        It is uploaded with the batch. ``n`` is a constant of the sampler.
+        """
+
+    def launch(
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+    ) -> PendingRows:
+        """Start sampling.
+
+        ``logits`` is fp32 ``[batch, vocabulary]``, ``words`` are those of `words` on the device.
+        ``requests`` are those of the first rows; the other rows are padding.
+        """
