@@ -265,6 +265,8 @@ def test_bad_request_names_its_field(
         ({"temperature_source": "crystal ball"}, "crystal ball"),
         ({"temperature_source": "recorded:/no/such/file"}, "/no/such/file"),
         ({"temperature_source": "sensors", "thermal_policy": "hope"}, "hope.*proportional"),
+        ({"num_blocks": 10**9}, "num_blocks asks for 1000000000 blocks .*: lower num_blocks"),
+        ({"num_host_blocks": 10**9}, "num_host_blocks asks for 1000000000 blocks"),
         ({"num_blocks": 5}, "cannot hold one sequence of max_model_len 128"),
         ({"num_blocks": None, "kv_cache_memory": 1000}, "raise kv_cache_memory"),
         ({"bucketing": BucketingConfig(bucket_file="/no/such/file")}, "/no/such/file"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import math
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -36,6 +37,7 @@ from trencadis.engine.settings import (
     with_defaults,
 )
 from trencadis.engine.simulated import SimulationConfig
+from trencadis.engine.simulated import cli as simulated_cli
 from trencadis.engine.validators import integer, number, one_of
 from trencadis.kvcache import DefragConfig
 from trencadis.scheduler.config import QueuePolicy
@@ -147,6 +149,89 @@ def test_the_environment_gives_the_settings_that_name_a_variable() -> None:
         "  OVEN_KEY    see --key",
         "  OVEN_PLAIN  a | b",
     ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [
+        ("VLLM_THERMAL_POLICYS", "VLLM_THERMAL_POLICY"),
+        ("VLLM_THERMALPOLICY", "VLLM_THERMAL_POLICY"),
+        ("TRENCADIS_THERMAL_POLICY", "VLLM_THERMAL_POLICY"),
+        ("VLLM_SKIP_WARM_UP", "VLLM_SKIP_WARMUP"),
+        ("VLLM_GRAPH_RESERVED_MEMORY", "VLLM_GRAPH_RESERVED_MEM"),
+        ("VLLM_DEBUGG", "VLLM_DEBUG"),
+    ],
+)
+@pytest.mark.parametrize("settings", [{"model": "m"}, {"device": "gaudi3"}])
+def test_a_misspelt_variable_is_warned_of(
+    caplog: pytest.LogCaptureFixture, variable: str, meant: str, settings: dict[str, Any]
+) -> None:
+    cls = EngineConfig if "model" in settings else SimulationConfig
+    cls.from_env({variable: "true"}, **settings)
+    assert caplog.messages == [f"The variable {variable} is not read: did you mean {meant}?"]
+
+
+def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    environ = dict.fromkeys(
+        ("VLLM_USE_V1", "VLLM_LOGGING_LEVEL", "VLLM_API_KEY", "THERMAL_POLICY", "PATH"), "1"
+    )
+    EngineConfig.from_env({**environ, "VLLM_SKIP_WARMUP": "true"}, model="m")
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("max_model_len", value) for value in (True, 1, 10**30, "128", 1.5)),
+        *(("max_num_seqs", value) for value in (0, 10**9, None, True)),
+        *(("max_num_batched_tokens", value) for value in (0, 10**9)),
+        *(("max_waiting", value) for value in (0, 10**10)),
+        *(("num_blocks", value) for value in (1, 10**10, "80")),
+        *(("num_host_blocks", value) for value in (-1, 10**10)),
+        *(("block_size", value) for value in (24, 1 << 40, 8.0, True, 10**5000)),
+        *(("seed", value) for value in (-1, 2**63, None)),
+        *(("gpu_memory_utilization", value) for value in (0, 1.1, math.nan, 10**400)),
+        *(("kv_cache_memory", value) for value in (0, 10**18, "2GiB")),
+        *(("swap_space", value) for value in (-1, 1e300, math.inf)),
+        *(("swap_bandwidth", value) for value in (0, 1e300, math.nan)),
+        *(("model", value) for value in (None, 5, b"m", "\ud800")),
+        *(("served_model_name", value) for value in (5, b"m", "\ud800")),
+        *(("compile_cache", value) for value in (5, b"m")),
+        *(("temperature_source", value) for value in (5, ["nvml"])),
+        *(("thermal_policy", value) for value in (5, str)),
+        *(("thermal_policy_config", value) for value in (None, "{}", [1], {1: 2})),
+        *(("enable_prefix_caching", value) for value in ("no", 0, None)),
+        *(("use_buckets", value) for value in ("no", 1)),
+        *(("compile", value) for value in ("no", None)),
+        *(("bucketing", value) for value in ({}, WarmupConfig())),
+        *(("graphs", value) for value in (None, BucketingConfig())),
+        *(("defrag", value) for value in (None, False)),
+        *(("warmup", value) for value in (True, "all")),
+        *(("dtype", value) for value in (None, "int8")),
+        *(("scheduling_policy", value) for value in (None, "random")),
+    ],
+    ids=lambda value: f"{value!r:.30}" if not isinstance(value, int) else str(value.bit_length()),
+)
+def test_a_setting_of_a_wrong_type_or_beyond_sense_is_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=name):
+        EngineConfig(**{"model": "m", name: value})
+
+
+def test_every_setting_is_tried_with_wrong_values() -> None:
+    (mark,) = test_a_setting_of_a_wrong_type_or_beyond_sense_is_named.pytestmark
+    tried = {name for name, _ in mark.args[1]}
+    assert tried == {field.name for field in attrs.fields(EngineConfig)} - {"device"}
+
+
+def test_a_model_may_be_a_path() -> None:
+    config = EngineConfig(model=Path("a/b"), compile_cache=Path("c"))
+    assert (config.model, config.compile_cache) == ("a/b", "c")
+
+
+def test_the_help_shows_the_default_of_every_flag_that_takes_a_value() -> None:
+    for action in simulated_cli.flag_parser()._actions:
+        if action.option_strings and action.nargs != 0 and not action.required:
+            assert "(default: " in (action.help or ""), action.option_strings
 
 
 def test_the_table_has_every_setting_and_no_empty_column() -> None:

@@ -200,7 +200,7 @@ def test_a_blank_key_is_refused_and_does_not_leave_the_server_open(name, words):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["m", "--block-size", "33"], "block_size must be a power of two, got 33"),
+        (["m", "--block-size", "33"], "block_size must be a power of two up to 65536, got 33"),
         (["m", "--max-model-len", "0"], "max_model_len"),
         (["m", "--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
         (["m", "--shutdown-timeout", "-1"], "shutdown_timeout"),
@@ -250,7 +250,7 @@ def run(*argv):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env=os.environ,
     )
 
@@ -272,6 +272,48 @@ def test_help_answers_without_a_web_framework_or_torch():
     assert "--max-num-batched-tokens" in done.stdout
 
 
+def test_the_help_shows_the_default_of_every_flag_that_takes_a_value():
+    for action in flag_parser()._actions:
+        if action.option_strings and action.nargs != 0 and not action.required:
+            assert "(default: " in action.help, action.option_strings
+
+
+@pytest.mark.parametrize(
+    ("variable", "meant"),
+    [("VLLM_API_KEYS", "VLLM_API_KEY"), ("VLLM_ADMIN_TOKENS", "VLLM_ADMIN_TOKEN")],
+)
+def test_a_misspelt_variable_is_warned_of(caplog, variable, meant):
+    server_settings(parse(), {variable: "secret"})
+    assert caplog.messages == [f"The variable {variable} is not read: did you mean {meant}?"]
+
+
+def test_a_single_text_is_one_key():
+    assert ServerSettings(api_keys="secret").api_keys == ("secret",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("host", 5),
+        ("host", "\ud800"),
+        ("port", True),
+        ("api_keys", 5),
+        ("api_keys", [5]),
+        ("api_keys", [""]),
+        ("admin_keys", None),
+        ("max_body_size", 10**20),
+        ("max_pending_prompts", 10**10),
+        ("body_timeout", float("nan")),
+        ("send_timeout", 10**400),
+        ("retry_after", 10**9),
+        ("access_log", "no"),
+    ],
+)
+def test_a_setting_of_a_wrong_type_or_beyond_sense_is_named(name, value):
+    with pytest.raises(ConfigError, match=name):
+        ServerSettings(**{name: value})
+
+
 def test_the_module_is_the_command():
     assert run("--version").stdout.startswith("engine-serve ")
 
@@ -284,6 +326,17 @@ def checkpoint(tmp_path):
     fast.save_pretrained(tmp_path)
     LlamaConfig(vocab_size=8, architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
     return tmp_path
+
+
+def test_a_device_of_the_users_own_is_named_by_its_class(checkpoint, tmp_path, monkeypatch):
+    (tmp_path / "own_device.py").write_text("Wrong = int\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    flags = ("--device", "own_device:Wrong", "--port", "0", "--log-level", "error")
+    done = run(str(checkpoint), *flags)
+    assert done.returncode == 1
+    message = "device 'own_device:Wrong' is no subclass of trencadis.engine.Device"
+    assert done.stderr.startswith(f"engine-serve: error: {message}"), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 @pytest.mark.skipif(find_spec("habana_frameworks") is not None, reason="software for it is there")

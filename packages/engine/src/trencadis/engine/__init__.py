@@ -31,9 +31,11 @@ from trencadis.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
+    from trencadis.engine.devices import Device, Graph
     from trencadis.engine.front.async_engine import AsyncEngine
     from trencadis.engine.front.llm import LLM, Completion, Generation
     from trencadis.engine.front.tokenizer import Tokenizer
+    from trencadis.engine.ipc.messages import NewToken
     from trencadis.engine.models.default_model import default_model
     from trencadis.scheduler import BatchControl, BatchControlResult
 
@@ -44,10 +46,13 @@ _LOADED_ON_USE = {
     "BatchControl": "trencadis.scheduler",
     "BatchControlResult": "trencadis.scheduler",
     "Completion": ".front.llm",
+    "Device": ".devices",
     "EngineCore": ".core.engine_core",
     "Generation": ".front.llm",
+    "Graph": ".devices",
     "LLM": ".front.llm",
     "LogSettings": ".core.core_process",
+    "NewToken": ".ipc.messages",
     "Tokenizer": ".front.tokenizer",
     "default_model": ".models.default_model",
 }
@@ -60,6 +65,7 @@ __all__ = [
     "Completion",
     "CompletionDelta",
     "ConfigError",
+    "Device",
     "DeviceError",
     "EngineConfig",
     "EngineCore",
@@ -69,9 +75,11 @@ __all__ = [
     "EngineStats",
     "FinishReason",
     "Generation",
+    "Graph",
     "InvalidRequest",
     "LogSettings",
     "ModelError",
+    "NewToken",
     "PositionLogprobs",
     "RequestFailed",
     "SamplingParams",

@@ -6,17 +6,35 @@ NumPy, which takes longer than everything else that ``engine-serve --help`` need
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+import sys
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.settings import from_env, parse_json_object, parse_size, setting
-from trencadis.engine.validators import integer, number, one_of, power_of_two
+from trencadis.engine.settings import (
+    from_env,
+    parse_json_object,
+    parse_size,
+    setting,
+    variables_of,
+    warn_of_misspelt_variables,
+)
+from trencadis.engine.validators import (
+    boolean,
+    integer,
+    number,
+    one_of,
+    power_of_two,
+    shown,
+    text,
+)
 
 if TYPE_CHECKING:
     from trencadis.bucketing import BucketingConfig
+    from trencadis.engine.devices import Device
     from trencadis.kvcache import DefragConfig
     from trencadis.warmup import WarmupConfig
 
@@ -25,6 +43,15 @@ DEVICES = ("cpu", "cuda", "hpu")
 
 DEFAULT_SWAP_SPACE = 4.0
 """GiB, as in ``vllm serve --swap-space``."""
+
+INT32_MAX = 2**31 - 1
+MAX_NUM_SEQS = 1 << 16
+MAX_BATCHED_TOKENS = 1 << 24
+"""Bounds beyond which a number is a slip of the pen: no device holds a batch of that size."""
+
+MAX_BYTES = 1 << 50
+MAX_SWAP_BANDWIDTH = 1e6
+"""GB/s. The fastest links between device and host have some hundred."""
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -61,6 +88,15 @@ def library_settings(
         raise ConfigError(str(error)) from error
 
 
+def library_variables() -> Iterable[str]:
+    """The variables of the libraries' settings, except those of the buckets.
+
+    `BucketingConfig.from_env` itself knows the names of its many variables.
+    """
+    _, graphs, defrag = library_settings({})
+    return (*variables_of(type(graphs)), *variables_of(type(defrag)))
+
+
 def _default_graphs() -> WarmupConfig:
     return library_settings({})[1]
 
@@ -75,7 +111,7 @@ class CapacitySettings:
 
     max_model_len: int | None = attrs.field(
         default=None,
-        validator=integer(2, optional=True),
+        validator=integer(2, INT32_MAX, optional=True),
         metadata=setting(
             "--max-model-len",
             metavar="TOKENS",
@@ -86,7 +122,7 @@ class CapacitySettings:
     )
     seed: int = attrs.field(
         default=0,
-        validator=integer(0),
+        validator=integer(0, 2**63 - 1),
         metadata=setting(
             "--seed",
             metavar="N",
@@ -96,7 +132,7 @@ class CapacitySettings:
     )
     max_num_seqs: int = attrs.field(
         default=32,
-        validator=integer(1),
+        validator=integer(1, MAX_NUM_SEQS),
         metadata=setting(
             "--max-num-seqs",
             metavar="N",
@@ -106,7 +142,7 @@ class CapacitySettings:
     )
     max_num_batched_tokens: int = attrs.field(
         default=256,
-        validator=integer(1),
+        validator=integer(1, MAX_BATCHED_TOKENS),
         metadata=setting(
             "--max-num-batched-tokens",
             metavar="TOKENS",
@@ -116,7 +152,7 @@ class CapacitySettings:
     )
     max_waiting: int = attrs.field(
         default=2048,
-        validator=integer(1),
+        validator=integer(1, INT32_MAX),
         metadata=setting(
             "--max-waiting",
             metavar="N",
@@ -137,7 +173,7 @@ class CapacitySettings:
     )
     num_blocks: int | None = attrs.field(
         default=None,
-        validator=integer(2, optional=True),
+        validator=integer(2, INT32_MAX, optional=True),
         metadata=setting(
             "--num-gpu-blocks-override",
             metavar="BLOCKS",
@@ -158,6 +194,39 @@ class CapacitySettings:
     )
 
 
+def _path(path: str | os.PathLike[str]) -> str:
+    # What is no path is left to the validator, which names the field.
+    return os.fspath(path) if isinstance(path, os.PathLike) else path
+
+
+def _optional_path(path: str | os.PathLike[str] | None) -> str | None:
+    return None if path is None else _path(path)
+
+
+def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    """A name, ``module:Class``, or a `Device`, whose module is loaded before it exists."""
+    module = sys.modules.get("trencadis.engine.devices.device")
+    if module is not None and isinstance(value, module.Device):
+        return
+    names = ("auto", *DEVICES)
+    is_path = isinstance(value, str) and ":" in value
+    if not is_path and (not isinstance(value, str) or value not in (*names, "simulated")):
+        raise ConfigError(
+            f"{attribute.name} must be {', '.join(names)}, module:Class or a Device, "
+            f"got {shown(value)}",
+            attribute.name,
+        )
+
+
+def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(
+            f"{attribute.name} must map names of settings to their values, as in "
+            f"{{'target_temp_c': 80}}, got {shown(value)}",
+            attribute.name,
+        )
+
+
 @attrs.frozen(kw_only=True)
 class EngineConfig(CapacitySettings):
     """The settings of an engine. Names are those of ``vllm serve`` flags.
@@ -167,10 +236,13 @@ class EngineConfig(CapacitySettings):
     """
 
     model: str = attrs.field(
-        metadata=setting(help="directory of a checkpoint, GGUF file, or hub id")
+        converter=_path,
+        validator=text(),
+        metadata=setting(help="directory of a checkpoint, GGUF file, or hub id"),
     )
     served_model_name: str | None = attrs.field(
         default=None,
+        validator=text(optional=True),
         metadata=setting(
             "--served-model-name",
             metavar="NAME",
@@ -189,19 +261,19 @@ class EngineConfig(CapacitySettings):
             default="auto, the checkpoint's own",
         ),
     )
-    device: str = attrs.field(
+    device: str | Device = attrs.field(
         default="auto",
-        validator=one_of("auto", *DEVICES, "simulated"),
+        validator=_check_device,
         metadata=setting(
             "--device",
             metavar="NAME",
             group=MODEL,
-            help=f"auto, {', '.join(DEVICES[:-1])} or {DEVICES[-1]}",
+            help=f"auto, {', '.join(DEVICES)}, or module:Class for a device of your own",
         ),
     )
     kv_cache_memory: int | None = attrs.field(
         default=None,
-        validator=integer(1, optional=True),
+        validator=integer(1, MAX_BYTES, optional=True),
         metadata=setting(
             "--kv-cache-memory",
             "--kv-cache-memory-bytes",
@@ -209,10 +281,12 @@ class EngineConfig(CapacitySettings):
             group=MEMORY,
             parse=parse_size,
             help="most memory for the KV cache, in bytes or as in 2GiB or 512MiB",
+            default="what is free, or 1GiB where the device's memory is the host's",
         ),
     )
     enable_prefix_caching: bool = attrs.field(
         default=True,
+        validator=boolean(),
         metadata=setting(help="reuse the KV blocks of prompts that begin alike"),
     )
     scheduling_policy: SchedulingPolicy = attrs.field(
@@ -226,7 +300,7 @@ class EngineConfig(CapacitySettings):
     )
     swap_space: float | None = attrs.field(
         default=None,
-        validator=number(0, optional=True),
+        validator=number(0, MAX_BYTES >> 30, optional=True),
         metadata=setting(
             "--swap-space",
             metavar="GIB",
@@ -237,14 +311,14 @@ class EngineConfig(CapacitySettings):
     )
     num_host_blocks: int | None = attrs.field(
         default=None,
-        validator=integer(0, optional=True),
+        validator=integer(0, INT32_MAX, optional=True),
         metadata=setting(
             help="host memory for preempted sequences, in blocks; replaces `swap_space`"
         ),
     )
     swap_bandwidth: float = attrs.field(
         default=20.0,
-        validator=number(0, exclusive_low=True),
+        validator=number(0, MAX_SWAP_BANDWIDTH, exclusive_low=True),
         metadata=setting(
             "--swap-bandwidth",
             metavar="GB_PER_S",
@@ -261,6 +335,7 @@ class EngineConfig(CapacitySettings):
     )
     use_buckets: bool = attrs.field(
         default=True,
+        validator=boolean(),
         metadata=setting(
             "--disable-bucketing", group=MEMORY, help="run every shape as it comes, unpadded"
         ),
@@ -294,6 +369,7 @@ class EngineConfig(CapacitySettings):
     )
     compile: bool = attrs.field(
         default=False,
+        validator=boolean(),
         metadata=setting(
             "--compile",
             group=WARMUP,
@@ -302,6 +378,8 @@ class EngineConfig(CapacitySettings):
     )
     compile_cache: str | None = attrs.field(
         default=None,
+        converter=_optional_path,
+        validator=text(optional=True),
         metadata=setting(
             "--compile-cache",
             metavar="DIRECTORY",
@@ -312,6 +390,7 @@ class EngineConfig(CapacitySettings):
     )
     temperature_source: str | None = attrs.field(
         default=None,
+        validator=text(optional=True),
         metadata=setting(
             "--temperature-source",
             metavar="SOURCE",
@@ -323,6 +402,7 @@ class EngineConfig(CapacitySettings):
     )
     thermal_policy: str | None = attrs.field(
         default=None,
+        validator=text(optional=True),
         metadata=setting(
             "--thermal-policy",
             env="VLLM_THERMAL_POLICY",
@@ -335,18 +415,24 @@ class EngineConfig(CapacitySettings):
     )
     thermal_policy_config: Mapping[str, Any] = attrs.field(
         factory=dict,
+        validator=_check_names,
         metadata=setting(
             "--thermal-policy-config",
             metavar="JSON",
             group=HEAT,
             parse=parse_json_object,
             help="the policy's settings, as in '{\"target_temp_c\": 80}'",
+            default="the policy's own",
         ),
     )
 
-    @use_buckets.validator
-    def _buckets_to_compile(self, _: object, value: bool) -> None:
-        if self.compile and not value:
+    def __attrs_post_init__(self) -> None:
+        kinds = map(type, library_settings({}))
+        for name, kind in zip(("bucketing", "graphs", "defrag"), kinds, strict=True):
+            value = getattr(self, name)
+            if not isinstance(value, kind) and not (name == "bucketing" and value is None):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {shown(value)}", name)
+        if self.compile and not self.use_buckets:
             raise ConfigError(
                 "compile needs buckets, since a program is for one shape: leave use_buckets on, "
                 "or compile off"
@@ -356,8 +442,10 @@ class EngineConfig(CapacitySettings):
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
         """These settings, and what the environment says under the README's names.
 
-        A setting given here wins. Raises `ConfigError`, which names the setting or variable.
+        A setting given here wins. Warns of a variable whose name is a misspelling of one that is
+        read. Raises `ConfigError`, which names the setting or variable.
         """
+        warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, graphs, defrag = library_settings(environ)
         found: dict[str, Any] = {
             **from_env(environ, cls),

@@ -9,9 +9,11 @@ Plain metadata with the keys ``help`` and ``env`` is enough for `flag_table`.
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -19,7 +21,13 @@ import attrs
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.validators import Integer, Number, OneOf
 
+logger = logging.getLogger("trencadis.engine")
+
 GIB = 1 << 30
+
+_PREFIXES = ("VLLM_", "TRENCADIS_")
+_SIMILAR = 0.8
+"""Similarity of two names without prefix, from 0 to 1, above which one is a misspelling."""
 
 AttrsClass = type[attrs.AttrsInstance]
 Parse = Callable[[str], Any]
@@ -136,6 +144,31 @@ def from_env(environ: Mapping[str, str], cls: AttrsClass) -> dict[str, Any]:
                 raise ConfigError(f"{name}={text}: {error}", field.name) from None
             given[field.name] = (value,) if field.metadata.get("repeated") else value
     return given
+
+
+def variables_of(cls: AttrsClass) -> tuple[str, ...]:
+    """The names of the environment variables that give the fields of a settings class."""
+    names = (field.metadata.get("env") for field in attrs.fields(cls))
+    return tuple(name for name in names if name)
+
+
+def warn_of_misspelt_variables(environ: Mapping[str, str], known: Iterable[str]) -> None:
+    """Log a warning for each variable whose name is nearly one of ``known``.
+
+    Names that resemble none of them are left alone: vLLM has variables of its own.
+    """
+    names = {_stem(name): name for name in known}
+    for variable in environ:
+        if variable in names.values() or not variable.startswith(_PREFIXES):
+            continue
+        nearest = difflib.get_close_matches(_stem(variable), names, n=1, cutoff=_SIMILAR)
+        if nearest:
+            name = names[nearest[0]]
+            logger.warning("The variable %s is not read: did you mean %s?", variable, name)
+
+
+def _stem(variable: str) -> str:
+    return variable.partition("_")[2]
 
 
 def environment_help(*classes: AttrsClass) -> str:

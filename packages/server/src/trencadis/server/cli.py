@@ -15,7 +15,14 @@ from collections.abc import Mapping, Sequence
 import attrs
 
 from trencadis.engine import EngineConfig
-from trencadis.engine.settings import add_flags, environment_help, from_env, given_flags
+from trencadis.engine.settings import (
+    add_flags,
+    environment_help,
+    from_env,
+    given_flags,
+    variables_of,
+    warn_of_misspelt_variables,
+)
 from trencadis.server import __version__
 from trencadis.server.settings import ServerSettings
 
@@ -91,8 +98,10 @@ def flag_parser() -> argparse.ArgumentParser:
 def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerSettings:
     """The server's settings. Raises `ConfigError`, which names the setting.
 
-    A flag replaces its environment variable, except that the keys of both are accepted.
+    A flag replaces its environment variable, except that the keys of both are accepted. Warns of a
+    variable whose name is a misspelling of one that is read.
     """
+    warn_of_misspelt_variables(environ, variables_of(ServerSettings))
     settings = from_env(environ, ServerSettings)
     for name, value in given_flags(args, ServerSettings).items():
         repeated = isinstance(value, tuple)

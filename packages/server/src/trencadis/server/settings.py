@@ -9,7 +9,7 @@ import attrs
 
 from trencadis.engine import ConfigError
 from trencadis.engine.settings import parse_size, setting
-from trencadis.engine.validators import integer, number
+from trencadis.engine.validators import boolean, integer, number, text
 
 MIB = 1024 * 1024
 SERVER = "server"
@@ -18,8 +18,12 @@ SERVER = "server"
 _seconds = number(0, 86_400, exclusive_low=True)
 
 
-def _strings(values: Iterable[str]) -> tuple[str, ...]:
-    return tuple(values)
+def _keys(values: str | Iterable[str]) -> tuple[str, ...]:
+    """A single text is one key: as a list, each of its letters would be a key."""
+    if isinstance(values, str):
+        return (values,)
+    # What is no list is left to the validator, which names the field.
+    return tuple(values) if isinstance(values, Iterable) else (values,)
 
 
 def _no_blank_key(_: object, attribute: attrs.Attribute[Any], keys: tuple[str, ...]) -> None:
@@ -40,6 +44,7 @@ class ServerSettings:
 
     host: str = attrs.field(
         default="127.0.0.1",
+        validator=text(),
         metadata=setting("--host", metavar="ADDRESS", group=SERVER, help="address to listen on"),
     )
     port: int = attrs.field(
@@ -51,7 +56,7 @@ class ServerSettings:
     )
     api_keys: tuple[str, ...] = attrs.field(
         default=(),
-        converter=_strings,
+        converter=_keys,
         validator=_no_blank_key,
         repr=False,
         metadata=setting(
@@ -62,11 +67,12 @@ class ServerSettings:
             repeated=True,
             secret=True,
             help="accept only requests to /v1 that carry this bearer token",
+            default="none: accept all",
         ),
     )
     admin_keys: tuple[str, ...] = attrs.field(
         default=(),
-        converter=_strings,
+        converter=_keys,
         validator=_no_blank_key,
         repr=False,
         metadata=setting(
@@ -76,13 +82,13 @@ class ServerSettings:
             group=SERVER,
             repeated=True,
             secret=True,
-            help="open /v1/admin, which is closed by default, to requests that carry this bearer "
-            "token",
+            help="open /v1/admin to requests that carry this bearer token",
+            default="none: closed",
         ),
     )
     max_body_size: int = attrs.field(
         default=4 * MIB,
-        validator=integer(1),
+        validator=integer(1, 1 << 40),
         metadata=setting(
             "--max-body-size",
             metavar="SIZE",
@@ -93,7 +99,7 @@ class ServerSettings:
     )
     max_pending_prompts: int = attrs.field(
         default=256,
-        validator=integer(1),
+        validator=integer(1, 2**31 - 1),
         metadata=setting(help="most prompts that wait for the tokenizer"),
     )
     body_timeout: float = attrs.field(
@@ -123,10 +129,11 @@ class ServerSettings:
     )
     retry_after: int = attrs.field(
         default=1,
-        validator=integer(1),
+        validator=integer(1, 86_400),
         metadata=setting(help="seconds that a refused client is told to wait"),
     )
     access_log: bool = attrs.field(
         default=True,
+        validator=boolean(),
         metadata=setting("--disable-access-log", group=SERVER, help="do not log requests"),
     )

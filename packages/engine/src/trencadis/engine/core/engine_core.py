@@ -62,7 +62,10 @@ class EngineCore:
         thermal: ThermalMonitor | None = None,
     ) -> None:
         self.config = config
-        self.device = device if device is not None else _device(config)
+        self.device = select_device(
+            config.device if device is None else device,
+            Path(config.compile_cache) if config.compile_cache else None,
+        )
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
         self._thermal = thermal or ThermalMonitor.from_config(
             config, self.device.temperature_source
@@ -287,9 +290,3 @@ class EngineCore:
     def close(self) -> None:
         """Stop reading temperatures."""
         self._thermal.stop()
-
-
-def _device(config: EngineConfig) -> Device:
-    return select_device(
-        config.device, Path(config.compile_cache) if config.compile_cache else None
-    )

@@ -1,13 +1,16 @@
 """The devices that a model can run on. No code outside this package depends on which one.
 
 To add a device: a `Device` subclass in a module of its own, a row in `DEVICES`, and its name in
-`trencadis.engine.config.DEVICES`.
+`trencadis.engine.config.DEVICES`. A device of another package needs neither: its users name it as
+``module:Class``.
 """
 
 from __future__ import annotations
 
 import logging
+import pkgutil
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,21 +28,73 @@ logger = logging.getLogger("trencadis.engine")
 DEVICES: dict[str, type[Device]] = {"cpu": CPUDevice, "cuda": CUDADevice, "hpu": HPUDevice}
 
 
-def select_device(name: str, compile_cache: Path | None = None) -> Device:
-    """The device called ``name``; ``auto`` takes hpu, then cuda, then cpu.
+_ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
+    "name": str,
+    "torch_device": torch.device,
+    "preferred_dtype": torch.dtype,
+    "default_kv_cache_memory": (int, type(None)),
+}
+"""The attributes of `Device` without a value, and the types that each may have."""
+
+
+def select_device(device: str | Device, compile_cache: Path | None = None) -> Device:
+    """A device by its name: ``auto`` (hpu, then cuda, then cpu), a key of `DEVICES`, or
+    ``module:Class``. A `Device` is checked and returned.
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
-    time. Raises `ConfigError` for an unknown name, `DeviceError` for a missing device.
+    time. Raises `ConfigError` for an unknown name, `DeviceError` for a device that is missing or
+    incomplete.
     """
-    if name == "auto":
+    if isinstance(device, Device):
+        return _complete(device)
+    if device == "auto":
         return _best_device(compile_cache)
-    if name == "simulated":
+    if device == "simulated":
         raise ConfigError(
             "device simulated serves traces alone: use the command trencadis-simulate"
         )
-    if name not in DEVICES:
-        raise ConfigError(f"device must be auto, {', '.join(DEVICES)}, got {name!r}")
-    return HPUDevice(compile_cache) if name == "hpu" else DEVICES[name]()
+    if ":" in device:
+        return _complete(_import(device))
+    if device not in DEVICES:
+        raise ConfigError(
+            f"device must be auto, {', '.join(DEVICES)} or module:Class, got {device!r}", "device"
+        )
+    return HPUDevice(compile_cache) if device == "hpu" else DEVICES[device]()
+
+
+def _import(path: str) -> Device:
+    """The device of the class at ``module:Class``, which is constructed without arguments."""
+    try:
+        device_class: Any = pkgutil.resolve_name(path)
+    except Exception as error:  # importing a module runs it, so any error may leave it
+        raise DeviceError(
+            f"device {path!r} cannot be imported ({type(error).__name__}: {error}): name a class "
+            "as module:Class, in a module that Python finds (PYTHONPATH)",
+            "device",
+        ) from error
+    if not isinstance(device_class, type) or not issubclass(device_class, Device):
+        raise DeviceError(
+            f"device {path!r} is no subclass of trencadis.engine.Device: derive it from that class",
+            "device",
+        )
+    try:
+        return device_class()
+    except TypeError as error:  # it wants arguments, or lacks methods
+        raise DeviceError(f"device {path!r} cannot be constructed: {error}", "device") from error
+
+
+def _complete(device: Device) -> Device:
+    """The device. Raises `DeviceError` for an attribute that is missing or of a wrong type."""
+    for name, accepted in _ATTRIBUTES.items():
+        value = getattr(device, name, ...)
+        if value is ... or not isinstance(value, accepted):
+            found = "does not set" if value is ... else f"has {value!r} as"
+            raise DeviceError(
+                f"device {type(device).__name__} {found} {name}: see trencadis.engine.Device for "
+                "its meaning and type",
+                "device",
+            )
+    return device
 
 
 def _best_device(compile_cache: Path | None) -> Device:

@@ -30,11 +30,22 @@ class Graph(abc.ABC):
 
 
 class Device(abc.ABC):
-    """A device that runs a model. Subclasses set the attributes and implement the methods."""
+    """A device that runs a model.
+
+    A subclass sets the four attributes without a value and implements `free_memory`,
+    `total_memory` and `synchronize`. The other methods are for a device that is faster with them:
+    by default it captures no graphs and compiles nothing.
+    """
 
     name: str
+    """Name in logs and in `AsyncEngine.info`."""
+
     torch_device: torch.device
+    """Where the weights, the KV cache and the batches are."""
+
     preferred_dtype: torch.dtype
+    """Type of weights and KV cache where neither settings nor checkpoint name one."""
+
     default_kv_cache_memory: int | None
     """Default bytes of KV cache where memory is shared with the host; None for device memory."""
 
@@ -64,8 +75,7 @@ class Device(abc.ABC):
     def synchronize(self) -> None:
         """Wait until all submitted work is done."""
 
-    @abc.abstractmethod
-    def optimize(self, model: nn.Module) -> None:
+    def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""
 
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
@@ -75,22 +85,21 @@ class Device(abc.ABC):
         """Capture ``run(*inputs)`` as a graph. Only where `supports_graphs`."""
         raise NotImplementedError(f"{self.name} captures no graphs")
 
-    @abc.abstractmethod
     def compiler_missing(self) -> str | None:
         """Software that `compile` needs and this machine lacks, as text for a log; else None."""
+        return f"a compiler for the device {self.name}"
 
-    @abc.abstractmethod
-    def keep_compiled(self, directory: Path) -> None:
+    def keep_compiled(self, directory: Path) -> None:  # noqa: B027 - see `compile`
         """Cache compiled programs in ``directory``."""
 
-    @abc.abstractmethod
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile ``module``, traced with ``inputs``, for exactly their shapes.
 
         ``inputs`` may be fake tensors. The program takes the same arguments as the module and
-        returns the same result.
+        returns the same result. Only where `compiler_missing` returns None.
         """
+        raise NotImplementedError(f"{self.name} compiles no programs")
 
-    @abc.abstractmethod
     def num_compilations(self) -> int:
         """Programs that this process has compiled so far, without those loaded from a cache."""
+        return 0

@@ -106,3 +106,17 @@ def num_cache_blocks(
             f"{remedy} (a block takes {format_bytes(block_bytes)})"
         )
     return num_blocks
+
+
+def check_memory(setting: str, num_blocks: int, block_bytes: int, total: int) -> None:
+    """Raise `ConfigError` where the blocks that ``setting`` asks for exceed ``total`` bytes.
+
+    Allocating them would fail with an error of the operating system, or end the process.
+    """
+    if num_blocks * block_bytes > total:
+        raise ConfigError(
+            f"{setting} asks for {num_blocks} blocks of {format_bytes(block_bytes)}, together "
+            f"{format_bytes(num_blocks * block_bytes)}, and the memory has {format_bytes(total)}: "
+            f"lower {setting}",
+            setting,
+        )

@@ -22,7 +22,12 @@ from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.grids import Grids, build_grids
 from trencadis.engine.runner.host_swap import num_host_blocks
-from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
+from trencadis.engine.runner.limits import (
+    ServingLimits,
+    check_memory,
+    num_cache_blocks,
+    token_budget,
+)
 from trencadis.engine.runner.model_input import build_prompt
 from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
@@ -167,6 +172,7 @@ class Worker:
             block_bytes=self.block_bytes,
             remedy="raise kv_cache_memory",
         )
+        check_memory("num_blocks", num_blocks, self.block_bytes, self.device.total_memory())
         logger.info("# KV blocks: %d of %d tokens", num_blocks, self.config.block_size)
         return num_blocks
 

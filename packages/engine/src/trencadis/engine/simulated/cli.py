@@ -91,11 +91,17 @@ def flag_parser() -> argparse.ArgumentParser:
         type=float,
         default=1.0,
         metavar="F",
-        help="arrivals F times as fast (1000 for a trace in milliseconds)",
+        help="arrivals F times as fast, 1000 for a trace in milliseconds (default: 1)",
     )
-    parser.add_argument("--num-requests", type=int, metavar="N", help="only the first N requests")
-    parser.add_argument("--json", metavar="FILE", help="write every figure to this file")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw the run over time")
+    parser.add_argument(
+        "--num-requests", type=int, metavar="N", help="only the first N requests (default: all)"
+    )
+    parser.add_argument(
+        "--json", metavar="FILE", help="write every figure to this file (default: no file)"
+    )
+    parser.add_argument(
+        "--plot", metavar="FILE.png", help="draw the run over time (default: no drawing)"
+    )
     add_flags(parser, SimulationConfig)
     return parser
 

@@ -14,11 +14,13 @@ from trencadis.engine.config import (
     DEFRAG_VARIABLES,
     GRAPH_VARIABLES,
     HEAT,
+    MAX_BYTES,
     MEMORY,
     MODEL,
     SKIP_WARMUP,
     CapacitySettings,
     library_settings,
+    library_variables,
 )
 from trencadis.engine.settings import (
     GIB,
@@ -26,6 +28,8 @@ from trencadis.engine.settings import (
     parse_gib,
     parse_option,
     setting,
+    variables_of,
+    warn_of_misspelt_variables,
     with_defaults,
 )
 from trencadis.engine.simulated.hardware import HARDWARE
@@ -61,7 +65,7 @@ class SimulationConfig(CapacitySettings):
     )
     swap_space: int = attrs.field(
         default=int(DEFAULT_SWAP_SPACE * GIB),
-        validator=integer(0),
+        validator=integer(0, MAX_BYTES),
         metadata=setting(
             "--swap-space",
             metavar="GIB",
@@ -112,11 +116,12 @@ class SimulationConfig(CapacitySettings):
             parse=parse_option,
             repeated=True,
             help="a setting of the policy, such as target_temp_c=60",
+            default="the policy's own",
         ),
     )
     ambient_c: float = attrs.field(
         default=30.0,
-        validator=number(-50, exclusive_low=True),
+        validator=number(-50, 100, exclusive_low=True),
         metadata=setting(
             "--ambient-temp",
             metavar="C",
@@ -129,8 +134,10 @@ class SimulationConfig(CapacitySettings):
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> SimulationConfig:
         """These settings, and what the environment says under the README's names.
 
-        A setting given here wins. Raises `ConfigError`, which names the setting or variable.
+        A setting given here wins. Warns of a variable whose name is a misspelling of one that is
+        read. Raises `ConfigError`, which names the setting or variable.
         """
+        warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, warmup, defrag = library_settings(environ)
         found: dict[str, Any] = {"bucketing": bucketing, "warmup": warmup, "defrag": defrag}
         return cls(**{**found, **from_env(environ, cls), **settings})
