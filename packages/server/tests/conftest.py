@@ -77,6 +77,7 @@ class StandInEngine:
         self.dies_after: int | None = None
         self.fails_with: Exception | None = None
         self.aborts = False
+        self.stop_reason: str | int | None = None
         self.is_alive = True
         self.hangs = False
         self.running: set[str] = set()
@@ -181,6 +182,7 @@ class StandInEngine:
                     token_ids=(token,),
                     logprobs=_logprobs(token, params),
                     finish_reason=reason,
+                    stop_reason=self.stop_reason if reason == "stop" else None,
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=1,
                 )

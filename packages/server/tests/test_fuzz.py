@@ -1,16 +1,22 @@
-"""Any JSON is answered with 200 or an OpenAI error 4xx, and leaves no request running."""
+"""Any JSON is answered with 200 or an OpenAI error 4xx, and leaves no request running.
+
+The last tests send odd requests of every kind while a well-behaved client asks on. The soak sends
+`SOAK_CALLS`; a failure prints its seed and the number of its call, and ``FUZZ_SEED`` repeats it.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import random
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
-from trencadis.server import create_app
+from trencadis.server import ServerSettings, create_app
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 
 JSON = st.recursive(
@@ -104,3 +110,132 @@ def test_any_body(post, engine, path, data):
 @given(content=st.binary(max_size=200))
 def test_any_bytes(post, engine, content):
     check(post(engine, "/v1/completions", content), engine)
+
+
+SEED = int(os.environ.get("FUZZ_SEED", "1"))
+SOAK_CALLS = 100_000
+CALL_SECONDS = 30
+
+ODD = (
+    *(None, True, False, 0, 1, 2, -1, 7, 300, 2**31, 2**63, 2**64, 10**30, 10**400),
+    *(
+        0.0,
+        0.5,
+        -1.5,
+        1e300,
+        float("nan"),
+        float("inf"),
+        "",
+        "END",
+        "77",
+        "\ud800",
+        "\0",
+        "x" * 999,
+    ),
+    *([], [1], [1.5], [None], ["a"], [[1, 2], [3]], [[]], {}, {"7": 1}, {"x": [1]}, [{"role": 1}]),
+    *("auto", "stand-in", "REJECT", [{"role": "user", "content": "a"}], {"type": "text"}, "lru"),
+)
+PATHS = (
+    *GOOD,
+    "/v1/admin/batch",
+    "/v1/models",
+    "/v1/models/x",
+    "/health",
+    "/metrics",
+    "/v1/x",
+    "/",
+)
+ORDERS = ("max_num_seqs", "force_evict", "target_temp_c", "policy", "dry_run", "whatever")
+HEADERS = (
+    *({}, {}, {}, {}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic x"}),
+    *({"Content-Type": "text/plain"}, {"Content-Length": "7"}, {"Accept": "application/xml"}),
+)
+
+
+def odd_body(rng, path):
+    """A request body with odd values, some bytes of it lost or changed."""
+    names = list(FIELDS.get(path, ORDERS))
+    body = dict(GOOD.get(path, {}))
+    body.update({rng.choice(names): rng.choice(ODD) for _ in range(rng.choice((0, 1, 1, 2, 4)))})
+    if rng.random() < 0.1:
+        return json.dumps(rng.choice(ODD)).encode()
+    content = bytearray(json.dumps(body).encode())
+    if rng.random() < 0.2:
+        del content[rng.randrange(len(content)) :]
+    if content and rng.random() < 0.1:
+        content[rng.randrange(len(content))] = rng.randrange(256)
+    return bytes(content)
+
+
+def text_of(response):
+    """The answer without what differs from request to request."""
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+class ServerFuzzer:
+    """Odd requests to an app, while a well-behaved client asks again and again."""
+
+    def __init__(self, engine):
+        keys = {"api_keys": ["key"], "admin_keys": ["admin"]}
+        transport = httpx.ASGITransport(create_app(engine, ServerSettings(**keys)))
+        self.client = httpx.AsyncClient(transport=transport, base_url="http://server")
+        self.engine = engine
+        self.statuses = {}
+        self.answers = 0
+
+    async def run(self, calls):
+        expected = await self._answer()
+        for number in range(calls):
+            odd, answer = await asyncio.wait_for(
+                asyncio.gather(self._odd(number), self._answer()), CALL_SECONDS
+            )
+            try:
+                self._check(odd)
+                assert answer == expected, "the answer of another client changed"
+            except BaseException:
+                print(f"seed {SEED}, call {number}: {odd.request.url} {odd.request.content!r:.500}")
+                raise
+        assert not self.engine.running
+        await self.client.aclose()
+
+    async def _answer(self):
+        headers = {"Authorization": "Bearer key"}
+        body = {"prompt": ["well", "behaved"], "max_tokens": 4, "n": 2}
+        response = await self.client.post("/v1/completions", json=body, headers=headers)
+        self.answers += 1
+        return text_of(response)
+
+    async def _odd(self, number):
+        rng = random.Random(f"{SEED} {number}")
+        path = rng.choice((*PATHS, *GOOD, *GOOD, *GOOD, "/v1/admin/batch", "/v1/admin/batch"))
+        key = "admin" if "admin" in path else "key"
+        headers = {
+            "Authorization": f"Bearer {key}",
+            "Content-Type": "application/json",
+            **rng.choice(HEADERS),
+        }
+        method = "POST" if path in (*GOOD, "/v1/admin/batch") else "GET"
+        if rng.random() < 0.1:
+            method = rng.choice(("POST", "GET", "PUT", "DELETE", "OPTIONS"))
+        content = odd_body(rng, path) if method == "POST" or rng.random() < 0.3 else None
+        return await self.client.request(method, path, content=content, headers=headers)
+
+    def _check(self, response):
+        status = response.status_code
+        self.statuses[status] = self.statuses.get(status, 0) + 1
+        assert status == 200 or 400 <= status < 500, response.text
+        if status != 200 and response.request.method != "HEAD":
+            assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+            assert len(response.json()["error"]["message"]) <= 600
+
+
+def test_odd_requests_change_no_answer_of_another_client(engine):
+    fuzzer = ServerFuzzer(engine)
+    asyncio.run(fuzzer.run(300))
+    assert {200, 400, 401, 404, 405} <= set(fuzzer.statuses)
+    assert fuzzer.answers == 301
+
+
+@pytest.mark.soak
+def test_odd_requests_for_long(engine):
+    asyncio.run(ServerFuzzer(engine).run(SOAK_CALLS))

@@ -31,6 +31,20 @@ async def test_events_are_sent_when_they_are_generated(url, engine):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
+@pytest.mark.parametrize("reason", ["END", 77, None])
+async def test_a_choice_tells_what_stopped_it_as_in_vllm(client, engine, path, reason):
+    engine.stop_reason = reason
+    body = {"messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"prompt": "hi"}
+    (choice,) = (await client.post(path, json=body)).json()["choices"]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", reason)
+    streamed = await client.post(path, json={**body, "stream": True})
+    events = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
+    *first, last = [json.loads(event)["choices"][0] for event in events[:-1]]
+    assert (last["finish_reason"], last["stop_reason"]) == ("stop", reason)
+    assert not any("stop_reason" in choice for choice in first)
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/completions"])
 @pytest.mark.parametrize("prompts", [1, 3])
 async def test_a_client_that_disconnects_from_a_stream_aborts_its_request(
     url, engine, soon, path, prompts
