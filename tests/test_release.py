@@ -95,3 +95,17 @@ def test_unknown_name_is_an_attribute_error(package: str) -> None:
     module = import_module(f"trencadis.{package}")
     with pytest.raises(AttributeError, match="no_such_name"):
         module.no_such_name  # noqa: B018
+
+
+def with_dependencies(package: str) -> set[str]:
+    """The package and the others of this repository that it needs, directly or not."""
+    direct = re.findall(r"\btrencadis-(\w+)", " ".join(project(package)["dependencies"]))
+    return {package}.union(*map(with_dependencies, direct))
+
+
+@pytest.mark.parametrize("package", ["engine", "server"])
+def test_the_readme_installs_the_package_from_a_clone_and_from_an_index(package: str) -> None:
+    text = (ROOT / "packages" / package / "README.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^\$ pip install (\./packages/.*)$", text, re.MULTILINE)
+    assert set(re.findall(r"\./packages/(\w+)", command)) == with_dependencies(package)
+    assert re.search(rf"`pip install '?trencadis-{package}\b", text)
