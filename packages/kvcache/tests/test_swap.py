@@ -441,5 +441,6 @@ def test_a_sequence_on_its_way_to_the_device_can_neither_run_nor_be_swapped() ->
     ):
         with pytest.raises(NotResident):
             operation()
-    manager.resume_swaps(now=99.0)
+    for now in (50.0, 99.0):
+        manager.resume_swaps(now=now)
     assert manager.append(1, [5]) == ()
