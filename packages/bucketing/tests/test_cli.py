@@ -243,3 +243,17 @@ def test_an_option_out_of_range_is_named(
         main(["fit", str(trace), f"{option}={value}"])
     assert stopped.value.code == 2
     assert f"argument {option}: {value!r} is not" in capsys.readouterr().err
+
+
+def test_a_prompt_alone_has_its_own_buckets_although_only_batches_were_recorded(
+    tmp_path: Path,
+) -> None:
+    recorder = TrafficRecorder(("batch", "query"))
+    recorder.record((4, 100), 50)
+    recorder.record((7, 300), 9)
+    recorder.save(tmp_path / "traffic.json")
+    output = str(tmp_path / "buckets.txt")
+    limits = ["--max-num-batched-tokens", "4096", "--output", output]
+    assert main(["fit", str(tmp_path / "traffic.json"), *limits]) == 0
+    batches = {batch for batch, _, _ in read_bucket_file(output).prompt}
+    assert batches == {1, 4, 7}

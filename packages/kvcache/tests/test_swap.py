@@ -423,3 +423,24 @@ def test_a_freed_group_gives_all_its_blocks_back(where: str) -> None:
     assert manager.pool.num_free_blocks == manager.pool.num_usable_blocks
     assert manager.host_pool.num_free_blocks == 8
     assert manager.resume_swaps(now=99.0) == ((), ())
+
+
+def test_a_sequence_on_its_way_to_the_device_can_neither_run_nor_be_swapped() -> None:
+    manager = make(governed=True, enable_prefix_caching=False)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1], now=0.0)
+    manager.resume_swaps(now=1.0)
+    manager.swap_in([1], now=1.0)
+    for operation in (
+        lambda: manager.append(1, [5]),
+        lambda: manager.fork(1, 2),
+        lambda: manager.mark_computed(1, 10),
+        lambda: manager.blocks_to_append(1),
+        lambda: manager.swap_out([1], now=1.0),
+        lambda: manager.can_swap_out([1]),
+    ):
+        with pytest.raises(NotResident):
+            operation()
+    for now in (50.0, 99.0):
+        manager.resume_swaps(now=now)
+    assert manager.append(1, [5]) == ()

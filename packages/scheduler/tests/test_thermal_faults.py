@@ -196,6 +196,8 @@ def test_too_few_victims_are_completed_by_the_least_recently_scheduled() -> None
     runner.step()
     guard.policy.victims = lambda _: []
     assert guard.victims(groups, 2) == groups[:2]
+    guard.policy.victims = lambda running: running[2:]
+    assert guard.victims(groups, 2) == [groups[2], groups[0]]
 
 
 def test_an_order_is_answered_when_the_policy_cannot_set_the_target() -> None:

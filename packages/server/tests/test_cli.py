@@ -256,7 +256,7 @@ def run(*argv):
         check=False,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=180,
         env=os.environ,
     )
 
@@ -337,14 +337,12 @@ def checkpoint(tmp_path):
 def test_a_device_of_the_users_own_is_named_by_its_class(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "own_device.py").write_text("Wrong = int\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    for name, message in (
-        ("own_device:Missing", "device 'own_device:Missing' cannot be imported"),
-        ("own_device:Wrong", "device 'own_device:Wrong' is no subclass of trencadis.engine.Device"),
-    ):
-        done = run(str(checkpoint), "--device", name, "--port", "0", "--log-level", "error")
-        assert done.returncode == 1
-        assert done.stderr.startswith(f"engine-serve: error: {message}"), done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    flags = ("--device", "own_device:Wrong", "--port", "0", "--log-level", "error")
+    done = run(str(checkpoint), *flags)
+    assert done.returncode == 1
+    message = "device 'own_device:Wrong' is no subclass of trencadis.engine.Device"
+    assert done.stderr.startswith(f"engine-serve: error: {message}"), done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
 @pytest.mark.skipif(find_spec("habana_frameworks") is not None, reason="software for it is there")

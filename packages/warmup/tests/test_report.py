@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from trencadis.bucketing import Bucket
@@ -105,3 +106,22 @@ def test_a_report_with_a_wrong_value_is_not_loaded(tmp_path: Path, field: str) -
     path.write_text(json.dumps(content | {field: "many"}))
     with pytest.raises(WarmupError, match=f"not a warm-up report .*{field}"):
         WarmupReport.load(path)
+
+
+def test_an_interrupted_save_leaves_the_report_that_was_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    path = tmp_path / "warmup.json"
+    REPORT.save(path)
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        WarmupReport((), 0.0, 0).save(path)
+    assert WarmupReport.load(path) == REPORT
+
+
+def test_numbers_of_numpy_are_saved(tmp_path: Path) -> None:
+    WarmupReport((), np.float32(1.5), 0).save(tmp_path / "warmup.json")  # type: ignore[arg-type]
+    assert WarmupReport.load(tmp_path / "warmup.json").seconds == 1.5

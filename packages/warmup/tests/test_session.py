@@ -355,3 +355,67 @@ def test_the_stages_are_timed(graph_device: Any) -> None:
     report = warm_up(device, (), (), defragmenter=defragment, clock=lambda: device.now)
     assert [(stage.name, stage.seconds) for stage in report.stages] == [("Defragmenter", 3.0)]
     assert report.seconds == 3.0
+
+
+def test_a_stop_that_is_taken_back_ends_the_warm_up_all_the_same(graph_device: Any) -> None:
+    device = graph_device(logged_cost, free=int(55.43 * GIB))
+    sampler = NoSampler()
+    prompt, decode = logged_grids()
+    answers = []
+
+    def stop() -> bool:
+        """True for one call only, while graphs are captured."""
+        answers.append(len(device.ever_captured) == 3 and True not in answers)
+        return answers[-1]
+
+    report = warm_up(
+        device,
+        prompt.buckets,
+        decode.buckets,
+        memory=PLAN,
+        sampler=sampler,
+        stop=stop,
+    )
+    assert not report.complete
+    assert not sampler.batches
+
+
+def test_a_stop_during_the_graphs_releases_those_that_are_above_their_share(
+    graph_device: Any,
+) -> None:
+    def cost(phase: Phase, bucket: Bucket) -> int:
+        return 50 if bucket["seq"] == 256 else 1
+
+    device = graph_device(cost, free=1000)
+    plan = MemoryPlan(free_after_profile=1000, block_bytes=1, graph_prompt_ratio=0.3)
+    grid = BucketGrid({"batch": (1,), "seq": (128, 256)})
+    device.free = 200  # 100 for graphs, 30 of them for prompts
+    report = warm_up(
+        device,
+        grid.buckets,
+        grid.buckets,
+        memory=plan,
+        config=WarmupConfig(prompt_strategy="min_tokens"),
+        stop=lambda: len(device.ever_captured) == 3,
+    )
+    assert report.capture is not None
+    captured = {(phase, b) for phase in Phase for b in report.capture.captured(phase)}
+    assert set(device.graphs) == captured
+    assert device.released == [(Phase.PROMPT, Bucket(("batch", "seq"), (1, 256)))]
+    assert report.capture.count(Phase.PROMPT, GraphStatus.RELEASED) == 1
+
+
+def test_graphs_do_not_get_the_memory_that_the_executed_buckets_have_taken(
+    graph_device: Any,
+) -> None:
+    class Growing(graph_device):  # type: ignore[misc]
+        def execute(self, phase: Phase, bucket: Bucket) -> None:
+            super().execute(phase, bucket)
+            self.free -= 10
+
+    device = Growing(lambda *_: 1, free=200)
+    plan = MemoryPlan(free_after_profile=1000, block_bytes=1)
+    grid = BucketGrid({"batch": (1,), "seq": (128, 256)})
+    report = warm_up(device, grid.buckets, (), memory=plan)
+    assert report.capture is not None
+    assert report.capture.budget == 200 - 20 - 100, "a tenth of the 1,000 stays free"

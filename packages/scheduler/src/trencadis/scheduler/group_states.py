@@ -6,7 +6,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from heapq import merge
 from itertools import count, islice
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 from trencadis.scheduler.beams import BeamSearchState
@@ -16,6 +16,7 @@ from trencadis.scheduler.request import FinishReason, Request
 
 _queue_key = attrgetter("queue_key")
 _arrival = attrgetter("arrival")
+_group_of = itemgetter(1)
 
 _REMOVED: Any = None
 """What replaces a removed entry. It is never read."""
@@ -37,7 +38,7 @@ class SortedGroups:
         return len(self._entries) - self._head
 
     def __iter__(self) -> Iterator[SequenceGroup]:
-        return (group for _, group in islice(self._entries, self._head, None))
+        return map(_group_of, islice(self._entries, self._head, None))
 
     def first(self) -> SequenceGroup:
         """The first group; there must be one."""
@@ -120,7 +121,8 @@ class GroupStates:
     - ``num_running_seqs``, ``num_swapping_in_seqs``: sequences of the running groups and of those
       in ``swapping_in``; both count against the running limit.
     - ``num_preempted``: PREEMPTED groups.
-    - ``num_ranked``: groups whose samples are ranked by their log-probabilities.
+    - ``num_scored``: groups whose results need more than a token: log-probabilities to rank
+      samples, or candidates of beams.
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
 
@@ -134,7 +136,7 @@ class GroupStates:
         self.num_running_seqs = 0
         self.num_swapping_in_seqs = 0
         self.num_preempted = 0
-        self.num_ranked = 0
+        self.num_scored = 0
         self.num_finished_seqs = 0
         self._config = config
         self._block_size = block_size
@@ -159,7 +161,7 @@ class GroupStates:
             sequence = self.add_sequence(group, list(request.prompt_token_ids))
             group.unfinished_seqs.append(sequence)
         self.groups[request.request_id] = group
-        self.num_ranked += request.is_ranked
+        self.num_scored += request.is_scored
         self.waiting.add(group)
         return group
 
@@ -282,6 +284,6 @@ class GroupStates:
 
     def _remove(self, group: SequenceGroup) -> None:
         del self.groups[group.request_id]
-        self.num_ranked -= group.request.is_ranked
+        self.num_scored -= group.request.is_scored
         for sequence in group.unfinished_seqs:
             del self.sequences[sequence.seq_id]

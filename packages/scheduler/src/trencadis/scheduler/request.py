@@ -102,3 +102,8 @@ class Request:
     def is_ranked(self) -> bool:
         """Whether the results are selected from more samples, by their log-probabilities."""
         return self.best_of is not None and self.best_of > self.n
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the results depend on log-probabilities: ranked samples, or beams."""
+        return self.is_ranked or self.beam_search is not None

@@ -113,14 +113,10 @@ class StepResultProcessor:
         results.check_values()
         tokens = results.tokens
         decodes: abc.Iterable[ScheduledSequence] = output.decodes
-        if not self._states.num_ranked:
-            # A sample with a token and no forks needs nothing else. Few steps have other decodes,
+        if not self._states.num_scored:
+            # A decode with a token and no forks needs nothing else. Few steps have other decodes,
             # and a loop over all of them would cost a third of update().
-            decodes = [
-                item
-                for item in decodes
-                if item.forks or item.num_candidates or item.seq_id not in tokens
-            ]
+            decodes = [item for item in decodes if item.forks or item.seq_id not in tokens]
         for scheduled in chain(decodes, output.prompts):
             if scheduled.samples and scheduled.seq_id in self._states.sequences:
                 self._check_sample(scheduled, results)
