@@ -23,7 +23,7 @@ from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import check_instance, integer, number, one_of
+from trencadis.scheduler.validators import check_instance, instance_of, integer, number, one_of
 
 _INT64_MAX = 2**63 - 1
 """The largest integer that the engine's messages can carry."""
@@ -61,7 +61,7 @@ class BatchControl:
     )
     dry_run: bool = attrs.field(
         default=False,
-        validator=one_of(True, False),
+        validator=instance_of(bool),
         metadata={"help": "Answer what the request would do, and change nothing."},
     )
 

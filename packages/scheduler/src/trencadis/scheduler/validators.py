@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Collection, Iterable
 from numbers import Integral, Real
 from typing import Any
 
@@ -85,14 +85,14 @@ class NumberValidator:
 
 @attrs.frozen
 class ChoiceValidator:
-    """Accepts the values in ``accepted``."""
+    """Accepts the values in ``accepted``, and none that is equal but of another type."""
 
     accepted: tuple[Any, ...]
     error: type[SchedulerError]
 
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        # An array of NumPy is not hashable, and its comparison has no truth value.
-        if not isinstance(value, Hashable) or value not in self.accepted:
+        # 1 equals True. A NumPy array has another type, and its comparison has no truth value.
+        if type(value) not in map(type, self.accepted) or value not in self.accepted:
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
     def __str__(self) -> str:
@@ -101,18 +101,18 @@ class ChoiceValidator:
 
 @attrs.frozen
 class TypeValidator:
-    """Accepts instances of ``accepted``."""
+    """Accepts instances of ``expected``."""
 
-    accepted: type
+    expected: type
     optional: bool
     error: type[SchedulerError]
 
     def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-        if not isinstance(value, self.accepted) and not (value is None and self.optional):
+        if not isinstance(value, self.expected) and not (value is None and self.optional):
             raise self.error(f"{attribute.name} must be {self}, got {value!r}")
 
     def __str__(self) -> str:
-        return f"a {self.accepted.__name__}{' or None' if self.optional else ''}"
+        return f"a {self.expected.__name__}{' or None' if self.optional else ''}"
 
 
 def is_integer(value: Any) -> bool:
