@@ -247,7 +247,7 @@ def test_bf16_on_rows_is_as_exact_as_on_blocks() -> None:
             case.fill(row, length - 1)
         parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
         built = decode_input(case, parts, DecodeShape(4, case.cache.num_blocks))
-        out = case.attend(parts, 1, 4, built.paged)[0].float()
+        out = case.attend(parts, 1, 4, built.unpack().paged)[0].float()
         expected = torch.stack([case.expected(row)[-1] for row in range(4)])
         errors.append(float((out - expected).abs().max() / expected.abs().max()))
     assert max(errors) < 0.01, errors

@@ -228,12 +228,12 @@ def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[
     update = ModelRunner.run
     calls = 0
 
-    def run(self: ModelRunner, output: Any) -> Any:
+    def run(self: ModelRunner, *arguments: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == steps:
             act()
-        return update(self, output)
+        return update(self, *arguments)
 
     monkeypatch.setattr(ModelRunner, "run", run)
 

@@ -104,17 +104,19 @@ MAX_BATCH_SIZE = 1 << 20
 """Most sequences of a batch that is warmed up."""
 
 
-def sampler_batch_sizes(buckets: Iterable[Bucket]) -> tuple[int, ...]:
-    """0 and 1, which every server needs, and the batch sizes of prompt and decode buckets.
+def sampler_batch_sizes(*grids: Iterable[Bucket]) -> tuple[int, ...]:
+    """0 and 1, which every server needs, and the batch sizes of the buckets of each grid.
 
-    Seed 000 takes those of the decode buckets; prompts that end together are sampled together, too.
+    Seed 000 takes those of the decode grid; prompts that end together are sampled together, too.
     Raises `ConfigError` for buckets without an axis ``batch``.
     """
-    buckets = as_buckets("buckets", buckets)
-    for bucket in buckets:
-        if "batch" not in bucket.axes:
-            raise ConfigError(f"a bucket has the axes {bucket.axes}: name one of them batch")
-    return tuple(sorted({0, 1, *(bucket["batch"] for bucket in buckets)}))
+    sizes = {0, 1}
+    for grid in grids:
+        buckets = as_buckets("buckets", grid)
+        if buckets and "batch" not in buckets[0].axes:
+            raise ConfigError(f"buckets have the axes {buckets[0].axes}: name one of them batch")
+        sizes.update(bucket["batch"] for bucket in buckets)
+    return tuple(sorted(sizes))
 
 
 def warm_up_sampler(

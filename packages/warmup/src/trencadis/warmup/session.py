@@ -97,7 +97,7 @@ def warm_up(
     if memory is not None and not session.config.enforce_eager:
         session.capture(buckets, memory, replays)
     if sampler is not None and not session.config.enforce_eager:
-        sizes = sampler_batch_sizes(bucket for phase in Phase for bucket in buckets[phase])
+        sizes = sampler_batch_sizes(*(buckets[phase] for phase in Phase))
         session.stage("Sampler", lambda: warm_up_sampler(sampler, sizes))
     if defragmenter is not None:
         session.stage("Defragmenter", defragmenter)

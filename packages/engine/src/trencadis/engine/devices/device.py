@@ -111,16 +111,16 @@ class Device(abc.ABC):
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""
 
-    @abc.abstractmethod
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         """A copy of ``host`` on the device, or ``host`` itself where memory is shared.
 
-        The host does not wait for the copy and must not change ``host`` afterwards.
+        The host need not wait for the copy, and must not change ``host`` afterwards.
         """
+        return host if self.shares_host_memory else host.to(self.torch_device)
 
-    @abc.abstractmethod
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         """Start copying ``tensors`` to the host. The host waits once for all of them, later."""
+        return PendingCopy([tensor.cpu() for tensor in tensors], self.synchronize)
 
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Let a lazy device execute the operations collected so far."""

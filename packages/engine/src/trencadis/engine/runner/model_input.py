@@ -256,7 +256,7 @@ def _context_mask(starts: torch.Tensor, shape: PromptShape, block_size: int) -> 
     held = torch.arange(width, device=device) < starts[:, None]
     context = held[:, None, None, :].expand(-1, 1, shape.query, -1)
     query = torch.arange(shape.query, device=device)
-    causal = query <= query[:, None]
+    causal = query <= query.unsqueeze(1)  # an index would not be traced on every device
     return torch.cat((context, causal.expand(shape.batch, 1, -1, -1)), dim=-1)
 
 
