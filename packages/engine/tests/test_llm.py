@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -223,6 +223,14 @@ def test_an_error_while_requests_are_added_leaves_none_behind(
     assert not llm.core.has_work
 
 
+@pytest.fixture
+def sigint() -> Iterator[None]:
+    """Python's handler of SIGINT. A shell ignores the signal for what it runs in the background."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[], None]) -> None:
     """``act`` within the given step, where it would leave a half-done change of state."""
     update = ModelRunner.run
@@ -238,6 +246,7 @@ def interrupt_after(steps: int, monkeypatch: pytest.MonkeyPatch, act: Callable[[
     monkeypatch.setattr(ModelRunner, "run", run)
 
 
+@pytest.mark.usefixtures("sigint")
 def test_ctrl_c_ends_the_call_after_the_step_under_way(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -253,6 +262,7 @@ def test_ctrl_c_ends_the_call_after_the_step_under_way(
     assert llm.generate(["abc", "def"], GREEDY) == expected
 
 
+@pytest.mark.usefixtures("sigint")
 def test_a_second_ctrl_c_does_not_wait(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = llm.core.stats.num_steps
 
