@@ -329,9 +329,10 @@ def test_on_a_gaudi_a_step_uploads_once_and_reads_once(stand_in, mode, tiny_mode
         params = SamplingParams(top_p=0.9, top_k=20, seed=1, max_tokens=20, ignore_eos=True)
         core = decoding(tiny_model, HPUDevice(), params)
         for _ in range(3):
-            before = bridge.uploads, bridge.host_reads
+            before = bridge.counters.copy()
             core.step()
-            assert (bridge.uploads - before[0], bridge.host_reads - before[1]) == (1, 1)
+            counted = bridge.counters.since(before)
+            assert (counted.uploads, counted.syncs) == (1, 1)
         assert core.stats.num_compilations == 0
 
 

@@ -156,7 +156,8 @@ def test_a_sample_may_be_finished_while_its_group_is_computed_again(
     tiny_model: Path, leader: bool
 ) -> None:
     """Equal samples, so that all of them go on from one row of logits."""
-    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(enable_prefix_caching=False)))
+    recomputing = settings(enable_prefix_caching=False, num_host_blocks=0)
+    core = EngineCore(EngineConfig(model=str(tiny_model), **recomputing))
     params = SamplingParams(temperature=0.0, n=2, max_tokens=4, ignore_eos=True)
     core.add("calm", PROMPT, params)
     calm = [token.token_id for token in steps(core) if token.index == 0]

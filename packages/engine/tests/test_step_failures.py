@@ -147,7 +147,8 @@ def test_a_group_that_breaks_the_model_ends_alone(make_core, expected, params) -
 
 
 def test_a_request_that_cannot_be_sampled_ends_alone(make_core, expected, monkeypatch) -> None:
-    core = make_core()
+    """With the sampler of the host; that of a device has a test in test_device_sampler.py."""
+    core = make_core(device="cpu")
     sample = sampler.sample
 
     def broken(logits: Any, rows: Any) -> Any:

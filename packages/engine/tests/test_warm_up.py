@@ -220,4 +220,4 @@ def test_a_cache_that_cannot_be_made_is_named(tiny_model: Path, tmp_path: Path) 
     (tmp_path / "file").touch()
     cache = str(tmp_path / "file" / "cache")
     with pytest.raises(ConfigError, match=r"compile_cache .*file/cache cannot be used"):
-        LLM(str(tiny_model), compile=True, compile_cache=cache)
+        LLM(str(tiny_model), device="cpu", compile=True, compile_cache=cache)

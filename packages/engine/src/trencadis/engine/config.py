@@ -489,11 +489,13 @@ class EngineConfig(CapacitySettings):
 
         Nothing is compiled by default without buckets, or where eager execution is enforced.
         """
-        chosen = {
-            name: value
-            for name, value in defaults.items()
-            if getattr(self, name) is None or isinstance(getattr(self, name), DeviceDefault)
-        }
+        unset = attrs.asdict(
+            self,
+            recurse=False,
+            filter=lambda _, value: value is None or type(value) is DeviceDefault,
+        )
+        plain = {name: int(value) for name, value in unset.items() if value is not None}
+        chosen = plain | {name: value for name, value in defaults.items() if name in unset}
         if not self.use_buckets or self.graphs.enforce_eager:
             chosen.pop("compile", None)
         return attrs.evolve(self, **chosen)

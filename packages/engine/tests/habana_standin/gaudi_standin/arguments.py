@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def with_own_host_values(call: Call) -> Call:
     return Call(call.func, leaves, call.spec, call.outputs, call.kind)
 
 
+@functools.cache
 def returns_tensors(func: Any) -> bool:
     returns = func._schema.returns
     return not returns or any("Tensor" in str(one.type) for one in returns)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_map_only, tree_unflatten
 
 from gaudi_standin.arguments import (
     buffers_of,
@@ -29,6 +28,7 @@ from gaudi_standin.rules import (
 )
 from gaudi_standin.shapes import TensorOutline, outline
 from gaudi_standin.tensor import HPUTensor, on_device
+from gaudi_standin.tree import Spec, flatten, map_only, unflatten
 
 _COPY = torch.ops.aten.copy_.default
 
@@ -124,7 +124,9 @@ class Bridge:
     def upload(self, host: torch.Tensor) -> HPUTensor:
         """A device copy of a host tensor."""
         with torch.inference_mode(mode=False), torch.no_grad():
-            return self.place(self._sent(host.detach().clone()))
+            value = self._sent(host.detach().clone())
+        # Outside of that context: in inference mode the caller gets an inference tensor.
+        return self.place(value)
 
     def _sent(self, host: torch.Tensor) -> torch.Tensor:
         """``host`` as the device stores it; counts the copy.
@@ -159,7 +161,7 @@ class Bridge:
     # What PyTorch calls.
 
     def dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = flatten((args, kwargs))
         if func is _COPY and not isinstance(leaves[0], HPUTensor):
             blocking = not (len(args) > 2 and args[2]) and not kwargs.get("non_blocking")
             what = "copy_ to a host tensor"
@@ -181,7 +183,7 @@ class Bridge:
                 return self._change(func, args, kwargs, leaves, spec)
             else:
                 made, shape = self._compute(func, leaves, spec)
-        return tree_unflatten(self._wrap(func, leaves, made), shape)
+        return unflatten(self._wrap(func, leaves, made), shape)
 
     # What a compiled region calls.
 
@@ -210,7 +212,7 @@ class Bridge:
             owner = owners.get(value.untyped_storage().data_ptr())
             return self.place(value) if owner is None else HPUTensor(Buffer(value, owner))
 
-        return tree_map_only(torch.Tensor, made, results)
+        return map_only(torch.Tensor, made, results)
 
     # Kinds of operations.
 
@@ -222,18 +224,18 @@ class Bridge:
         with torch.inference_mode(mode=base.is_inference()):
             return [HPUTensor(x, self._stamp(x), is_view=True) for x in made]
 
-    def _view(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+    def _view(self, func: Any, leaves: list[Any], spec: Spec) -> tuple[list[Any], Spec]:
         base = next(leaf for leaf in leaves if isinstance(leaf, HPUTensor)).buffer
         result = compute(func, values_of(leaves), spec)
-        values, shape = tree_flatten(result)
+        values, shape = flatten(result)
         buffers = [Buffer(value, base.allocation) for value in values]
         self._record(Call(func, buffers_of(leaves), spec, tuple(buffers), "view"))
         return list(buffers), shape
 
-    def _compute(self, func: Any, leaves: list[Any], spec: TreeSpec) -> tuple[list[Any], TreeSpec]:
+    def _compute(self, func: Any, leaves: list[Any], spec: Spec) -> tuple[list[Any], Spec]:
         kernel = kernel_for(func, leaves, lazy=self.lazy)
         if not self.lazy:
-            values, shape = tree_flatten(compute(kernel, values_of(leaves), spec))
+            values, shape = flatten(compute(kernel, values_of(leaves), spec))
             made = [self._owned(x) if isinstance(x, torch.Tensor) else x for x in values]
             self.computed += 1
         else:
@@ -244,7 +246,7 @@ class Bridge:
         self._record(Call(kernel, buffers_of(leaves), spec, outputs, "compute"))
         return made, shape
 
-    def _change(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+    def _change(self, func: Any, args: Any, kwargs: Any, leaves: list[Any], spec: Spec) -> Any:
         written = changed_by(func, args, kwargs)
         for tensor in written:
             if self._capture is not None and tensor.is_view:
@@ -261,13 +263,13 @@ class Bridge:
             raise NotImplementedError(f"{func} returns more than it changes")
         return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
 
-    def _inspect(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+    def _inspect(self, func: Any, leaves: list[Any], spec: Spec) -> Any:
         """An operation that tells the host something; about values only where it must wait."""
         if reads_values(func):
             leaves = [self.read(x, str(func)) if isinstance(x, HPUTensor) else x for x in leaves]
         return compute(func, values_of(leaves), spec)
 
-    def _compute_dynamic(self, func: Any, leaves: list[Any], spec: TreeSpec) -> Any:
+    def _compute_dynamic(self, func: Any, leaves: list[Any], spec: Spec) -> Any:
         """The host has to wait for the shape: «non-inferable output shapes»."""
         self._refuse_inside(f"an output shape that depends on values ({func})")
         self.host_reads += 1
@@ -278,7 +280,7 @@ class Bridge:
             result = compute(func, values_of(leaves), spec)
         if func._schema.is_mutable:
             return next(leaf for leaf in leaves if isinstance(leaf, HPUTensor))
-        return tree_map_only(torch.Tensor, self.place, result)
+        return map_only(torch.Tensor, self.place, result)
 
     # Helpers.
 

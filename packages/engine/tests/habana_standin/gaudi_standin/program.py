@@ -8,9 +8,9 @@ from typing import Any, Literal
 
 import attrs
 import torch
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from gaudi_standin.memory import Buffer
+from gaudi_standin.tree import Spec, flatten, unflatten
 
 Kind = Literal["compute", "view", "inplace"]
 
@@ -21,14 +21,14 @@ class Call:
 
     func: Callable[..., Any]
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: Spec
     outputs: tuple[Buffer, ...]
     kind: Kind
 
 
-def compute(func: Callable[..., Any], values: list[Any], spec: TreeSpec) -> Any:
+def compute(func: Callable[..., Any], values: list[Any], spec: Spec) -> Any:
     """Run an operation on plain CPU tensors."""
-    args, kwargs = tree_unflatten(values, spec)
+    args, kwargs = unflatten(values, spec)
     return func(*args, **kwargs)
 
 
@@ -201,4 +201,4 @@ class FrozenProgram:
 
 
 def _tensors(results: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in flatten(results)[0] if isinstance(leaf, torch.Tensor)]

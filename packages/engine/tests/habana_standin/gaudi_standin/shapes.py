@@ -7,10 +7,10 @@ from typing import Any
 
 import attrs
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from gaudi_standin.memory import Buffer
 from gaudi_standin.program import compute, constant_key
+from gaudi_standin.tree import Spec, flatten
 
 
 @attrs.frozen
@@ -18,7 +18,7 @@ class Outline:
     """A result's tree, with ``(size, stride, dtype)`` for each tensor and other leaves as is."""
 
     leaves: tuple[Any, ...]
-    spec: TreeSpec
+    spec: Spec
 
 
 @attrs.frozen
@@ -36,7 +36,7 @@ class TensorOutline:
 _known: dict[tuple[Any, ...], Outline] = {}
 
 
-def outline(func: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Outline:
+def outline(func: Callable[..., Any], leaves: list[Any], spec: Spec) -> Outline:
     """What ``func`` would return, from PyTorch's own shape functions; no value is read."""
     key = (func, *(x.key if isinstance(x, Buffer) else constant_key(x) for x in leaves), spec)
     try:
@@ -48,8 +48,8 @@ def outline(func: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Outl
     return found
 
 
-def _derive(func: Callable[..., Any], leaves: list[Any], spec: TreeSpec) -> Outline:
-    result_leaves, result_spec = tree_flatten(compute(func, [_meta(x) for x in leaves], spec))
+def _derive(func: Callable[..., Any], leaves: list[Any], spec: Spec) -> Outline:
+    result_leaves, result_spec = flatten(compute(func, [_meta(x) for x in leaves], spec))
     outlined = tuple(
         TensorOutline(tuple(x.shape), x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
         for x in result_leaves

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
-from torch.utils._pytree import tree_map_only
 
 from gaudi_standin.memory import Buffer, DeviceMemory, Hold
 from gaudi_standin.rules import StaleOutput, StorageMoved
+from gaudi_standin.tree import flatten, map_only
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,9 +79,8 @@ class HPUTensor(torch.Tensor):
             args[0].move_to(args[1].buffer)
             return args[0]
         # In inference mode composite operations come whole, and may or may not return a view.
-        decomposed = func.decompose(*args, **kwargs)
-        if decomposed is not NotImplemented:
-            return decomposed
+        if _is_composite(func):
+            return func.decompose(*args, **kwargs)
         return _bridge[0].dispatch(func, args, kwargs)
 
     # For torch.compile: PyTorch traces the values that a tensor consists of.
@@ -208,23 +208,24 @@ def _target(
     return device, dtype, copy
 
 
+@functools.cache
+def _is_composite(func: Any) -> bool:
+    key = torch._C.DispatchKey.CompositeImplicitAutograd
+    return key in func.py_kernels or func.has_kernel_for_dispatch_key(key)
+
+
 def _is_traced(args: Any, kwargs: Any) -> bool:
     """Whether the compiler looks at shapes: nothing is computed and nothing is counted."""
-    found = False
-
-    def look(tensor: torch.Tensor) -> None:
-        nonlocal found
-        value = tensor.buffer.value if isinstance(tensor, HPUTensor) else tensor
-        found |= isinstance(value, FakeTensor)
-
-    tree_map_only(torch.Tensor, look, (args, kwargs))
-    return found
+    return any(
+        isinstance(leaf.buffer.value if isinstance(leaf, HPUTensor) else leaf, FakeTensor)
+        for leaf in flatten((args, kwargs))[0]
+    )
 
 
 def _trace(func: Any, args: Any, kwargs: Any) -> Any:
     # What a factory made is no wrapper, and says itself that it is on the device.
-    tree_map_only(FakeTensor, _put_on_cpu, (args, kwargs))
-    inner_args, inner_kwargs = tree_map_only(HPUTensor, lambda t: t.buffer.value, (args, kwargs))
+    map_only(FakeTensor, _put_on_cpu, (args, kwargs))
+    inner_args, inner_kwargs = map_only(HPUTensor, lambda t: t.buffer.value, (args, kwargs))
     if inner_kwargs.get("device") is not None:
         inner_kwargs["device"] = torch.device("cpu")
     out = func(*inner_args, **inner_kwargs)
@@ -232,7 +233,7 @@ def _trace(func: Any, args: Any, kwargs: Any) -> Any:
     if func.is_view:
         inference = next(x for x in args if isinstance(x, torch.Tensor)).is_inference()
     with torch.inference_mode(mode=inference):
-        wrapped = tree_map_only(torch.Tensor, _untracked, out)
+        wrapped = map_only(torch.Tensor, _untracked, out)
     return return_and_correct_aliasing(func, args, kwargs, wrapped)
 
 

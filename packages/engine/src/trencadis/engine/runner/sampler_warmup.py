@@ -25,13 +25,13 @@ class SamplerWarmup:
         self._sampler = sampler
         self._device = device
         self._head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
+        self._dtype = next(model.parameters()).dtype
         self._logits = torch.empty(0)
         self._requests: tuple[DummyRequest, ...] = ()
 
     @torch.inference_mode()
     def open_batch(self, batch_size: int, requests: tuple[DummyRequest, ...]) -> None:
-        weight = self._head.weight
-        hidden = torch.rand(batch_size, weight.shape[1]).to(weight.dtype)
+        hidden = torch.rand(batch_size, self._head.in_features).to(self._dtype)
         self._logits = self._head(self._device.upload(hidden)).float()
         self._device.mark_step()
         self._requests = requests[:batch_size]
