@@ -203,7 +203,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"choice_stream", "prompts"},
     ],
     "server.http": [
-        {"auth", "body_limit", "content_type", "disconnect", "error_handlers"},
+        {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
         {"event_stream"},
     ],
     "server.metrics": [

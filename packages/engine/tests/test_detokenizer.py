@@ -46,6 +46,22 @@ def test_deltas_join_to_the_text_and_hold_whole_characters(tokenizer: Tokenizer,
 
 
 @settings(max_examples=200, deadline=None)
+@given(prompt=st.one_of(texts, texts.map(lambda text: text + "\ufffd")), answer=texts)
+def test_the_end_of_a_prompt_is_no_part_of_the_answer(
+    tokenizer: Tokenizer, prompt: str, answer: str
+) -> None:
+    stream = IncrementalDetokenizer(tokenizer, SamplingParams(), tokenizer.encode(prompt))
+    deltas = [stream.push(token)[0] for token in tokenizer.encode(answer)]
+    assert "".join([*deltas, stream.finish()]) == answer
+
+
+def test_a_character_that_begins_in_the_prompt_is_given_whole(tokenizer: Tokenizer) -> None:
+    first, *rest = tokenizer.encode("\u00e9!")
+    stream = IncrementalDetokenizer(tokenizer, SamplingParams(), [*tokenizer.encode("ab"), first])
+    assert "".join(stream.push(token)[0] for token in rest) == "\u00e9!"
+
+
+@settings(max_examples=200, deadline=None)
 @given(
     text=st.text("abc", max_size=30),
     stop=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 from collections.abc import Callable
@@ -201,6 +202,25 @@ class TestConversion:
         first = gguf.convert_gguf(source, cache=tmp_path / "cache")
         source.write_bytes(b"GGUF, retrained")
         assert gguf.convert_gguf(source, cache=tmp_path / "cache") != first
+
+    def test_other_weights_in_place_are_converted_anew(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Size, first MiB and time of the last change stay."""
+        monkeypatch.setattr(gguf, "_convert", lambda _, target: _touch(target))
+        source.write_bytes(b"GGUF" + bytes(2 << 20) + b"old")
+        times = source.stat()
+        first = gguf.convert_gguf(source, cache=tmp_path / "cache")
+        source.write_bytes(b"GGUF" + bytes(2 << 20) + b"new")
+        os.utime(source, ns=(times.st_atime_ns, times.st_mtime_ns))
+        assert gguf.convert_gguf(source, cache=tmp_path / "cache") != first
+
+    def test_the_cache_is_for_its_owner_alone(
+        self, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(gguf, "_convert", lambda _, target: _touch(target))
+        gguf.convert_gguf(source, cache=tmp_path / "cache")
+        assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
 
     def test_file_that_is_no_gguf_is_refused(self, source: Path, tmp_path: Path) -> None:
         with pytest.raises(ModelError, match="cannot be read as a GGUF model"):

@@ -38,6 +38,8 @@ CASES = [
     *(("stop", value) for value in ([["END"]], [None], ["a"] * 17, object())),
     *(("stop_token_ids", value) for value in ([1.5], 7, "77", b"77", ["7"], [True], [-1], [None])),
     *(("stop_token_ids", value) for value in ([MAX_TOKEN_ID + 1], [HUGE], [math.nan])),
+    ("stop_token_ids", range(4097)),
+    ("logit_bias", dict.fromkeys(range(4097), 1.0)),
     *(("logit_bias", value) for value in ({1.5: 2}, {"7": 1}, {True: 1}, {-1: 1}, {HUGE: 1})),
     *(("logit_bias", value) for value in ([(7, 1)], 7, "7", {7: "1"}, {7: None}, {7: True})),
     *(("logit_bias", value) for value in ({7: math.nan}, {7: math.inf}, {7: 101}, {7: HUGE})),

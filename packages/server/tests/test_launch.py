@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import signal
@@ -14,6 +15,11 @@ import pytest
 
 from trencadis.engine import EngineConfig, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
+from trencadis.server.http.connections import (
+    MAX_CONNECTIONS,
+    default_connection_limit,
+    quiet_accept_errors,
+)
 
 pytestmark = pytest.mark.asyncio
 
@@ -181,3 +187,96 @@ async def test_a_port_taken_while_the_model_loaded_is_explained(starting, engine
         with pytest.raises(LaunchError, match="listen"):
             await asyncio.wait_for(task, 10)
     assert starting.events[-1] == "stop"
+
+
+async def connection(url):
+    host, port = url.removeprefix("http://").split(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:"])
+async def test_a_client_that_sends_no_whole_headers_is_disconnected(starting, sent):
+    run = Run(header_timeout=0.3)
+    reader, writer = await connection(await run.url())
+
+    async def drip():  # more bytes do not extend the time
+        while True:
+            writer.write(sent + b"x" if sent else b"")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+    dripping.cancel()
+    writer.close()
+    await run.end()
+
+
+async def test_a_second_request_of_a_connection_has_the_same_limit(starting):
+    run = Run(header_timeout=0.3)
+    reader, writer = await connection(await run.url())
+    for _ in range(2):
+        writer.write(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"200" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 5)
+        await asyncio.sleep(0.4)  # the limit is of headers, not of the pause before them
+        assert not reader.at_eof()
+    writer.write(b"GET /health")
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    await run.end()
+
+
+async def test_silent_connections_keep_nobody_out(starting, caplog):
+    run = Run(max_connections=2)
+    url = await run.url()
+    silent = [await connection(url) for _ in range(5)]
+    async with httpx.AsyncClient(base_url=url) as client:
+        assert (await client.get("/health")).status_code == 200
+    assert await asyncio.wait_for(silent[0][0].read(), 5) == b"", "the oldest is closed"
+    for _, writer in silent:
+        writer.close()
+    await run.end()
+    assert caplog.text.count("connections are open") == 1
+
+
+async def test_connections_above_the_limit_are_refused_until_one_closes(starting):
+    run = Run(max_connections=2)
+    url = await run.url()
+    busy = [await connection(url) for _ in range(2)]
+    for _, writer in busy:
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n"
+        )
+    await asyncio.sleep(0.1)
+    async with httpx.AsyncClient(base_url=url) as client:
+        refused = await client.get("/health")
+        assert refused.status_code == 503
+        assert refused.headers["retry-after"] == "1"
+        assert "too many connections" in refused.json()["error"]["message"]
+        busy[0][1].close()
+        await busy[0][1].wait_closed()
+        for _ in range(100):
+            if (await client.get("/health")).status_code == 200:
+                break
+            await asyncio.sleep(0.02)
+        assert (await client.get("/health")).status_code == 200
+    busy[1][1].close()
+    await run.end()
+
+
+async def test_a_lack_of_descriptors_is_one_log_line_and_other_errors_stay_whole(caplog):
+    loop, lines = asyncio.get_running_loop(), []
+    handle = quiet_accept_errors(lines.append)
+    for _ in range(100):
+        handle(loop, {"message": "socket.accept() out of system resource", "exception": OSError()})
+    assert len(lines) == 1
+    handle(loop, {"message": "another error"})
+    assert "another error" in caplog.text
+
+
+async def test_the_default_number_of_connections_leaves_descriptors_for_the_server():
+    assert default_connection_limit(256) < 256 - 48
+    assert default_connection_limit(10) == 1
+    assert default_connection_limit(1 << 30) == MAX_CONNECTIONS

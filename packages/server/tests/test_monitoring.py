@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import attrs
 import httpx
 import pytest
@@ -199,10 +201,25 @@ async def test_every_series_names_the_model_as_vllm_does(client):
                 assert sample.labels["engine"] == "0"
 
 
-async def test_openmetrics_is_sent_if_the_client_accepts_it(client):
-    response = await client.get("/metrics", headers={"Accept": "application/openmetrics-text"})
-    assert response.headers["content-type"].startswith("application/openmetrics-text")
-    assert response.text.endswith("# EOF\n")
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "*/*",
+        "text/plain;version=0.0.4",
+        # Prometheus 2.x and 3.x by default.
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;"
+        "q=0.75,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+        "text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,*/*;q=0.1",
+    ],
+)
+async def test_names_are_the_same_whatever_the_client_accepts(client, accept):
+    response = await client.get("/metrics", headers={"Accept": accept})
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    typed = set(re.findall(r"^# TYPE (\S+)", response.text, re.MULTILINE))
+    samples = set(re.findall(r"^([a-z_:]+)[{ ]", response.text, re.MULTILINE))
+    assert "vllm:num_requests_running" in typed & samples
+    assert not any(name.startswith("vllm_") for name in samples)
 
 
 async def test_two_apps_in_one_process_do_not_share_metrics(engine):

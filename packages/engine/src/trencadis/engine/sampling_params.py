@@ -7,7 +7,7 @@ request fields from this class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sized
 from functools import partial
 from typing import Any, Literal
 
@@ -29,6 +29,8 @@ MAX_LOGPROBS = 20
 """Maximum number of alternatives per position: the OpenAI API's limit of ``top_logprobs``."""
 
 MAX_STOP_STRINGS = 16
+MAX_STOP_TOKEN_IDS = 4096
+MAX_BIASES = 4096
 MAX_SEQUENCES = 128
 """Maximum number of sequences of one request."""
 
@@ -236,11 +238,13 @@ class SamplingParams:
 
     @stop_token_ids.validator
     def _check_stop_token_ids(self, _: object, value: tuple[int, ...]) -> None:
+        _check_count(value, MAX_STOP_TOKEN_IDS, "stop_token_ids")
         for token in value:
             _check_token_id(token, "stop_token_ids")
 
     @logit_bias.validator
     def _check_logit_bias(self, _: object, value: Mapping[int, float]) -> None:
+        _check_count(value, MAX_BIASES, "logit_bias")
         for token, bias in value.items():
             _check_token_id(token, "logit_bias")
             is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
@@ -306,6 +310,11 @@ class SamplingParams:
     def needs_ranking(self) -> bool:
         """Whether the answers are known only after all sequences have ended."""
         return self.use_beam_search or self.num_seqs > self.n
+
+
+def _check_count(value: Sized, limit: int, name: str) -> None:
+    if len(value) > limit:
+        raise InvalidRequest(f"{name} names {len(value)} tokens: give at most {limit}", name)
 
 
 def _check_token_id(value: Any, name: str) -> None:

@@ -13,12 +13,20 @@ import signal
 import socket
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import uvicorn
 
 from trencadis.engine import AsyncEngine, EngineConfig, LogSettings
 from trencadis.server.app import create_app
+from trencadis.server.http.connections import (
+    ConnectionLimits,
+    LimitedProtocol,
+    default_connection_limit,
+    quiet_accept_errors,
+    raise_descriptor_limit,
+)
 from trencadis.server.settings import ServerSettings
 
 logger = logging.getLogger("trencadis.server")
@@ -131,8 +139,11 @@ class _Server(uvicorn.Server):
     def __init__(
         self, engine: AsyncEngine, settings: ServerSettings, on_listening: Callable[[], None]
     ) -> None:
+        limit = settings.max_connections or default_connection_limit(raise_descriptor_limit())
+        limits = ConnectionLimits(limit, settings.header_timeout, settings.retry_after)
         config = uvicorn.Config(
             create_app(engine, settings),
+            http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
             log_config=None,
             access_log=settings.access_log,
             backlog=BACKLOG,
@@ -146,6 +157,8 @@ class _Server(uvicorn.Server):
             await super().startup(sockets)
         except OSError as error:  # another program took the port while the model was loading
             raise LaunchError(f"cannot listen: {error.strerror}") from None
+        handler = quiet_accept_errors(logger.error)
+        asyncio.get_running_loop().set_exception_handler(handler)
         self._on_listening()
 
     @contextmanager

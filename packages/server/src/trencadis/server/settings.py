@@ -97,6 +97,22 @@ class ServerSettings:
             help="most bytes of a request, as in 8MiB",
         ),
     )
+    max_connections: int | None = attrs.field(
+        default=None,
+        validator=integer(1, 1 << 20, optional=True),
+        metadata=setting(
+            "--max-connections",
+            metavar="N",
+            group=SERVER,
+            help="most open connections; further ones are refused with 503",
+            default="what the limit of open files allows, at most 16384",
+        ),
+    )
+    header_timeout: float = attrs.field(
+        default=10.0,
+        validator=_seconds,
+        metadata=setting(help="seconds for a client to send the headers of a request"),
+    )
     max_pending_prompts: int = attrs.field(
         default=256,
         validator=integer(1, 2**31 - 1),

@@ -112,6 +112,7 @@ class RequestTable:
         self._entries: dict[str, _Entry] = {}
         self._samples: dict[int, _Sample] = {}
         self._beam_searches: dict[str, _Entry] = {}
+        self._last_params = SamplingParams()
         self._failures: list[RequestError] = []
 
     def count_by_state(self) -> Counter[SequenceStatus]:
@@ -147,6 +148,10 @@ class RequestTable:
         self._check(key, params, priority)
         if params.needs_ranking and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # best_of ranks samples by logprobs
+        # The prompts of one API request arrive one after another, each with its own copy.
+        if params == self._last_params:
+            params = self._last_params
+        self._last_params = params
         entry = _Entry(key, params, len(prompt_token_ids))
         self._entries[key] = entry
         try:

@@ -33,7 +33,7 @@ class ProgramStore:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        directory.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         _remove_leftovers(directory)
         self._temporary = tempfile.TemporaryDirectory(
             prefix=_PREFIX, dir=directory, ignore_cleanup_errors=True

@@ -12,6 +12,9 @@ from trencadis.engine.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer
 
+_INCOMPLETE = "\ufffd"
+"""What bytes that are no whole character decode to."""
+
 _CONTEXT = 8
 """Prompt tokens given to the decoder, so that the first new token keeps its leading space."""
 
@@ -28,7 +31,10 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer.backend
         self._skip_special = params.skip_special_tokens
-        self._stream = DecodeStream(list(prompt_token_ids[-_CONTEXT:]), self._skip_special)
+        self._context = list(prompt_token_ids[-_CONTEXT:])
+        self._stream: DecodeStream | None = None
+        if not self._decode(self._context).endswith(_INCOMPLETE):
+            self._stream = DecodeStream(self._context, self._skip_special)
         self._pending_ids: list[int] = []
         self._stop = params.stop
         self._keep_stop = params.include_stop_str_in_output
@@ -39,7 +45,10 @@ class IncrementalDetokenizer:
     def push(self, token_id: int) -> tuple[str, str | None]:
         """Add a token; returns the text that is now final, and the stop string that matched."""
         self._num_tokens += 1
-        piece = self._stream.step(self._tokenizer, token_id)
+        if self._stream is None:
+            piece = self._leave_prompt(token_id)
+        else:
+            piece = self._stream.step(self._tokenizer, token_id)
         if piece is None:
             self._pending_ids.append(token_id)
             return "", None
@@ -51,11 +60,26 @@ class IncrementalDetokenizer:
         """The text still held back. Call it when generation ends without a stop string."""
         tail, self._held = self._held, ""
         if self._pending_ids:
-            tail += self._tokenizer.decode(
-                self._pending_ids, skip_special_tokens=self._skip_special
-            )
+            tail += self._decode(self._pending_ids)
             self._pending_ids.clear()
         return tail
+
+    def _decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
+
+    def _leave_prompt(self, token_id: int) -> str | None:
+        """As ``DecodeStream.step``, after a prompt that ends in a replacement character.
+
+        The stream takes that for an incomplete character and would give the prompt's end as new
+        text. It is one only if the new tokens change it.
+        """
+        token_ids = [*self._context, *self._pending_ids, token_id]
+        text = self._decode(token_ids)
+        if text.endswith(_INCOMPLETE):
+            return None
+        self._stream = DecodeStream(token_ids, self._skip_special)
+        prompt = self._decode(self._context)
+        return text[len(prompt) - (not text.startswith(prompt)) :]
 
     def _release(self) -> tuple[str, str | None]:
         if not self._stop:

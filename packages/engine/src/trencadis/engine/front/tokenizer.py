@@ -23,7 +23,7 @@ class Tokenizer:
     def load(cls, source: str) -> Tokenizer:
         """The tokenizer in a directory or of a hub id. Raises `ModelError` when there is none."""
         try:
-            tokenizer = AutoTokenizer.from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
             raise ModelError(f"{source} has no usable tokenizer: {error}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):

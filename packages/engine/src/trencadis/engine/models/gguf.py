@@ -35,7 +35,7 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
     target = parent / f"{name or gguf.stem}-{_fingerprint(gguf)}"
     if target.is_dir():
         return target
-    parent.mkdir(parents=True, exist_ok=True)
+    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     logger.info("Converting %s to bf16 safetensors in %s (once)", gguf.name, target)
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
     try:
@@ -57,8 +57,11 @@ def _convert(gguf: Path, target: Path) -> None:
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            trust_remote_code=False,
         )
-        tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
+        tokenizer = AutoTokenizer.from_pretrained(
+            gguf.parent, gguf_file=gguf.name, trust_remote_code=False
+        )
     except ImportError as error:
         raise ModelError(
             f"reading GGUF files needs pip install 'trencadis-engine[gguf]': {error}"
@@ -79,9 +82,13 @@ def _publish(scratch: Path, target: Path) -> None:
 
 
 def _fingerprint(gguf: Path) -> str:
-    """A digest of the file's size, its first MiB and the version of the conversion."""
+    """A digest of the whole file and of the version of the conversion.
+
+    A file that is replaced in place may keep its size and its first MiB, which is metadata.
+    """
+    digest = hashlib.sha256()
     with gguf.open("rb") as file:
-        head = file.read(1 << 20)
-    digest = hashlib.blake2b(head, digest_size=8)
-    digest.update(f"{gguf.stat().st_size}:{_FORMAT}".encode())
-    return digest.hexdigest()
+        while part := file.read(1 << 20):
+            digest.update(part)
+    digest.update(f":{_FORMAT}".encode())
+    return digest.hexdigest()[:16]

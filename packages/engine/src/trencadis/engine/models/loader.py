@@ -107,6 +107,7 @@ def load_model(
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
+            trust_remote_code=False,
         )
     except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
         raise ModelError(f"{spec.source} cannot be loaded: {_first_line(error)}") from error
@@ -122,7 +123,7 @@ def load_model(
 
 def _read_config(source: str, name: str) -> PreTrainedConfig:
     try:
-        config: PreTrainedConfig = AutoConfig.from_pretrained(source)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"{name} is neither a local checkpoint nor a hub id that can be reached: "

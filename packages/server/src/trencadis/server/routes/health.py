@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from fastapi import APIRouter, Request, Response
-from prometheus_client.exposition import choose_encoder
+from fastapi import APIRouter, Response
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from trencadis.engine import EngineDead
 from trencadis.server import __version__
@@ -32,10 +32,12 @@ def health_router(context: ServingContext) -> APIRouter:
         return {"version": __version__}
 
     @router.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        """Metrics in the Prometheus text format, or in OpenMetrics if the client accepts it."""
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        content = encode(context.metrics.registry)
-        return Response(content, headers={"Content-Type": content_type})
+    async def metrics() -> Response:
+        """Metrics in the Prometheus text format, whatever the client accepts.
+
+        In OpenMetrics, prometheus-client replaces the colon of vLLM's names.
+        """
+        content = generate_latest(context.metrics.registry)
+        return Response(content, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return router

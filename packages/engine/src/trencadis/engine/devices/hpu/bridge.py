@@ -99,7 +99,7 @@ def _keep_recipes(directory: Path | None) -> None:
     """Let the bridge cache recipes in ``directory``, or in the user's cache directory if it can."""
     place = directory or Path(platformdirs.user_cache_dir("trencadis")) / "recipes"
     try:
-        place.mkdir(parents=True, exist_ok=True)
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         if directory is None:
             logger.warning("Recipes are not cached: %s cannot be made (%s)", place, error.strerror)
