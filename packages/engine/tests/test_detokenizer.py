@@ -112,6 +112,32 @@ def test_chat_is_rendered_with_the_template(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode(ids) == "user:hi\nassistant:"
 
 
+@pytest.mark.parametrize(
+    "content", ["a<eos>b", "<bos>", "<bo<bos>s>", "<eos><eos>", "<eos", "\ue000<eos>\ue001"]
+)
+def test_special_tokens_in_a_message_are_ordinary_text(tokenizer: Tokenizer, content: str) -> None:
+    ids = tokenizer.render_chat([{"role": "user", "content": content}])
+    assert max(ids) < 256
+    assert tokenizer.decode(ids) == f"user:{content}\nassistant:"
+    assert max(tokenizer.encode("<eos>")) >= 256, "in a prompt they are special tokens"
+
+
+def test_arguments_of_a_template_may_be_deep(tokenizer: Tokenizer) -> None:
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises(InvalidRequest, match="chat template rejects"):
+        tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs={"a": deep})
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=texts)
+def test_no_text_has_fewer_tokens_than_its_length_allows(tokenizer: Tokenizer, text: str) -> None:
+    assert len(tokenizer.encode(text, add_special_tokens=False)) >= tokenizer.min_num_tokens(
+        len(text)
+    )
+
+
 def test_messages_that_the_template_rejects_are_the_clients_error(tokenizer: Tokenizer) -> None:
     with pytest.raises(InvalidRequest, match="no tools") as caught:
         tokenizer.render_chat([{"role": "tool", "content": "x"}])

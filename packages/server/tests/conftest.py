@@ -46,6 +46,9 @@ class ByteTokenizer:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token for token in token_ids if token != BOS).decode(errors="replace")
 
+    def min_num_tokens(self, length: int) -> int:
+        return length // 8
+
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 

@@ -294,3 +294,26 @@ async def test_an_aborted_answer_is_an_error(client, engine):
     engine.aborts = True
     response = await client.post("/v1/completions", json={"prompt": "a"})
     assert_error(response, 503, None, "request_aborted")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "field"),
+    [
+        ("/v1/completions", {"prompt": ["a", "x" * 5000]}, "prompt"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x" * 5000}]},
+            "messages",
+        ),
+    ],
+)
+async def test_a_text_that_no_context_holds_is_refused_before_it_is_encoded(
+    client, engine, monkeypatch, path, body, field
+):
+    def encode(*_: object) -> list[int]:
+        raise AssertionError("encoded")
+
+    monkeypatch.setattr(engine.tokenizer, "encode", encode)
+    response = await client.post(path, json=body)
+    message = assert_error(response, 400, field, "context_length_exceeded")
+    assert "5000 characters" in message

@@ -38,6 +38,10 @@ class ServingTokenizer(Protocol):
         """Return the text of a single token, as log-probabilities report it."""
         ...
 
+    def min_num_tokens(self, length: int) -> int:
+        """The fewest tokens that a text of ``length`` characters can have."""
+        ...
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],

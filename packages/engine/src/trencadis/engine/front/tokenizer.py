@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,12 +15,27 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trencadis.engine.errors import InvalidRequest, ModelError
 from trencadis.engine.validators import is_text, shown
 
+_TEMPLATE_ERRORS = (
+    *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
+"""What a template raises for messages and arguments that it cannot take."""
+
 
 class Tokenizer:
     """The tokenizer of a checkpoint. Thread-safe."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._tokenizer = tokenizer
+        special = [
+            token.content
+            for token in tokenizer.added_tokens_decoder.values()
+            if token.special and len(token.content) > 1
+        ]
+        # A lookahead, because occurrences may overlap.
+        self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, special))}))")
+        self._has_special = bool(special)
+        self._longest_token = max(map(len, map(str.encode, tokenizer.get_vocab())))
 
     @classmethod
     def load(cls, source: str) -> Tokenizer:
@@ -51,6 +69,10 @@ class Tokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def min_num_tokens(self, length: int) -> int:
+        """The fewest tokens that a text of ``length`` characters can have."""
+        return length // self._longest_token
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
@@ -69,6 +91,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, rendered with the model's chat template.
 
+        Special tokens come from the template alone: where a message or an argument spells one, it
+        is encoded as ordinary text, so that no content can end its turn or begin another role's.
         Raises `InvalidRequest` for messages that the template rejects, and for a model without a
         template.
         """
@@ -76,20 +100,45 @@ class Tokenizer:
             raise InvalidRequest(
                 "this model has no chat template: use the completions endpoint", "messages"
             )
+        given = (
+            [dict(message) for message in messages],
+            None if tools is None else [dict(tool) for tool in tools],
+            dict(chat_template_kwargs or {}),
+        )
         try:
+            # Random digits, so that no content can have it and no filter of a template changes it.
+            separator = f"\ue000{secrets.randbits(64)}\ue001"
+            listed, listed_tools, named = self._without_special(given, separator)
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
+                listed,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
-                tools=[dict(tool) for tool in tools] if tools is not None else None,
-                **(chat_template_kwargs or {}),
+                tools=listed_tools,
+                **named,
             )
-        except (TemplateError, ValueError, TypeError, KeyError) as error:
+        except _TEMPLATE_ERRORS as error:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", "messages"
             ) from error
         try:
-            return self.encode(str(text), add_special_tokens=False)
+            parts = [
+                self.encode(part, add_special_tokens=False) for part in str(text).split(separator)
+            ]
         except InvalidRequest as error:
             raise InvalidRequest(f"the rendered messages: {error}", "messages") from error
+        return list(itertools.chain.from_iterable(parts))
+
+    def _without_special(self, value: Any, separator: str) -> Any:
+        """``value`` with a separator after the first character of each special token in a text."""
+        if isinstance(value, str):
+            if not self._has_special:
+                return value
+            cuts = [found.start() + 1 for found in self._special.finditer(value)]
+            bounds = itertools.pairwise([0, *cuts, len(value)])
+            return separator.join(value[low:high] for low, high in bounds)
+        if isinstance(value, (list, tuple)):
+            return [self._without_special(item, separator) for item in value]
+        if isinstance(value, Mapping):
+            return {key: self._without_special(item, separator) for key, item in value.items()}
+        return value

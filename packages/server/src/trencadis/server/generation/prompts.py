@@ -16,6 +16,9 @@ from trencadis.server.errors import ApiError
 
 T = TypeVar("T")
 
+_LONG = 65_536
+"""Characters of a long prompt. Encoding so many takes about 50 ms."""
+
 
 @attrs.frozen
 class Prompt:
@@ -26,16 +29,18 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenises prompts in one worker thread, so that a long prompt does not block the event loop.
+    """Tokenises prompts in worker threads, so that a long prompt does not block the event loop.
 
-    At most ``max_pending`` requests wait for the thread; a further one raises `EngineOverloaded`.
+    Long prompts have a thread of their own, so that short ones do not wait for them. At most
+    ``max_pending`` requests wait; a further one raises `EngineOverloaded`.
     """
 
     def __init__(self, engine: ServingEngine, max_pending: int) -> None:
         self._engine = engine
         self._max_pending = max_pending
         self._pending = 0
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
 
     async def chat(self, request: ChatCompletionRequest) -> list[Prompt]:
         """The conversation as one prompt.
@@ -57,7 +62,9 @@ class PromptEncoder:
                 chat_template_kwargs=request.chat_template_kwargs,
             )
 
-        token_ids = await self._run(render)
+        length = sum(len(message.content) for message in request.messages)
+        self._check_length(length, "messages")
+        token_ids = await self._run(render, length)
         self._check(token_ids, "messages")
         return [Prompt(token_ids)]
 
@@ -72,25 +79,46 @@ class PromptEncoder:
             self._check(prompt, "prompt")  # decode may fail on ids outside the vocabulary
             return Prompt(prompt, tokenizer.decode(prompt) if request.echo else "")
 
-        prompts = await self._run(lambda: [encode(prompt) for prompt in request.prompt])
+        lengths = [len(prompt) for prompt in request.prompt if isinstance(prompt, str)]
+        self._check_length(max(lengths, default=0), "prompt")
+        prompts = await self._run(
+            lambda: [encode(prompt) for prompt in request.prompt], sum(lengths)
+        )
         for prompt in prompts:
             self._check(prompt.token_ids, "prompt")
         return prompts
 
     def close(self) -> None:
-        """End the thread. Requests that wait for it are cancelled."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads. Requests that wait for them are cancelled."""
+        for thread in (self._short, self._long):
+            thread.shutdown(wait=False, cancel_futures=True)
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T], length: int) -> T:
         if self._pending >= self._max_pending:
             raise EngineOverloaded(
                 f"{self._pending} prompts are waiting to be tokenised: try again later"
             )
         self._pending += 1
+        thread = self._long if length > _LONG else self._short
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+            return await asyncio.get_running_loop().run_in_executor(thread, work)
         finally:
             self._pending -= 1
+
+    def _check_length(self, length: int, field: str) -> None:
+        """Reject a text of so many characters that no tokens could be long enough for it.
+
+        Encoding it would take seconds, only to find that it is too long.
+        """
+        limit = self._engine.max_model_len
+        if self._engine.tokenizer.min_num_tokens(length) >= limit:
+            raise ApiError(
+                400,
+                f"{field} has {length} characters, more than this model's context of {limit} "
+                "tokens can hold: shorten it",
+                param=field,
+                code="context_length_exceeded",
+            )
 
     def _check(self, token_ids: Sequence[int], field: str) -> None:
         """Reject what the engine would reject, with the client's field name and OpenAI's code.
