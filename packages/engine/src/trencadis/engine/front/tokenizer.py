@@ -92,7 +92,8 @@ class Tokenizer:
         """Token ids of a conversation, rendered with the model's chat template.
 
         Special tokens come from the template alone: where a message or an argument spells one, it
-        is encoded as ordinary text, so that no content can end its turn or begin another role's.
+        is encoded as ordinary text, so that no content can end its message or begin that of another
+        role.
         Raises `InvalidRequest` for messages that the template rejects, and for a model without a
         template.
         """
