@@ -92,8 +92,7 @@ class Tokenizer:
         """Token ids of a conversation, rendered with the model's chat template.
 
         Special tokens come from the template alone: where a message or an argument spells one, it
-        is encoded as ordinary text, so that no content can end its message or begin that of another
-        role.
+        is encoded as ordinary text, so that no content can end its message or begin another.
         Raises `InvalidRequest` for messages that the template rejects, and for a model without a
         template.
         """
