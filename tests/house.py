@@ -121,8 +121,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "scheduler.thermal": [
         {"heat_model", "policy", "readings", "victims"},
-        {"power_model"},
-        {"guard", "no_policy", "power_budget", "proportional", "registry"},
+        {"power_model", "proportional"},
+        {"guard", "no_policy", "power_budget", "registry"},
     ],
     "engine": [
         {"errors", "outputs"},
