@@ -48,6 +48,7 @@ ENGINE = {
     "swap_space": ("1.5", 1.5),
     "swap_bandwidth": ("8", 8.0),
     "temperature_source": ("nvml", "nvml"),
+    "thermal_devices": ("0,2", (0, 2)),
     "thermal_policy": ("proportional", "proportional"),
     "thermal_policy_config": ('{"target_temp_c": 80}', {"target_temp_c": 80}),
 }

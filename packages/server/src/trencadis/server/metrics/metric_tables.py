@@ -96,6 +96,11 @@ ENGINE_METRICS = (
         _thermal(lambda t: t.hottest_c),
     ),
     _gauge(
+        "trencadis:thermal_target_celsius",
+        "Target temperature of the thermal policy, degrees C.",
+        _thermal(lambda t: t.target_temp_c),
+    ),
+    _gauge(
         "trencadis:power_watts",
         "Power of all devices together, watts.",
         _thermal(lambda t: t.power_w),
