@@ -44,6 +44,8 @@ ENGINE = {
     "compile": (None, True),
     "compile_cache": ("/cache", "/cache"),
     "fp32_softmax": ("true", True),
+    "engine_restarts": ("1", 1),
+    "hang_timeout": ("9", 9.0),
     "scheduling_policy": ("priority", "priority"),
     "swap_space": ("1.5", 1.5),
     "swap_bandwidth": ("8", 8.0),

@@ -68,6 +68,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
+FAULTS = "faults"
 """Groups of flags in ``--help``."""
 
 BUCKETING_VARIABLES = (
@@ -473,6 +474,28 @@ class EngineConfig(CapacitySettings):
             parse=parse_json_object,
             help="the policy's settings, as in '{\"target_temp_c\": 80}'",
             default="the policy's own",
+        ),
+    )
+
+    engine_restarts: int = attrs.field(
+        default=3,
+        validator=integer(0, INT32_MAX),
+        metadata=setting(
+            "--engine-restarts",
+            metavar="N",
+            group=FAULTS,
+            help="how often the engine core is restarted after it has died, before the server ends",
+        ),
+    )
+    hang_timeout: float = attrs.field(
+        default=60.0,
+        validator=number(2, 86_400),
+        metadata=setting(
+            "--hang-timeout",
+            metavar="SECONDS",
+            group=FAULTS,
+            help="seconds without a message of the engine core after which it counts as hung; half "
+            "an hour while it compiles or warms up",
         ),
     )
 

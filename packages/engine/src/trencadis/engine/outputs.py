@@ -110,6 +110,7 @@ class EngineStats:
     - ``num_bucket_misses``: forward passes whose shape no bucket holds.
     - ``num_cold_forwards``: forward passes in a shape that was not warmed up.
     - ``num_compilations``: compilations while serving.
+    - ``num_core_restarts``: restarts of the core. The other totals count since the last one.
     """
 
     num_running_reqs: int = 0
@@ -135,6 +136,7 @@ class EngineStats:
     num_bucket_misses: int = 0
     num_cold_forwards: int = 0
     num_compilations: int = 0
+    num_core_restarts: int = 0
 
     @property
     def cache_usage(self) -> float:

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 
-from trencadis.engine import AsyncEngine, EngineConfig, LogSettings
+from trencadis.engine import AsyncEngine, EngineConfig, EngineDead, LogSettings
 from trencadis.server.app import create_app
 from trencadis.server.settings import ServerSettings
 
@@ -46,7 +46,8 @@ async def serve(
     On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, and stops
     the engine. A second signal ends the wait. ``announce`` is called once with a text that says
     where the server listens; by default the text is printed.
-    Raises `LaunchError` where the port is taken, and the errors of `AsyncEngine.start`.
+    Raises `LaunchError` where the port is taken, the errors of `AsyncEngine.start`, and
+    `EngineDead` once the engine can serve no request any more, so that the process ends.
     """
     stop_signals = _StopSignals()
     with _bound_socket(settings.host, settings.port) as listener, stop_signals.handled():
@@ -57,7 +58,13 @@ async def serve(
         try:
             greeting = _greeting(engine, settings, listener)
             server = _Server(engine, settings, lambda: (announce or _print)(greeting))
-            await stop_signals.calling(server.stop, server.serve(sockets=[listener]))
+            failure = asyncio.ensure_future(_stop_after_failure(engine, server))
+            try:
+                await stop_signals.calling(server.stop, server.serve(sockets=[listener]))
+                if failure.done():
+                    raise EngineDead(failure.result())
+            finally:
+                failure.cancel()
         finally:
             await _stop(engine)
 
@@ -70,6 +77,13 @@ def check_address(settings: ServerSettings) -> None:
 
 def _print(text: str) -> None:
     print(text, flush=True)  # not buffered, even into a pipe
+
+
+async def _stop_after_failure(engine: AsyncEngine, server: _Server) -> str:
+    """Stop the server once the engine can serve no request any more; returns why."""
+    reason = await engine.wait_until_failed()
+    server.stop()
+    return reason
 
 
 async def _stop(engine: AsyncEngine) -> None:

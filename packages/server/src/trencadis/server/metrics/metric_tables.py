@@ -160,6 +160,11 @@ ENGINE_METRICS = (
         "Forward passes in a shape that was not warmed up.",
         lambda s: s.num_cold_forwards,
     ),
+    _counter(
+        "trencadis:core_restarts",
+        "Restarts of the engine core. Other counters of the core start again at 0.",
+        lambda s: s.num_core_restarts,
+    ),
     _counter("trencadis:compilations", "Compilations while serving.", lambda s: s.num_compilations),
 )
 
