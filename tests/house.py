@@ -204,7 +204,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.http": [
         {"auth", "body_limit", "content_type", "disconnect", "error_handlers"},
-        {"event_stream"},
+        {"admin_calls", "event_stream"},
     ],
     "server.metrics": [
         {"metric_tables"},

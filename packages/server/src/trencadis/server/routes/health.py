@@ -25,7 +25,11 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/ready")
     async def ready() -> Response:
-        """For a readiness probe: 200 if requests should be sent here, otherwise 503."""
+        """For a readiness probe: 200 if requests should be sent here, otherwise 503.
+
+        503 also while an operator drains the server.
+        """
+        context.check_accepting()
         await _check_health(context)
         return Response()
 
