@@ -19,6 +19,7 @@ import argparse
 import gc
 import statistics
 import time
+from collections.abc import Mapping
 
 import attrs
 
@@ -37,6 +38,7 @@ class Cool:
     hottest_c: float | None = 45.0
     may_raise_cap: bool = True
     power_w: float | None = None
+    temperatures_c: Mapping[int, float] = attrs.field(factory=dict)
 
 
 def measure(

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import attrs
@@ -56,6 +56,7 @@ class Reading:
     hottest_c: float
     may_raise_cap: bool = True
     power_w: float | None = None
+    temperatures_c: Mapping[int, float] = attrs.field(factory=dict)
 
 
 @attrs.define

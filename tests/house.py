@@ -121,8 +121,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "scheduler.thermal": [
         {"heat_model", "policy", "readings", "victims"},
-        {"power_model"},
-        {"guard", "no_policy", "power_budget", "proportional", "registry"},
+        {"power_model", "proportional"},
+        {"guard", "no_policy", "power_budget", "registry"},
     ],
     "engine": [
         {"errors", "outputs"},
@@ -204,7 +204,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.http": [
         {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
-        {"event_stream"},
+        {"admin_calls", "event_stream"},
     ],
     "server.metrics": [
         {"metric_tables"},

@@ -22,11 +22,17 @@ from trencadis.engine import (
     EngineDead,
     EngineError,
     EngineOverloaded,
+    EngineRestarting,
+    EngineStats,
+    EngineUnresponsive,
     InvalidRequest,
     LogSettings,
     ModelError,
     SamplingParams,
 )
+from trencadis.engine.core.core_process import _loop
+from trencadis.engine.front import async_engine
+from trencadis.engine.ipc.messages import Busy, StepDone, Stop
 
 QUIET = LogSettings(level=logging.CRITICAL)
 LIMIT_SECONDS = 300 if "TRENCADIS_TEST_DEVICE" in os.environ else 60
@@ -71,6 +77,14 @@ def limited(body: Callable[[], Awaitable[None]]) -> None:
 
 async def collect(engine: AsyncEngine, prompt: list[int], **params) -> list[CompletionDelta]:
     return [delta async for delta in engine.generate(prompt, SamplingParams(**params))]
+
+
+async def until(condition: Callable[[], object]) -> None:
+    for _ in range(int(LIMIT_SECONDS / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
 
 
 async def settled(engine: AsyncEngine) -> None:
@@ -176,7 +190,7 @@ def test_full_queue_is_refused(tiny_model: Path) -> None:
 
 def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
     async def body() -> None:
-        async with running(tiny_model) as engine:
+        async with running(tiny_model, engine_restarts=0) as engine:
             task = asyncio.create_task(
                 collect(engine, [1, 2, 3], max_tokens=120, ignore_eos=True, n=4)
             )
@@ -192,6 +206,112 @@ def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
                 await engine.check_health()
 
     limited(body)
+
+
+def test_a_core_that_dies_is_restarted_and_the_requests_that_it_loses_are_told(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "_MAX_BACKOFF_SECONDS", 0.2)
+
+    async def body() -> None:
+        async with running(tiny_model, engine_restarts=1) as engine:
+            calm = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
+            failed = asyncio.create_task(engine.wait_until_failed())
+            await kill_while_serving(engine, EngineRestarting, "this request is lost")
+            with pytest.raises(EngineRestarting, match="is being restarted"):
+                await engine.check_health()
+            with pytest.raises(EngineRestarting):
+                await engine.control(BatchControl())
+            await until(lambda: engine.is_alive)
+            await engine.check_health()
+            assert engine.stats.num_core_restarts == 1
+            again = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
+            assert [delta.text for delta in again] == [delta.text for delta in calm]
+            assert not failed.done()
+            await kill_while_serving(engine, EngineDead, "exit code -9: restart the server")
+            assert "exit code -9" in await failed
+            with pytest.raises(EngineDead, match="restart the server"):
+                await engine.check_health()
+
+    limited(body)
+
+
+async def kill_while_serving(engine: AsyncEngine, error: type[Exception], message: str) -> None:
+    task = asyncio.create_task(collect(engine, [1, 2, 3], max_tokens=120, ignore_eos=True, n=4))
+    await until(lambda: engine.stats.num_running_seqs > 0)
+    os.kill(children()[0].pid, signal.SIGKILL)
+    with pytest.raises(error, match=message) as caught:
+        await task
+    assert type(caught.value) is error
+
+
+def test_an_engine_is_stopped_while_its_core_is_restarted(tiny_model: Path) -> None:
+    async def body() -> None:
+        async with running(tiny_model) as engine:
+            os.kill(children()[0].pid, signal.SIGKILL)
+            await until(lambda: engine._restarting)
+            await asyncio.sleep(1.5)  # it has waited, and starts the process
+        with pytest.raises(EngineDead, match="was stopped"):
+            await engine.check_health()
+
+    limited(body)
+
+
+def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> None:
+    async def body() -> None:
+        async with running(tiny_model, hang_timeout=2.0) as engine:
+            core = children()[0]
+            core.suspend()
+            await asyncio.sleep(1.0)
+            await engine.check_health()
+            await asyncio.sleep(2.0)
+            with pytest.raises(EngineUnresponsive, match="the engine core hangs: no message for"):
+                await engine.check_health()
+            with pytest.raises(EngineUnresponsive):
+                await collect(engine, [1, 2])
+            engine._busy = "the engine core compiles a shape"
+            await engine.check_health()
+            core.resume()
+            await until(lambda: engine.silence_s < 1.0)
+            await engine.check_health()
+            assert len(await collect(engine, [1, 2], max_tokens=3, ignore_eos=True)) == 3
+
+    limited(body)
+
+
+class Channel:
+    """The core's end of a channel, which stops the core after some rounds."""
+
+    def __init__(self) -> None:
+        self.sent: list[object] = []
+        self.num_rounds = 0
+
+    def send(self, message: object) -> None:
+        self.sent.append(message)
+
+    def receive(self, timeout_seconds: float) -> list[object]:
+        self.num_rounds += 1
+        return [Stop()] if self.num_rounds > 3 else []
+
+
+class WarmingCore:
+    """As much of a core as an idle round needs, with buckets left to warm up."""
+
+    is_warming_up = True
+    has_work = False
+    stats = EngineStats()
+
+    def advance_warm_up(self) -> None:
+        """Takes minutes in which the core sends nothing."""
+
+    def take_failures(self) -> list[object]:
+        return []
+
+
+def test_a_core_says_that_it_warms_up_before_it_falls_silent() -> None:
+    channel = Channel()
+    _loop(WarmingCore(), channel, os.getppid())
+    assert [type(message) for message in channel.sent] == [StepDone, *[Busy, StepDone] * 3]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from torch import nn
 
 from trencadis.engine import LLM, SamplingParams
 from trencadis.engine.devices import CUDADevice, select_device
+from trencadis.engine.devices.cuda import sensor_indices
 from trencadis.engine.errors import DeviceError, GraphError
 
 gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -84,3 +85,14 @@ class TestOnAGPU:
             return [answer.completions[0].token_ids for answer in answers]
 
         assert tokens("cuda") == tokens("cpu")
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [(None, (1,)), ("4,7", (7,)), ("4, 7", (7,)), ("GPU-3f,GPU-5a", None), ("4", None)],
+)
+def test_the_sensor_of_a_device_is_found_among_those_of_the_machine(
+    visible: str | None, indices: tuple[int, ...] | None
+) -> None:
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert sensor_indices(1, environ) == indices

@@ -15,6 +15,7 @@ import pytest
 from trencadis.engine import (
     LLM,
     BatchControl,
+    ConfigError,
     EngineConfig,
     EngineCore,
     EngineStats,
@@ -248,4 +249,65 @@ def test_a_policy_reads_the_sensors_of_its_device_where_no_others_are_named(tmp_
         assert watch.guard is not None
     finally:
         watch.stop()
-    assert ThermalMonitor.from_config(EngineConfig(model="m"), "nvml").stats is None
+    without = EngineConfig(model="m")
+    assert ThermalMonitor.from_config(without, f"recorded:{recording}").stats is not None
+    assert ThermalMonitor.from_config(without, "recorded:/no/such/file").stats is None
+
+
+def test_the_policy_none_needs_no_sensor_and_what_nothing_uses_is_refused() -> None:
+    none = EngineConfig(model="m", thermal_policy="none")
+    assert ThermalMonitor.from_config(none).guard is None
+    for unused in (
+        {"thermal_policy_config": {"target_temp_c": 80}},
+        {"thermal_policy": "none", "thermal_policy_config": {"target_temp_c": 80}},
+        {"thermal_devices": (0,)},
+        {"thermal_policy": "proportional"},
+    ):
+        with pytest.raises(ConfigError, match=r"has no policy|temperature_source"):
+            ThermalMonitor.from_config(EngineConfig(model="m", **unused))
+
+
+def test_only_the_devices_that_serve_count(tmp_path: Path) -> None:
+    recording = tmp_path / "readings.csv"
+    rows = [f"{second},{device},{40 + 30 * device}," for second in (0, 900) for device in range(2)]
+    recording.write_text("\n".join(["time_s,device,temperature_c,power_w", *rows]))
+    source = f"recorded:{recording}"
+    for settings, own_source, hottest_c in (
+        ({"temperature_source": source}, None, 70),
+        ({"temperature_source": source, "thermal_devices": (0,)}, None, 40),
+        ({}, source, 40),
+        ({"thermal_devices": (1,)}, source, 70),
+    ):
+        config = EngineConfig(model="m", thermal_policy="proportional", **settings)
+        monitor = ThermalMonitor.from_config(config, own_source, (0,))
+        assert monitor._reader is not None
+        monitor._reader.poll()
+        assert monitor.stats is not None
+        assert monitor.stats.hottest_c == hottest_c
+
+
+def test_an_order_cools_an_engine_that_was_started_without_a_policy(
+    tiny_model: Path, sensor: Sensor, expected: dict[str, list[int]]
+) -> None:
+    sensor.degrees = 91.0
+    core = start(tiny_model, sensor, None)
+    core.add("b", PROMPTS["b"], PARAMS)
+    core.add("a", PROMPTS["a"], PARAMS)
+    tokens: dict[str, list[int]] = {}
+    while core.stats.num_running_seqs < 6 or core.stats.thermal.hottest_c is None:
+        take(core, tokens)
+    order = core.control(BatchControl(target_temp_c=80.0, policy="largest_kv"))
+    take(core, tokens)
+    assert order.result(timeout=0).evicted_request_ids == ("b",)
+    assert core.stats.num_running_seqs == order.result().new_running == 3
+    thermal = core.stats.thermal
+    assert (thermal.policy, thermal.policy_active) == ("control loop", True)
+    assert thermal.target_temp_c == 80.0
+    sensor.degrees = 60.0
+    core.scheduler._control._thermal.policy.dwell_s = 0.02
+    while core.has_work:
+        take(core, tokens)
+    serve_until(core, lambda stats: stats.thermal.policy == "")
+    assert core.stats.thermal.target_temp_c is None
+    assert_as_expected(tokens, expected)
+    core.close()

@@ -180,6 +180,7 @@ class OddState:
     hottest_c: Any
     power_w: Any
     may_raise_cap: Any
+    temperatures_c: Any = attrs.field(factory=dict)
 
 
 class OddSource(TemperatureSource):
@@ -275,7 +276,7 @@ class Fuzzer:
                 {},
             ),
             (lambda: self.guard.cap(self.scheduler), (), {}),
-            (self.guard.retarget, ("temperature",), {}),
+            (self.retarget, ("temperature",), {}),
             (load_thermal_policy, ("policy_name",), {"min_seqs": "count", "budget_w": "seconds"}),
             (lambda watts: PowerModel().observe(watts, 3), ("seconds",), {}),
             *[(self.poll, ("readings",), {})] * 3,
@@ -372,6 +373,11 @@ class Fuzzer:
 
     def control(self, **fields: Any) -> None:
         self.futures.append(self.scheduler.control(BatchControl(**fields)))
+
+    def retarget(self, target_temp_c: Any) -> None:
+        victims = self.rng.choice(("lru", "largest_kv"))
+        dry_run = self.rng.random() < 0.5
+        self.guard.retarget(target_temp_c, victims, self.scheduler, dry_run=dry_run)
 
     def poll(self, readings: Any) -> None:
         self.source.says = readings

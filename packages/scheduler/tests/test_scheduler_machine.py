@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from concurrent.futures import Future
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -53,6 +55,7 @@ class Thermometer:
     hottest_c: float | None = 20.0
     may_raise_cap: bool = True
     power_w: float | None = None
+    temperatures_c: ClassVar[Mapping[int, float]] = {}
 
 
 branching = st.one_of(
@@ -210,7 +213,8 @@ class Machine(RuleBasedStateMachine):
                 max_num_seqs=max_num_seqs, force_evict=force_evict, policy=policy, dry_run=dry_run
             )
         )
-        self.step()
+        while not future.done():
+            self.step()
         answer = future.result(timeout=0)
         assert answer.previous_running >= answer.new_running >= 0
         if max_num_seqs is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from pkgutil import iter_modules
@@ -21,6 +21,7 @@ from trencadis.scheduler import (
 )
 from trencadis.scheduler.thermal import (
     BOARDS,
+    GROUP_DEVICE,
     POLICIES,
     HeatModel,
     NoThermalPolicy,
@@ -51,6 +52,7 @@ class State:
     hottest_c: float | None = 20.0
     may_raise_cap: bool = True
     power_w: float | None = None
+    temperatures_c: Mapping[int, float] = attrs.field(factory=dict)
 
 
 def caps(
@@ -271,3 +273,28 @@ def test_every_built_in_policy_is_registered() -> None:
         and item is not SchedulerThermalPolicy
     }
     assert classes == set(POLICIES.values())
+
+
+class Recording(NoThermalPolicy):
+    """Remembers the readings that it gets."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[int, float]] = []
+
+    def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
+        self.readings.append((gpu_idx, temp_c))
+
+
+def test_a_policy_gets_the_temperature_of_every_device_the_hottest_last() -> None:
+    policy, state = Recording(), State(81.0, temperatures_c={0: 70.0, 1: 81.0, 2: 64.0})
+    guard = ThermalGuard(policy, lambda: state)
+    guard.cap(View())
+    assert policy.readings == [(2, 64.0), (0, 70.0), (1, 81.0)]
+    policy.readings.clear()
+    state.hottest_c = 88.0
+    guard.cap(View())
+    assert policy.readings[-1] == (GROUP_DEVICE, 88.0), "a device of another rank is hotter"
+    policy.readings.clear()
+    state.hottest_c, state.temperatures_c = 81.0, {0: math.nan, 1: 81.0}
+    guard.cap(View())
+    assert (policy.readings, guard.num_rejected_readings) == ([(1, 81.0)], 1)

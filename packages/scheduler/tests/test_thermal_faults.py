@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -29,6 +29,7 @@ class State:
     hottest_c: Any = 20.0
     may_raise_cap: bool = True
     power_w: Any = None
+    temperatures_c: Mapping[int, float] = attrs.field(factory=dict)
 
 
 @attrs.define

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -31,6 +33,8 @@ from trencadis.engine import (
     TokenLogprob,
 )
 from trencadis.server import ServerSettings, create_app
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules of these tests
 
 BOS = 256
 
@@ -88,6 +92,8 @@ class StandInEngine:
         self.aborted: list[str] = []
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
+        self.failed = asyncio.Event()
+        self.health: Exception | None = None
 
     @property
     def stats(self) -> EngineStats:
@@ -114,14 +120,21 @@ class StandInEngine:
             num_bucket_misses=19,
             num_cold_forwards=21,
             num_compilations=22,
+            num_core_restarts=4,
             thermal=self.thermal,
         )
 
     async def check_health(self) -> None:
         if self.hangs:
             await asyncio.sleep(3600)
+        if self.health is not None:
+            raise self.health
         if not self.is_alive:
             raise EngineDead("the core ended with exit code 9: restart the server")
+
+    async def wait_until_failed(self) -> str:
+        await self.failed.wait()
+        return "the core ended with exit code 9"
 
     async def generate(
         self,

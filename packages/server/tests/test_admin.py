@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
+import logging
+
 import attrs
 import httpx
 import pytest
 
-from trencadis.engine import BatchControl, InvalidRequest
+from trencadis.engine import BatchControl, InvalidRequest, ThermalStats
 from trencadis.server import ServerSettings, create_app
+from trencadis.server.http.admin_calls import AdminRateLimit
 
 pytestmark = pytest.mark.asyncio
 
@@ -142,3 +147,111 @@ async def test_an_order_beyond_64_bits_is_refused(admin, engine):
     assert response.status_code == 400
     assert response.json()["error"]["param"] == "force_evict"
     assert not engine.orders
+
+
+async def test_each_call_leaves_one_line_of_who_what_and_result(admin, engine, caplog):
+    caplog.set_level(logging.INFO, "trencadis.server.admin")
+    order = b'{"force_evict":\n 2}'
+    await admin.post(PATH, content=order, headers=KEY)
+    await admin.post(PATH, content=b'{"force_evict": -1}', headers=KEY)
+    await admin.post(PATH, content=b"{}", headers={"Authorization": "Bearer boss\tx"})
+    await admin.get("/v1/admin/none")
+    await admin.get("/health")
+    lines = [record.getMessage() for record in caplog.records]
+    lines = [line for line in lines if line.startswith("client ")]
+    assert len(lines) == 4
+    assert not any("\n" in line or "boss" in line for line in lines)
+    key = hashlib.sha256(b"boss").hexdigest()[:8]
+    assert lines[0].startswith(
+        f'client 127.0.0.1:123, key {key}: POST "/v1/admin/batch" "{{\\"force_evict\\":\\n 2}}" '
+        '-> 200 "{\\"previous_running\\":9'
+    ), lines[0]
+    assert "-> 400 " in lines[1]
+    assert "key " in lines[2]
+    assert "-> 401 " in lines[2]
+    assert ', key none: GET "/v1/admin/none" "" -> 401' in lines[3]
+
+
+async def test_a_long_order_is_cut_in_the_log_and_complete_for_the_engine(admin, engine, caplog):
+    caplog.set_level(logging.INFO, "trencadis.server.admin")
+    order = b'{"force_evict": 2' + b" " * 5000 + b"}"
+    assert (await admin.post(PATH, content=order, headers=KEY)).status_code == 200
+    assert engine.orders == [BatchControl(force_evict=2)]
+    assert len(caplog.records[0].getMessage()) < 1000
+
+
+async def test_a_burst_of_calls_is_refused_and_told_when_to_come_again(engine):
+    client = reach(engine, admin_keys=["boss"], admin_rate_limit=4)
+    wrong = {"Authorization": "Bearer x"}
+    responses = [await client.post(PATH, json={}, headers=wrong) for _ in range(20)]
+    assert {response.status_code for response in responses} == {401}, (
+        "these cost no operator a call"
+    )
+    responses = [await client.post(PATH, json={}, headers=KEY) for _ in range(20)]
+    refused = [response for response in responses if response.status_code == 429]
+    assert len(engine.orders) == 20 - len(refused) < 10
+    assert refused[0].headers["retry-after"] == "1"
+    assert refused[0].json()["error"]["code"] == "rate_limit_exceeded"
+    assert (await client.get("/health")).status_code == 200
+
+
+async def test_the_rate_limit_admits_so_many_calls_a_second():
+    now, admitted = 0.0, 0
+
+    async def app(scope, receive, send):
+        nonlocal admitted
+        admitted += 1
+
+    async def send(message):
+        if message["type"] == "http.response.start":
+            headers.append(dict(message["headers"])[b"retry-after"])
+
+    headers = []
+    limit = AdminRateLimit(app, 0.1, clock=lambda: now)
+    scope = {"type": "http", "path": PATH, "headers": []}
+    for _ in range(3):
+        await limit(scope, None, send)
+    assert (admitted, headers) == (1, [b"10", b"10"])
+    now = 95.0
+    for _ in range(3):
+        await limit(scope, None, send)
+    assert admitted == 2, "calls that did not come are not saved up"
+
+
+async def test_the_state_shows_limit_heat_and_drain(admin, engine):
+    engine.thermal = ThermalStats(policy="control loop", policy_active=True, target_temp_c=80.0)
+    state = (await admin.get("/v1/admin/state", headers=KEY)).json()
+    assert state["draining"] is False
+    assert state["num_active_requests"] == 0
+    assert state["stats"]["max_running_seqs"] == 32
+    assert state["stats"]["thermal"]["policy"] == "control loop"
+    assert state["stats"]["thermal"]["target_temp_c"] == 80.0
+
+
+async def test_a_drain_lets_requests_finish_and_refuses_new_ones(admin, engine):
+    engine.delay = 0.05
+    running = asyncio.create_task(admin.post("/v1/completions", json={"prompt": "abcde"}))
+    for _ in range(1000):
+        if engine.running:
+            break
+        await asyncio.sleep(0.01)
+    response = await admin.post("/v1/admin/drain", headers=KEY)
+    assert response.json() == {"draining": True, "num_active_requests": 1}
+    refused = await admin.post("/v1/completions", json={"prompt": "a"})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+    codes = [(await admin.get(path)).status_code for path in ("/ready", "/health", "/live")]
+    assert codes == [503, 200, 200]
+    response = await admin.post("/v1/admin/drain", json={"wait_s": 30}, headers=KEY)
+    assert response.json() == {"draining": True, "num_active_requests": 0}
+    assert (await running).json()["choices"][0]["text"] == "abcde"
+    response = await admin.post("/v1/admin/drain", json={"drain": False}, headers=KEY)
+    assert response.json()["draining"] is False
+    assert (await admin.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+    assert (await admin.get("/ready")).status_code == 200
+
+
+@pytest.mark.parametrize("body", [{"drain": 1}, {"wait_s": -1}, {"wait": 1}])
+async def test_a_bad_drain_names_its_field(admin, body):
+    response = await admin.post("/v1/admin/drain", json=body, headers=KEY)
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == next(iter(body))

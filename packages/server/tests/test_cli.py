@@ -44,10 +44,13 @@ ENGINE = {
     "compile": (None, True),
     "compile_cache": ("/cache", "/cache"),
     "fp32_softmax": ("true", True),
+    "engine_restarts": ("1", 1),
+    "hang_timeout": ("9", 9.0),
     "scheduling_policy": ("priority", "priority"),
     "swap_space": ("1.5", 1.5),
     "swap_bandwidth": ("8", 8.0),
     "temperature_source": ("nvml", "nvml"),
+    "thermal_devices": ("0,2", (0, 2)),
     "thermal_policy": ("proportional", "proportional"),
     "thermal_policy_config": ('{"target_temp_c": 80}', {"target_temp_c": 80}),
 }
@@ -56,13 +59,27 @@ SERVER = {
     "port": ("9", 9),
     "api_keys": ("a", ("a",)),
     "admin_keys": ("d", ("d",)),
+    "admin_rate_limit": ("3", 3.0),
+    "admin_port": ("9", 9),
+    "ssl_certfile": ("c.pem", "c.pem"),
     "max_body_size": ("1KiB", 1024),
     "shutdown_timeout": ("3", 3.0),
     "access_log": (None, False),
 }
 """The text of a flag, and the value it gives its field."""
 
-NO_SETTING = {"-h", "--help", "--version", "--log-level", "--enforce-eager"}
+WITH_OTHERS = {
+    "enable_admin_api": (("--admin-api-key", "d"), (), True),
+    "admin_host": (("--admin-port", "9"), ("::1",), "::1"),
+    "ssl_keyfile": (("--ssl-certfile", "c.pem"), ("k.pem",), "k.pem"),
+    "ssl_ca_certs": (("--ssl-certfile", "c.pem"), ("a.pem",), "a.pem"),
+    "ssl_cert_reqs": (("--ssl-certfile", "c.pem", "--ssl-ca-certs", "a.pem"), ("2",), 2),
+}
+"""Settings of the server that need others: the flags of those, text and value."""
+
+NO_SETTING = {"-h", "--help", "--version", "--log-level", "--enforce-eager"} | {
+    "--enable-chunked-prefill"
+}
 """Flags of no field: `--enforce-eager` belongs to `EngineConfig.graphs`."""
 
 
@@ -91,6 +108,14 @@ def test_a_flag_reaches_the_engine(name, flag):
 
 @pytest.mark.parametrize(("name", "flag"), flags_of(ServerSettings))
 def test_a_flag_reaches_the_server(name, flag):
+    if name in WITH_OTHERS:
+        others, text, value = WITH_OTHERS[name]
+        without = server_settings(parse(*others), {})
+        settings = server_settings(parse(*others, flag, *text), {})
+        assert settings == attrs.evolve(without, **{name: value}) != without
+        with pytest.raises(ConfigError):
+            server_settings(parse(flag, *text), {})
+        return
     text, value = SERVER[name]
     settings = server_settings(parse(flag, *([text] if text else [])), {})
     assert settings == attrs.evolve(ServerSettings(), **{name: value})
@@ -133,6 +158,26 @@ def test_graphs_are_switched_off_by_a_flag():
     graphs = engine_config(parse("m", "--enforce-eager"), {"VLLM_GRAPH_RESERVED_MEM": "0.4"}).graphs
     assert graphs == WarmupConfig(enforce_eager=True, graph_reserved_mem=0.4)
     assert not engine_config(parse("m"), {}).graphs.enforce_eager
+
+
+def test_the_command_line_of_the_seed_is_accepted():
+    args = parse("m", "--enable-admin-api", "--enable-chunked-prefill")
+    settings = server_settings(args, {"VLLM_ADMIN_TOKEN": "secret"})
+    assert settings.enable_admin_api
+    assert engine_config(args, {}) == EngineConfig(model="m")
+    with pytest.raises(ConfigError, match="needs an admin key: set VLLM_ADMIN_TOKEN"):
+        server_settings(args, {})
+
+
+def test_one_port_cannot_have_two_meanings():
+    with pytest.raises(ConfigError, match="admin_port 8000 is that of the server"):
+        server_settings(parse("--admin-port", "8000"), {})
+
+
+def test_a_certificate_that_cannot_be_used_is_one_line(capsys):
+    flags = ("--ssl-certfile", "/no/such.pem", "--port", "0")
+    assert main(["m", *flags]) == 1
+    assert "--ssl-certfile, --ssl-keyfile and --ssl-ca-certs cannot be" in capsys.readouterr().err
 
 
 def test_the_default_model_has_one_name():

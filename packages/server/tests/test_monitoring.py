@@ -89,6 +89,7 @@ ENGINE_VALUES = {
     "trencadis:bucket_misses_total": 19,
     "trencadis:cold_forwards_total": 21,
     "trencadis:compilations_total": 22,
+    "trencadis:core_restarts_total": 4,
 }
 
 

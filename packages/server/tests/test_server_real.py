@@ -4,22 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import queue
 import re
 import signal
-import subprocess
-import sys
 import threading
-import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
+from server_process import ServerProcess, core_of, session_members, wait_until
 
 pytestmark = [
     pytest.mark.model,
@@ -32,64 +27,6 @@ START_SECONDS = 180
 """The first start converts the model."""
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
-
-
-class ServerProcess:
-    """``python -m trencadis.server`` on a free port, with all it printed."""
-
-    def __init__(self, *flags: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "trencadis.server", "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,  # so that what it left behind can be ended with it
-        )
-        self.output: list[str] = []
-        self._lines: queue.Queue[str | None] = queue.Queue()
-        threading.Thread(target=self._read, daemon=True).start()
-
-    def _read(self) -> None:
-        for line in self.process.stdout:
-            self.output.append(line)
-            self._lines.put(line)
-        self._lines.put(None)
-
-    def wait_for(self, pattern: str, seconds: float) -> re.Match[str]:
-        """The first printed line that matches from now on."""
-        deadline = time.monotonic() + seconds
-        while (left := deadline - time.monotonic()) > 0:
-            try:
-                line = self._lines.get(timeout=left)
-            except queue.Empty:
-                break
-            if line is None:
-                break
-            if match := re.search(pattern, line):
-                return match
-        pytest.fail(f"no line matches {pattern!r} in:\n{''.join(self.output)}")
-
-    def end(self, seconds: float = 30) -> int:
-        """Its exit code after SIGTERM."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(seconds)
-
-    def kill(self) -> None:
-        """End it and whatever it started, now."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
-
-
-def session_members(leader: int) -> list[int]:
-    """Processes, not yet ended, of the session that ``leader`` opened."""
-    members = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            state, _, _, session = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
-            if int(session) == leader and state != "Z":
-                members.append(int(entry.name))
-    return members
 
 
 ADMIN = {"Authorization": "Bearer boss"}
@@ -134,15 +71,6 @@ def model(client) -> str:
 def metric(http: httpx.Client, name: str) -> float:
     text = http.get("/metrics").text
     return float(re.search(rf"^{re.escape(name)}{{.*}} (\S+)$", text, re.MULTILINE)[1])
-
-
-def wait_until(condition: Any, seconds: float = 10) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        if condition():
-            return
-        time.sleep(0.05)
-    pytest.fail(f"did not happen within {seconds} seconds")
 
 
 def test_the_model_has_a_readable_name(model):
@@ -401,21 +329,17 @@ def test_extreme_but_valid_sampling_is_served(http):
     assert http.get("/health").status_code == 200
 
 
-def test_clients_are_told_that_the_engine_died(server, http):
-    """Last in this module: afterwards its server only says so."""
-    (core,) = (pid for pid in session_members(server.process.pid) if is_core(server, pid))
-    os.kill(core, signal.SIGKILL)
+def test_a_core_that_dies_is_replaced_and_answers_are_right_again(server, http, client, model):
+    before = ask(client, model, "red")
+    os.kill(core_of(server), signal.SIGKILL)
     wait_until(lambda: http.get("/health").status_code == 503)
     response = http.post("/v1/completions", json={"prompt": "a"})
     assert response.status_code == 503
-    assert response.json()["error"]["code"] == "engine_dead"
-    assert server.end() == 0
-    wait_until(lambda: session_members(server.process.pid) == [])
-
-
-def is_core(server: ServerProcess, pid: int) -> bool:
-    command = Path(f"/proc/{pid}/cmdline").read_text()
-    return pid != server.process.pid and "spawn_main" in command
+    assert response.json()["error"]["code"] == "engine_restarting"
+    assert http.get("/live").status_code == 200
+    wait_until(lambda: http.get("/ready").status_code == 200, START_SECONDS)
+    assert ask(client, model, "red") == before
+    assert metric(http, "trencadis:core_restarts_total") == 1
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from trencadis.engine.errors import ConfigError
 from trencadis.engine.settings import (
     from_env,
     parse_flag,
+    parse_indices,
     parse_json_object,
     parse_size,
     setting,
@@ -26,7 +27,9 @@ from trencadis.engine.settings import (
 )
 from trencadis.engine.validators import (
     boolean,
+    device_indices,
     integer,
+    items_of,
     number,
     one_of,
     power_of_two,
@@ -65,6 +68,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
+FAULTS = "faults"
 """Groups of flags in ``--help``."""
 
 BUCKETING_VARIABLES = (
@@ -217,6 +221,12 @@ def _path(path: str | os.PathLike[str]) -> str:
 
 def _optional_path(path: str | os.PathLike[str] | None) -> str | None:
     return None if path is None else _path(path)
+
+
+def _tuple_of(value: Any) -> Any:
+    """A list as a tuple. None, and what is no list, is left to the validator."""
+    items = items_of(value)
+    return value if items is None else items
 
 
 def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -425,7 +435,20 @@ class EngineConfig(CapacitySettings):
             group=HEAT,
             help="where temperatures are read: nvml, hlml, sensors, exporter:URL, "
             "sidecar:HOST:PORT or recorded:FILE",
-            default="none; with a thermal policy the device's own, nvml or hlml",
+            default="the device's own, nvml or hlml, if it can be read",
+        ),
+    )
+    thermal_devices: tuple[int, ...] | None = attrs.field(
+        default=None,
+        converter=_tuple_of,
+        validator=device_indices,
+        metadata=setting(
+            "--thermal-devices",
+            metavar="N,...",
+            group=HEAT,
+            parse=parse_indices,
+            help="indices of the source's devices that count, as in 0,1",
+            default="the engine's own, where the source is the device's own; otherwise all",
         ),
     )
     thermal_policy: str | None = attrs.field(
@@ -436,8 +459,8 @@ class EngineConfig(CapacitySettings):
             env="VLLM_THERMAL_POLICY",
             metavar="NAME",
             group=HEAT,
-            help="what caps the running sequences by heat or power: proportional, power, a name "
-            "that a package offers, or module:Class",
+            help="what caps the running sequences by heat or power: none, proportional, power, a "
+            "name that a package offers, or module:Class",
             default="none",
         ),
     )
@@ -451,6 +474,28 @@ class EngineConfig(CapacitySettings):
             parse=parse_json_object,
             help="the policy's settings, as in '{\"target_temp_c\": 80}'",
             default="the policy's own",
+        ),
+    )
+
+    engine_restarts: int = attrs.field(
+        default=3,
+        validator=integer(0, INT32_MAX),
+        metadata=setting(
+            "--engine-restarts",
+            metavar="N",
+            group=FAULTS,
+            help="how often the engine core is restarted after it has died, before the server ends",
+        ),
+    )
+    hang_timeout: float = attrs.field(
+        default=60.0,
+        validator=number(2, 86_400),
+        metadata=setting(
+            "--hang-timeout",
+            metavar="SECONDS",
+            group=FAULTS,
+            help="seconds without a message of the engine core after which it counts as hung; half "
+            "an hour while it compiles or warms up",
         ),
     )
 

@@ -52,3 +52,11 @@ class RequestFailed(EngineError):
 
 class EngineDead(EngineError):
     """The engine core stopped; no request can be served until the process is restarted."""
+
+
+class EngineRestarting(EngineDead):
+    """The engine core died and is being restarted: requests are lost, send them again later."""
+
+
+class EngineUnresponsive(EngineError):
+    """The engine core lives and has sent nothing for longer than ``hang_timeout``."""

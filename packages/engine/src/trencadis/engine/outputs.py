@@ -61,8 +61,10 @@ class ThermalStats:
     ``hottest_c``: temperature of the hottest device, degrees C; None before the first reading.
     ``power_w``: power of all devices together, watts; None if it is not measured.
     ``sensor``: how current the readings are. ``fault``: the error of the sensors or of the policy,
-    "" for none. ``policy``: name of the policy, "" for none. ``policy_active``: whether the policy
-    limits the running sequences; False while it fails, and its last limit stays.
+    "" for none. ``policy``: name of the policy, "" for none, "control loop" while an order's target
+    temperature is in force without a policy. ``policy_active``: whether the policy limits the
+    running sequences; False while it fails, and its last limit stays. ``target_temp_c``: target of
+    the policy, degrees C; None if it has none.
     ``num_policy_faults``, ``num_rejected_readings``: steps in which the policy failed, and readings
     that were no temperature or power, since the start.
     """
@@ -73,6 +75,7 @@ class ThermalStats:
     fault: str = ""
     policy: str = ""
     policy_active: bool = False
+    target_temp_c: float | None = None
     num_policy_faults: int = 0
     num_rejected_readings: int = 0
 
@@ -107,6 +110,7 @@ class EngineStats:
     - ``num_bucket_misses``: forward passes whose shape no bucket holds.
     - ``num_cold_forwards``: forward passes in a shape that was not warmed up.
     - ``num_compilations``: compilations while serving.
+    - ``num_core_restarts``: restarts of the core. The other totals count since the last one.
     """
 
     num_running_reqs: int = 0
@@ -132,6 +136,7 @@ class EngineStats:
     num_bucket_misses: int = 0
     num_cold_forwards: int = 0
     num_compilations: int = 0
+    num_core_restarts: int = 0
 
     @property
     def cache_usage(self) -> float:

@@ -246,6 +246,14 @@ def parse_flag(text: str) -> bool:
     raise ValueError(f"{text!r} is neither true nor false")
 
 
+def parse_indices(text: str) -> tuple[int, ...]:
+    """Integers, separated by commas. Raises `ValueError`."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a list of indices, as in 0,1") from None
+
+
 def parse_json_object(text: str) -> dict[str, Any]:
     """A JSON object. Raises `ValueError`."""
     try:

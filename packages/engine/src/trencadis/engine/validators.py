@@ -185,6 +185,25 @@ def power_of_two(_: object, attribute: attrs.Attribute[Any], value: Any) -> None
         )
 
 
+def device_indices(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+    """Validate a tuple of distinct indices from 0, or None."""
+    if value is None:
+        return
+    is_valid = (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(isinstance(index, int) and not isinstance(index, bool) for index in value)
+        and min(value) >= 0
+        and len(set(value)) == len(value)
+    )
+    if not is_valid:
+        raise ConfigError(
+            f"{attribute.name} must be distinct indices of devices from 0, as in (0, 1), "
+            f"got {shown(value)}",
+            attribute.name,
+        )
+
+
 def plain_number(value: Any) -> Any:
     """NumPy's and others' numbers as int or float, which messages carry; other values unchanged."""
     if isinstance(value, bool):

@@ -67,9 +67,12 @@ class AdmissionControl:
         """Resume swapped and preempted groups, then admit waiting ones.
 
         A waiting group is not admitted while a group of its or a higher priority waits to resume,
-        and none is resumed before a waiting group that is older and overdue.
+        and none is resumed before a waiting group that is older and overdue. A step that carries
+        out a control request starts none.
         """
         self._pending_prefixes.discard_computed()
+        if step.carries_out_order:
+            return
         states = self._states
         if states.resume_queue:
             self._start_groups(states.resume_queue, step, self._can_resume, self._resume)

@@ -13,6 +13,7 @@ from typing import TypeGuard
 
 import attrs
 
+from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.errors import ControlError, SchedulerError
 from trencadis.scheduler.group import SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_states import GroupStates
@@ -20,9 +21,10 @@ from trencadis.scheduler.output import SchedulingStep
 from trencadis.scheduler.preemption import Preemptor
 from trencadis.scheduler.running_limit import RunningLimit
 from trencadis.scheduler.thermal.guard import ThermalGuard
+from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS
 from trencadis.scheduler.validators import check_instance, instance_of, integer, number, one_of
 
 _INT64_MAX = 2**63 - 1
@@ -45,19 +47,25 @@ class BatchControl:
         default=None,
         validator=integer(0, _INT64_MAX, optional=True),
         metadata={
-            "help": "Number of running sequences to preempt now. Without max_num_seqs, the number "
-            "that is left stays the running limit for SchedulerConfig.force_evict_hold_s seconds."
+            "help": "Number of running sequences to preempt now. The number that is left stays the "
+            "running limit for SchedulerConfig.force_evict_hold_s seconds."
         },
     )
     target_temp_c: float | None = attrs.field(
         default=None,
         validator=number(0, MAX_TARGET_C, exclusive_low=True, optional=True),
-        metadata={"help": "New target of the thermal policy, degrees C; null: unchanged."},
+        metadata={
+            "help": "New target of the thermal policy, degrees C; null: unchanged. Without a "
+            "policy it starts a control loop, which ends once the devices stay below the target."
+        },
     )
     policy: str = attrs.field(
         default="lru",
         validator=one_of(*VICTIM_ORDERS),
-        metadata={"help": "Order in which running groups are chosen as victims."},
+        metadata={
+            "help": "Order in which running groups are chosen as victims; with target_temp_c also "
+            "of those that the thermal policy preempts later."
+        },
     )
     dry_run: bool = attrs.field(
         default=False,
@@ -70,7 +78,8 @@ class BatchControl:
 class BatchControlResult:
     """What a control request did, or what it would do under ``dry_run``.
 
-    ``previous_running`` and ``new_running`` count sequences. ``estimated_watts_saved`` is in watts.
+    ``previous_running`` and ``new_running`` count sequences: those that ran before the request, and
+    those that run when the step is scheduled. ``estimated_watts_saved`` is in watts.
     """
 
     previous_running: int
@@ -78,6 +87,15 @@ class BatchControlResult:
     evicted_request_ids: tuple[str, ...]
     estimated_watts_saved: float
     new_max_num_seqs: int
+
+
+@attrs.frozen
+class _ChangedView:
+    """The scheduler as a policy sees it under the settings of a control request."""
+
+    scheduler_config: SchedulerConfig
+    num_running_seqs: int
+    now_s: float
 
 
 class ControlHandler:
@@ -99,6 +117,8 @@ class ControlHandler:
         self._thermal = thermal
         self._pending: deque[tuple[BatchControl, Future[BatchControlResult]]] = deque()
         self._to_preempt: list[str] = []
+        self._was_carried_out = False
+        """Whether the last step carried out a control request."""
 
     @property
     def has_control_requests(self) -> bool:
@@ -124,22 +144,25 @@ class ControlHandler:
         self._to_preempt.extend(running)
         return tuple(running)
 
-    def apply(self, step: SchedulingStep) -> None:
+    def apply(self, step: SchedulingStep, view: SchedulerView) -> None:
         """Preempt the requested groups, then apply each control request and answer it.
 
-        Skips control requests that were cancelled. The others can no longer be cancelled.
+        A step that carries out a control request starts no group, so the next one carries out
+        none: groups start however many requests arrive. Skips control requests that were
+        cancelled. The others can no longer be cancelled.
         """
         if self._to_preempt:
             requested = [self._states.groups.get(request_id) for request_id in self._to_preempt]
             self._to_preempt.clear()
             victims = [group for group in requested if _is_running(group)]
             self._force_evict(list(dict.fromkeys(victims)), step)
-        while self._pending:
+        must_wait, self._was_carried_out = self._was_carried_out, False
+        while self._pending and not must_wait:
             control, future = self._pending.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = self._apply(control, step)
+                result = self._apply(control, step, view)
             except Exception as error:
                 future.set_exception(error)
                 if not isinstance(error, SchedulerError):
@@ -147,19 +170,26 @@ class ControlHandler:
             else:
                 future.set_result(result)
 
-    def _apply(self, control: BatchControl, step: SchedulingStep) -> BatchControlResult:
-        """Raises `ControlError` before anything has changed."""
+    def _apply(
+        self, control: BatchControl, step: SchedulingStep, view: SchedulerView
+    ) -> BatchControlResult:
+        """Decide, then change the limits and preempt. Raises `ControlError` before any change."""
         max_num_seqs = self._max_num_seqs(control)
+        policy_limit = self._policy_limit(control, max_num_seqs, view)
+        num_to_evict = control.force_evict or 0
+        victims = self._limit.victims(
+            control.policy, num_to_evict, max_num_seqs, policy_limit, step.now
+        )
         previous_running = self._states.num_running_seqs
-        victims = self._victims(control, max_num_seqs, step)
+        num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
-            self._set_target_temp(control)
+            step.carries_out_order = self._was_carried_out = True
             self._limit.set_max_num_seqs(max_num_seqs)
-            if control.force_evict and control.max_num_seqs is None:
+            self._limit.policy_limit = policy_limit
+            if num_to_evict:
                 self._force_evict(victims, step)
             else:
                 self._preempt(victims, step)
-        num_preempted = sum(group.num_seqs for group in victims)
         return BatchControlResult(
             previous_running=previous_running,
             new_running=previous_running - num_preempted,
@@ -178,24 +208,25 @@ class ControlHandler:
                 "lower the first",
                 "max_num_seqs",
             )
-        if control.target_temp_c is not None and self._thermal is None:
-            raise ControlError(
-                f"target_temp_c {control.target_temp_c} needs a thermal policy and none is active: "
-                "start with a policy, or set max_num_seqs",
-                "target_temp_c",
-            )
         return max_num_seqs
 
-    def _set_target_temp(self, control: BatchControl) -> None:
-        if control.target_temp_c is not None and self._thermal is not None:
-            self._thermal.retarget(control.target_temp_c)
-
-    def _victims(
-        self, control: BatchControl, max_num_seqs: int, step: SchedulingStep
-    ) -> list[SequenceGroup]:
-        limit = min(max_num_seqs, self._limit.value(step.now))
-        num_seqs = max(control.force_evict or 0, self._states.num_running_seqs - limit)
-        return first_victims(victim_order(control.policy), list(self._states.running), num_seqs)
+    def _policy_limit(
+        self, control: BatchControl, max_num_seqs: int, view: SchedulerView
+    ) -> int | None:
+        """Set the target temperature, unless in a dry run; the policy's limit under it."""
+        if control.target_temp_c is None:
+            return self._limit.policy_limit
+        if self._thermal is None:
+            raise ControlError(
+                f"target_temp_c {control.target_temp_c} needs temperatures and none are read: "
+                "start with a temperature source, or set max_num_seqs",
+                "target_temp_c",
+            )
+        config = attrs.evolve(self._limit.config, max_num_seqs=max_num_seqs)
+        changed = _ChangedView(config, view.num_running_seqs, view.now_s)
+        return self._thermal.retarget(
+            control.target_temp_c, control.policy, changed, dry_run=control.dry_run
+        )
 
     def _preempt(self, groups: list[SequenceGroup], step: SchedulingStep) -> None:
         for group in groups:

@@ -102,6 +102,8 @@ class SchedulingStep:
     - ``max_running_seqs``: the running limit, in sequences.
     - ``max_group_seqs``: the most sequences of a group that may start; above ``max_running_seqs``
       where a thermal limit is lower. Such a group runs alone.
+    - ``carries_out_order``: no phase after a control request starts or preempts a group, so that
+      its answer is what runs after the step.
     """
 
     number: int
@@ -111,6 +113,7 @@ class SchedulingStep:
     blocks: BlockManager
     max_running_seqs: int = 0
     max_group_seqs: int = 0
+    carries_out_order: bool = False
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
     decodes: list[ScheduledSequence] = attrs.field(factory=list)
     preempted_seq_ids: list[int] = attrs.field(factory=list)

@@ -49,10 +49,13 @@ class Preemptor:
 
         A victim that a later group outlasts counts as bypassed. False if ``group`` cannot in this
         step: it was preempted itself, or it waits for the blocks of a swap-out in progress, or for
-        a group that is being swapped in, which it can preempt later.
+        a group that is being swapped in, which it can preempt later, or the step carries out a
+        control request and preempts for that alone.
         """
         blocks, states = self._group_blocks, self._states
         while (num_needed := blocks.num_blocks_to_append(group)) > blocks.pool.num_free_blocks:
+            if step.carries_out_order:
+                return False
             victim = states.running.last()
             if num_needed <= blocks.pool.num_free_blocks + blocks.num_swapping_out:
                 return False

@@ -29,6 +29,7 @@ class RunningLimit:
     limits are orders of an operator: such a group waits, and a warning says so if nothing runs.
 
     ``config`` has the settings in force; control requests change its ``max_num_seqs``.
+    ``policy_limit`` is the last limit of the thermal policy; None without one.
     """
 
     def __init__(
@@ -39,10 +40,10 @@ class RunningLimit:
         thermal: ThermalGuard | None,
     ) -> None:
         self.config = config
+        self.policy_limit: int | None = None
         self._states = states
         self._preemptor = preemptor
         self._thermal = thermal
-        self._thermal_limit: int | None = None
         self._hold_limit: int | None = None
         self._hold_until_s = 0.0
         self._was_exceeded = False
@@ -50,12 +51,9 @@ class RunningLimit:
 
     def value(self, now: float) -> int:
         """The maximum number of running sequences at ``now`` (seconds)."""
-        limit = self._ordered_limit(now)
-        if self._thermal_limit is None:
-            return limit
         running = self._states.running
         num_first = running.first().num_seqs if running else 0
-        return min(limit, max(self._thermal_limit, num_first))
+        return _limit(self._ordered_limit(now), self.policy_limit, num_first)
 
     def set_max_num_seqs(self, max_num_seqs: int) -> None:
         self.config = attrs.evolve(self.config, max_num_seqs=max_num_seqs)
@@ -65,22 +63,50 @@ class RunningLimit:
         self._hold_limit = self._states.num_running_seqs
         self._hold_until_s = now + self.config.force_evict_hold_s
 
-    def enforce(self, step: SchedulingStep, view: SchedulerView) -> None:
+    def ask_policy(self, view: SchedulerView) -> None:
+        """Pass the newest readings to the thermal policy, which reads ``view``, and take its limit.
+
+        Once a step, before control requests change anything.
+        """
+        if self._thermal is not None:
+            self.policy_limit = self._thermal.cap(view)
+
+    def victims(
+        self, order: str, num_to_evict: int, max_num_seqs: int, policy_limit: int | None, now: float
+    ) -> list[SequenceGroup]:
+        """The fewest groups, in the victim order ``order``, that a control request preempts.
+
+        They have ``num_to_evict`` or more sequences, and those that are left are within the limit
+        under ``max_num_seqs`` and ``policy_limit``, that of the thermal policy.
+        """
+        ordered_limit = min(max_num_seqs, self._ordered_limit(now))
+        left = dict.fromkeys(self._states.running)
+        num_left = self._states.num_running_seqs
+        num_kept = num_left - num_to_evict
+        victims: list[SequenceGroup] = []
+        for group in sorted(left, key=victim_order(order)):
+            first = next(iter(left))
+            if num_left <= min(num_kept, _limit(ordered_limit, policy_limit, first.num_seqs)):
+                break
+            victims.append(group)
+            num_left -= group.num_seqs
+            del left[group]
+        return victims
+
+    def enforce(self, step: SchedulingStep) -> None:
         """Set the limit of a step; preempt victims so that it holds in this step or the next.
 
-        The thermal policy reads ``view``. The first step above the limit only stops admission if a
+        The first step above the limit only stops admission if a
         sequence is expected to finish before any victim could resume. So the limit holds within
         two steps of its decrease.
         """
-        if self._thermal is not None:
-            self._thermal_limit = self._thermal.cap(view)
         step.max_running_seqs = self.value(step.now)
         step.max_group_seqs = self._ordered_limit(step.now)
         excess = self._states.num_running_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False
             return
-        victims = self._victims(excess)
+        victims = self._policy_victims(excess)
         preempts = any(self._preemptor.beats_waiting(victim, step.now) for victim in victims)
         if not preempts and not self._was_exceeded:
             self._was_exceeded = True
@@ -114,8 +140,15 @@ class RunningLimit:
             return self.config.max_num_seqs
         return min(self.config.max_num_seqs, self._hold_limit)
 
-    def _victims(self, num_seqs: int) -> list[SequenceGroup]:
+    def _policy_victims(self, num_seqs: int) -> list[SequenceGroup]:
         running = list(self._states.running)
         if self._thermal is not None:
             return self._thermal.victims(running, num_seqs)
         return first_victims(victim_order("lru"), running, num_seqs)
+
+
+def _limit(ordered_limit: int, policy_limit: int | None, num_first_seqs: int) -> int:
+    """The running limit; ``num_first_seqs`` are the sequences of the first running group."""
+    if policy_limit is None:
+        return ordered_limit
+    return min(ordered_limit, max(policy_limit, num_first_seqs))

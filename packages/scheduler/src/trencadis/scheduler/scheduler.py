@@ -211,7 +211,12 @@ class Scheduler:
         return self._control.request_preemption(request_ids)
 
     def control(self, control: BatchControl) -> Future[BatchControlResult]:
-        """Queue a control request, from any thread. It takes effect at the top of the next step.
+        """Queue a control request, from any thread. It takes effect at the top of the next step,
+        or of the one after that if the last step carried out another.
+
+        That step starts no group, and preempts for the request alone: ``new_running`` of the
+        answer is what runs when ``schedule()`` returns. With ``dry_run`` the answer, or the error,
+        is that of the request, and nothing changes.
 
         The future raises `ControlError`, naming the field, for one that cannot be applied. Raises
         `ControlError` for anything but a `BatchControl`.
@@ -246,9 +251,10 @@ class Scheduler:
             self._admission.start_swapped_in(step)
         if self._to_finish:
             self._finish_samples()
-        self._control.apply(step)
-        self._running_limit.enforce(step, self)
-        if self._config.policy == "priority":
+        self._running_limit.ask_policy(self)
+        self._control.apply(step, self)
+        self._running_limit.enforce(step)
+        if self._config.policy == "priority" and not step.carries_out_order:
             self._preemptor.preempt_for_priority(step)
         self._append_slots(step)
         if self._defragmenter is not None:

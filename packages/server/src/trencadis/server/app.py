@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from trencadis.server import __version__
 from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
 from trencadis.server.http.auth import BearerAuth
 from trencadis.server.http.body_limit import BodyLimit
 from trencadis.server.http.error_handlers import install_error_handlers
@@ -18,7 +19,7 @@ from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
-from trencadis.server.routes.context import ServingContext
+from trencadis.server.routes.context import Drain, ServingContext
 from trencadis.server.routes.health import health_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.settings import ServerSettings
@@ -28,7 +29,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     """Make an app that serves ``engine``. The caller starts and stops the engine.
 
     Any ASGI server runs the app; `serve` uses uvicorn. The app ignores the ``settings`` of that
-    server: ``host``, ``port``, ``shutdown_timeout`` and ``access_log``.
+    server: ``host``, ``port``, ``admin_host``, ``ssl_*``, ``shutdown_timeout``, ``access_log``.
     """
     settings = settings or ServerSettings()
     encoder = PromptEncoder(engine, settings.max_pending_prompts)
@@ -45,6 +46,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
         metrics=ServingMetrics(engine),
         encoder=encoder,
         created=int(time.time()),
+        drain=Drain(),
     )
     for router in (
         chat_router,
@@ -57,5 +59,9 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     install_error_handlers(app, settings.retry_after)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
     # the middleware added last runs first: keys are checked before a body is read
+    app.add_middleware(AdminRateLimit, per_second=settings.admin_rate_limit)
     app.add_middleware(BearerAuth, api_keys=settings.api_keys, admin_keys=settings.admin_keys)
+    app.add_middleware(AdminAudit)
+    if settings.admin_port is not None:
+        app.add_middleware(AdminListener, port=settings.admin_port)
     return app

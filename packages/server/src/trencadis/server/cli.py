@@ -91,6 +91,11 @@ def flag_parser() -> argparse.ArgumentParser:
     groups["warm-up"].add_argument(
         "--enforce-eager", action="store_true", help="capture no graphs, where the device could"
     )
+    groups["batches and memory"].add_argument(
+        "--enable-chunked-prefill",
+        action="store_true",
+        help="accepted for vLLM's command lines: prefill is always chunked",
+    )
     add_flags(parser, ServerSettings)
     return parser
 

@@ -78,7 +78,11 @@ class ServingEngine(Protocol):
         ...
 
     async def check_health(self) -> None:
-        """Raise `EngineDead` if the engine has stopped."""
+        """Raise an error if requests cannot be served.
+
+        `EngineDead` if the engine has stopped, `EngineRestarting` while it recovers by itself, and
+        `EngineUnresponsive` if it hangs.
+        """
         ...
 
     def generate(
@@ -91,14 +95,15 @@ class ServingEngine(Protocol):
         """Yield the deltas of all ``params.n`` choices, interleaved.
 
         Closing the generator aborts the request. A request with a lower ``priority`` runs first.
-        The first iteration raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`; later ones
-        raise `RequestFailed`, an internal error that concerns this request alone, or `EngineDead`.
+        The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
+        `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
+        request alone, or `EngineDead`.
         """
         ...
 
     async def control(self, order: BatchControl) -> BatchControlResult:
         """Carry out an operator's order and return its effect.
 
-        Raises `InvalidRequest`, `EngineOverloaded` or `EngineDead`.
+        Raises `InvalidRequest`, `EngineOverloaded` or an error of `check_health`.
         """
         ...

@@ -11,7 +11,14 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from trencadis.engine import EngineDead, EngineError, EngineOverloaded, InvalidRequest
+from trencadis.engine import (
+    EngineDead,
+    EngineError,
+    EngineOverloaded,
+    EngineRestarting,
+    EngineUnresponsive,
+    InvalidRequest,
+)
 
 _MAX_MESSAGE = 600
 
@@ -65,24 +72,29 @@ class ClientDisconnectedError(Exception):
     """The client disconnected before its response was complete."""
 
 
+_UNAVAILABLE: tuple[tuple[type[EngineError], str, bool], ...] = (
+    (EngineOverloaded, "engine_overloaded", True),
+    (EngineRestarting, "engine_restarting", True),
+    (EngineUnresponsive, "engine_unresponsive", False),
+    (EngineDead, "engine_dead", False),
+    (RequestAbortedError, "request_aborted", False),
+)
+"""Errors with status 503: type, code, and whether the client is told to try again later."""
+
+
 def as_api_error(error: Exception, retry_after: int = 1) -> ApiError:
     """The error response for an error that was raised while a request was served.
 
-    ``retry_after`` is the delay, in seconds, that a client is told when the engine is overloaded.
+    ``retry_after`` is the delay, in seconds, that a client is told where a later try may succeed.
     """
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error), param=error.field, code="invalid_value")
-    if isinstance(error, EngineOverloaded):
-        headers = {"Retry-After": str(retry_after)}
-        message = str(error) or "too many requests are waiting: try again later"
-        return ApiError(503, message, code="engine_overloaded", headers=headers)
-    if isinstance(error, EngineDead):
-        message = str(error) or "the engine stopped: restart the server"
-        return ApiError(503, message, code="engine_dead")
-    if isinstance(error, RequestAbortedError):
-        return ApiError(503, str(error), code="request_aborted")
+    for kind, code, may_retry in _UNAVAILABLE:
+        if isinstance(error, kind):
+            headers = {"Retry-After": str(retry_after)} if may_retry else None
+            return ApiError(503, str(error) or code, code=code, headers=headers)
     return ApiError(500, "internal error: see the server's log", code="internal_error")
 
 

@@ -11,14 +11,16 @@ import json
 import logging
 import signal
 import socket
+import ssl
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
+import attrs
 import uvicorn
 
-from trencadis.engine import AsyncEngine, EngineConfig, LogSettings
+from trencadis.engine import AsyncEngine, EngineConfig, EngineDead, LogSettings
 from trencadis.server.app import create_app
 from trencadis.server.http.connections import (
     ConnectionLimits,
@@ -54,30 +56,61 @@ async def serve(
     On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, and stops
     the engine. A second signal ends the wait. ``announce`` is called once with a text that says
     where the server listens; by default the text is printed.
-    Raises `LaunchError` where the port is taken, and the errors of `AsyncEngine.start`.
+    Raises `LaunchError` where the port is taken, the errors of `AsyncEngine.start`, and
+    `EngineDead` once the engine can serve no request any more, so that the process ends.
     """
     stop_signals = _StopSignals()
-    with _bound_socket(settings.host, settings.port) as listener, stop_signals.handled():
+    with _bound_sockets(settings) as listeners, stop_signals.handled():
         engine = await stop_signals.cancelling(AsyncEngine.start(config, log))
         if engine is None:
             logger.info("Stopped by a signal during the start")
             return
         try:
-            greeting = _greeting(engine, settings, listener)
+            if settings.admin_port is not None:
+                settings = attrs.evolve(settings, admin_port=_port(listeners[1]))
+            greeting = _greeting(engine, settings, listeners[0])
             server = _Server(engine, settings, lambda: (announce or _print)(greeting))
-            await stop_signals.calling(server.stop, server.serve(sockets=[listener]))
+            failure = asyncio.ensure_future(_stop_after_failure(engine, server))
+            try:
+                await stop_signals.calling(server.stop, server.serve(sockets=listeners))
+                if failure.done():
+                    raise EngineDead(failure.result())
+            finally:
+                failure.cancel()
         finally:
             await _stop(engine)
 
 
 def check_address(settings: ServerSettings) -> None:
-    """Raise `LaunchError` where the address is taken. A cheap check before a model is prepared."""
-    with _bound_socket(settings.host, settings.port):
+    """Raise `LaunchError` where an address is taken, or a certificate cannot be used.
+
+    A cheap check before a model is prepared.
+    """
+    with _bound_sockets(settings):
         pass
+    if settings.ssl_certfile is None:
+        return
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+        if settings.ssl_ca_certs is not None:
+            context.load_verify_locations(settings.ssl_ca_certs)
+    except OSError as error:  # ssl.SSLError is one
+        raise LaunchError(
+            f"the certificates of --ssl-certfile, --ssl-keyfile and --ssl-ca-certs cannot be used: "
+            f"{error}"
+        ) from None
 
 
 def _print(text: str) -> None:
     print(text, flush=True)  # not buffered, even into a pipe
+
+
+async def _stop_after_failure(engine: AsyncEngine, server: _Server) -> str:
+    """Stop the server once the engine can serve no request any more; returns why."""
+    reason = await engine.wait_until_failed()
+    server.stop()
+    return reason
 
 
 async def _stop(engine: AsyncEngine) -> None:
@@ -148,6 +181,10 @@ class _Server(uvicorn.Server):
             access_log=settings.access_log,
             backlog=BACKLOG,
             timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
+            ssl_certfile=settings.ssl_certfile,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_ca_certs=settings.ssl_ca_certs,
+            ssl_cert_reqs=settings.ssl_cert_reqs,
         )
         super().__init__(config)
         self._on_listening = on_listening
@@ -169,6 +206,22 @@ class _Server(uvicorn.Server):
         """Stop listening and drain. A second call ends the drain too."""
         self.force_exit = self.should_exit
         self.should_exit = True
+
+
+@contextmanager
+def _bound_sockets(settings: ServerSettings) -> Generator[list[socket.socket], None, None]:
+    """The socket of the server, and that of the admin API if it has its own."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(_bound_socket(settings.host, settings.port))]
+        if settings.admin_port is not None:
+            host = settings.admin_host or settings.host
+            sockets.append(stack.enter_context(_bound_socket(host, settings.admin_port)))
+        yield sockets
+
+
+def _port(listener: socket.socket) -> int:
+    port: int = listener.getsockname()[1]
+    return port
 
 
 @contextmanager
@@ -195,7 +248,8 @@ def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
 def _greeting(engine: AsyncEngine, settings: ServerSettings, listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
-    url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "http" if settings.ssl_certfile is None else "https"
+    url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
     body = json.dumps(
         {
             "model": engine.model_name,
@@ -203,7 +257,8 @@ def _greeting(engine: AsyncEngine, settings: ServerSettings, listener: socket.so
         }
     ).replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if settings.api_keys else ""
-    return (
-        f"Serving {engine.model_name} at {url} (stop with Ctrl-C). Ask it:\n"
-        f"  curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    )
+    admin = ""
+    if settings.admin_port is not None:
+        admin = f"\nAdmin API on port {settings.admin_port}"
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    return f"Serving {engine.model_name} at {url} (stop with Ctrl-C). Ask it:\n  {curl}{admin}"

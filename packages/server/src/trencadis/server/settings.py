@@ -86,6 +86,90 @@ class ServerSettings:
             default="none: closed",
         ),
     )
+    enable_admin_api: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--enable-admin-api",
+            group=SERVER,
+            help="refuse to start without an admin key, which opens /v1/admin",
+        ),
+    )
+    admin_rate_limit: float = attrs.field(
+        default=10.0,
+        validator=number(0, 1e6, exclusive_low=True),
+        metadata=setting(
+            "--admin-rate-limit",
+            metavar="N",
+            group=SERVER,
+            help="most calls of /v1/admin per second, and at once; more get status 429",
+        ),
+    )
+    admin_host: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--admin-host",
+            metavar="ADDRESS",
+            group=SERVER,
+            help="address of the port for /v1/admin",
+            default="that of --host",
+        ),
+    )
+    admin_port: int | None = attrs.field(
+        default=None,
+        validator=integer(0, 65_535, optional=True),
+        metadata=setting(
+            "--admin-port",
+            metavar="N",
+            group=SERVER,
+            help="port for /v1/admin alone; 0 takes any free port",
+            default="that of --port",
+        ),
+    )
+    ssl_certfile: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--ssl-certfile",
+            metavar="FILE",
+            group=SERVER,
+            help="certificate of this server (PEM): listen with TLS",
+            default="none: without TLS",
+        ),
+    )
+    ssl_keyfile: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--ssl-keyfile",
+            metavar="FILE",
+            group=SERVER,
+            help="private key of the certificate (PEM)",
+            default="in the certificate's file",
+        ),
+    )
+    ssl_ca_certs: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--ssl-ca-certs",
+            metavar="FILE",
+            group=SERVER,
+            help="authorities that sign the certificates of clients (PEM)",
+            default="none",
+        ),
+    )
+    ssl_cert_reqs: int = attrs.field(
+        default=0,
+        validator=integer(0, 2),
+        metadata=setting(
+            "--ssl-cert-reqs",
+            metavar="N",
+            group=SERVER,
+            help="whether clients need a certificate: 0 none, 1 optional, 2 required",
+        ),
+    )
     max_body_size: int = attrs.field(
         default=4 * MIB,
         validator=integer(1, 1 << 40),
@@ -153,3 +237,33 @@ class ServerSettings:
         validator=boolean(),
         metadata=setting("--disable-access-log", group=SERVER, help="do not log requests"),
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.enable_admin_api and not self.admin_keys:
+            raise ConfigError(
+                "enable_admin_api needs an admin key: set VLLM_ADMIN_TOKEN, or leave out "
+                "--enable-admin-api",
+                "enable_admin_api",
+            )
+        if self.admin_host is not None and self.admin_port is None:
+            raise ConfigError(
+                f"admin_host {self.admin_host!r} has no port: give --admin-port too", "admin_host"
+            )
+        if self.admin_port is not None and self.admin_port == self.port != 0:
+            raise ConfigError(
+                f"admin_port {self.admin_port} is that of the server: choose another", "admin_port"
+            )
+        if self.ssl_certfile is None and (
+            self.ssl_keyfile is not None or self.ssl_ca_certs is not None or self.ssl_cert_reqs
+        ):
+            raise ConfigError(
+                "ssl_keyfile, ssl_ca_certs and ssl_cert_reqs have no certificate: give "
+                "--ssl-certfile, or leave them out",
+                "ssl_certfile",
+            )
+        if self.ssl_cert_reqs and self.ssl_ca_certs is None:
+            raise ConfigError(
+                f"ssl_cert_reqs {self.ssl_cert_reqs} needs the authorities of clients: give "
+                "--ssl-ca-certs",
+                "ssl_ca_certs",
+            )

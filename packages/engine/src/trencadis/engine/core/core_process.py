@@ -18,6 +18,7 @@ from trencadis.engine.ipc.channel import CoreChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
     Add,
+    Busy,
     Control,
     Controlled,
     Failed,
@@ -82,6 +83,9 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
 
     core = EngineCore(config)
     try:
+        core.worker.runner.forward_runner.on_cold = lambda shape: channel.send(
+            Busy(f"the engine core compiles {shape}")
+        )
         report = core.warm_up(stop=lambda: os.getppid() != front)
         channel.send(
             Ready(
@@ -108,6 +112,8 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
             if isinstance(message, Stop):
                 return
             _handle(core, channel, message, orders)
+        if core.is_warming_up:
+            channel.send(Busy("the engine core warms up"))
         core.advance_warm_up()
         tokens = core.step() if core.has_work else []
         for failure in core.take_failures():

@@ -69,7 +69,7 @@ class EngineCore:
         self.config = config = config.for_device(self.device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
         self._thermal = thermal or ThermalMonitor.from_config(
-            config, self.device.temperature_source
+            config, self.device.temperature_source, self.device.sensor_indices
         )
         self.worker = Worker(config, self.device)
         self.spec = self.worker.spec

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.outputs import SensorHealth, ThermalStats
+from trencadis.engine.validators import shown
 from trencadis.scheduler import SchedulerError, ThermalGuard
-from trencadis.scheduler.telemetry import Health, TemperatureReader, open_source
+from trencadis.scheduler.telemetry import Health, ReaderConfig, TemperatureReader, open_source
 from trencadis.scheduler.thermal import SchedulerThermalPolicy, load_thermal_policy
+
+logger = logging.getLogger("trencadis.engine")
+
+NO_POLICY = "none"
+"""The name that is no policy, as if none were named."""
+
+CONTROL_LOOP = "control loop"
+"""Name in `ThermalStats` of the policy that an order with a target temperature has started."""
 
 _HEALTH: dict[Health, SensorHealth] = {
     Health.FRESH: "fresh",
@@ -19,8 +30,8 @@ _HEALTH: dict[Health, SensorHealth] = {
 class ThermalMonitor:
     """A background reader of temperatures, and a thermal policy that limits the running sequences.
 
-    ``guard`` connects the policy to the scheduler and keeps its last limit when it fails; None
-    without a policy.
+    ``guard`` connects the policy to the scheduler; without a policy it waits for an order with a
+    target temperature. It is None without a reader.
     """
 
     def __init__(
@@ -31,30 +42,51 @@ class ThermalMonitor:
     ) -> None:
         self._reader = reader
         self._name = name or type(policy).__name__ if policy is not None else ""
-        self.guard: ThermalGuard | None = None
-        if reader is not None and policy is not None:
-            self.guard = ThermalGuard(policy, reader.state)
+        self.guard = None if reader is None else ThermalGuard(policy, reader.state)
 
     @classmethod
-    def from_config(cls, config: EngineConfig, own_source: str | None = None) -> ThermalMonitor:
+    def from_config(
+        cls,
+        config: EngineConfig,
+        own_source: str | None = None,
+        own_devices: tuple[int, ...] | None = None,
+    ) -> ThermalMonitor:
         """The source and the policy that ``config`` names.
 
-        ``own_source`` is the device's temperature source; it is used for a policy where ``config``
-        names no source. Raises `ConfigError` for an unknown source or policy, and for a policy
-        without a source.
+        ``own_source`` is the device's temperature source, and ``own_devices`` its devices there
+        (None: all). It is used where ``config`` names no source; without a policy only if it can be
+        read. Raises `ConfigError` for an unknown source or policy, for a policy without a source,
+        and for settings of a policy or devices that nothing uses.
         """
-        name = config.thermal_policy
-        source = config.temperature_source or (own_source if name else None)
+        name = None if config.thermal_policy == NO_POLICY else config.thermal_policy
+        source = config.temperature_source or own_source
         if name and source is None:
             raise ConfigError(
                 f"thermal_policy {name!r} needs temperature_source: name one, such as nvml, hlml "
-                "or exporter:URL"
+                "or exporter:URL",
+                "temperature_source",
             )
+        if config.thermal_policy_config and not name:
+            raise ConfigError(
+                f"thermal_policy_config {shown(dict(config.thermal_policy_config))} has no policy: "
+                "name one with --thermal-policy, or leave it out",
+                "thermal_policy_config",
+            )
+        if config.thermal_devices is not None and source is None:
+            raise ConfigError(
+                f"thermal_devices {config.thermal_devices} have no temperature_source: name one, "
+                "such as nvml, hlml or exporter:URL",
+                "thermal_devices",
+            )
+        is_optional = not (name or config.temperature_source or config.thermal_devices)
+        devices = config.thermal_devices
+        if devices is None and source == own_source:
+            devices = own_devices
         try:
             policy = load_thermal_policy(name, **config.thermal_policy_config) if name else None
-            if source is None:
+            if source is None or (is_optional and not _can_read(source)):
                 return cls()
-            reader = TemperatureReader(open_source(source))
+            reader = TemperatureReader(open_source(source), ReaderConfig(devices=devices))
         except SchedulerError as error:
             raise ConfigError(str(error)) from error
         return cls(reader, policy, name or "")
@@ -77,13 +109,29 @@ class ThermalMonitor:
         state = self._reader.state()
         guard = self.guard
         policy_fault = guard.fault if guard is not None else ""
+        has_policy = guard is not None and guard.policy is not None
+        runs_control_loop = guard is not None and guard.runs_control_loop
         return ThermalStats(
             hottest_c=state.hottest_c,
             power_w=state.power_w,
             sensor=_HEALTH[state.health],
             fault=policy_fault or state.fault,
-            policy=self._name,
-            policy_active=guard is not None and not policy_fault,
+            policy=CONTROL_LOOP if runs_control_loop else self._name,
+            policy_active=has_policy and not policy_fault,
+            target_temp_c=guard.target_temp_c if guard is not None else None,
             num_policy_faults=guard.num_faults if guard is not None else 0,
             num_rejected_readings=guard.num_rejected_readings if guard is not None else 0,
         )
+
+
+def _can_read(source: str) -> bool:
+    """Whether a source that was not asked for can be read on this machine."""
+    try:
+        opened = open_source(source)
+        try:
+            return bool(opened.read())
+        finally:
+            opened.close()
+    except SchedulerError as error:
+        logger.info("No temperatures are read: %s", error)
+        return False

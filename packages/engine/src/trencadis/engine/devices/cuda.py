@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ class CUDADevice(Device):
         if not torch.cuda.is_available():
             raise DeviceError(_what_is_missing())
         self.torch_device = torch.device("cuda", torch.cuda.current_device())
+        self.sensor_indices = sensor_indices(torch.cuda.current_device(), os.environ)
         self._pool = torch.cuda.graph_pool_handle()
         self._programs = InductorPrograms()
 
@@ -96,6 +98,18 @@ class CUDADevice(Device):
             for _ in range(_WARM_UP_RUNS):
                 run(*buffers)
         torch.cuda.current_stream(self.torch_device).wait_stream(side)
+
+
+def sensor_indices(device: int, environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The index of CUDA device ``device`` in NVML, which lists every GPU of the machine.
+
+    None if ``CUDA_VISIBLE_DEVICES`` names GPUs otherwise than by numbers.
+    """
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return (device,)
+    names = [name.strip() for name in visible.split(",")]
+    return (int(names[device]),) if device < len(names) and names[device].isdecimal() else None
 
 
 def _what_is_missing() -> str:

@@ -96,6 +96,9 @@ class Device(abc.ABC):
     temperature_source: str | None = None
     """Name of the scheduler's telemetry source that reads this device's temperatures."""
 
+    sensor_indices: tuple[int, ...] | None = None
+    """Indices of this device in that source; None if they are unknown: then all of them count."""
+
     @abc.abstractmethod
     def free_memory(self) -> int:
         """Memory available for new tensors, bytes."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
+import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,8 @@ from trencadis.engine.errors import (
     EngineDead,
     EngineError,
     EngineOverloaded,
+    EngineRestarting,
+    EngineUnresponsive,
     InvalidRequest,
     RequestFailed,
 )
@@ -32,6 +35,7 @@ from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.ipc.messages import (
     Abort,
     Add,
+    Busy,
     Control,
     Controlled,
     Failed,
@@ -60,8 +64,19 @@ _ORDER_SECONDS = 60.0
 """Longest wait for an order. A step takes seconds only where it compiles."""
 
 
+_BUSY_SECONDS = 1800.0
+"""Longest silence of a core that has said that it compiles or warms up."""
+
+_MAX_BACKOFF_SECONDS = 30.0
+"""Longest wait before a restart of the core: 1 s before the first, then twice as long each time."""
+
+
 class AsyncEngine:
     """Serves requests on one event loop. Create it with `start`, end it with `stop`.
+
+    When the core dies, every running request ends with `EngineRestarting`, and the core is started
+    again, ``config.engine_restarts`` times in all; `wait_until_failed` returns after the last.
+    Compiled programs are loaded from ``config.compile_cache``.
 
     It belongs to the event loop in which it was started. Calls from another one raise
     `EngineError`, except `stop`.
@@ -73,14 +88,21 @@ class AsyncEngine:
         tokenizer: Tokenizer,
         core: CoreClient,
         ready: Ready,
+        log: LogSettings,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
-        self.stats = EngineStats(
-            num_total_blocks=ready.num_blocks - 1, max_running_seqs=config.max_num_seqs
-        )
-        self._ready = ready
+        self._log = log
         self._core = core
+        self._ready = ready
+        self._num_restarts = 0
+        self.stats = self._first_stats()
+        self._last_message_s = time.monotonic()
+        self._busy = ""
+        """What the core does since its last message, if that may take minutes."""
+        self._restarting = ""
+        """Why the core died, while it is being restarted."""
+        self._has_failed = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
         self._numbers = itertools.count()
@@ -101,14 +123,15 @@ class AsyncEngine:
                 f"got {shown(config)}"
             )
         source = await asyncio.to_thread(locate, config.model)
-        core = CoreClient(config, log or LogSettings())
+        log = log or LogSettings()
+        core = CoreClient(config, log)
         try:
             loading = asyncio.to_thread(_load_tokenizer, source)
             tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
         except BaseException:
             await core.end()
             raise
-        return cls(config, tokenizer, core, ready)
+        return cls(config, tokenizer, core, ready, log)
 
     async def stop(self) -> None:
         """End the core. Requests that still run end with `EngineDead`."""
@@ -151,17 +174,42 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         """Whether requests can be served."""
-        return self._failure is None and self._core.is_alive
+        return self._failure is None and not self._restarting and self._core.is_alive
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last message of the core. An idle core sends one each second."""
+        return time.monotonic() - self._last_message_s
+
+    async def wait_until_failed(self) -> str:
+        """Wait until no request can be served any more; returns why."""
+        await self._has_failed.wait()
+        return self._failure or ""
 
     async def check_health(self) -> None:
-        """Raises `EngineDead` when requests cannot be served any more."""
+        """Raises an error when requests cannot be served.
+
+        `EngineRestarting` while the core is restarted after its death, otherwise `EngineDead`, and
+        `EngineUnresponsive` for a core that lives and has been silent for ``config.hang_timeout``.
+        """
         if self._loop is not asyncio.get_running_loop():
             raise EngineError(
                 "this engine was started in another event loop: call it there, from other threads "
                 "with asyncio.run_coroutine_threadsafe"
             )
+        if self._failure is not None:
+            raise EngineDead(self._failure)
         if not self.is_alive:
-            raise EngineDead(self._failure or "the engine core is gone: restart the server")
+            reason = self._restarting or "the engine core is gone"
+            if self._num_restarts >= self.config.engine_restarts and not self._restarting:
+                raise EngineDead(f"{reason}: restart the server")
+            raise EngineRestarting(f"{reason}: it is being restarted, try again in some seconds")
+        limit_s = max(self.config.hang_timeout, _BUSY_SECONDS if self._busy else 0.0)
+        if self.silence_s > limit_s:
+            raise EngineUnresponsive(
+                f"{self._busy or 'the engine core hangs'}: no message for {self.silence_s:.0f} s, "
+                f"more than {limit_s:.0f} s. Restart the server if it stays so"
+            )
 
     async def generate(
         self,
@@ -174,8 +222,8 @@ class AsyncEngine:
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
         Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
-        `EngineOverloaded`, `RequestFailed` where an internal error ends this request alone, or
-        `EngineDead`.
+        `EngineOverloaded`, `RequestFailed` where an internal error ends this request alone, or an
+        error of `check_health`.
         """
         await self.check_health()
         number = next(self._numbers)
@@ -213,7 +261,7 @@ class AsyncEngine:
         """Carry out an operator's order at the start of the next step; returns its result.
 
         Raises `InvalidRequest`, naming the field, for an order that cannot be carried out,
-        `EngineOverloaded` where no step ends within a minute, and `EngineDead`.
+        `EngineOverloaded` where no step ends within a minute, and the errors of `check_health`.
         """
         await self.check_health()
         check_order(order)
@@ -236,10 +284,57 @@ class AsyncEngine:
             await self._core.send(Abort((key,)))
 
     async def _read(self) -> None:
-        """Read the core's messages and pass each to the request that it belongs to."""
+        """Read the core's messages until it dies for good; restart it before that."""
+        while True:
+            reason = await self._read_core()
+            if self._num_restarts >= self.config.engine_restarts:
+                break
+            self._restarting = reason
+            lost = f"{reason}: this request is lost. The core is restarted: send it again"
+            self._end_all(EngineRestarting(lost))
+            while self._restarting and self._num_restarts < self.config.engine_restarts:
+                await self._restart()
+            if self._restarting:
+                reason = self._restarting
+                break
+        logger.error("The engine stops serving: %s", reason)
+        self._fail(f"{reason}: restart the server")
+
+    async def _restart(self) -> None:
+        """Start another core, after a wait. Where that fails, the reason is the new one."""
+        await self._core.end()
+        self.stats = self._first_stats()
+        delay_s = min(2.0**self._num_restarts, _MAX_BACKOFF_SECONDS)
+        self._num_restarts += 1
+        logger.error(
+            "%s: restart %d of %d in %.0f s",
+            self._restarting,
+            self._num_restarts,
+            self.config.engine_restarts,
+            delay_s,
+        )
+        await asyncio.sleep(delay_s)
+        try:
+            self._core = CoreClient(self.config, self._log)
+            self._ready = await self._core.wait_until_ready()
+        except (EngineError, OSError) as error:
+            self._restarting = str(error)
+            return
+        except asyncio.CancelledError:  # the engine is stopped
+            await self._core.end()
+            raise
+        self._restarting = self._busy = ""
+        self._last_message_s = time.monotonic()
+        self.stats = self._first_stats()
+        logger.info("The engine core serves again")
+
+    async def _read_core(self) -> str:
+        """Pass each message to the request that it belongs to; returns why there are no more."""
         try:
             while True:
                 message = await self._core.receive()
+                self._last_message_s = time.monotonic()
+                self._busy = message.reason if isinstance(message, Busy) else ""
                 if isinstance(message, StepDone):
                     await self._deliver(message)
                 elif isinstance(message, Rejected):
@@ -250,19 +345,26 @@ class AsyncEngine:
                     self._resolve_order(message)
                 elif isinstance(message, Failed):
                     raise EngineDead(message.message)
-                elif not isinstance(message, Ready):
+                elif not isinstance(message, (Busy, Ready)):
                     assert_never(message)
         except EngineError as error:
-            logger.error("The engine stops serving: %s", error)
-            self._fail(f"{error}: restart the server")
+            return str(error)
         except Exception as error:
             # The core's messages are not read from here on, so every waiting caller must fail.
-            logger.exception("The engine stops serving")
-            self._fail(f"{type(error).__name__}: {error}: restart the server")
+            logger.exception("The front cannot read the engine core's messages")
+            return f"{type(error).__name__}: {error}"
+
+    def _first_stats(self) -> EngineStats:
+        """The stats before the core has sent its own."""
+        return EngineStats(
+            num_total_blocks=self._ready.num_blocks - 1,
+            max_running_seqs=self.config.max_num_seqs,
+            num_core_restarts=self._num_restarts,
+        )
 
     async def _deliver(self, step: StepDone) -> None:
         if step.stats is not None:
-            self.stats = step.stats
+            self.stats = attrs.evolve(step.stats, num_core_restarts=self._num_restarts)
         for token in step.tokens:
             request = self._requests.get(token.key)
             if request is None:
@@ -310,14 +412,20 @@ class AsyncEngine:
             order.set_exception(InvalidRequest(message.message, message.field))
 
     def _fail(self, reason: str) -> None:
+        """No request can be served any more."""
         if self._failure is None:
             self._failure = reason
+        self._end_all(EngineDead(self._failure))
+        self._has_failed.set()
+
+    def _end_all(self, error: EngineDead) -> None:
+        """End every request, and every wait for an order, with an error."""
         for request in self._requests.values():
-            request.queue.put_nowait(EngineDead(self._failure))
+            request.queue.put_nowait(type(error)(*error.args))
         self._requests.clear()
         for order in self._orders.values():
             if not order.done():
-                order.set_exception(EngineDead(self._failure))
+                order.set_exception(type(error)(*error.args))
 
 
 @attrs.frozen

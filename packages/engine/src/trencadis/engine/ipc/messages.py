@@ -106,6 +106,12 @@ class Controlled(msgspec.Struct, frozen=True, tag=True):
     field: str | None = None
 
 
+class Busy(msgspec.Struct, frozen=True, tag=True):
+    """The core starts what may take minutes without another message, such as a compilation."""
+
+    reason: str
+
+
 class StepDone(msgspec.Struct, frozen=True, tag=True):
     """The tokens of one step. ``stats`` follow ten times a second, and when the core is idle."""
 
@@ -114,4 +120,4 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
 
 
 ToCore = Add | Abort | Finish | Control | Stop
-FromCore = Ready | Failed | Rejected | RequestError | Controlled | StepDone
+FromCore = Ready | Failed | Rejected | RequestError | Controlled | Busy | StepDone

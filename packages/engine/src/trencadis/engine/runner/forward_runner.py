@@ -49,6 +49,8 @@ class ForwardRunner:
         self, model: nn.Module, device: Device, cache: KVCache, *, compiled: bool = False
     ) -> None:
         self.compile_cold = False
+        self.on_cold: Callable[[ForwardShape], None] = lambda shape: None
+        """Called before a cold forward pass that may compile."""
         self.cold_forwards = 0
         self.compilations = 0
         self._model = model
@@ -77,6 +79,8 @@ class ForwardRunner:
         if cold and not self.compile_cold and self._device.dynamic_shapes:
             logger.warning("%s was not warmed up and runs eagerly", batch.shape)
             return self._run(batch)
+        if cold:
+            self.on_cold(batch.shape)
         with self.count_compilations(batch.shape):
             if cold and self.compile_cold:
                 self.prepare(batch)

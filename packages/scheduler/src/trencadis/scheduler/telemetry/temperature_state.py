@@ -24,7 +24,10 @@ class Health(IntEnum):
 
 @attrs.frozen
 class DeviceState:
-    """The state of one device. ``temperature_c`` is None before its first accepted reading."""
+    """The state of one device. ``temperature_c`` is None before its first accepted reading.
+
+    ``effective_c``: the temperature that the device counts with, degrees C; see `TemperatureState`.
+    """
 
     device: int
     health: Health
@@ -32,6 +35,7 @@ class DeviceState:
     power_w: float | None
     age_s: float
     fault: str
+    effective_c: float | None = None
 
 
 @attrs.frozen
@@ -62,6 +66,15 @@ class TemperatureState:
         return self.health is Health.FRESH
 
     @property
+    def temperatures_c(self) -> dict[int, float]:
+        """The temperature that each device counts with, degrees C, where it is known."""
+        return {
+            device.device: device.effective_c
+            for device in self.devices
+            if device.effective_c is not None
+        }
+
+    @property
     def power_w(self) -> float | None:
         """Sum over all devices, watts; None unless every device is FRESH and measures power."""
         known = [
@@ -77,8 +90,7 @@ def assess(
 ) -> TemperatureState:
     """The state at ``now_s``. With a ``clock_fault`` every device is at least STALE."""
     devices = tuple(_assess_device(record, now_s, config, clock_fault) for record in records)
-    effective = [_effective_c(device, config) for device in devices]
-    known = [temperature_c for temperature_c in effective if temperature_c is not None]
+    known = [device.effective_c for device in devices if device.effective_c is not None]
     worst = max(devices, key=lambda device: (device.health, device.age_s))
     return TemperatureState(
         health=worst.health,
@@ -130,13 +142,15 @@ def _assess_device(
     fault = ""
     if health is not Health.FRESH:
         fault = record.fault or clock_fault or f"no reading for {age_s:.1f} s"
+    temperature_c = record.accepted.temperature_c if record.accepted else None
     return DeviceState(
         device=record.device,
         health=health,
-        temperature_c=record.accepted.temperature_c if record.accepted else None,
+        temperature_c=temperature_c,
         power_w=record.accepted.power_w if record.accepted else None,
         age_s=age_s,
         fault=fault,
+        effective_c=_effective_c(health, temperature_c, config),
     )
 
 
@@ -146,10 +160,10 @@ def _fault_of_worst(worst: DeviceState) -> str:
     return f"device {worst.device}: {worst.fault}"
 
 
-def _effective_c(device: DeviceState, config: ReaderConfig) -> float | None:
-    """The temperature that the device counts with; None if it is unknown."""
-    if device.health is not Health.FAILED:
-        return device.temperature_c
-    if device.temperature_c is None:
+def _effective_c(health: Health, temperature_c: float | None, config: ReaderConfig) -> float | None:
+    """The temperature that a device counts with; None if it is unknown."""
+    if health is not Health.FAILED:
+        return temperature_c
+    if temperature_c is None:
         return config.assumed_hot_c
-    return max(config.assumed_hot_c, device.temperature_c)
+    return max(config.assumed_hot_c, temperature_c)

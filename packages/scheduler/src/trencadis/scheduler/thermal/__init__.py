@@ -3,7 +3,12 @@
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.heat_model import BOARDS, Board, HeatModel
 from trencadis.scheduler.thermal.no_policy import NoThermalPolicy
-from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView, ThermalState
+from trencadis.scheduler.thermal.policy import (
+    GROUP_DEVICE,
+    SchedulerThermalPolicy,
+    SchedulerView,
+    ThermalState,
+)
 from trencadis.scheduler.thermal.power_budget import PowerBudgetPolicy
 from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
@@ -12,6 +17,7 @@ from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims
 
 __all__ = [
     "BOARDS",
+    "GROUP_DEVICE",
     "POLICIES",
     "VICTIM_ORDERS",
     "Board",

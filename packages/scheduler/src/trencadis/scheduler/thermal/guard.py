@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from trencadis.scheduler.errors import ControlError
 from trencadis.scheduler.group import SequenceGroup
-from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView, ThermalState
+from trencadis.scheduler.thermal.policy import (
+    GROUP_DEVICE,
+    SchedulerThermalPolicy,
+    SchedulerView,
+    ThermalState,
+)
 from trencadis.scheduler.thermal.power_model import PowerModel
+from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
-from trencadis.scheduler.thermal.victims import first_victims, lru
+from trencadis.scheduler.thermal.victims import first_victims, lru, victim_order
 from trencadis.scheduler.validators import check_instance, is_integer
 
 logger = logging.getLogger(__name__)
@@ -33,6 +41,10 @@ class ThermalGuard:
     cap of 0 would halt serving. Victims that are not running groups are replaced by the least
     recently scheduled ones.
 
+    Without a policy (None) nothing is limited until a control request names a target temperature.
+    That starts a control loop: a `ProportionalThermalPolicy`, which is ``policy`` until it limits
+    nothing any more and the hottest device is below the target by the hysteresis.
+
     ``alert`` (by default an error in the log) gets the first fault of each kind. ``num_faults`` and
     ``num_rejected_readings`` count them all.
     ``power_model`` is fitted to the measured power, with or without a policy that uses power.
@@ -41,11 +53,12 @@ class ThermalGuard:
 
     def __init__(
         self,
-        policy: SchedulerThermalPolicy,
+        policy: SchedulerThermalPolicy | None,
         read: Callable[[], ThermalState],
         alert: Alert = logger.error,
     ) -> None:
-        check_instance("policy", policy, SchedulerThermalPolicy)
+        if policy is not None:
+            check_instance("policy", policy, SchedulerThermalPolicy)
         self.policy = policy
         self.power_model = PowerModel()
         self.num_faults = 0
@@ -53,6 +66,10 @@ class ThermalGuard:
         self._read = read
         self._alert = alert
         self._cap: int | None = None
+        self._state: ThermalState | None = None
+        self._may_raise = False
+        self._control_loop: ProportionalThermalPolicy | None = None
+        self._victim_order: str | None = None
         self._faults: dict[str, str] = {}
         self._alerted: set[tuple[str, str]] = set()
 
@@ -61,29 +78,66 @@ class ThermalGuard:
         """Why the last call of a method of the policy failed; empty if none of them did."""
         return next(iter(self._faults.values()), "")
 
+    @property
+    def runs_control_loop(self) -> bool:
+        """Whether ``policy`` is the control loop of a control request."""
+        return self._control_loop is not None
+
+    @property
+    def target_temp_c(self) -> float | None:
+        """The target temperature of the policy, degrees C; None if it has none."""
+        target = getattr(self.policy, "target_temp_c", None)
+        return float(target) if is_temperature(target) else None
+
     def cap(self, scheduler: SchedulerView) -> int | None:
-        """The cap of this step; None before the first valid one."""
+        """The cap of this step; None before the first valid one, and without a policy."""
         try:
-            may_raise = self._pass_readings(scheduler.num_running_seqs)
-            cap = self._checked(self.policy.get_max_running_seqs(scheduler))
+            self._may_raise = self._pass_readings(scheduler.num_running_seqs)
         except Exception as error:  # whatever a policy raises, serving continues
             self._report("get_max_running_seqs", error)
             return self._cap
-        if cap >= 1:
-            self._faults.pop("get_max_running_seqs", None)
+        if self.policy is None:
+            return None
+        self._cap = self._cap_of(self.policy, scheduler, self._report)
+        loop = self._control_loop
+        if loop is not None and loop.is_below_target and self._may_raise:
+            logger.info("The control loop ends: all devices are below %g C", loop.target_temp_c)
+            self.policy = self._control_loop = self._cap = self._victim_order = None
+        return self._cap
+
+    def retarget(
+        self, target_temp_c: float, victims: str, scheduler: SchedulerView, *, dry_run: bool = False
+    ) -> int | None:
+        """Set a new target temperature, degrees C; returns the cap under it.
+
+        ``victims`` is the victim order from now on. A dry run asks a copy (`copy.deepcopy`) of the
+        policy and changes nothing. Raises `ControlError` if the policy cannot set the target, or
+        cannot be copied for a dry run, and `ConfigError` for an unknown victim order.
+        """
+        victim_order(victims)
+        policy, is_loop = self.policy, False
+        if policy is None:
+            policy, is_loop = self._new_control_loop(target_temp_c), True
         else:
-            fault = ValueError(f"the limit must be at least 1, got {cap}")
-            self._report("get_max_running_seqs", fault)
-            cap = 1
-        if self._cap is None or may_raise or cap < self._cap:
-            self._cap = cap
+            policy = self._copied(policy, target_temp_c) if dry_run else policy
+            self._set_target(policy, target_temp_c, counts=not dry_run)
+        if dry_run:
+            return self._cap_of(policy, scheduler, lambda method, error: None)
+        self.policy, self._victim_order = policy, victims
+        if is_loop and isinstance(policy, ProportionalThermalPolicy):
+            self._control_loop = policy
+            logger.info("A control loop starts: target %g C", target_temp_c)
+        self._cap = self._cap_of(policy, scheduler, self._report)
         return self._cap
 
     def victims(self, running: Sequence[SequenceGroup], count: int) -> list[SequenceGroup]:
         """Groups to evict, with ``count`` or more sequences in total: the policy's choice first.
 
-        If the policy selects too few, the least recently scheduled groups follow.
+        The choice is that of the victim order that came with the last target of a control request,
+        if there was one. If the policy selects too few, the least recently scheduled groups follow.
         """
+        if self.policy is None or self._victim_order is not None:
+            return first_victims(victim_order(self._victim_order or "lru"), running, count)
         try:
             # No more than all groups and one: an iterator without end must not end the step.
             victims = self.policy.select_victims(running, count)
@@ -99,19 +153,44 @@ class ThermalGuard:
         rest = [group for group in running if group not in selected]
         return selected + first_victims(lru, rest, left)
 
-    def retarget(self, target_temp_c: float) -> None:
-        """Set a new target temperature, degrees C. Raises `ControlError` if the policy cannot."""
-        name = type(self.policy).__name__
+    def _new_control_loop(self, target_temp_c: float) -> ProportionalThermalPolicy:
+        """A control loop that has seen the readings of this step."""
+        loop = ProportionalThermalPolicy(target_temp_c=target_temp_c)
+        if self._state is not None:
+            for device, temp_c in _temperatures(self._state):
+                loop.on_temp_reading(device, temp_c)
+        return loop
+
+    def _copied(
+        self, policy: SchedulerThermalPolicy, target_temp_c: float
+    ) -> SchedulerThermalPolicy:
         try:
-            is_set = bool(self.policy.retarget(target_temp_c))
+            return copy.deepcopy(policy)
+        except Exception as error:  # whatever its attributes raise
+            raise ControlError(
+                f"what target_temp_c {target_temp_c} would do is unknown: {type(policy).__name__} "
+                f"cannot be copied ({_describe(error)}): give it a __deepcopy__ method, or leave "
+                "out dry_run",
+                "target_temp_c",
+            ) from error
+
+    def _set_target(
+        self, policy: SchedulerThermalPolicy, target_temp_c: float, *, counts: bool
+    ) -> None:
+        """Raises `ControlError` if the policy cannot. ``counts``: its exception is a fault."""
+        name = type(policy).__name__
+        try:
+            is_set = bool(policy.retarget(target_temp_c))
         except Exception as error:  # as above
-            self._report("retarget", error)
+            if counts:
+                self._report("retarget", error)
             raise ControlError(
                 f"{name} could not set its target temperature to {target_temp_c} "
                 f"({_describe(error)}): correct the policy, or set max_num_seqs",
                 "target_temp_c",
             ) from error
-        self._faults.pop("retarget", None)
+        if counts:
+            self._faults.pop("retarget", None)
         if not is_set:
             raise ControlError(
                 f"{name} has no target temperature to set to {target_temp_c}: "
@@ -119,22 +198,44 @@ class ThermalGuard:
                 "target_temp_c",
             )
 
+    def _cap_of(
+        self,
+        policy: SchedulerThermalPolicy,
+        scheduler: SchedulerView,
+        report: Callable[[str, Exception], None],
+    ) -> int | None:
+        """The cap that a policy allows now; the last one if its answer is none."""
+        try:
+            cap = self._checked(policy.get_max_running_seqs(scheduler))
+        except Exception as error:  # as above
+            report("get_max_running_seqs", error)
+            return self._cap
+        if cap < 1:
+            report("get_max_running_seqs", ValueError(f"the limit must be at least 1, got {cap}"))
+            cap = 1
+        elif report == self._report:
+            self._faults.pop("get_max_running_seqs", None)
+        may_change = self._cap is None or self._may_raise or cap < self._cap
+        return cap if may_change else self._cap
+
     def _pass_readings(self, num_running: int) -> bool:
         """Pass the newest readings to the policy. Returns whether the cap may rise."""
         state = self._read()
-        power_w, temp_c = state.power_w, state.hottest_c
+        power_w = state.power_w
         is_plausible = True
         if power_w is not None:
             if is_power(power_w):
                 self.power_model.observe(power_w, num_running)
-                self.policy.on_power_reading(power_w)
+                if self.policy is not None:
+                    self.policy.on_power_reading(power_w)
             else:
                 is_plausible = self._reject("power", power_w, "watts")
-        if temp_c is not None:
-            if is_temperature(temp_c):
-                self.policy.on_temp_reading(0, temp_c)
-            else:
+        for device, temp_c in _temperatures(state):
+            if not is_temperature(temp_c):
                 is_plausible = self._reject("temperature", temp_c, "degrees C")
+            elif self.policy is not None:
+                self.policy.on_temp_reading(device, temp_c)
+        self._state = state
         return is_plausible and bool(state.may_raise_cap)
 
     def _reject(self, kind: str, value: Any, unit: str) -> bool:
@@ -168,6 +269,24 @@ class ThermalGuard:
         if kind not in self._alerted:
             self._alerted.add(kind)
             self._alert(message)
+
+
+def _temperatures(state: ThermalState) -> list[tuple[int, Any]]:
+    """Device and temperature, degrees C, of all devices, the hottest last, and values that are no
+    temperature first."""
+    hottest_c = state.hottest_c
+    if hottest_c is None:
+        return []
+    readings: list[tuple[int, Any]] = list(state.temperatures_c.items())
+    valid = sorted((item for item in readings if is_temperature(item[1])), key=itemgetter(1))
+    invalid = [item for item in readings if not is_temperature(item[1])]
+    if not is_temperature(hottest_c):
+        invalid.append((GROUP_DEVICE, hottest_c))
+    elif not valid:
+        valid.append((0, hottest_c))
+    elif hottest_c > valid[-1][1]:
+        valid.append((GROUP_DEVICE, hottest_c))
+    return invalid + valid
 
 
 def _describe(error: Exception) -> str:

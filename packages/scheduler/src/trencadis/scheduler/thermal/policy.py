@@ -7,11 +7,14 @@ never changes queues or blocks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.group import SequenceGroup
+
+GROUP_DEVICE = -1
+"""Index of the hottest device of a group if that is none of this rank's own devices."""
 
 
 class SchedulerView(Protocol):
@@ -34,12 +37,17 @@ class ThermalState(Protocol):
     """The telemetry of one step, such as a `TemperatureState` of `trencadis.scheduler.telemetry`.
 
     ``hottest_c``: the temperature of the hottest device, degrees C; None before the first reading.
+    ``temperatures_c``: the temperature of each device by its index, degrees C; empty if only the
+    hottest is known.
     ``may_raise_cap``: False while a sensor is stale or failed. ``power_w``: the power of all
     devices together, watts; None if it is not measured.
     """
 
     @property
     def hottest_c(self) -> float | None: ...
+
+    @property
+    def temperatures_c(self) -> Mapping[int, float]: ...
 
     @property
     def may_raise_cap(self) -> bool: ...
@@ -65,9 +73,10 @@ class SchedulerThermalPolicy(ABC):
         """Groups to evict, which have ``num_to_evict`` or more sequences in total."""
 
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:  # noqa: B027  optional
-        """Called in every step with the temperature of the hottest device, degrees C.
+        """Called in every step with the temperature of each device, degrees C, the hottest last.
 
-        ``gpu_idx`` is always 0.
+        So a policy that keeps the last reading acts on the hottest device. ``gpu_idx`` is the index
+        of the device; it is `GROUP_DEVICE` for a hotter device of another rank.
         """
 
     def on_power_reading(self, watts: float) -> None:  # noqa: B027  optional

@@ -93,6 +93,12 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
         """Degrees C above the target that the cap responds to; 0 while it does not throttle."""
         return self._excess_c
 
+    @property
+    def is_below_target(self) -> bool:
+        """Whether nothing is limited and the hysteresis is between the device and its target."""
+        is_cool = -math.inf < self._temp_c < self.target_temp_c - self.hysteresis_c
+        return is_cool and self._excess_c == 0
+
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
         del gpu_idx  # always the hottest device
         if is_temperature(temp_c):

@@ -122,6 +122,7 @@ async def _generate(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     first_choice = prompt * request.params.n
     timeline = RequestTimeline(metrics, request.params.n, len(request.prompt_token_ids))
+    metrics.num_active += 1
     outcome: str | None = "abort"
     stream = engine.generate(request.prompt_token_ids, request.params, request_id, request.priority)
     try:
@@ -139,6 +140,7 @@ async def _generate(
         outcome = "error"
         raise
     finally:
+        metrics.num_active -= 1
         if outcome is not None:
             timeline.end(outcome)
 

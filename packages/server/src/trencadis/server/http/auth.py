@@ -11,6 +11,9 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
 
+ADMIN_PATH = "/v1/admin"
+"""The paths that need an admin key."""
+
 
 class BearerAuth:
     """ASGI middleware: rejects a request to ``/v1`` that carries no accepted key.
@@ -32,7 +35,7 @@ class BearerAuth:
         await app(scope, receive, send)
 
     def _check(self, scope: Scope) -> ApiError | None:
-        if _is_under(scope, "/v1/admin"):
+        if is_under(scope, ADMIN_PATH):
             if not self._admin_keys:
                 return ApiError(
                     403,
@@ -41,7 +44,7 @@ class BearerAuth:
                     code="admin_api_disabled",
                 )
             accepted, kind = self._admin_keys, "admin"
-        elif _is_under(scope, "/v1") and self._api_keys:
+        elif is_under(scope, "/v1") and self._api_keys:
             accepted, kind = self._api_keys, "API"
         else:
             return None
@@ -62,7 +65,8 @@ def _has_key(headers: Headers, accepted: Sequence[bytes]) -> bool:
     return scheme.lower() == "bearer" and any(matches)
 
 
-def _is_under(scope: Scope, prefix: str) -> bool:
+def is_under(scope: Scope, prefix: str) -> bool:
+    """Whether the path of a request is ``prefix`` or below it."""
     path: str = scope["path"]
     path = path.removeprefix(scope.get("root_path", ""))  # set if the app is mounted under a path
     return path == prefix or path.startswith(f"{prefix}/")

@@ -96,6 +96,11 @@ ENGINE_METRICS = (
         _thermal(lambda t: t.hottest_c),
     ),
     _gauge(
+        "trencadis:thermal_target_celsius",
+        "Target temperature of the thermal policy, degrees C.",
+        _thermal(lambda t: t.target_temp_c),
+    ),
+    _gauge(
         "trencadis:power_watts",
         "Power of all devices together, watts.",
         _thermal(lambda t: t.power_w),
@@ -154,6 +159,11 @@ ENGINE_METRICS = (
         "trencadis:cold_forwards",
         "Forward passes in a shape that was not warmed up.",
         lambda s: s.num_cold_forwards,
+    ),
+    _counter(
+        "trencadis:core_restarts",
+        "Restarts of the engine core. Other counters of the core start again at 0.",
+        lambda s: s.num_core_restarts,
     ),
     _counter("trencadis:compilations", "Compilations while serving.", lambda s: s.num_compilations),
 )

@@ -26,10 +26,14 @@ LABELS = ("model_name", "engine")
 
 
 class ServingMetrics:
-    """All metrics of one app, in a registry of their own. ``clock`` counts seconds."""
+    """All metrics of one app, in a registry of their own. ``clock`` counts seconds.
+
+    ``num_active`` counts engine requests that have not ended.
+    """
 
     def __init__(self, engine: ServingEngine, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
+        self.num_active = 0
         self.registry = CollectorRegistry()
         labels = (engine.model_name, "0")
         self.registry.register(_EngineCollector(engine, labels))

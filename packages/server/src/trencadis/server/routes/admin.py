@@ -1,17 +1,22 @@
-"""``POST /v1/admin/batch``: an operator's order to the engine (seed 003), under an admin key."""
+"""``/v1/admin``, under an admin key: an operator's order to the engine (seed 003), state, drain."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
+import anyio
 import attrs
 from fastapi import APIRouter, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from trencadis.engine import BatchControl
 from trencadis.server.api.attrs_fields import derived_field
 from trencadis.server.routes.context import ServingContext
+
+ModelT = TypeVar("ModelT", bound=BaseModel)
+
+_POLL_SECONDS = 0.05
 
 
 def _batch_control_request() -> type[BaseModel]:
@@ -32,6 +37,20 @@ def _batch_control_request() -> type[BaseModel]:
 BatchControlRequest = _batch_control_request()
 
 
+class DrainRequest(BaseModel):
+    """Whether to refuse new requests, and how long to wait for running ones."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    drain: bool = Field(True, description="Refuse new requests; false: accept them again.")
+    wait_s: float = Field(
+        0,
+        ge=0,
+        le=86_400,
+        description="Seconds to wait with the answer until no request runs.",
+    )
+
+
 def admin_router(context: ServingContext) -> APIRouter:
     """The routes for operators. `BearerAuth` checks the admin key."""
     router = APIRouter(tags=["admin"])
@@ -45,16 +64,46 @@ def admin_router(context: ServingContext) -> APIRouter:
         """
         # Not a FastAPI parameter, which needs a Content-Type: seed 003's call sends none. The
         # admin key keeps web pages out.
-        order = _parse(await request.body())
-        return attrs.asdict(await context.engine.control(order))
+        order = _parse(BatchControlRequest, await request.body())
+        result = await context.engine.control(BatchControl(**order.model_dump()))
+        return attrs.asdict(result)
+
+    @router.get("/v1/admin/state")
+    async def state() -> dict[str, Any]:
+        """The engine's latest statistics, and whether new requests are refused."""
+        return {
+            "draining": context.drain.is_draining,
+            "num_active_requests": context.metrics.num_active,
+            "stats": attrs.asdict(context.engine.stats),
+        }
+
+    body = {"application/json": {"schema": DrainRequest.model_json_schema()}}
+
+    @router.post("/v1/admin/drain", openapi_extra={"requestBody": {"content": body}})
+    async def drain(request: Request) -> dict[str, Any]:
+        """Refuse new requests, and let the running ones finish. ``/ready`` is 503 meanwhile."""
+        order = _parse(DrainRequest, await request.body() or b"{}")
+        context.drain.is_draining = order.drain
+        await _until_idle(context, order.wait_s if order.drain else 0.0)
+        return {
+            "draining": context.drain.is_draining,
+            "num_active_requests": context.metrics.num_active,
+        }
 
     return router
 
 
-def _parse(body: bytes) -> BatchControl:
+async def _until_idle(context: ServingContext, seconds: float) -> None:
+    """Wait until no request is served, at most ``seconds``, or until requests are accepted."""
+    with anyio.move_on_after(seconds):
+        # Polled, because what changes is a counter.
+        while context.metrics.num_active and context.drain.is_draining:  # noqa: ASYNC110
+            await anyio.sleep(_POLL_SECONDS)
+
+
+def _parse(model: type[ModelT], body: bytes) -> ModelT:
     try:
-        request = BatchControlRequest.model_validate_json(body)
+        return model.model_validate_json(body)
     except ValidationError as error:
         errors = [{**item, "loc": ("body", *item["loc"])} for item in error.errors()]
         raise RequestValidationError(errors) from error
-    return BatchControl(**request.model_dump())

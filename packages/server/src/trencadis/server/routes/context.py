@@ -12,6 +12,13 @@ from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.settings import ServerSettings
 
 
+@attrs.define
+class Drain:
+    """Whether new requests are refused, because an operator has asked for it."""
+
+    is_draining: bool = False
+
+
 @attrs.frozen
 class ServingContext:
     """The engine, the settings and the objects built from them.
@@ -24,6 +31,17 @@ class ServingContext:
     metrics: ServingMetrics
     encoder: PromptEncoder
     created: int
+    drain: Drain
+
+    def check_accepting(self) -> None:
+        """Raise 503 while an operator drains this server."""
+        if self.drain.is_draining:
+            raise ApiError(
+                503,
+                "an operator drains this server, so it accepts no requests: send it to another",
+                code="draining",
+                headers={"Retry-After": str(self.settings.retry_after)},
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raise 404 unless ``name`` is the served model or None."""

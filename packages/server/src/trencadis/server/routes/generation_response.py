@@ -96,6 +96,7 @@ async def _respond(
     encode: Callable[[RequestT], Awaitable[list[Prompt]]],
     writer_class: type[ResponseWriter[Any]],
 ) -> Response:
+    context.check_accepting()
     context.check_model(request.model)
     # before tokenisation, which takes longer
     context.check_token_ids(request.sampling_params(request.requested_tokens))

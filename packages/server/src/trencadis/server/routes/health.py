@@ -1,13 +1,14 @@
-"""Monitoring: ``/health``, ``/version``, ``/metrics``. They need no API key."""
+"""Monitoring: health, readiness, liveness, version, metrics. They need no API key."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from trencadis.engine import EngineDead
+from trencadis.engine import EngineRestarting, EngineUnresponsive
 from trencadis.server import __version__
 from trencadis.server.routes.context import ServingContext
 
@@ -18,12 +19,28 @@ def health_router(context: ServingContext) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        """200 if requests can be served, 503 if the engine has stopped or does not respond."""
-        limit = context.settings.health_timeout
-        try:
-            await asyncio.wait_for(context.engine.check_health(), limit)
-        except asyncio.TimeoutError:
-            raise EngineDead(f"the engine did not answer within {limit:g} seconds") from None
+        """200 if requests can be served, 503 if the engine has stopped, restarts or hangs."""
+        await _check_health(context)
+        return Response()
+
+    @router.get("/ready")
+    async def ready() -> Response:
+        """For a readiness probe: 200 if requests should be sent here, otherwise 503.
+
+        503 also while an operator drains the server.
+        """
+        context.check_accepting()
+        await _check_health(context)
+        return Response()
+
+    @router.get("/live")
+    async def live() -> Response:
+        """For a liveness probe: 503 if only a restart of this process helps, otherwise 200.
+
+        200 also while the engine core is restarted, which needs no help.
+        """
+        with contextlib.suppress(EngineRestarting):
+            await _check_health(context)
         return Response()
 
     @router.get("/version")
@@ -41,3 +58,11 @@ def health_router(context: ServingContext) -> APIRouter:
         return Response(content, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return router
+
+
+async def _check_health(context: ServingContext) -> None:
+    limit = context.settings.health_timeout
+    try:
+        await asyncio.wait_for(context.engine.check_health(), limit)
+    except asyncio.TimeoutError:
+        raise EngineUnresponsive(f"the engine did not answer within {limit:g} seconds") from None

@@ -1,0 +1,228 @@
+"""What an operator reaches on a server process: health, restarts, and where they end.
+
+One server serves all tests, in their order. It has a tiny model with random weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import signal
+import ssl
+import subprocess
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("trustme")
+
+import trustme
+from server_process import ServerProcess, core_of, save_tiny_model, session_members, wait_until
+
+START_SECONDS = 120
+FLAGS = (
+    *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"),
+    *("--block-size", "8", "--num-gpu-blocks-override", "400", "--warmup", "none"),
+)
+RESTARTS = 2
+
+
+TOKEN = "over-temperature"  # noqa: S105
+ADMIN = {"Authorization": f"Bearer {TOKEN}"}
+SEED_CURL = """curl -X POST https://vllm-0:8000/v1/admin/batch \\
+  -H "Authorization: Bearer $VLLM_ADMIN_TOKEN" \\
+  -d '{"target_temp_c": 80.0, "policy": "largest_kv"}'"""
+"""The call of seed 003, section 4, as printed."""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with an authority, and the certificate and key of the server."""
+    directory = tmp_path_factory.mktemp("certificates")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(directory / "authority.pem")
+    issued = authority.issue_cert("vllm-0", "127.0.0.1")
+    issued.private_key_and_cert_chain_pem.write_to_path(directory / "server.pem")
+    return directory
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iterator[ServerProcess]:
+    directory = tmp_path_factory.mktemp("server")
+    heat = directory / "heat.csv"
+    lines = [f"{second},0,{91 + second % 2 / 10},600" for second in range(3600)]
+    heat.write_text("\n".join(["time_s,device,temperature_c,power_w", *lines]))
+    server = ServerProcess(
+        *(str(save_tiny_model(directory / "model")), *FLAGS),
+        *("--enable-admin-api", "--enable-chunked-prefill", "--admin-rate-limit", "20"),
+        *("--temperature-source", f"recorded:{heat}", "--swap-space", "0.1"),
+        *("--ssl-certfile", str(certificates / "server.pem")),
+        *("--engine-restarts", str(RESTARTS), "--hang-timeout", "3"),
+        environ={"VLLM_ADMIN_TOKEN": TOKEN},
+    )
+    try:
+        server.url = server.wait_for(r" at (https://\S+) ", START_SECONDS)[1]
+        yield server
+    finally:
+        server.kill()
+
+
+@pytest.fixture
+def http(server: ServerProcess, certificates: Path) -> Iterator[httpx.Client]:
+    context = ssl.create_default_context(cafile=certificates / "authority.pem")
+    with httpx.Client(base_url=server.url, timeout=30, verify=context) as http:
+        yield http
+
+
+def complete(http: httpx.Client, max_tokens: int = 8) -> httpx.Response:
+    body = {"prompt": "a b c", "temperature": 0, "max_tokens": max_tokens, "ignore_eos": True}
+    return http.post("/v1/completions", json=body)
+
+
+def complete_eight(http: httpx.Client) -> list[str]:
+    """The answers to eight requests, which run at once for a second or more."""
+    body = {"prompt": ["a b c"] * 8, "temperature": 0, "max_tokens": 220, "ignore_eos": True}
+    response = http.post("/v1/completions", json=body, timeout=60)
+    return [choice["text"] for choice in response.json()["choices"]]
+
+
+def metric(http: httpx.Client, name: str) -> float:
+    text = http.get("/metrics").text
+    return float(re.search(rf"^{re.escape(name)}{{.*}} (\S+)$", text, re.MULTILINE)[1])
+
+
+def statuses(http: httpx.Client) -> dict[str, int]:
+    return {path: http.get(path).status_code for path in ("/health", "/ready", "/live")}
+
+
+def order(http: httpx.Client, **fields: object) -> dict[str, Any]:
+    response = http.post("/v1/admin/batch", json=fields, headers=ADMIN)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def test_evicted_requests_stay_away_although_max_num_seqs_has_a_place_for_them(
+    http: httpx.Client,
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete_eight, http)
+        wait_until(lambda: metric(http, "trencadis:running_seqs") == 8)
+        dry = order(http, force_evict=4, max_num_seqs=8, dry_run=True)
+        answer = order(http, force_evict=4, max_num_seqs=8)
+        assert answer["new_running"] == dry["new_running"] == 4
+        assert metric(http, "trencadis:running_seqs") == 4
+        assert len(set(running.result())) == 1
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_the_call_of_the_seed_cools_a_server_without_a_policy(
+    server: ServerProcess, http: httpx.Client, certificates: Path
+) -> None:
+    """Byte for byte; a file of curl's settings says where vllm-0 is and who signs for it."""
+    (certificates / ".curlrc").write_text(
+        f'connect-to = "vllm-0:8000:127.0.0.1:{server.url.rpartition(":")[2]}"\n'
+        f'cacert = "{certificates / "authority.pem"}"\nsilent\nmax-time = 20\n'
+    )
+    environ = {**os.environ, "CURL_HOME": str(certificates), "VLLM_ADMIN_TOKEN": TOKEN}
+    expected = complete(http, 220).json()["choices"][0]["text"]
+    wait_until(lambda: metric(http, "trencadis:temperature_celsius") > 90)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(complete_eight, http)
+        wait_until(lambda: metric(http, "trencadis:running_seqs") == 8)
+        dry = order(http, target_temp_c=80.0, policy="largest_kv", dry_run=True)
+        done = subprocess.run(
+            ["/bin/sh", "-c", SEED_CURL], env=environ, capture_output=True, text=True, check=True
+        )
+        answer = json.loads(done.stdout)
+        assert (answer["previous_running"], answer["new_running"]) == (8, 1)
+        assert (dry["new_running"], len(dry["evicted_request_ids"])) == (1, 7)
+        assert len(answer["evicted_request_ids"]) == 7
+        assert answer["estimated_watts_saved"] > 0
+        assert answer["new_max_num_seqs"] == 8
+        wait_until(lambda: metric(http, "trencadis:running_seqs") == 1)
+        state = http.get("/v1/admin/state", headers=ADMIN).json()
+        assert state["stats"]["thermal"]["policy"] == "control loop"
+        assert state["stats"]["thermal"]["target_temp_c"] == 80.0
+        assert state["num_active_requests"] == 8
+        assert metric(http, "trencadis:thermal_policy_active") == 1
+        order(http, target_temp_c=94.0)
+        assert running.result() == [expected] * 8
+    key = hashlib.sha256(TOKEN.encode()).hexdigest()[:8]
+    (line,) = (line for line in server.output if "largest_kv" in line and "dry_run" not in line)
+    assert re.search(
+        rf"trencadis.server.admin\] client 127.0.0.1:\d+, key {key}: "
+        r'POST "/v1/admin/batch" ".*80.0.*largest_kv.*" -> 200 ".*new_running.*"',
+        line,
+    )
+    assert TOKEN not in "".join(server.output)
+
+
+def test_only_the_token_is_accepted_and_a_burst_is_refused(http: httpx.Client) -> None:
+    for headers in ({}, {"Authorization": "Bearer over-temperaturf"}):
+        assert http.post("/v1/admin/batch", json={}, headers=headers).status_code == 401
+    with ThreadPoolExecutor(10) as pool:
+        calls = [
+            pool.submit(http.post, "/v1/admin/batch", json={"dry_run": True}, headers=ADMIN)
+            for _ in range(100)
+        ]
+        responses = [call.result() for call in calls]
+    assert {response.status_code for response in responses} == {200, 429}
+    refused = [response for response in responses if response.status_code == 429]
+    assert refused[0].headers["retry-after"] == "1"
+    assert http.get("/health").status_code == 200
+
+
+def test_a_hung_core_is_seen_and_heals(server: ServerProcess, http: httpx.Client) -> None:
+    before = complete(http).json()["choices"]
+    assert statuses(http) == {"/health": 200, "/ready": 200, "/live": 200}
+    core = core_of(server)
+    os.kill(core, signal.SIGSTOP)
+    try:
+        wait_until(lambda: http.get("/health").status_code == 503)
+        assert statuses(http) == {"/health": 503, "/ready": 503, "/live": 503}
+        error = http.get("/health").json()["error"]
+        assert error["code"] == "engine_unresponsive"
+        assert re.search(r"hangs: no message for \d+ s, more than 3 s", error["message"])
+        assert complete(http).json()["error"]["code"] == "engine_unresponsive"
+    finally:
+        os.kill(core, signal.SIGCONT)
+    wait_until(lambda: http.get("/health").status_code == 200)
+    assert complete(http).json()["choices"] == before
+
+
+def test_a_core_that_dies_is_restarted_and_answers_are_right_again(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    before = complete(http).json()["choices"]
+    for number in range(1, RESTARTS + 1):
+        with ThreadPoolExecutor(4) as pool:
+            lost = [pool.submit(complete, http, 240) for _ in range(4)]
+            wait_until(lambda: metric(http, "vllm:num_requests_running") > 0)
+            os.kill(core_of(server), signal.SIGKILL)
+            answers = [future.result(timeout=5) for future in lost]
+        for answer in answers:
+            assert answer.status_code == 503
+            error = answer.json()["error"]
+            assert error["code"] == "engine_restarting"
+            assert "exit code -9: this request is lost" in error["message"]
+            assert answer.headers["retry-after"] == "1"
+        assert statuses(http) == {"/health": 503, "/ready": 503, "/live": 200}
+        wait_until(lambda: http.get("/health").status_code == 200, START_SECONDS)
+        assert complete(http).json()["choices"] == before
+        assert metric(http, "trencadis:core_restarts_total") == number
+
+
+def test_after_the_last_restart_the_process_ends_with_an_error(
+    server: ServerProcess, http: httpx.Client
+) -> None:
+    os.kill(core_of(server), signal.SIGKILL)
+    assert server.process.wait(30) == 1
+    server.wait_for("engine-serve: error: the engine core ended with exit code -9", 5)
+    wait_until(lambda: session_members(server.process.pid) == [])
