@@ -313,6 +313,18 @@ def test_a_warm_engine_in_eager_mode_consists_of_programs_and_compiles_nothing(
     assert counted.launches == 2 + 2 + sampling
 
 
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_decode_over_lists_of_blocks_compiles_nothing_either(stand_in, tiny_model, mode):
+    lists = attrs.evolve(
+        FEW_BUCKETS, contiguous_pa=False, decode_blocks=AxisConfig(min=12, step=12, max=12)
+    )
+    with stand_in(mode):
+        found, core = serve_mixed(tiny_model, "hpu", bucketing=lists)
+        stats = core.stats
+    assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
 def test_without_compilation_eager_mode_runs_operation_by_operation(eager_gaudi, tiny_model):
     found, core = serve_mixed(tiny_model, "hpu", compile=False)
     assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)

@@ -26,6 +26,7 @@ from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
+from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
@@ -98,7 +99,10 @@ class EngineCore:
             ),
             self.blocks,
             thermal=self._thermal.guard,
-            defragmenter=Defragmenter(self.blocks, config.defrag),
+            # Only a prefix gets shorter when blocks move down.
+            defragmenter=Defragmenter(self.blocks, config.defrag)
+            if self.worker.read is DecodeRead.PREFIX
+            else None,
         )
         rng = random.Random(config.seed)
         self.requests = RequestTable(self.scheduler, self.spec.eos_token_ids, rng)

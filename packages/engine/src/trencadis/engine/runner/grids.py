@@ -16,6 +16,7 @@ from trencadis.bucketing import (
     prompt_grid,
 )
 from trencadis.engine.runner.limits import ServingLimits
+from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
@@ -30,6 +31,7 @@ class Grids:
 
     prompt: BucketGrid
     decode: BucketGrid
+    read: DecodeRead = DecodeRead.PREFIX
 
     @property
     def num_buckets(self) -> int:
@@ -74,12 +76,6 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
 
     A maximum of the user's and a bucket file can leave such shapes.
     """
-    if not config.contiguous_pa:
-        logger.warning(
-            "VLLM_CONTIGUOUS_PA=false has no effect: decode reads the KV cache from block 0 to the "
-            "highest block in use"
-        )
-        config = attrs.evolve(config, contiguous_pa=True)
     grids = Grids(
         prompt_grid(
             config,
@@ -95,6 +91,7 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,
         ),
+        decode_read(config),
     )
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     if grids.max_chunk_tokens < longest:
@@ -109,6 +106,11 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
     return grids
 
 
+def decode_read(config: BucketingConfig | None) -> DecodeRead:
+    """How decode reads the KV cache under these settings (``VLLM_CONTIGUOUS_PA``)."""
+    return DecodeRead.PREFIX if config is None or config.contiguous_pa else DecodeRead.PAIRS
+
+
 def prompt_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
     """The prefill chunks within the limits that no bucket holds.
 
@@ -120,7 +122,12 @@ def prompt_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
 
 
 def decode_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
-    """The decode batches within the limits that no bucket holds: any may read the whole cache."""
+    """The decode batches within the limits that no bucket holds.
+
+    Any batch may read the whole cache as a prefix; of pairs it has at most those of its sequences.
+    """
+    if grids.read is not DecodeRead.PREFIX:
+        return grids.decode.coverage_gaps()
     return grids.decode.coverage_gaps(
         limits=(limits.max_num_seqs, limits.num_blocks), reachable=lambda low, high: True
     )
@@ -146,15 +153,17 @@ def _warn_of_gaps(grid: BucketGrid, gaps: Sequence[CoverageGap]) -> None:
 def small_grids(limits: ServingLimits) -> Grids:
     """A grid of few buckets, for a device that runs a new shape within milliseconds.
 
-    Every axis doubles or quadruples. Prefill chunks with context run one sequence at a time: their
+    Every axis doubles or quadruples; the log lines of the settings show the latter as ``x4`` in
+    place of a step. Prefill chunks with context run one sequence at a time: their
     attention covers the padded context, so a batch of unequal contexts would be mostly padding.
     """
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     context = ceil_div(limits.max_model_len, limits.block_size)
+    batch, query = min(4, limits.max_num_seqs), min(64, longest)
     prompt = BucketGrid(
         {
-            "batch": _doubling(1, min(4, limits.max_num_seqs)),
-            "query": _doubling(min(64, longest), longest),
+            "batch": _doubling(1, batch),
+            "query": _doubling(query, longest),
             "context_blocks": (0, *_quartering(context, 3)),
         },
         filters=(
@@ -162,13 +171,16 @@ def small_grids(limits: ServingLimits) -> Grids:
             lambda b: b["context_blocks"] == 0 or b["batch"] == 1,
         ),
         phase="prompt",
+        settings_line="Prompt bucket config (min, step, max_warmup) "
+        f"bs:{[1, batch, batch]}, query:{[query, longest, longest]}, blocks:[0, x4, {context}]",
     )
+    blocks = _quartering(limits.num_blocks, 5)
     decode = BucketGrid(
-        {
-            "batch": _doubling(1, limits.max_num_seqs),
-            "blocks": _quartering(limits.num_blocks, 5),
-        },
+        {"batch": _doubling(1, limits.max_num_seqs), "blocks": blocks},
         phase="decode",
+        settings_line="Decode bucket config (min, step, max_warmup) "
+        f"bs:{[1, limits.max_num_seqs, limits.max_num_seqs]}, "
+        f"blocks:[{blocks[0]}, x4, {blocks[-1]}]",
     )
     return Grids(prompt, decode)
 

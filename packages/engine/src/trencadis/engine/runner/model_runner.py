@@ -28,10 +28,12 @@ from trencadis.engine.runner.sampling_rows import (
     Sampler,
 )
 from trencadis.engine.runner.shapes import (
+    DecodeRead,
     DecodeShape,
     ForwardShape,
     PromptShape,
-    decode_shape,
+    decode_size,
+    padded_decode,
     prompt_shape,
     split_prompts,
 )
@@ -113,7 +115,8 @@ class PendingStep:
 class ModelRunner:
     """Executes steps on a model and a KV cache. Implements warm-up's ``GraphRuntime``.
 
-    Without ``grids``, batches are not padded. ``padded_tokens`` and ``bucket_misses`` count since
+    ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
+    batches are not padded. ``padded_tokens`` and ``bucket_misses`` count since
     the start; a bucket miss is a batch larger than every bucket.
     """
 
@@ -124,6 +127,7 @@ class ModelRunner:
         device: Device,
         cache: KVCache,
         grids: Grids | None,
+        read: DecodeRead = DecodeRead.PREFIX,
     ) -> None:
         self.forward_runner = forward_runner
         self.padded_tokens = 0
@@ -133,6 +137,7 @@ class ModelRunner:
         self._device_is_idle = True
         self._cache = cache
         self._grids = grids
+        self._read = read
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
         self._record_miss: RecordMiss | None = None
 
@@ -174,9 +179,11 @@ class ModelRunner:
 
     def probe(self) -> None:
         """Run the smallest forward pass on the padding block. Raises if the device has failed."""
-        shape = DecodeShape(1, 1)
+        size = (1, 1)
         if self._grids is not None:
-            shape = self._decode_shape(*min(self._grids.decode.buckets, key=_elements).shape)
+            batch, blocks = min(self._grids.decode.buckets, key=_elements).shape
+            size = (batch, blocks)
+        shape = self._decode_shape(size)
         self.forward_runner.run(self._dummy(shape))
         self._device.synchronize()
         self._device_is_idle = True
@@ -292,12 +299,14 @@ class ModelRunner:
     def _shapes(self, phase: Phase, bucket: Bucket) -> list[ForwardShape]:
         """The shapes that batches of a bucket have.
 
-        A decode bucket has two: without gathered blocks, and with as many as it has blocks.
+        A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
+        it has blocks.
         """
         if phase is Phase.PROMPT:
             return [PromptShape(*bucket.shape)]
-        shape = self._decode_shape(*bucket.shape)
-        if shape.batch == 1 or not self.forward_runner.needs_warmup:
+        batch, blocks = bucket.shape
+        shape = self._decode_shape((batch, blocks))
+        if shape.batch == 1 or not shape.blocks or not self.forward_runner.needs_warmup:
             return [shape]
         return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
@@ -322,12 +331,18 @@ class ModelRunner:
     def _decode_batches(
         self, decodes: Scheduled, step: _StepInProgress
     ) -> Iterator[tuple[Scheduled, ModelInput]]:
-        """One batch; several where the sequences share more blocks than the bucket can gather."""
-        exact = decode_shape(decodes)
-        shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
+        """One batch; several where the sequences have more blocks to gather than the bucket."""
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        if self._is_better_divided(decodes, size):
+            half = len(decodes) // 2
+            yield from self._decode_batches(decodes[:half], step)
+            yield from self._decode_batches(decodes[half:], step)
+            return
+        batch, blocks = self._bucket(Phase.DECODE, size)
+        shape = self._decode_shape((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         num_extra = layout.num_extra
-        if num_extra:
+        if num_extra and shape.blocks:
             if self.forward_runner.needs_warmup and num_extra > shape.blocks:
                 half = len(decodes) // 2
                 yield from self._decode_batches(decodes[:half], step)
@@ -339,9 +354,20 @@ class ModelRunner:
         built = build_decode(decodes, layout, shape, self._cache, self._device.upload, words)
         yield decodes, built
 
-    def _decode_shape(self, batch: int, blocks: int) -> DecodeShape:
-        # A bucket may have more blocks than the cache; the cache prefix cannot be longer.
-        return DecodeShape(batch, min(blocks, self._cache.num_blocks))
+    def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
+        """Whether no bucket has as many (block, sequence) pairs as this batch.
+
+        Two smaller batches then need no new shape.
+        """
+        return (
+            self._read is not DecodeRead.PREFIX
+            and len(decodes) > 1
+            and self._grids is not None
+            and self._grids.decode.find(size) is None
+        )
+
+    def _decode_shape(self, size: tuple[int, int]) -> DecodeShape:
+        return padded_decode(size, self._read, self._cache.num_blocks)
 
     def _padded_extra(self, num_extra: int, blocks: int) -> int:
         """Padded number of gathered (block, sequence) pairs.

@@ -21,7 +21,7 @@ from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.device_sampler import DeviceSampler
 from trencadis.engine.runner.forward_runner import ForwardRunner
-from trencadis.engine.runner.grids import Grids, build_grids
+from trencadis.engine.runner.grids import Grids, build_grids, decode_read
 from trencadis.engine.runner.host_swap import num_host_blocks
 from trencadis.engine.runner.limits import (
     ServingLimits,
@@ -62,7 +62,10 @@ class Worker:
         compiled = self._enable_compilation()
         forward_runner = ForwardRunner(self._model, device, self.cache, compiled=compiled)
         self._sampler = self._make_sampler(compiled)
-        self.runner = ModelRunner(forward_runner, self._sampler, device, self.cache, self.grids)
+        self.read = decode_read(config.bucketing)
+        self.runner = ModelRunner(
+            forward_runner, self._sampler, device, self.cache, self.grids, self.read
+        )
 
     def _load_profile_and_allocate(self) -> None:
         """Weights, profiling run, memory plan, KV cache; logs the memory that each step took."""
