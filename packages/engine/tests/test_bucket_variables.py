@@ -9,6 +9,8 @@ import pytest
 
 from trencadis.engine import EngineConfig, EngineCore, SamplingParams
 from trencadis.engine.runner.model_input import ModelInput
+from trencadis.engine.runner.shapes import DecodeShape
+from trencadis.warmup import Phase
 
 SMALL = {
     "dtype": "float32",
@@ -49,7 +51,7 @@ def decode_shapes(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tup
     run = core.worker.runner.forward_runner.run
 
     def note(batch: ModelInput) -> object:
-        if hasattr(batch.shape, "extra"):
+        if isinstance(batch.shape, DecodeShape):
             seen.append((batch.shape.batch, batch.shape.blocks, batch.shape.extra))
         return run(batch)
 
@@ -172,3 +174,103 @@ def test_lengths_of_decodes_in_tokens_become_blocks_and_that_is_said_once(
     both = started(tiny_model, {**environ, **blocks})
     assert both.worker.grids.decode.values("blocks")[-1] == 12, "settings in blocks come first"
     assert "VLLM_DECODE_SEQ_BUCKET_*" not in caplog.text
+
+
+# The grids of batch size and sequence length.
+
+SEED_002 = {"VLLM_PROMPT_SEQ_BUCKET_MAX": "1024"}
+SEQUENCES = {
+    "bucket_grid": "seq",
+    "max_model_len": 2048,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 2048,
+    "block_size": 128,
+    "num_blocks": None,
+}
+LENGTHS = {"prompt": range(128, 1025, 128), "decode": range(128, 2049, 128)}
+LINES = [
+    line
+    for phase, config in (
+        (
+            "prompt",
+            "Prompt bucket config (min, step, max_warmup) bs:[1, 32, 4], seq:[128, 128, 1024]",
+        ),
+        (
+            "decode",
+            "Decode bucket config (min, step, max_warmup) bs:[1, 128, 4], seq:[128, 128, 2048]",
+        ),
+    )
+    for line in (
+        config,
+        f"Generated {3 * len(LENGTHS[phase])} {phase} buckets: "
+        f"{[(batch, length) for batch in (1, 2, 4) for length in LENGTHS[phase]]}",
+    )
+]
+"""Seed 002, lines 21 to 24: 24 prompt buckets and 48 decode buckets."""
+
+
+@pytest.fixture(scope="module")
+def long_model(make_tiny_model: object, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=2048)
+
+
+def buckets_in_use(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
+    """Each change of the bucket that batches are padded to, from now on."""
+    seen: list[tuple[str, object]] = []
+    bucket_of = core.worker.runner._bucket
+
+    def note(phase: Phase, size: tuple[int, ...]) -> tuple[int, ...]:
+        found = bucket_of(phase, size)
+        if not seen or seen[-1] != (phase.value, found):
+            seen.append((phase.value, found))
+        return found
+
+    monkeypatch.setattr(core.worker.runner, "_bucket", note)
+    return seen
+
+
+def test_the_grids_of_seed_002_can_be_served_with(
+    long_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        core = started(long_model, SEED_002, **SEQUENCES)
+    assert [message for message in caplog.messages if "bucket" in message][:4] == LINES
+    prompts = [tuple(range(i, i + 206)) * 2 for i in range(3)]  # 412 tokens each
+    for ends, buckets in (
+        (
+            (30, 110, 110),
+            [
+                ("Prompt", (4, 512)),
+                ("Decode", (4, 512)),
+                ("Decode", (2, 512)),
+                ("Decode", (2, 640)),
+            ],
+        ),
+        ((110, 110, 110), [("Prompt", (4, 512)), ("Decode", (4, 512)), ("Decode", (4, 640))]),
+    ):
+        core.blocks.reset_prefix_cache()
+        seen = buckets_in_use(core, monkeypatch)
+        for i, (prompt, length) in enumerate(zip(prompts, ends, strict=True)):
+            params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
+            core.add(str(i), prompt, params)
+        while core.has_work:
+            core.step()
+        assert seen == buckets
+        monkeypatch.undo()
+    assert core.stats.num_bucket_misses == 0
+
+
+def test_a_grid_of_sequence_lengths_gives_the_same_tokens(
+    tiny_model: Path, expected: dict[str, list[int]]
+) -> None:
+    """Chunks with context and shared blocks included."""
+    core = started(tiny_model, {}, bucket_grid="seq")
+    assert core.worker.grids.prompt.axes == core.worker.grids.decode.axes == ("batch", "seq")
+    assert serve(core) == expected
+    assert core.stats.num_bucket_misses == 0
+
+
+def test_a_grid_of_sequence_lengths_takes_the_strategy_that_is_set(tiny_model: Path) -> None:
+    for environ, first in (({}, "lin"), ({"VLLM_BUCKETING_STRATEGY": "exp"}, "exp")):
+        config = EngineConfig.from_env(environ, model=str(tiny_model), bucket_grid="seq")
+        assert (config.bucketing.strategy if config.bucketing else "lin") == first

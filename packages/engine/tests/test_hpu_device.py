@@ -313,13 +313,23 @@ def test_a_warm_engine_in_eager_mode_consists_of_programs_and_compiles_nothing(
     assert counted.launches == 2 + 2 + sampling
 
 
+LISTS = attrs.evolve(
+    FEW_BUCKETS, contiguous_pa=False, decode_blocks=AxisConfig(min=12, step=12, max=12)
+)
+SEQUENCES = attrs.evolve(FEW_BUCKETS, decode_seq=AxisConfig(min=48, step=48, max=48))
+
+
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
-def test_decode_over_lists_of_blocks_compiles_nothing_either(stand_in, tiny_model, mode):
-    lists = attrs.evolve(
-        FEW_BUCKETS, contiguous_pa=False, decode_blocks=AxisConfig(min=12, step=12, max=12)
-    )
+@pytest.mark.parametrize(
+    "changes",
+    [{"bucketing": LISTS}, {"bucketing": SEQUENCES, "bucket_grid": "seq"}],
+    ids=["lists of blocks", "sequence lengths"],
+)
+def test_decode_that_gathers_its_blocks_compiles_nothing_either(
+    stand_in, tiny_model, mode, changes
+):
     with stand_in(mode):
-        found, core = serve_mixed(tiny_model, "hpu", bucketing=lists)
+        found, core = serve_mixed(tiny_model, "hpu", **changes)
         stats = core.stats
     assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
     assert found == serve_mixed(tiny_model, "cpu")[0]

@@ -41,6 +41,7 @@ ENGINE = {
     "seed": ("5", 5),
     "warmup": ("none", "none"),
     "use_buckets": (None, False),
+    "bucket_grid": ("seq", "seq"),
     "compile": (None, True),
     "compile_cache": ("/cache", "/cache"),
     "fp32_softmax": ("true", True),

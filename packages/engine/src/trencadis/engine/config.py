@@ -74,6 +74,7 @@ BUCKETING_VARIABLES = (
     "VLLM_EXPONENTIAL_BUCKETING",
     "VLLM_CONTIGUOUS_PA",
 )
+GRIDS = ("paged", "seq")
 DEFRAG_VARIABLES = ("VLLM_DEFRAG_*", "VLLM_DEBUG")
 GRAPH_VARIABLES = ("VLLM_GRAPH_*",)
 SKIP_WARMUP = "VLLM_SKIP_WARMUP"
@@ -234,6 +235,14 @@ def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> 
         )
 
 
+def _check_grid(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    if value not in GRIDS:
+        raise ConfigError(
+            f"{attribute.name} must be one of {', '.join(GRIDS)}, got {shown(value)}",
+            attribute.name,
+        )
+
+
 def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigError(
@@ -364,6 +373,17 @@ class EngineConfig(CapacitySettings):
             default="the device's own grid",
         ),
     )
+    bucket_grid: str = attrs.field(
+        default="paged",
+        validator=_check_grid,
+        metadata=setting(
+            "--bucketing",
+            metavar="GRID",
+            group=MEMORY,
+            help="what a bucket is: paged, batch size and new tokens and KV blocks; or seq, batch "
+            "size and sequence length",
+        ),
+    )
     warmup: WarmupMode = attrs.field(
         default="full",
         validator=one_of(*get_args(WarmupMode)),
@@ -475,6 +495,8 @@ class EngineConfig(CapacitySettings):
         """
         warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, graphs, defrag = library_settings(environ)
+        if settings.get("bucket_grid") == "seq" and not _sets_strategy(environ):
+            bucketing = attrs.evolve(bucketing, strategy="lin")  # that of seed 002
         found: dict[str, Any] = {
             **from_env(environ, cls),
             "bucketing": bucketing if _sets_buckets(environ) else None,
@@ -516,6 +538,15 @@ def _sets_buckets(environ: Mapping[str, str]) -> bool:
     patterns = describe_variables()
     return any(
         text.strip() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        for name, text in environ.items()
+    )
+
+
+def _sets_strategy(environ: Mapping[str, str]) -> bool:
+    """Whether a variable chooses the strategy of buckets, for any phase."""
+    return any(
+        text.strip()
+        and (name.endswith("BUCKETING_STRATEGY") or name == "VLLM_EXPONENTIAL_BUCKETING")
         for name, text in environ.items()
     )
 

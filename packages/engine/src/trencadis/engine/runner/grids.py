@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 
@@ -14,9 +15,10 @@ from trencadis.bucketing import (
     decode_grid,
     linear_range,
     prompt_grid,
+    sequence_grid,
 )
-from trencadis.engine.runner.limits import ServingLimits
-from trencadis.engine.runner.shapes import DecodeRead
+from trencadis.engine.runner.limits import BatchSettings, ServingLimits, token_budget
+from trencadis.engine.runner.shapes import DecodeRead, PromptShape
 from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
@@ -27,11 +29,16 @@ _CONFIGURED = "from the VLLM_* bucketing settings"
 
 @attrs.frozen
 class Grids:
-    """The buckets that prefill and decode batches are padded to."""
+    """The buckets that prefill and decode batches are padded to.
+
+    ``read`` says what the second axis of the decode grid counts. A prompt grid without an axis of
+    context has no batches of chunks with context: such a chunk runs alone, with ``context_blocks``.
+    """
 
     prompt: BucketGrid
     decode: BucketGrid
     read: DecodeRead = DecodeRead.PREFIX
+    context_blocks: int = 0
 
     @property
     def num_buckets(self) -> int:
@@ -41,7 +48,39 @@ class Grids:
     @property
     def max_chunk_tokens(self) -> int:
         """Tokens of the largest query bucket."""
-        return self.prompt.values("query")[-1]
+        return self.prompt.values(self.prompt.axes[1])[-1]
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the prompt grid has an axis of context."""
+        return len(self.prompt.axes) > 2
+
+    def prompt_size(self, exact: PromptShape) -> tuple[int, ...] | None:
+        """The size of a prefill batch on the axes of the grid; None if it has to be divided."""
+        if self.has_context:
+            return exact.batch, exact.query, exact.context_blocks
+        if exact.context_blocks and exact.batch > 1:
+            return None
+        return exact.batch, exact.query
+
+    def padded_prompt(self, bucket: Sequence[int], exact: PromptShape) -> PromptShape:
+        """The shape in which a prefill batch runs, given the sizes of its bucket."""
+        if self.has_context:
+            return PromptShape(*bucket)
+        batch, query = bucket
+        if not exact.context_blocks:
+            return PromptShape(batch, query, 0)
+        return PromptShape(1, query, self.context_blocks)
+
+    def prompt_shapes(self, bucket: Sequence[int]) -> list[PromptShape]:
+        """All shapes in which batches of a bucket of the prompt grid run."""
+        if self.has_context:
+            return [PromptShape(*bucket)]
+        batch, query = bucket
+        shapes = [PromptShape(batch, query, 0)]
+        if batch == 1 and self.context_blocks:
+            shapes.append(PromptShape(1, query, self.context_blocks))
+        return shapes
 
 
 def build_grids(
@@ -64,11 +103,46 @@ def build_grids(
             if config is None
             else _CONFIGURED
         )
+    _log(grids, why)
+    return grids
+
+
+def sequence_grids(
+    config: BucketingConfig | None, settings: BatchSettings, max_model_len: int
+) -> Grids:
+    """The grids of seed 002: axes batch size and sequence length, in both phases.
+
+    A prompt bucket ends at the tokens of a step. Decode gathers the blocks of each sequence, padded
+    to the length of the bucket. A chunk with context runs alone, with the context of the longest
+    sequence. By default with the strategy ``lin``. Logs the lines of seed 002; raises
+    `BucketingError`.
+    """
+    config = config or BucketingConfig(strategy="lin")
+
+    def grid(phase: Literal["prompt", "decode"], longest: int) -> BucketGrid:
+        return sequence_grid(
+            phase,
+            config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=longest,
+            block_size=min(settings.block_size, longest),
+        )
+
+    grids = Grids(
+        grid("prompt", min(token_budget(settings), max_model_len)),
+        grid("decode", max_model_len),
+        DecodeRead.SEQUENCES,
+        ceil_div(max_model_len - 1, settings.block_size),
+    )
+    _log(grids, "batch size and sequence length")
+    return grids
+
+
+def _log(grids: Grids, why: str) -> None:
     for grid in (grids.prompt, grids.decode):
         for line in grid.describe():
             logger.info(line)
     logger.info("%d prompt and %d decode buckets (%s)", len(grids.prompt), len(grids.decode), why)
-    return grids
 
 
 def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:

@@ -303,7 +303,7 @@ class ModelRunner:
         it has blocks.
         """
         if phase is Phase.PROMPT:
-            return [PromptShape(*bucket.shape)]
+            return list(self._grids.prompt_shapes(bucket.shape)) if self._grids else []
         batch, blocks = bucket.shape
         shape = self._decode_shape((batch, blocks))
         if shape.batch == 1 or not shape.blocks or not self.forward_runner.needs_warmup:
@@ -322,8 +322,11 @@ class ModelRunner:
 
     def _prompt_batch(self, chunks: Scheduled, step: _StepInProgress) -> ModelInput:
         exact = prompt_shape(chunks, self._cache.block_size)
-        bucket = self._bucket(Phase.PROMPT, (exact.batch, exact.query, exact.context_blocks))
-        shape = PromptShape(*bucket)
+        shape = exact
+        if self._grids is not None:
+            # A batch that is no size of the grid was not made by `split_prompts`.
+            size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
+            shape = self._grids.padded_prompt(self._bucket(Phase.PROMPT, size), exact)
         self.padded_tokens += shape.batch * shape.query - sum(len(c.token_ids) for c in chunks)
         words = self._sampler.words(step.requests_of(chunks), shape.batch)
         return build_prompt(chunks, shape, self._cache, self._device.upload, words)
@@ -360,14 +363,14 @@ class ModelRunner:
         Two smaller batches then need no new shape.
         """
         return (
-            self._read is not DecodeRead.PREFIX
+            self._read is DecodeRead.PAIRS
             and len(decodes) > 1
             and self._grids is not None
             and self._grids.decode.find(size) is None
         )
 
     def _decode_shape(self, size: tuple[int, int]) -> DecodeShape:
-        return padded_decode(size, self._read, self._cache.num_blocks)
+        return padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
 
     def _padded_extra(self, num_extra: int, blocks: int) -> int:
         """Padded number of gathered (block, sequence) pairs.
@@ -380,13 +383,19 @@ class ModelRunner:
         return max(8, 1 << (num_extra - 1).bit_length())
 
     def _prompt_cost(self, chunks: Scheduled) -> float | None:
-        """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss."""
+        """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss.
+
+        A grid of sequence lengths has the buckets that seed 002 tells: all prompts together.
+        """
         exact = prompt_shape(chunks, self._cache.block_size)
         batch, query = exact.batch, exact.query
         if self._grids is not None:
-            bucket = self._grids.prompt.find((batch, query, exact.context_blocks))
+            size = self._grids.prompt_size(exact)
+            bucket = None if size is None else self._grids.prompt.find(size)
             if bucket is None:
                 return None
+            if not self._grids.has_context:
+                return _FORWARD_COST
             batch, query = bucket.shape[:2]
         return batch * query + _FORWARD_COST
 

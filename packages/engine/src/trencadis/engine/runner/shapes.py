@@ -43,6 +43,7 @@ class DecodeRead(enum.Enum):
 
     PREFIX = "the blocks from 0 to the highest block of the batch, in place"
     PAIRS = "the (block, sequence) pairs of the batch, gathered"
+    SEQUENCES = "the tokens of its longest sequence; the blocks of each are gathered"
 
 
 ForwardShape = PromptShape | DecodeShape
@@ -64,18 +65,24 @@ def decode_size(
     if read is DecodeRead.PREFIX:
         highest = int(np.concatenate([decode.block_table for decode in decodes]).max())
         return len(decodes), 1 + highest
-    return len(decodes), sum(decode.start // block_size + 1 for decode in decodes)
+    if read is DecodeRead.PAIRS:
+        return len(decodes), sum(decode.start // block_size + 1 for decode in decodes)
+    return len(decodes), 1 + max(decode.start for decode in decodes)
 
 
-def padded_decode(size: tuple[int, int], read: DecodeRead, num_blocks: int) -> DecodeShape:
+def padded_decode(
+    size: tuple[int, int], read: DecodeRead, block_size: int, num_blocks: int
+) -> DecodeShape:
     """The shape of batches that are padded to a bucket of this size, for a cache of this length.
 
     A bucket may have more blocks than the cache; the cache prefix cannot be longer.
     """
-    batch, blocks = size
+    batch, length = size
     if read is DecodeRead.PREFIX:
-        return DecodeShape(batch, min(blocks, num_blocks))
-    return DecodeShape(batch, 0, blocks)
+        return DecodeShape(batch, min(length, num_blocks))
+    if read is DecodeRead.PAIRS:
+        return DecodeShape(batch, 0, length)
+    return DecodeShape(batch, 0, batch * ceil_div(length, block_size))
 
 
 Cost = Callable[[Sequence[ScheduledSequence]], float | None]

@@ -5,9 +5,11 @@ The engine core has one worker. The core schedules; the worker's `ModelRunner` e
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import platformdirs
@@ -21,7 +23,12 @@ from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.device_sampler import DeviceSampler
 from trencadis.engine.runner.forward_runner import ForwardRunner
-from trencadis.engine.runner.grids import Grids, build_grids, decode_read
+from trencadis.engine.runner.grids import (
+    Grids,
+    build_grids,
+    decode_read,
+    sequence_grids,
+)
 from trencadis.engine.runner.host_swap import num_host_blocks
 from trencadis.engine.runner.limits import (
     ServingLimits,
@@ -57,12 +64,15 @@ class Worker:
             config.max_model_len, self.spec.max_position_embeddings
         )
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
+        # A grid of sequence lengths is there before the cache whose size the others depend on.
+        self.grids = self._sequence_grids()
         self._load_profile_and_allocate()
-        self.grids = self._build_grids()
+        if self.grids is None:
+            self.grids = self._build_grids()
         compiled = self._enable_compilation()
         forward_runner = ForwardRunner(self._model, device, self.cache, compiled=compiled)
         self._sampler = self._make_sampler(compiled)
-        self.read = decode_read(config.bucketing)
+        self.read = self.grids.read if self.grids else decode_read(config.bucketing)
         self.runner = ModelRunner(
             forward_runner, self._sampler, device, self.cache, self.grids, self.read
         )
@@ -152,6 +162,9 @@ class Worker:
         budget = token_budget(self.config)
         query = min(budget, self._max_model_len)
         shape = PromptShape(ceil_div(budget, query), query, 0)
+        if self.grids is not None:
+            largest = max(self.grids.prompt.buckets, key=lambda bucket: math.prod(bucket.shape))
+            shape = PromptShape(*largest.shape, 0)
         cache = self._make_cache(1, 0)
         batch = build_prompt((), shape, cache, self.device.upload)
         ForwardRunner(self._model, self.device, cache).run(batch)
@@ -218,15 +231,19 @@ class Worker:
 
     # Shapes.
 
+    def _sequence_grids(self) -> Grids | None:
+        if not self.config.use_buckets or self.config.bucket_grid != "seq":
+            return None
+        with _bucketing_errors():
+            return sequence_grids(self.config.bucketing, self.config, self._max_model_len)
+
     def _build_grids(self) -> Grids | None:
         if not self.config.use_buckets:
             return None
-        try:
+        with _bucketing_errors():
             return build_grids(
                 self.config.bucketing, self.limits, exponential=self.device.exponential_grid
             )
-        except BucketingError as error:
-            raise ConfigError(str(error)) from error
 
     def _enable_compilation(self) -> bool:
         """Whether decoder layers are compiled: as configured, if this machine has the compiler."""
@@ -245,6 +262,15 @@ class Worker:
                 "that can be written"
             ) from error
         return True
+
+
+@contextlib.contextmanager
+def _bucketing_errors() -> Generator[None, None, None]:
+    """Turn errors of bucket settings into those of the engine."""
+    try:
+        yield
+    except BucketingError as error:
+        raise ConfigError(str(error)) from error
 
 
 def _compile_cache(config: EngineConfig) -> Path:
