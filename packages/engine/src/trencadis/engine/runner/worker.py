@@ -44,7 +44,15 @@ from trencadis.engine.runner.sampling_rows import Sampler
 from trencadis.engine.runner.shapes import PromptShape
 from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
-from trencadis.warmup import MemoryPlan, MemoryUse, WarmupError, WarmupReport, warm_up
+from trencadis.warmup import (
+    GRAPH_RESERVED_MEM,
+    MemoryPlan,
+    MemoryUse,
+    WarmupError,
+    WarmupReport,
+    format_bytes,
+    warm_up,
+)
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -78,19 +86,37 @@ class Worker:
         )
 
     def _load_profile_and_allocate(self) -> None:
-        """Weights, profiling run, memory plan, KV cache; logs the memory that each step took."""
-        before = self._memory_use()
+        """Weights, profiling run, memory plan, KV cache.
+
+        Logs the memory that each step took, in the words and the order of seed 000.
+        """
+        start = before = self._memory_use()
         self._model = load_model(
             self.spec, self.device.torch_device, self.dtype, self._max_model_len
         )
+        before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
         self.device.optimize(self._model)
-        before = self._log_memory("Loading model weights", before)
+        kind = self.device.name.upper()
+        graphs = self.device.supports_graphs
+        self._log_memory(f"Wrapping in {kind} Graph" if graphs else "Optimizing layers", before)
+        before = self._log_memory("Loading model weights", start, in_total=True)
         self._profile()
+        self._before_cache = self._log_memory("Model profiling run", before)
         self._memory = self._plan_memory()
         self.limits = ServingLimits.of(self.config, self._max_model_len, self._num_blocks())
-        before = self._log_memory("Profiling run", before)
-        self.cache = self._make_cache(self.limits.num_blocks, self._num_host_blocks())
-        self._log_memory("Initializing cache engine", before)
+        num_blocks, num_host_blocks = self.limits.num_blocks, self._num_host_blocks()
+        # Where there is one memory, both would be blocks of the CPU.
+        on_host = "swap" if self.device.shares_host_memory else "CPU"
+        logger.info("# %s blocks: %d, # %s blocks: %d", kind, num_blocks, on_host, num_host_blocks)
+        self.cache = self._make_cache(num_blocks, num_host_blocks)
+        self._log_memory("Initializing cache engine", self._before_cache)
+        self._log_left_over()
+
+    @property
+    def _place(self) -> str:
+        """The device as seed 000 names it: ``hpu:0``."""
+        place = self.device.torch_device
+        return place.type if place.type == "cpu" else f"{place.type}:{place.index or 0}"
 
     @property
     def block_bytes(self) -> int:
@@ -102,6 +128,11 @@ class Worker:
             head_dim=self.spec.head_dim,
             dtype=self.dtype,
         )
+
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether graphs are captured on this device, under these settings."""
+        return self.device.supports_graphs and not self.config.graphs.enforce_eager
 
     @property
     def num_buckets(self) -> int:
@@ -122,6 +153,7 @@ class Worker:
         else:
             logger.info("Skipping warmup: the first request of each shape will be slower")
             self.runner.forward_runner.compile_cold = True
+        self._log_memory("init_cache_engine", self._before_cache)
         self.runner.forward_runner.start_serving()
         return report
 
@@ -164,7 +196,7 @@ class Worker:
         shape = PromptShape(ceil_div(budget, query), query, 0)
         if self.grids is not None:
             largest = max(self.grids.prompt.buckets, key=lambda bucket: math.prod(bucket.shape))
-            shape = PromptShape(*largest.shape, 0)
+            shape = self.grids.prompt_shapes(largest.shape)[0]
         cache = self._make_cache(1, 0)
         batch = build_prompt((), shape, cache, self.device.upload)
         ForwardRunner(self._model, self.device, cache).run(batch)
@@ -172,7 +204,13 @@ class Worker:
 
     def _plan_memory(self) -> MemoryPlan:
         settings = self.config.graphs
-        captures = self.device.supports_graphs and not settings.enforce_eager
+        captures = self.captures_graphs
+        if not captures and settings.graph_reserved_mem != GRAPH_RESERVED_MEM:
+            logger.info(
+                "VLLM_GRAPH_RESERVED_MEM=%g is not applied: no graphs are captured (%s)",
+                settings.graph_reserved_mem,
+                "--enforce-eager" if settings.enforce_eager else f"device {self.device.name}",
+            )
         try:
             plan = MemoryPlan.from_profile(
                 self.device.free_memory(),
@@ -199,8 +237,19 @@ class Worker:
             remedy="raise kv_cache_memory",
         )
         check_memory("num_blocks", num_blocks, self.block_bytes, self.device.total_memory())
-        logger.info("# KV blocks: %d of %d tokens", num_blocks, self.config.block_size)
         return num_blocks
+
+    def _log_left_over(self) -> None:
+        """Say what of a device's own memory neither the KV cache nor graphs will use."""
+        left = self._memory.num_blocks - self.limits.num_blocks
+        if self.device.default_kv_cache_memory is not None or left <= 0:
+            return
+        logger.info(
+            "%s planned for the KV cache stay free, for %d more blocks: --max-num-seqs, "
+            "--max-model-len or --num-gpu-blocks-override would use them; graphs do not",
+            format_bytes(left * self.block_bytes),
+            left,
+        )
 
     def _num_host_blocks(self) -> int:
         per_sequence = ceil_div(self._max_model_len, self.config.block_size)
@@ -224,9 +273,9 @@ class Worker:
             device_free=self.device.free_memory(), device_total=self.device.total_memory()
         )
 
-    def _log_memory(self, step: str, before: MemoryUse) -> MemoryUse:
+    def _log_memory(self, step: str, before: MemoryUse, *, in_total: bool = False) -> MemoryUse:
         now = self._memory_use()
-        logger.info(now.since(before, step))
+        logger.info(now.since(before, step, in_total=in_total))
         return now
 
     # Shapes.
