@@ -9,6 +9,7 @@ import attrs
 
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.log_lines import format_bytes
+from trencadis.warmup.runtime import Phase
 from trencadis.warmup.validators import integer, number, require_integer
 
 GPU_MEMORY_UTILIZATION = 0.9
@@ -42,6 +43,10 @@ class GraphBudget:
     def decode(self) -> int:
         """Share of the decode graphs, bytes."""
         return self.total - self.prompt
+
+    def share(self, phase: Phase) -> int:
+        """Share of the graphs of a phase, bytes."""
+        return self.prompt if phase is Phase.PROMPT else self.decode
 
     def describe(self) -> str:
         """The log line of seed 000. Shares have five digits, so that they add up."""
@@ -126,7 +131,8 @@ class MemoryPlan:
         What is free above the margin that ``gpu_memory_utilization`` leaves, but never more than
         the reserve and two blocks: so much the rounding of the cache and of the allocator can
         leave. (Seed 000 logs 15.83 GiB reserved and 15.85 GiB used, with 39.58 of 79.16 GiB left
-        free.) A KV cache that is smaller than planned does not make the graphs larger. Raises `ConfigError` unless ``free_memory`` is a number of bytes.
+        free.) A KV cache that is smaller than planned does not make the graphs larger. Raises
+        `ConfigError` unless ``free_memory`` is a number of bytes.
         """
         require_integer("free_memory", free_memory, 0)
         margin = int(self.free_after_profile - self.usable)

@@ -224,6 +224,7 @@ class EngineCore:
         return self.requests.take_failures()
 
     def _run_step(self) -> list[NewToken]:
+        self.worker.runner.capture_used_buckets()
         output = self.scheduler.schedule()
         for failed in output.failed:
             self.requests.fail(failed.request_id, failed.error)

@@ -63,6 +63,11 @@ class ForwardRunner:
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
         """Whether the first forward pass in a new shape costs more than the following ones."""
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured now."""
+        return len(self._graphs)
+
     def start_serving(self) -> None:
         """Warm-up has ended: forward passes from now on are live traffic."""
         self._serving = True

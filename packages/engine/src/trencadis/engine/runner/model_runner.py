@@ -40,7 +40,7 @@ from trencadis.engine.runner.shapes import (
 from trencadis.kvcache import Direction
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
-from trencadis.warmup import Phase
+from trencadis.warmup import GraphCapture, Phase
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -140,6 +140,14 @@ class ModelRunner:
         self._read = read
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
         self._record_miss: RecordMiss | None = None
+        self._capture: GraphCapture | None = None
+        self._never_used: dict[Phase, set[Bucket]] = {}
+        self._not_captured: dict[tuple[Phase, Bucket], None] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured now; a decode bucket may have two."""
+        return self.forward_runner.num_graphs
 
     @property
     def num_ready_buckets(self) -> int:
@@ -152,6 +160,29 @@ class ModelRunner:
         Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
         """
         self._record_miss = record_miss
+
+    def capture_in_traffic(self, capture: GraphCapture) -> None:
+        """Capture the graphs of the buckets that live traffic uses, after their first use."""
+        self._capture = capture
+        if self._grids is not None:
+            self._never_used = {
+                Phase.PROMPT: set(self._grids.prompt.buckets),
+                Phase.DECODE: set(self._grids.decode.buckets),
+            }
+
+    def capture_used_buckets(self) -> None:
+        """Capture the graphs of buckets that were used first since the last call.
+
+        Call it between two steps. After an error no more graphs are captured; serving goes on.
+        """
+        while self._not_captured and self._capture is not None:
+            phase, bucket = next(iter(self._not_captured))
+            try:
+                self._capture.capture_bucket(phase, bucket)
+            except Exception:
+                logger.exception("Capturing a graph failed; no more graphs are captured")
+                self._capture = None
+            self._not_captured.pop((phase, bucket))
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput, requests: Mapping[int, RowRequest]) -> PendingStep:
@@ -417,6 +448,10 @@ class ModelRunner:
         if self._record_miss is not None and (phase, bucket) not in self._ready_buckets:
             self._record_miss(phase, bucket)
             bucket = self._ready_substitute(phase, bucket, grid)
+        if self._capture is not None and bucket in self._never_used[phase]:
+            # Once for each bucket: a graph that does not fit when it first comes is not captured.
+            self._never_used[phase].discard(bucket)
+            self._not_captured[phase, bucket] = None
         return bucket.shape
 
     def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:

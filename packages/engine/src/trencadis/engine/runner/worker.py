@@ -46,10 +46,13 @@ from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import (
     GRAPH_RESERVED_MEM,
+    GraphCapture,
     MemoryPlan,
     MemoryUse,
+    Phase,
     WarmupError,
     WarmupReport,
+    capture_order,
     format_bytes,
     warm_up,
 )
@@ -153,6 +156,8 @@ class Worker:
         else:
             logger.info("Skipping warmup: the first request of each shape will be slower")
             self.runner.forward_runner.compile_cold = True
+            if (capture := self._live_capture()) is not None:
+                self.runner.capture_in_traffic(capture)
         self._log_memory("init_cache_engine", self._before_cache)
         self.runner.forward_runner.start_serving()
         return report
@@ -178,11 +183,30 @@ class Worker:
 
     def _warm_up_first(self, grids: Grids) -> None:
         """Warm up the first bucket of each phase now, the others in the background."""
+        capture = self._live_capture()
         self.background = BackgroundWarmupLoop(
-            self.runner, grids, in_thread=self.device.dynamic_shapes
+            self.runner,
+            grids,
+            # No other thread may use the device while a graph is captured.
+            in_thread=self.device.dynamic_shapes and capture is None,
+            capture=capture,
         )
         self.background.warm_up_first()
         self.runner.prefer_ready_buckets(self.background.record_miss)
+
+    def _live_capture(self) -> GraphCapture | None:
+        """What captures graphs while requests are served, within the budget of a full warm-up."""
+        if self.grids is None or not self.captures_graphs:
+            return None
+        settings = self.config.graphs
+        budget = self._memory.graph_budget(self.device.free_memory())
+        buckets = {Phase.PROMPT: self.grids.prompt.buckets, Phase.DECODE: self.grids.decode.buckets}
+        orders = {
+            Phase.PROMPT: capture_order(settings.prompt_strategy),
+            Phase.DECODE: capture_order(settings.decode_strategy),
+        }
+        logger.info("Graphs are captured while requests are served. %s", budget.describe())
+        return GraphCapture(self.runner, buckets, orders, budget)
 
     # Memory.
 
