@@ -68,15 +68,36 @@ MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
 """Groups of flags in ``--help``."""
 
 BUCKETING_VARIABLES = (
-    "VLLM_PROMPT_*",
-    "VLLM_DECODE_*",
-    "VLLM_BUCKETING_*",
-    "VLLM_EXPONENTIAL_BUCKETING",
+    "VLLM_BUCKETING_STRATEGY",
+    "VLLM_PROMPT_BUCKETING_STRATEGY",
+    "VLLM_DECODE_BUCKETING_STRATEGY",
+    "VLLM_PROMPT_BS_BUCKET_*",
+    "VLLM_PROMPT_QUERY_BUCKET_*",
+    "VLLM_PROMPT_SEQ_BUCKET_*",
+    "VLLM_PROMPT_CTX_BUCKET_*",
+    "VLLM_DECODE_BS_BUCKET_*",
+    "VLLM_DECODE_BLOCK_BUCKET_*",
+    "VLLM_DECODE_SEQ_BUCKET_*",
+    "VLLM_BUCKETING_FROM_FILE",
+    "VLLM_PROMPT_BUCKETING_TRAFFIC",
+    "VLLM_DECODE_BUCKETING_TRAFFIC",
     "VLLM_CONTIGUOUS_PA",
+    "VLLM_EXPONENTIAL_BUCKETING",
 )
+AXIS_SETTINGS = "MIN, STEP, MAX, LIMIT, PAD_MAX or PAD_PERCENT"
 GRIDS = ("paged", "seq")
-DEFRAG_VARIABLES = ("VLLM_DEFRAG_*", "VLLM_DEBUG")
-GRAPH_VARIABLES = ("VLLM_GRAPH_*",)
+DEFRAG_VARIABLES = (
+    "VLLM_DEFRAG",
+    "VLLM_DEFRAG_WARMUP",
+    "VLLM_DEFRAG_THRESHOLD",
+    "VLLM_DEBUG",
+)
+GRAPH_VARIABLES = (
+    "VLLM_GRAPH_RESERVED_MEM",
+    "VLLM_GRAPH_PROMPT_RATIO",
+    "VLLM_GRAPH_PROMPT_STRATEGY",
+    "VLLM_GRAPH_DECODE_STRATEGY",
+)
 SKIP_WARMUP = "VLLM_SKIP_WARMUP"
 """The variables of Gaudi's vLLM plugin that the settings classes of the libraries read."""
 
@@ -291,6 +312,7 @@ class EngineConfig(CapacitySettings):
         validator=_check_device,
         metadata=setting(
             "--device",
+            env_patterns=("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING"),
             metavar="NAME",
             group=MODEL,
             help=f"auto, {', '.join(DEVICES)}, or module:Class for a device of your own",
@@ -312,7 +334,13 @@ class EngineConfig(CapacitySettings):
     enable_prefix_caching: bool = attrs.field(
         default=True,
         validator=boolean(),
-        metadata=setting(help="reuse the KV blocks of prompts that begin alike"),
+        metadata=setting(
+            "--enable-prefix-caching",
+            group=MEMORY,
+            negatable=True,
+            help="reuse the KV blocks of prompts that begin alike",
+            default="yes",
+        ),
     )
     scheduling_policy: SchedulingPolicy = attrs.field(
         default="fcfs",
@@ -355,7 +383,7 @@ class EngineConfig(CapacitySettings):
         factory=_default_defrag,
         metadata=setting(
             env_patterns=DEFRAG_VARIABLES,
-            help="when the KV cache is defragmented, and if that is logged",
+            help="whether and when the KV cache is defragmented, and if that is logged",
         ),
     )
     use_buckets: bool = attrs.field(
@@ -369,7 +397,7 @@ class EngineConfig(CapacitySettings):
         default=None,
         metadata=setting(
             env_patterns=BUCKETING_VARIABLES,
-            help="the buckets that shapes are padded to",
+            help=f"the buckets that shapes are padded to; * is {AXIS_SETTINGS}",
             default="the device's own grid",
         ),
     )
@@ -420,6 +448,7 @@ class EngineConfig(CapacitySettings):
         validator=text(optional=True),
         metadata=setting(
             "--compile-cache",
+            env_patterns=("PT_HPU_RECIPE_CACHE_CONFIG",),
             metavar="DIRECTORY",
             group=WARMUP,
             help="where compiled programs are kept",

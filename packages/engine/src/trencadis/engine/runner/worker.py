@@ -170,7 +170,9 @@ class Worker:
             config=self.config.graphs,
             memory=self._memory if self.device.supports_graphs else None,
             sampler=SamplerWarmup(self._sampler, self.device, self._model),
-            defragmenter=functools.partial(warm_up_copies, self.cache, self.device),
+            defragmenter=functools.partial(
+                warm_up_copies, self.cache, self.device, self.config.defrag
+            ),
             stop=stop,
         )
 
