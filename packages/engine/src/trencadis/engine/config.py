@@ -85,7 +85,10 @@ BUCKETING_VARIABLES = (
     "VLLM_EXPONENTIAL_BUCKETING",
 )
 AXIS_SETTINGS = "MIN, STEP, MAX, LIMIT, PAD_MAX or PAD_PERCENT"
-GRIDS = ("paged", "seq")
+GRIDS = ("paged", "seq", "learn")
+FITTED = "fitted:"
+"""Values of `EngineConfig.bucket_grid`, and the beginning of one that names a file."""
+
 DEFRAG_VARIABLES = (
     "VLLM_DEFRAG",
     "VLLM_DEFRAG_WARMUP",
@@ -257,9 +260,10 @@ def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> 
 
 
 def _check_grid(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    if value not in GRIDS:
+    is_file = isinstance(value, str) and value.startswith(FITTED) and value != FITTED
+    if value not in GRIDS and not is_file:
         raise ConfigError(
-            f"{attribute.name} must be one of {', '.join(GRIDS)}, got {shown(value)}",
+            f"{attribute.name} must be one of {', '.join(GRIDS)}, {FITTED}FILE, got {shown(value)}",
             attribute.name,
         )
 
@@ -408,8 +412,23 @@ class EngineConfig(CapacitySettings):
             "--bucketing",
             metavar="GRID",
             group=MEMORY,
-            help="what a bucket is: paged, batch size and new tokens and KV blocks; or seq, batch "
-            "size and sequence length",
+            help="what a bucket is: paged, batch size and new tokens and KV blocks; seq, batch "
+            "size and sequence length; fitted:FILE, paged buckets of a bucket file or, from a "
+            ".json file of recorded traffic, fitted to it; learn, fitted to what this model was "
+            "served before, which is recorded",
+        ),
+    )
+    record_traffic: str | None = attrs.field(
+        default=None,
+        converter=_optional_path,
+        validator=text(optional=True),
+        metadata=setting(
+            "--record-traffic",
+            metavar="FILE",
+            group=MEMORY,
+            help="count the sizes of batches, never their content, in this file for prompts and "
+            "one beside it for decodes; `trencadis-buckets fit` reads them",
+            default="none; with --bucketing learn a file in the user's cache directory",
         ),
     )
     warmup: WarmupMode = attrs.field(

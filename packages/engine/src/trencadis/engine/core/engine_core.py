@@ -293,5 +293,6 @@ class EngineCore:
         self.worker.runner.probe()
 
     def close(self) -> None:
-        """Stop reading temperatures."""
+        """Stop reading temperatures, and write what was recorded of the traffic."""
         self._thermal.stop()
+        self.worker.close()

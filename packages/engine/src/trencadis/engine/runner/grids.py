@@ -150,7 +150,23 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
 
     A maximum of the user's and a bucket file can leave such shapes.
     """
-    grids = Grids(
+    grids = made_grids(config, limits)
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    if grids.max_chunk_tokens < longest:
+        logger.info(
+            "prompts are computed in chunks of at most %d tokens, the largest query bucket, "
+            "instead of %d",
+            grids.max_chunk_tokens,
+            longest,
+        )
+    _warn_of_gaps(grids.prompt, prompt_gaps(grids, limits))
+    _warn_of_gaps(grids.decode, decode_gaps(grids, limits))
+    return grids
+
+
+def made_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
+    """The grids that the user's settings describe, without a word on their gaps."""
+    return Grids(
         prompt_grid(
             config,
             max_model_len=limits.max_model_len,
@@ -167,17 +183,6 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
         ),
         decode_read(config),
     )
-    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    if grids.max_chunk_tokens < longest:
-        logger.info(
-            "prompts are computed in chunks of at most %d tokens, the largest query bucket, "
-            "instead of %d",
-            grids.max_chunk_tokens,
-            longest,
-        )
-    _warn_of_gaps(grids.prompt, prompt_gaps(grids, limits))
-    _warn_of_gaps(grids.decode, decode_gaps(grids, limits))
-    return grids
 
 
 def decode_read(config: BucketingConfig | None) -> DecodeRead:

@@ -21,6 +21,7 @@ from trencadis.engine.runner.model_input import (
     build_prompt,
     lay_out_decodes,
 )
+from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.sampling_rows import (
     PendingRows,
     RowRequest,
@@ -140,6 +141,7 @@ class ModelRunner:
         self._read = read
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
         self._record_miss: RecordMiss | None = None
+        self._traffic: TrafficLog | None = None
         self._capture: GraphCapture | None = None
         self._never_used: dict[Phase, set[Bucket]] = {}
         self._not_captured: dict[tuple[Phase, Bucket], None] = {}
@@ -160,6 +162,10 @@ class ModelRunner:
         Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
         """
         self._record_miss = record_miss
+
+    def record_traffic(self, traffic: TrafficLog) -> None:
+        """Record the shapes of all batches from now on."""
+        self._traffic = traffic
 
     def capture_in_traffic(self, capture: GraphCapture) -> None:
         """Capture the graphs of the buckets that live traffic uses, after their first use."""
@@ -354,7 +360,9 @@ class ModelRunner:
     def _prompt_batch(self, chunks: Scheduled, step: _StepInProgress) -> ModelInput:
         exact = prompt_shape(chunks, self._cache.block_size)
         shape = exact
-        if self._grids is not None:
+        if self._grids is None:
+            self._bucket(Phase.PROMPT, attrs.astuple(exact))
+        else:
             # A batch that is no size of the grid was not made by `split_prompts`.
             size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
             shape = self._grids.padded_prompt(self._bucket(Phase.PROMPT, size), exact)
@@ -432,6 +440,8 @@ class ModelRunner:
 
     def _bucket(self, phase: Phase, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape to pad to. Logs a bucket miss, which may compile in live traffic."""
+        if self._traffic is not None:
+            self._traffic.record(phase, shape)
         if self._grids is None:
             return shape
         grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode

@@ -14,8 +14,12 @@ from pathlib import Path
 
 import platformdirs
 
-from trencadis.bucketing import BucketingError
-from trencadis.engine.config import EngineConfig, resolve_max_model_len
+from trencadis.bucketing import (
+    Bucket,
+    BucketingConfig,
+    BucketingError,
+)
+from trencadis.engine.config import FITTED, EngineConfig, resolve_max_model_len
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
@@ -30,6 +34,13 @@ from trencadis.engine.runner.grids import (
     sequence_grids,
 )
 from trencadis.engine.runner.host_swap import num_host_blocks
+from trencadis.engine.runner.learned_grids import (
+    fitted_config,
+    learned_config,
+    served_replays,
+    served_traffic,
+    traffic_file,
+)
 from trencadis.engine.runner.limits import (
     ServingLimits,
     check_memory,
@@ -38,6 +49,7 @@ from trencadis.engine.runner.limits import (
 )
 from trencadis.engine.runner.model_input import build_prompt
 from trencadis.engine.runner.model_runner import ModelRunner
+from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.sampling_rows import Sampler
@@ -75,6 +87,8 @@ class Worker:
             config.max_model_len, self.spec.max_position_embeddings
         )
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
+        self._traffic_file = traffic_file(config)
+        self._served = served_traffic(config)
         # A grid of sequence lengths is there before the cache whose size the others depend on.
         self.grids = self._sequence_grids()
         self._load_profile_and_allocate()
@@ -87,6 +101,7 @@ class Worker:
         self.runner = ModelRunner(
             forward_runner, self._sampler, device, self.cache, self.grids, self.read
         )
+        self._traffic_log = self._make_traffic_log()
 
     def _load_profile_and_allocate(self) -> None:
         """Weights, profiling run, memory plan, KV cache.
@@ -159,6 +174,8 @@ class Worker:
             if (capture := self._live_capture()) is not None:
                 self.runner.capture_in_traffic(capture)
         self._log_memory("init_cache_engine", self._before_cache)
+        if self._traffic_log is not None:
+            self.runner.record_traffic(self._traffic_log)
         self.runner.forward_runner.start_serving()
         return report
 
@@ -169,12 +186,18 @@ class Worker:
             grids.decode.buckets,
             config=self.config.graphs,
             memory=self._memory if self.device.supports_graphs else None,
+            replays=self._replays(grids),
             sampler=SamplerWarmup(self._sampler, self.device, self._model),
             defragmenter=functools.partial(
                 warm_up_copies, self.cache, self.device, self.config.defrag
             ),
             stop=stop,
         )
+
+    def close(self) -> None:
+        """Write what was recorded."""
+        if self._traffic_log is not None:
+            self._traffic_log.save()
 
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.device.shares_host_memory:
@@ -203,9 +226,10 @@ class Worker:
         settings = self.config.graphs
         budget = self._memory.graph_budget(self.device.free_memory())
         buckets = {Phase.PROMPT: self.grids.prompt.buckets, Phase.DECODE: self.grids.decode.buckets}
+        replays = self._replays(self.grids)
         orders = {
-            Phase.PROMPT: capture_order(settings.prompt_strategy),
-            Phase.DECODE: capture_order(settings.decode_strategy),
+            Phase.PROMPT: capture_order(settings.prompt_strategy, replays.get(Phase.PROMPT)),
+            Phase.DECODE: capture_order(settings.decode_strategy, replays.get(Phase.DECODE)),
         }
         logger.info("Graphs are captured while requests are served. %s", budget.describe())
         return GraphCapture(self.runner, buckets, orders, budget)
@@ -317,8 +341,37 @@ class Worker:
             return None
         with _bucketing_errors():
             return build_grids(
-                self.config.bucketing, self.limits, exponential=self.device.exponential_grid
+                self._bucketing(), self.limits, exponential=self.device.exponential_grid
             )
+
+    def _bucketing(self) -> BucketingConfig | None:
+        """The user's bucket settings, with the fit that ``bucket_grid`` asks for."""
+        config, grid = self.config.bucketing, self.config.bucket_grid
+        if grid.startswith(FITTED):
+            return fitted_config(config or BucketingConfig(), Path(grid.removeprefix(FITTED)))
+        if grid != "learn" or self._traffic_file is None:
+            return config
+        base = config or BucketingConfig()
+        learned = learned_config(base, self._traffic_file, self._served, self.limits)
+        return learned or config
+
+    def _make_traffic_log(self) -> TrafficLog | None:
+        if self._traffic_file is None:
+            return None
+        axes = {
+            Phase.PROMPT: ("batch", "query", "context_blocks"),
+            Phase.DECODE: ("batch", "blocks"),
+        }
+        if self.grids is not None:
+            axes = {Phase.PROMPT: self.grids.prompt.axes, Phase.DECODE: self.grids.decode.axes}
+        logger.info("The shapes of batches are recorded in %s", self._traffic_file)
+        return TrafficLog(self._traffic_file, axes)
+
+    def _replays(self, grids: Grids) -> dict[Phase, dict[Bucket, float]]:
+        if not self.captures_graphs:
+            return {}
+        with _bucketing_errors():
+            return served_replays(grids, self.config.graphs, self._served)
 
     def _enable_compilation(self) -> bool:
         """Whether decoder layers are compiled: as configured, if this machine has the compiler."""
