@@ -167,7 +167,8 @@ def test_a_restart_learns_from_what_was_served_and_tells_what_it_saves(
     serve(second, [1, 90, 128 - 3], max_tokens=3)
     assert second.stats.num_bucket_misses == 0, "what was never served has buckets, too"
     second.close()
-    (file,) = (tmp_path / "trencadis" / "traffic").glob("*[!e].json")
+    files = (tmp_path / "trencadis" / "traffic").iterdir()
+    (file,) = (file for file in files if ".decode." not in file.name)
     assert TrafficRecorder.load(file).total >= 204, "a server that has learned goes on recording"
 
 

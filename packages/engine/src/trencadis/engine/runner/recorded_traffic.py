@@ -106,12 +106,12 @@ class TrafficLog:
             self._can_save = False
 
     def _count(self) -> None:
-        for (phase, shape), count in self._new.items():
-            try:
+        counted, self._new = self._new, {}
+        try:
+            for (phase, shape), count in counted.items():
                 self._recorders[phase].record(shape, count)
-            except BucketingError as error:
-                logger.warning("%d batches are not recorded: %s", count, error)
-        self._new.clear()
+        except BucketingError as error:  # a recorder is full after 10**12 batches
+            logger.warning("Some batches are not recorded: %s", error)
 
     def _write(self) -> None:
         self._count()
