@@ -204,6 +204,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("use_buckets", value) for value in ("no", 1)),
         *(("compile", value) for value in ("no", 1)),
         *(("fp32_softmax", value) for value in ("no", None)),
+        *(("on_bucket_miss", value) for value in (5, "crash")),
         *(("record_traffic", value) for value in (5, b"m")),
         *(("bucket_grid", value) for value in (None, 5, "lists", "fitted:")),
         *(("bucketing", value) for value in ({}, WarmupConfig())),

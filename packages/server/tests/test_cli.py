@@ -44,6 +44,7 @@ ENGINE = {
     "warmup": ("none", "none"),
     "use_buckets": (None, False),
     "enable_prefix_caching": (None, False),
+    "on_bucket_miss": ("refuse", "refuse"),
     "bucket_grid": ("fitted:f.json", "fitted:f.json"),
     "record_traffic": ("f.json", "f.json"),
     "compile": (None, True),

@@ -63,6 +63,7 @@ class DeviceDefault(int):
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
+OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
 """Groups of flags in ``--help``."""
@@ -443,6 +444,17 @@ class EngineConfig(CapacitySettings):
             "slower",
         ),
     )
+    on_bucket_miss: OnBucketMiss = attrs.field(
+        default="auto",
+        validator=one_of(*get_args(OnBucketMiss)),
+        metadata=setting(
+            "--on-bucket-miss",
+            group=WARMUP,
+            help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
+            "refused: its request ends with an error that names the shape",
+            default="auto: eager where the device can and shapes are warmed up, else compile",
+        ),
+    )
     graphs: WarmupConfig = attrs.field(
         factory=_default_graphs,
         metadata=setting(
@@ -532,6 +544,12 @@ class EngineConfig(CapacitySettings):
             raise ConfigError(
                 "compile needs buckets, since a program is for one shape: leave use_buckets on, "
                 "or compile off"
+            )
+        if self.on_bucket_miss == "refuse" and (self.warmup != "full" or not self.use_buckets):
+            raise ConfigError(
+                "on_bucket_miss refuse needs a full warm-up of buckets, since it serves nothing "
+                "else: leave warmup and use_buckets at their defaults",
+                "on_bucket_miss",
             )
 
     @classmethod

@@ -11,7 +11,13 @@ from typing import Any
 
 from starlette.responses import JSONResponse
 
-from trencadis.engine import EngineDead, EngineError, EngineOverloaded, InvalidRequest
+from trencadis.engine import (
+    BucketMiss,
+    EngineDead,
+    EngineError,
+    EngineOverloaded,
+    InvalidRequest,
+)
 
 _MAX_MESSAGE = 600
 
@@ -81,8 +87,9 @@ def as_api_error(error: Exception, retry_after: int = 1) -> ApiError:
     if isinstance(error, EngineDead):
         message = str(error) or "the engine stopped: restart the server"
         return ApiError(503, message, code="engine_dead")
-    if isinstance(error, RequestAbortedError):
-        return ApiError(503, str(error), code="request_aborted")
+    if isinstance(error, (RequestAbortedError, BucketMiss)):
+        code = "bucket_miss" if isinstance(error, BucketMiss) else "request_aborted"
+        return ApiError(503, str(error), code=code)
     return ApiError(500, "internal error: see the server's log", code="internal_error")
 
 

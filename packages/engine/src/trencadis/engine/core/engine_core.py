@@ -22,7 +22,7 @@ from trencadis.engine.core.request_conversion import (
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
-from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.errors import BucketMiss, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
@@ -274,7 +274,8 @@ class EngineCore:
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
         # Raises if the device computes nothing any more: then it was no fault of these requests.
-        self.worker.runner.probe()
+        if not all(isinstance(error, BucketMiss) for error in errors.values()):
+            self.worker.runner.probe()
         for seq_id, error in errors.items():
             self.requests.fail_sequence(seq_id, error)
 

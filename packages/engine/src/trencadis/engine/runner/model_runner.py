@@ -12,8 +12,9 @@ import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.devices import Device, PendingCopy
+from trencadis.engine.errors import BucketMiss
 from trencadis.engine.runner.block_moves import copy_blocks
-from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
+from trencadis.engine.runner.forward_runner import REFUSED, ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.model_input import (
     ModelInput,
@@ -236,7 +237,10 @@ class ModelRunner:
             run(scheduled, step)
         except Exception as error:
             if len(scheduled) == 1:
-                logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
+                if isinstance(error, BucketMiss):
+                    logger.warning("Sequence %d is refused: %s", scheduled[0].seq_id, error)
+                else:
+                    logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
                 step.failed[scheduled[0].seq_id] = error
                 return
             logger.warning(
@@ -447,8 +451,10 @@ class ModelRunner:
         grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode
         bucket = grid.find(shape)
         if bucket is None:
-            bucket = grid.fallback(shape)
             self.bucket_misses += 1
+            if self.forward_runner.refuse_cold:
+                raise BucketMiss(f"{_describe_miss(phase, shape, grid)}, and {REFUSED}")
+            bucket = grid.fallback(shape)
             logger.warning(
                 "%s bucket miss: shape %s is past every bucket, padded to %s",
                 phase.value,
@@ -475,6 +481,26 @@ class ModelRunner:
             and (phase, candidate) in self._ready_buckets
         )
         return min(larger, key=_elements, default=bucket)
+
+
+def _describe_miss(phase: Phase, shape: tuple[int, ...], grid: BucketGrid) -> str:
+    """The batch that no bucket holds, and the variable of the largest bucket that is too small."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(grid.axes, shape, strict=True))
+    message = f"no {phase.value.lower()} bucket holds a batch of {sizes}"
+    for axis, size in zip(grid.axes, shape, strict=True):
+        if size > grid.values(axis)[-1]:
+            variable = f"VLLM_{phase.name}_{_VARIABLES[axis]}_BUCKET_MAX"
+            return f"{message} ({variable} is {grid.values(axis)[-1]})"
+    return message
+
+
+_VARIABLES = {
+    "batch": "BS",
+    "query": "QUERY",
+    "context_blocks": "CTX",
+    "blocks": "BLOCK",
+    "seq": "SEQ",
+}
 
 
 def _elements(bucket: Bucket) -> int:

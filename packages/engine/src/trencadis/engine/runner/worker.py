@@ -102,6 +102,7 @@ class Worker:
             forward_runner, self._sampler, device, self.cache, self.grids, self.read
         )
         self._traffic_log = self._make_traffic_log()
+        self._set_policy_of_misses(forward_runner)
 
     def _load_profile_and_allocate(self) -> None:
         """Weights, profiling run, memory plan, KV cache.
@@ -170,7 +171,6 @@ class Worker:
             self._warm_up_first(self.grids)
         else:
             logger.info("Skipping warmup: the first request of each shape will be slower")
-            self.runner.forward_runner.compile_cold = True
             if (capture := self._live_capture()) is not None:
                 self.runner.capture_in_traffic(capture)
         self._log_memory("init_cache_engine", self._before_cache)
@@ -193,6 +193,19 @@ class Worker:
             ),
             stop=stop,
         )
+
+    def _set_policy_of_misses(self, forward_runner: ForwardRunner) -> None:
+        """What becomes of a batch in a shape that was not warmed up."""
+        policy = self.config.on_bucket_miss
+        if policy == "eager" and not self.device.dynamic_shapes:
+            raise ConfigError(
+                f"on_bucket_miss eager needs a device that runs a new shape uncompiled, and "
+                f"{self.device.name} compiles each: choose compile or refuse",
+                "on_bucket_miss",
+            )
+        without_warmup = self.config.warmup == "none" or self.grids is None
+        forward_runner.compile_cold = policy == "compile" or (policy == "auto" and without_warmup)
+        forward_runner.refuse_cold = policy == "refuse"
 
     def close(self) -> None:
         """Write what was recorded."""
