@@ -167,8 +167,16 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.runner": [
         {"block_moves", "gumbel", "limits", "sampling_rows", "shapes"},
-        {"draw", "grids", "host_swap", "logit_edits", "model_input", "sampler_warmup"},
-        {"background_warmup", "device_sampler", "forward_runner", "sampler"},
+        {
+            "draw",
+            "grids",
+            "host_swap",
+            "logit_edits",
+            "model_input",
+            "recorded_traffic",
+            "sampler_warmup",
+        },
+        {"background_warmup", "device_sampler", "forward_runner", "learned_grids", "sampler"},
         {"model_runner"},
         {"worker"},
     ],

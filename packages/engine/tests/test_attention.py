@@ -129,13 +129,14 @@ def decode_input(
 
 @formulations
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5))
+@given(shapes, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5), st.booleans())
 def test_decode_equals_plain_attention(
     attention: Attention,
     shape: tuple[list[int], tuple[int, int]],
     spare_rows: int,
     spare_blocks: int,
     spare_pairs: int,
+    has_prefix: bool,
 ) -> None:
     lengths, (heads, kv_heads) = shape
     case = Sequences(lengths, heads, kv_heads, torch.float32, attention)
@@ -144,7 +145,7 @@ def test_decode_equals_plain_attention(
     batch = len(lengths) + spare_rows
     blocks = min(case.cache.num_blocks, 1 + max(t.max() for t in case.tables) + spare_blocks)
     parts = [(row, length - 1, 1) for row, length in enumerate(lengths)]
-    built = decode_input(case, parts, DecodeShape(batch, int(blocks)), spare_pairs)
+    built = decode_input(case, parts, DecodeShape(batch, int(blocks) * has_prefix), spare_pairs)
     out = case.attend(parts, 1, batch, built.unpack().paged)
     assert torch.isfinite(out).all()
     for row in range(len(lengths)):

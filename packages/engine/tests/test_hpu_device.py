@@ -313,6 +313,28 @@ def test_a_warm_engine_in_eager_mode_consists_of_programs_and_compiles_nothing(
     assert counted.launches == 2 + 2 + sampling
 
 
+LISTS = attrs.evolve(
+    FEW_BUCKETS, contiguous_pa=False, decode_blocks=AxisConfig(min=12, step=12, max=12)
+)
+SEQUENCES = attrs.evolve(FEW_BUCKETS, decode_seq=AxisConfig(min=48, step=48, max=48))
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize(
+    "changes",
+    [{"bucketing": LISTS}, {"bucketing": SEQUENCES, "bucket_grid": "seq"}],
+    ids=["lists of blocks", "sequence lengths"],
+)
+def test_decode_that_gathers_its_blocks_compiles_nothing_either(
+    stand_in, tiny_model, mode, changes
+):
+    with stand_in(mode):
+        found, core = serve_mixed(tiny_model, "hpu", **changes)
+        stats = core.stats
+    assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
+    assert found == serve_mixed(tiny_model, "cpu")[0]
+
+
 def test_without_compilation_eager_mode_runs_operation_by_operation(eager_gaudi, tiny_model):
     found, core = serve_mixed(tiny_model, "hpu", compile=False)
     assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)

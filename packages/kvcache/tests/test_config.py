@@ -53,11 +53,17 @@ def test_the_variables_of_seed_000_set_the_config() -> None:
     assert DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " "}) == DefragConfig()
 
 
+@pytest.mark.parametrize(("text", "value"), [("true", True), (" No ", False), ("0", False)])
+def test_defragmentation_and_its_warm_up_can_be_turned_off(text: str, value: bool) -> None:
+    assert DefragConfig.from_env({"VLLM_DEFRAG": text}) == DefragConfig(enabled=value)
+    assert DefragConfig.from_env({"VLLM_DEFRAG_WARMUP": text}) == DefragConfig(warm_up=value)
+
+
 @pytest.mark.parametrize("value", ["1", "false", "maybe"])
 def test_with_graphs_is_accepted_and_logged_as_without_effect(
     value: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.INFO, "trencadis.kvcache"):
+    with caplog.at_level(logging.WARNING, "trencadis.kvcache"):
         assert DefragConfig.from_env({"VLLM_DEFRAG_WITH_GRAPHS": value}) == DefragConfig()
     assert len(caplog.messages) == 1
     assert caplog.messages[0].startswith("VLLM_DEFRAG_WITH_GRAPHS has no effect")
@@ -68,6 +74,8 @@ def test_with_graphs_is_accepted_and_logged_as_without_effect(
     [
         ("VLLM_DEFRAG_THRESHOLD", "many"),
         ("VLLM_DEFRAG_THRESHOLD", "-3"),
+        ("VLLM_DEFRAG", "perhaps"),
+        ("VLLM_DEFRAG_WARMUP", "2"),
     ],
 )
 def test_a_bad_variable_is_named_with_its_value(name: str, value: str) -> None:

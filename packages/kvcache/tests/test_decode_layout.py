@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trencadis.kvcache import BlockManager, CacheConfig, DecodeLayout, InvalidSetting, lay_out
+from trencadis.kvcache import (
+    BlockManager,
+    CacheConfig,
+    DecodeLayout,
+    InvalidSetting,
+    lay_out,
+    lay_out_pairs,
+)
 
 BLOCK_SIZE = 4
 
@@ -55,6 +62,18 @@ def test_an_empty_batch_reads_only_the_padding_block() -> None:
     layout = lay_out_batch([])
     assert layout.owner.tolist() == [-1]
     assert layout.num_extra == 0
+
+
+def test_without_a_prefix_every_block_of_every_row_is_a_pair() -> None:
+    tables = [np.array(table, np.int32) for table in ([3, 1], [3, 5, 2])]
+    layout = lay_out_pairs(tables, [6, 12], BLOCK_SIZE)
+    assert (layout.num_blocks, layout.num_extra) == (0, 5)
+    assert layout.extra_block.tolist() == [3, 1, 3, 5, 2]
+    assert layout.extra_owner.tolist() == [0, 0, 1, 1, 1]
+    assert layout.extra_used.tolist() == [4, 2, 4, 4, 4]
+    assert lay_out_pairs([], [], BLOCK_SIZE).num_extra == 0
+    with pytest.raises(InvalidSetting, match="row 1 has 3 blocks of 4 for 13 slots"):
+        lay_out_pairs(tables, [6, 13], BLOCK_SIZE)
 
 
 def test_every_array_is_of_32_bit_integers() -> None:

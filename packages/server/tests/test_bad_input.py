@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from trencadis.engine import InvalidRequest
+from trencadis.engine import BucketMiss, InvalidRequest
 
 pytestmark = pytest.mark.asyncio
 
@@ -274,6 +274,14 @@ async def test_a_dead_engine_is_an_error_that_says_so(client, engine):
     response = await client.post("/v1/completions", json={"prompt": "a"})
     assert "restart" in assert_error(response, 503, None, "engine_dead")
     assert "retry-after" not in response.headers
+
+
+async def test_a_refused_bucket_miss_is_an_error_that_names_shape_and_setting(client, engine):
+    engine.fails_with = BucketMiss("no bucket holds batch 1, blocks 61 (--on-bucket-miss refuse)")
+    response = await client.post("/v1/completions", json={"prompt": "a"})
+    message = assert_error(response, 503, None, "bucket_miss")
+    assert "blocks 61" in message
+    assert "--on-bucket-miss" in message
 
 
 async def test_an_unexpected_engine_error_is_not_shown_to_the_client(client, engine):

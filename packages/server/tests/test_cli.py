@@ -14,8 +14,10 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from trencadis.bucketing import AxisConfig, describe_variables
 from trencadis.engine import ConfigError, EngineConfig
 from trencadis.engine.models import default_model
+from trencadis.kvcache import DefragConfig
 from trencadis.server import ServerSettings
 from trencadis.server.cli import (
     DEFAULT_NAME,
@@ -41,6 +43,10 @@ ENGINE = {
     "seed": ("5", 5),
     "warmup": ("none", "none"),
     "use_buckets": (None, False),
+    "enable_prefix_caching": (None, False),
+    "on_bucket_miss": ("refuse", "refuse"),
+    "bucket_grid": ("fitted:f.json", "fitted:f.json"),
+    "record_traffic": ("f.json", "f.json"),
     "compile": (None, True),
     "compile_cache": ("/cache", "/cache"),
     "fp32_softmax": ("true", True),
@@ -88,8 +94,14 @@ def parse(*argv):
 
 
 def flags_of(cls):
-    """Pairs of a field's name and one of its flags."""
-    return [(field.name, flag) for field in attrs.fields(cls) for flag in field.metadata["flags"]]
+    """Pairs of a field's name and one of its flags, in the form that changes the default."""
+    return [
+        (field.name, flag if field.default is not True else f"--no-{flag.removeprefix('--')}")
+        if field.metadata["negatable"]
+        else (field.name, flag)
+        for field in attrs.fields(cls)
+        for flag in field.metadata["flags"]
+    ]
 
 
 def variables_of(cls):
@@ -139,7 +151,7 @@ def test_a_variable_reaches_the_server(name, variable):
 def test_every_flag_belongs_to_a_setting():
     flags = {flag for action in flag_parser()._actions for flag in action.option_strings}
     settings = {flag for cls in (EngineConfig, ServerSettings) for _, flag in flags_of(cls)}
-    assert flags == settings | NO_SETTING | {"--no-compile"}
+    assert flags == settings | NO_SETTING | {"--no-compile", "--enable-prefix-caching"}
     positional = [action.dest for action in flag_parser()._actions if not action.option_strings]
     assert positional == ["model"]
 
@@ -147,6 +159,18 @@ def test_every_flag_belongs_to_a_setting():
 def test_compilation_is_asked_for_declined_or_left_to_the_device():
     for flags, value in (((), None), (("--compile",), True), (("--no-compile",), False)):
         assert engine_config(parse("m", *flags), {}).compile is value
+
+
+def test_the_help_names_every_variable_that_is_read():
+    text = flag_parser().format_help()
+    environment = text[text.index("environment:") :]
+    expected = [*describe_variables(), "PT_HPU_LAZY_MODE", "VLLM_FP32_SOFTMAX"]
+    for library in (WarmupConfig, DefragConfig):
+        expected += [field.metadata.get("env") for field in attrs.fields(library)]
+    for name in filter(None, expected):
+        assert f"  {name} " in environment, name
+    ends = [field.metadata["env"] for field in attrs.fields(AxisConfig)]
+    assert f"* is {', '.join(ends[:-1])} or {ends[-1]}" in environment
 
 
 def test_every_setting_of_the_server_has_a_meaning():
@@ -178,6 +202,15 @@ def test_a_certificate_that_cannot_be_used_is_one_line(capsys):
     flags = ("--ssl-certfile", "/no/such.pem", "--port", "0")
     assert main(["m", *flags]) == 1
     assert "--ssl-certfile, --ssl-keyfile and --ssl-ca-certs cannot be" in capsys.readouterr().err
+
+
+def test_defragmentation_and_its_warm_up_are_switched_off_by_variables(caplog):
+    environ = {"VLLM_DEFRAG": "false", "VLLM_DEFRAG_WARMUP": "0", "VLLM_DEFRAG_WITH_GRAPHS": "1"}
+    config = engine_config(parse("m"), environ)
+    assert config.defrag == DefragConfig(enabled=False, warm_up=False)
+    assert "VLLM_DEFRAG_WITH_GRAPHS has no effect" in caplog.text
+    with pytest.raises(ConfigError, match="VLLM_DEFRAG must be true or false, got 'maybe'"):
+        engine_config(parse("m"), {"VLLM_DEFRAG": "maybe"})
 
 
 def test_the_default_model_has_one_name():

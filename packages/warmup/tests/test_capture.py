@@ -178,6 +178,39 @@ def test_only_the_graph_being_captured_may_exceed_the_budget(graph_device: Any, 
     assert device.most_held_before_a_capture <= case.budget.total
 
 
+@settings(deadline=None, max_examples=100)
+@given(case=cases(), data=st.data())
+def test_bucket_by_bucket_each_phase_stays_in_its_share_and_the_rest_comes_in_the_end(
+    graph_device: Any, case: Case, data: st.DataObject
+) -> None:
+    """As live traffic asks for them, in any order, some never and some twice."""
+    device = graph_device(case.cost)
+    orders = {phase: capture_order(case.strategies[phase]) for phase in Phase}
+    capture = GraphCapture(device, case.buckets, orders, case.budget, clock=lambda: device.now)
+    candidates = [(phase, bucket) for phase in Phase for bucket in case.buckets[phase]]
+    for phase, bucket in data.draw(st.lists(st.sampled_from(candidates), max_size=30)):
+        before = capture.report.outcomes
+        outcome = capture.capture_bucket(phase, bucket)
+        assert capture.report.outcomes == before + ((outcome,) if outcome else ())
+        for each in Phase:
+            assert capture.report.used(each) <= case.budget.share(each)
+        assert device.used == sum(capture.report.used(each) for each in Phase)
+    for _ in capture.steps():
+        assert device.used <= case.budget.total
+    decided = [(outcome.phase, outcome.bucket) for outcome in capture.report.outcomes]
+    assert sorted(decided, key=str) == sorted(candidates, key=str)
+
+
+def test_a_bucket_of_another_grid_is_refused(graph_device: Any) -> None:
+    case = make_case([make_bucket(1, 128)], [make_bucket(1, 256)], lambda *_: 1, 10)
+    orders = {phase: capture_order("min_tokens") for phase in Phase}
+    capture = GraphCapture(graph_device(case.cost), case.buckets, orders, case.budget)
+    for phase, bucket in ((Phase.PROMPT, make_bucket(1, 256)), (Phase.PROMPT, 5), ("Prompt", 5)):
+        with pytest.raises(ConfigError):
+            capture.capture_bucket(phase, bucket)
+    assert capture.report.outcomes == ()
+
+
 def test_the_excess_is_at_most_the_prediction_error(graph_device: Any) -> None:
     # Every size but one is predictable: only that graph can exceed the budget.
     def cost(_: Phase, bucket: Bucket) -> int:

@@ -50,6 +50,14 @@ def test_graphs_get_the_free_memory_above_the_margin_as_in_the_log() -> None:
     )
 
 
+@given(free=st.integers(0, int(79.16 * GIB)))
+def test_graphs_never_get_more_than_their_reserve_and_two_blocks(free: int) -> None:
+    # A KV cache that a small max_num_seqs keeps small leaves memory, and it is not the graphs'.
+    total = LOGGED.graph_budget(free).total
+    assert total <= LOGGED.graphs + 2 * LOGGED.block_bytes
+    assert total <= max(0, free - LOGGED.free_after_profile // 2)
+
+
 def test_no_graph_budget_if_free_memory_is_below_the_margin() -> None:
     assert LOGGED.graph_budget(int(30 * GIB)).total == 0
 
@@ -81,6 +89,10 @@ def test_memory_use_of_a_step_is_the_log_line_of_the_seed() -> None:
     )
     assert after.since(before, "Pre-loading model weights on hpu:0") == (
         "Pre-loading model weights on hpu:0 took 14.97 GiB of device memory "
+        "(14.97 GiB/94.62 GiB used) and 2.95 GiB of host memory (475.2 GiB/1007 GiB used)"
+    )
+    assert after.since(before, "Loading model weights", in_total=True) == (
+        "Loading model weights took in total 14.97 GiB of device memory "
         "(14.97 GiB/94.62 GiB used) and 2.95 GiB of host memory (475.2 GiB/1007 GiB used)"
     )
     assert "took -14.97 GiB of device memory (0 B/94.62 GiB used) and -2.95 GiB" in before.since(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import (
+    BucketMiss,
     ConfigError,
     DeviceError,
     EngineDead,
@@ -64,6 +65,7 @@ __all__ = [
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",
+    "BucketMiss",
     "Completion",
     "CompletionDelta",
     "ConfigError",

@@ -66,20 +66,46 @@ class DeviceDefault(int):
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
+OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
 FAULTS = "faults"
 """Groups of flags in ``--help``."""
 
 BUCKETING_VARIABLES = (
-    "VLLM_PROMPT_*",
-    "VLLM_DECODE_*",
-    "VLLM_BUCKETING_*",
-    "VLLM_EXPONENTIAL_BUCKETING",
+    "VLLM_BUCKETING_STRATEGY",
+    "VLLM_PROMPT_BUCKETING_STRATEGY",
+    "VLLM_DECODE_BUCKETING_STRATEGY",
+    "VLLM_PROMPT_BS_BUCKET_*",
+    "VLLM_PROMPT_QUERY_BUCKET_*",
+    "VLLM_PROMPT_SEQ_BUCKET_*",
+    "VLLM_PROMPT_CTX_BUCKET_*",
+    "VLLM_DECODE_BS_BUCKET_*",
+    "VLLM_DECODE_BLOCK_BUCKET_*",
+    "VLLM_DECODE_SEQ_BUCKET_*",
+    "VLLM_BUCKETING_FROM_FILE",
+    "VLLM_PROMPT_BUCKETING_TRAFFIC",
+    "VLLM_DECODE_BUCKETING_TRAFFIC",
     "VLLM_CONTIGUOUS_PA",
+    "VLLM_EXPONENTIAL_BUCKETING",
 )
-DEFRAG_VARIABLES = ("VLLM_DEFRAG_*", "VLLM_DEBUG")
-GRAPH_VARIABLES = ("VLLM_GRAPH_*",)
+AXIS_SETTINGS = "MIN, STEP, MAX, LIMIT, PAD_MAX or PAD_PERCENT"
+GRIDS = ("paged", "seq", "learn")
+FITTED = "fitted:"
+"""Values of `EngineConfig.bucket_grid`, and the beginning of one that names a file."""
+
+DEFRAG_VARIABLES = (
+    "VLLM_DEFRAG",
+    "VLLM_DEFRAG_WARMUP",
+    "VLLM_DEFRAG_THRESHOLD",
+    "VLLM_DEBUG",
+)
+GRAPH_VARIABLES = (
+    "VLLM_GRAPH_RESERVED_MEM",
+    "VLLM_GRAPH_PROMPT_RATIO",
+    "VLLM_GRAPH_PROMPT_STRATEGY",
+    "VLLM_GRAPH_DECODE_STRATEGY",
+)
 SKIP_WARMUP = "VLLM_SKIP_WARMUP"
 """The variables of Gaudi's vLLM plugin that the settings classes of the libraries read."""
 
@@ -244,6 +270,15 @@ def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> 
         )
 
 
+def _check_grid(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
+    is_file = isinstance(value, str) and value.startswith(FITTED) and value != FITTED
+    if value not in GRIDS and not is_file:
+        raise ConfigError(
+            f"{attribute.name} must be one of {', '.join(GRIDS)}, {FITTED}FILE, got {shown(value)}",
+            attribute.name,
+        )
+
+
 def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise ConfigError(
@@ -292,6 +327,7 @@ class EngineConfig(CapacitySettings):
         validator=_check_device,
         metadata=setting(
             "--device",
+            env_patterns=("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING"),
             metavar="NAME",
             group=MODEL,
             help=f"auto, {', '.join(DEVICES)}, or module:Class for a device of your own",
@@ -313,7 +349,13 @@ class EngineConfig(CapacitySettings):
     enable_prefix_caching: bool = attrs.field(
         default=True,
         validator=boolean(),
-        metadata=setting(help="reuse the KV blocks of prompts that begin alike"),
+        metadata=setting(
+            "--enable-prefix-caching",
+            group=MEMORY,
+            negatable=True,
+            help="reuse the KV blocks of prompts that begin alike",
+            default="yes",
+        ),
     )
     scheduling_policy: SchedulingPolicy = attrs.field(
         default="fcfs",
@@ -356,7 +398,7 @@ class EngineConfig(CapacitySettings):
         factory=_default_defrag,
         metadata=setting(
             env_patterns=DEFRAG_VARIABLES,
-            help="when the KV cache is defragmented, and if that is logged",
+            help="whether and when the KV cache is defragmented, and if that is logged",
         ),
     )
     use_buckets: bool = attrs.field(
@@ -370,8 +412,34 @@ class EngineConfig(CapacitySettings):
         default=None,
         metadata=setting(
             env_patterns=BUCKETING_VARIABLES,
-            help="the buckets that shapes are padded to",
+            help=f"the buckets that shapes are padded to; * is {AXIS_SETTINGS}",
             default="the device's own grid",
+        ),
+    )
+    bucket_grid: str = attrs.field(
+        default="paged",
+        validator=_check_grid,
+        metadata=setting(
+            "--bucketing",
+            metavar="GRID",
+            group=MEMORY,
+            help="what a bucket is: paged, batch size and new tokens and KV blocks; seq, batch "
+            "size and sequence length; fitted:FILE, paged buckets of a bucket file or, from a "
+            ".json file of recorded traffic, fitted to it; learn, fitted to what this model was "
+            "served before, which is recorded",
+        ),
+    )
+    record_traffic: str | None = attrs.field(
+        default=None,
+        converter=_optional_path,
+        validator=text(optional=True),
+        metadata=setting(
+            "--record-traffic",
+            metavar="FILE",
+            group=MEMORY,
+            help="count the sizes of batches, never their content, in this file for prompts and "
+            "one beside it for decodes; `trencadis-buckets fit` reads them",
+            default="none; with --bucketing learn a file in the user's cache directory",
         ),
     )
     warmup: WarmupMode = attrs.field(
@@ -384,6 +452,17 @@ class EngineConfig(CapacitySettings):
             help="warm up all buckets before the first request; some before it and the rest "
             f"between requests; or none (also {SKIP_WARMUP}=true), so that the first requests are "
             "slower",
+        ),
+    )
+    on_bucket_miss: OnBucketMiss = attrs.field(
+        default="auto",
+        validator=one_of(*get_args(OnBucketMiss)),
+        metadata=setting(
+            "--on-bucket-miss",
+            group=WARMUP,
+            help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
+            "refused: its request ends with an error that names the shape",
+            default="auto: eager where the device can and shapes are warmed up, else compile",
         ),
     )
     graphs: WarmupConfig = attrs.field(
@@ -410,6 +489,7 @@ class EngineConfig(CapacitySettings):
         validator=text(optional=True),
         metadata=setting(
             "--compile-cache",
+            env_patterns=("PT_HPU_RECIPE_CACHE_CONFIG",),
             metavar="DIRECTORY",
             group=WARMUP,
             help="where compiled programs are kept",
@@ -510,6 +590,12 @@ class EngineConfig(CapacitySettings):
                 "compile needs buckets, since a program is for one shape: leave use_buckets on, "
                 "or compile off"
             )
+        if self.on_bucket_miss == "refuse" and (self.warmup != "full" or not self.use_buckets):
+            raise ConfigError(
+                "on_bucket_miss refuse needs a full warm-up of buckets, since it serves nothing "
+                "else: leave warmup and use_buckets at their defaults",
+                "on_bucket_miss",
+            )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
@@ -520,6 +606,8 @@ class EngineConfig(CapacitySettings):
         """
         warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, graphs, defrag = library_settings(environ)
+        if settings.get("bucket_grid") == "seq" and not _sets_strategy(environ):
+            bucketing = attrs.evolve(bucketing, strategy="lin")  # that of seed 002
         found: dict[str, Any] = {
             **from_env(environ, cls),
             "bucketing": bucketing if _sets_buckets(environ) else None,
@@ -561,6 +649,15 @@ def _sets_buckets(environ: Mapping[str, str]) -> bool:
     patterns = describe_variables()
     return any(
         text.strip() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        for name, text in environ.items()
+    )
+
+
+def _sets_strategy(environ: Mapping[str, str]) -> bool:
+    """Whether a variable chooses the strategy of buckets, for any phase."""
+    return any(
+        text.strip()
+        and (name.endswith("BUCKETING_STRATEGY") or name == "VLLM_EXPONENTIAL_BUCKETING")
         for name, text in environ.items()
     )
 

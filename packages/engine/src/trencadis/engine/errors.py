@@ -50,6 +50,13 @@ class RequestFailed(EngineError):
     """An internal error ended this request, and no other. The log has the traceback."""
 
 
+class BucketMiss(EngineError):
+    """A batch needs a shape that no bucket was warmed up for, and the engine refuses to compile it.
+
+    The message names the shape and the setting.
+    """
+
+
 class EngineDead(EngineError):
     """The engine core stopped; no request can be served until the process is restarted."""
 

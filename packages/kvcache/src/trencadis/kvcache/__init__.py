@@ -12,7 +12,7 @@ from trencadis.kvcache.copy_plan import (
     SwapCopies,
     split_to_plan_sizes,
 )
-from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out
+from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan, warm_up_defragmenter
 from trencadis.kvcache.errors import (
     DuplicateSequence,
@@ -71,6 +71,7 @@ __all__ = [
     "UnsupportedLayer",
     "ceil_div",
     "lay_out",
+    "lay_out_pairs",
     "require_paged_attention",
     "split_to_plan_sizes",
     "warm_up_defragmenter",

@@ -95,7 +95,7 @@ class CacheConfig:
 
 @attrs.frozen(kw_only=True)
 class DefragConfig:
-    """When to defragment, and which cached content to keep.
+    """Whether and when to defragment, and which cached content to keep.
 
     A used block may move to a block with cached content. That content is kept, at the cost of a
     second copy, if its reuse probability reaches ``keep_from``. The probability is 1 for content
@@ -103,6 +103,19 @@ class DefragConfig:
     1/300 of the time in which a block is recomputed.
     """
 
+    enabled: bool = attrs.field(
+        default=True,
+        validator=validators.boolean,
+        metadata={"help": "Defragment.", "env": "VLLM_DEFRAG"},
+    )
+    warm_up: bool = attrs.field(
+        default=True,
+        validator=validators.boolean,
+        metadata={
+            "help": "Run each plan size once before serving; a host reads it.",
+            "env": "VLLM_DEFRAG_WARMUP",
+        },
+    )
     threshold: int = attrs.field(
         default=32,
         validator=validators.not_negative,
@@ -141,9 +154,15 @@ class DefragConfig:
         validators.require_instance("environ", environ, Mapping)
         for name in IGNORED_VARIABLES:
             if environ.get(name, "").strip():
-                logger.info("%s has no effect: the device decides whether copies are graphs", name)
+                logger.warning(
+                    "%s has no effect: the device decides whether copies are graphs", name
+                )
         fields = attrs.fields(cls)
         settings: dict[str, Any] = {}
+        for field in (fields.enabled, fields.warm_up):
+            text = environ.get(field.metadata["env"], "").strip()
+            if text:
+                settings[field.name] = _parse_flag(field.metadata["env"], text)
         name = fields.threshold.metadata["env"]
         threshold = environ.get(name, "").strip()
         if threshold:
@@ -157,3 +176,12 @@ class DefragConfig:
         if topics.strip():
             settings["debug"] = "defrag" in topics.replace(" ", "").split(",")
         return cls(**settings)
+
+
+def _parse_flag(name: str, text: str) -> bool:
+    """A variable that is true or false, in the spellings of the vLLM plugin for Gaudi."""
+    if text.lower() in ("1", "true", "yes", "on", "y", "t"):
+        return True
+    if text.lower() in ("0", "false", "no", "off", "n", "f"):
+        return False
+    raise InvalidSetting(f"{name} must be true or false, got {text[:40]!r}")

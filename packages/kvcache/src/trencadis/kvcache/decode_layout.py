@@ -1,8 +1,9 @@
-"""The layout of a decode batch for contiguous attention.
+"""The layout of a decode batch: which row reads which block of the KV cache.
 
 Contiguous attention reads the blocks ``0 .. num_blocks - 1`` without a gather and multiplies each
 block with the query of the batch row that owns it. A block has one owner. Every further row that
 shares the block gets an extra (block, row) pair, and the blocks of these few pairs are gathered.
+Attention over lists of blocks has no prefix: all its blocks are such pairs (`lay_out_pairs`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,41 @@ def lay_out(
     `InvalidSetting` if a block is outside the prefix, or if a row does not have exactly the blocks
     that its slots need: a swapped sequence, which has none, is not part of a batch.
     """
+    blocks, rows, slots = _pairs(block_tables, num_tokens, block_size)
+    needed = int(blocks.max(initial=0)) + 1
+    if num_blocks is not None:
+        remedy = f"pass at least {needed}"
+        require_at_least("num_blocks", num_blocks, 1, remedy)
+        if num_blocks < needed:
+            raise InvalidSetting(
+                f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"
+            )
+    owner = np.full(num_blocks or needed, NO_OWNER, np.int32)
+    used = np.zeros(len(owner), np.int32)
+    # NumPy keeps the last of several values for one index. In reverse order that is the first row.
+    owner[blocks[::-1]] = rows[::-1]
+    used[blocks[::-1]] = slots[::-1]
+    extra = np.flatnonzero(owner[blocks] != rows)
+    return DecodeLayout(owner, used, blocks[extra], rows[extra], slots[extra])
+
+
+def lay_out_pairs(
+    block_tables: Sequence[Int32Array], num_tokens: Sequence[int], block_size: int
+) -> DecodeLayout:
+    """The layout of a batch that reads its own blocks only, each gathered: no prefix, all pairs.
+
+    A block that several rows share is one pair for each. Arguments and errors are those of
+    `lay_out`.
+    """
+    blocks, rows, slots = _pairs(block_tables, num_tokens, block_size)
+    nothing = np.empty(0, np.int32)
+    return DecodeLayout(nothing, nothing, blocks, rows, slots)
+
+
+def _pairs(
+    block_tables: Sequence[Int32Array], num_tokens: Sequence[int], block_size: int
+) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Block, row and slots of each (block, row) pair, row after row. Checks the arguments."""
     require_between("block_size", block_size, 1, MAX_BLOCK_SIZE, "pass that of the cache")
     lengths, blocks, tokens = _as_arrays(block_tables, num_tokens)
     slots_of_last = tokens - (lengths - 1) * block_size
@@ -79,25 +115,10 @@ def lay_out(
         raise InvalidSetting(
             f"block {blocks.min()} is in a block table: pass tables of a block manager"
         )
-    needed = int(blocks.max(initial=0)) + 1
-    if num_blocks is not None:
-        remedy = f"pass at least {needed}"
-        require_at_least("num_blocks", num_blocks, 1, remedy)
-        if num_blocks < needed:
-            raise InvalidSetting(
-                f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"
-            )
     rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     slots = np.full(len(blocks), block_size, np.int32)
     slots[np.cumsum(lengths) - 1] = slots_of_last
-
-    owner = np.full(num_blocks or needed, NO_OWNER, np.int32)
-    used = np.zeros(len(owner), np.int32)
-    # NumPy keeps the last of several values for one index. In reverse order that is the first row.
-    owner[blocks[::-1]] = rows[::-1]
-    used[blocks[::-1]] = slots[::-1]
-    extra = np.flatnonzero(owner[blocks] != rows)
-    return DecodeLayout(owner, used, blocks[extra], rows[extra], slots[extra])
+    return blocks, rows, slots
 
 
 def _as_arrays(

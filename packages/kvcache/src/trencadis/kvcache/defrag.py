@@ -65,9 +65,15 @@ class Defragmenter:
         self._manager = manager
 
     def is_due(self) -> bool:
-        """Whether the highest used block exceeds the number of used blocks by the threshold."""
+        """Whether the highest used block exceeds the number of used blocks by the threshold.
+
+        Never where the settings turn defragmentation off.
+        """
         pool = self._manager.pool
-        return pool.highest_used_block - self.config.threshold > pool.num_used_blocks
+        return (
+            self.config.enabled
+            and pool.highest_used_block - self.config.threshold > pool.num_used_blocks
+        )
 
     def defragment(self) -> DefragPlan | None:
         """Move blocks if that is due; returns the plan, of at most 512 copies, or None.

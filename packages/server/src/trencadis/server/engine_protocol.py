@@ -97,7 +97,8 @@ class ServingEngine(Protocol):
         Closing the generator aborts the request. A request with a lower ``priority`` runs first.
         The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
         `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
-        request alone, or `EngineDead`.
+        request alone, `BucketMiss`, a shape that the engine refuses to compile for it, or
+        `EngineDead`.
         """
         ...
 

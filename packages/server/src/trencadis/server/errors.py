@@ -12,6 +12,7 @@ from typing import Any
 from starlette.responses import JSONResponse
 
 from trencadis.engine import (
+    BucketMiss,
     EngineDead,
     EngineError,
     EngineOverloaded,
@@ -77,6 +78,7 @@ _UNAVAILABLE: tuple[tuple[type[EngineError], str, bool], ...] = (
     (EngineRestarting, "engine_restarting", True),
     (EngineUnresponsive, "engine_unresponsive", False),
     (EngineDead, "engine_dead", False),
+    (BucketMiss, "bucket_miss", False),
     (RequestAbortedError, "request_aborted", False),
 )
 """Errors with status 503: type, code, and whether the client is told to try again later."""

@@ -7,7 +7,7 @@ from trencadis.warmup.capture import GraphCapture
 from trencadis.warmup.config import WarmupConfig
 from trencadis.warmup.errors import ConfigError, InvalidAnswer, WarmupError
 from trencadis.warmup.log_lines import format_bytes
-from trencadis.warmup.memory_plan import GraphBudget, MemoryPlan
+from trencadis.warmup.memory_plan import GRAPH_RESERVED_MEM, GraphBudget, MemoryPlan
 from trencadis.warmup.memory_use import MemoryUse
 from trencadis.warmup.progress_bar import track
 from trencadis.warmup.report import (
@@ -31,6 +31,7 @@ from trencadis.warmup.session import warm_up
 from trencadis.warmup.strategies import STRATEGIES, capture_order, expected_replays
 
 __all__ = [
+    "GRAPH_RESERVED_MEM",
     "SAMPLER_CONFIGS",
     "STRATEGIES",
     "BackgroundWarmup",

@@ -12,6 +12,8 @@ size fits; then its size is measured:
 So the decisions are mostly those of a packing in the same order that knows every size. If the
 predictions were inaccurate and much of the budget is unused, a last pass retries the graphs that
 were skipped.
+
+A host that serves while it warms up captures bucket by bucket, with `GraphCapture.capture_bucket`.
 """
 
 from __future__ import annotations
@@ -107,7 +109,7 @@ class GraphCapture:
         graph whose size cannot be measured is released.
         """
         logger.info(self._budget.describe())
-        num_yielded = 0
+        num_yielded = len(self._outcomes)
         try:
             for _ in self._passes():
                 yield from self._outcomes[num_yielded:]
@@ -117,12 +119,28 @@ class GraphCapture:
         for phase in Phase:
             logger.info(self.report.summary(phase, self._queues[phase].total))
 
+    def capture_bucket(self, phase: Phase, bucket: Bucket) -> GraphOutcome | None:
+        """Capture the graph of this bucket now, within its phase's share; returns the outcome.
+
+        None if the graph was decided before, or is not expected to fit: `steps` may capture it
+        later, with what is left of the budget. An error of the runtime is passed on. Raises
+        `ConfigError` for a bucket of neither phase.
+        """
+        require_instance("phase", phase, Phase)
+        queue = self._queues[phase]
+        if not queue.has(bucket):
+            raise ConfigError(f"{bucket!r} is no {phase.value} bucket of this capture")
+        if bucket in queue.decided:
+            return None
+        queue.position = len(queue.decided) + 1
+        num_outcomes = len(self._outcomes)
+        self._try(phase, bucket, self._left_of_share(phase), _Pass.BUDGET)
+        return next(iter(self._outcomes[num_outcomes:]), None)
+
     def _passes(self) -> Iterator[None]:
-        shares = {Phase.PROMPT: self._budget.prompt, Phase.DECODE: self._budget.decode}
-        for phase, share in shares.items():
+        for phase in Phase:
             for bucket in self._queues[phase].undecided():
-                limit = min(share - self._used[phase], self._unused)
-                self._try(phase, bucket, limit, _Pass.SHARE)
+                self._try(phase, bucket, self._left_of_share(phase), _Pass.SHARE)
                 yield
         for phase in Phase:
             for bucket in self._queues[phase].undecided():
@@ -136,6 +154,9 @@ class GraphCapture:
             for bucket in self._queues[phase].undecided():
                 self._try(phase, bucket, self._unused, _Pass.RETRY)
                 yield
+
+    def _left_of_share(self, phase: Phase) -> int:
+        return min(self._budget.share(phase) - self._used[phase], self._unused)
 
     @property
     def _unused(self) -> int:
@@ -266,7 +287,12 @@ class _CaptureQueue:
         self.decided: set[Bucket] = set()
         self.position = 0
         self._order = order
+        self._candidates = frozenset(candidates)
         self._queue = self._sorted(candidates)
+
+    def has(self, bucket: object) -> bool:
+        """Whether this is a bucket of the phase."""
+        return isinstance(bucket, Bucket) and bucket in self._candidates
 
     def undecided(self) -> Iterator[Bucket]:
         """Iterate once over the queue, without the decided buckets."""

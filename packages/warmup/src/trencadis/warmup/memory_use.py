@@ -38,11 +38,15 @@ class MemoryUse:
             host_total=total,
         )
 
-    def since(self, before: MemoryUse, what: str) -> str:
-        """The log line of seed 000: how much ``what`` took; negative if memory was released."""
+    def since(self, before: MemoryUse, what: str, *, in_total: bool = False) -> str:
+        """The log line of seed 000: how much ``what`` took; negative if memory was released.
+
+        ``in_total``: for a line that sums up those before it.
+        """
         require_instance("before", before, MemoryUse)
+        took = "took in total" if in_total else "took"
         device = (
-            f"{what} took {format_bytes(self.device_used - before.device_used)} of device memory "
+            f"{what} {took} {format_bytes(self.device_used - before.device_used)} of device memory "
             f"({format_bytes(self.device_used)}/{format_bytes(self.device_total)} used)"
         )
         if not self.host_total:

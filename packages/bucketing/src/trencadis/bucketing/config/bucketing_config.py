@@ -112,7 +112,8 @@ class BucketingConfig:
         default=AxisConfig(),
         validator=instance_of(AxisConfig),
         metadata={
-            "help": "sequence length of decode batches in sequence_grid, in tokens",
+            "help": "sequence length of decode batches, in tokens; where a grid has blocks, read "
+            "as VLLM_DECODE_BLOCK_BUCKET_* that are not set: tokens / block size",
             "env": "VLLM_DECODE_SEQ_BUCKET_{}",
         },
     )

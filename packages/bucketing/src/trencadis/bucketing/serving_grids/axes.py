@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 
-from trencadis.bucketing.config import AxisConfig, BucketingConfig, Phase
+import attrs
+
+from trencadis.bucketing.config import AxisConfig, BucketingConfig, Phase, variable_of
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import ceil_div
 from trencadis.bucketing.serving_grids.limits import PromptLimits
@@ -60,14 +62,58 @@ def decode_axes(
     blocks = AxisConfig(
         min=number(defaults.decode_blocks_min), step=number(defaults.decode_blocks_step)
     )
+    user_blocks = _with_sequence_lengths(config, max_num_seqs=max_num_seqs, block_size=block_size)
     return (
         resolve_axis(
             "batch", label="bs", user=config.decode_batch, default=batch, ceiling=max_num_seqs
         ),
         resolve_axis(
-            "blocks", label="blocks", user=config.decode_blocks, default=blocks, ceiling=max_blocks
+            "blocks", label="blocks", user=user_blocks, default=blocks, ceiling=max_blocks
         ),
     )
+
+
+def _with_sequence_lengths(
+    config: BucketingConfig, *, max_num_seqs: int, block_size: int
+) -> AxisConfig:
+    """The user's settings of the blocks of decode batches.
+
+    Where one is not set, that of the sequence length takes its place: blocks = tokens / block size.
+    The longest length is that of each of `max_num_seqs` sequences.
+    """
+    seq, blocks = config.decode_seq, config.decode_blocks
+
+    def in_blocks(tokens: int | None, sequences: int = 1) -> int | None:
+        return None if tokens is None else sequences * ceil_div(tokens, block_size)
+
+    converted = AxisConfig(
+        min=in_blocks(seq.min),
+        step=in_blocks(seq.step),
+        max=in_blocks(seq.max, max_num_seqs),
+        limit=seq.limit,
+        pad_max=in_blocks(seq.pad_max),
+        pad_percent=seq.pad_percent,
+    )
+    own = attrs.asdict(blocks)
+    mapped = {
+        name: value
+        for name, value in attrs.asdict(converted).items()
+        if value is not None and own[name] is None
+    }
+    if not mapped:
+        return blocks
+    ends = {field.name: field.metadata["env"] for field in attrs.fields(AxisConfig)}
+    tokens = variable_of(BucketingConfig, "decode_seq").format("*")
+    in_place = variable_of(BucketingConfig, "decode_blocks")
+    logger.warning(
+        "%s are tokens of one sequence and are read as blocks of %d tokens, the largest for each "
+        "of %d sequences: %s",
+        tokens,
+        block_size,
+        max_num_seqs,
+        " ".join(f"{in_place.format(ends[name])}={value}" for name, value in mapped.items()),
+    )
+    return attrs.evolve(blocks, **mapped)
 
 
 def sequence_axes(

@@ -22,10 +22,11 @@ from trencadis.engine.core.request_conversion import (
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
-from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.errors import BucketMiss, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
+from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
@@ -98,7 +99,10 @@ class EngineCore:
             ),
             self.blocks,
             thermal=self._thermal.guard,
-            defragmenter=Defragmenter(self.blocks, config.defrag),
+            # Only a prefix gets shorter when blocks move down.
+            defragmenter=Defragmenter(self.blocks, config.defrag)
+            if self.worker.read is DecodeRead.PREFIX
+            else None,
         )
         rng = random.Random(config.seed)
         self.requests = RequestTable(self.scheduler, self.spec.eos_token_ids, rng)
@@ -220,6 +224,7 @@ class EngineCore:
         return self.requests.take_failures()
 
     def _run_step(self) -> list[NewToken]:
+        self.worker.runner.capture_used_buckets()
         output = self.scheduler.schedule()
         for failed in output.failed:
             self.requests.fail(failed.request_id, failed.error)
@@ -269,7 +274,8 @@ class EngineCore:
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
         # Raises if the device computes nothing any more: then it was no fault of these requests.
-        self.worker.runner.probe()
+        if not all(isinstance(error, BucketMiss) for error in errors.values()):
+            self.worker.runner.probe()
         for seq_id, error in errors.items():
             self.requests.fail_sequence(seq_id, error)
 
@@ -288,5 +294,6 @@ class EngineCore:
         self.worker.runner.probe()
 
     def close(self) -> None:
-        """Stop reading temperatures."""
+        """Stop reading temperatures, and write what was recorded of the traffic."""
         self._thermal.stop()
+        self.worker.close()

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import attrs
 
 from trencadis.engine.core.request_conversion import as_request, split_samples
-from trencadis.engine.errors import EngineOverloaded, InvalidRequest
+from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken, RequestError
 from trencadis.engine.outputs import FinishReason
 from trencadis.engine.runner.sampling_rows import (
@@ -354,6 +354,9 @@ class RequestTable:
 
     def _fail(self, entry: _Entry, error: Exception) -> None:
         self.abort(entry.key)
+        if isinstance(error, BucketMiss):
+            self._failures.append(RequestError(entry.key, str(error), bucket_miss=True))
+            return
         message = f"internal error: {type(error).__name__}: {error}"
         self._failures.append(RequestError(entry.key, message))
 

@@ -21,6 +21,7 @@ from trencadis.engine.core.request_conversion import (
     check_request_id,
 )
 from trencadis.engine.errors import (
+    BucketMiss,
     ConfigError,
     EngineDead,
     EngineError,
@@ -222,8 +223,9 @@ class AsyncEngine:
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
         Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
-        `EngineOverloaded`, `RequestFailed` where an internal error ends this request alone, or an
-        error of `check_health`.
+        `EngineOverloaded`, `BucketMiss` where the engine refuses to compile a shape for it,
+        `RequestFailed` where an internal error ends this request alone, or an error of
+        `check_health`.
         """
         await self.check_health()
         number = next(self._numbers)
@@ -340,7 +342,8 @@ class AsyncEngine:
                 elif isinstance(message, Rejected):
                     self._reject(message)
                 elif isinstance(message, RequestError):
-                    self._end_with(message.key, RequestFailed(message.message))
+                    kind = BucketMiss if message.bucket_miss else RequestFailed
+                    self._end_with(message.key, kind(message.message))
                 elif isinstance(message, Controlled):
                     self._resolve_order(message)
                 elif isinstance(message, Failed):

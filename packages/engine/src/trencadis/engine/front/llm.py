@@ -16,7 +16,7 @@ import attrs
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.core.request_conversion import check_arguments, check_request
-from trencadis.engine.errors import InvalidRequest, RequestFailed
+from trencadis.engine.errors import BucketMiss, InvalidRequest, RequestFailed
 from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
@@ -159,7 +159,8 @@ class LLM:
         # Other keys belong to requests that the program has added to the core itself.
         for failure in self.core.take_failures():
             if failure.key in running:
-                raise RequestFailed(f"{running[failure.key].request_id}: {failure.message}")
+                kind = BucketMiss if failure.bucket_miss else RequestFailed
+                raise kind(f"{running[failure.key].request_id}: {failure.message}")
         for token in tokens:
             stream = running.get(token.key)
             if stream is None:

@@ -77,10 +77,14 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestError(msgspec.Struct, frozen=True, tag=True):
-    """An internal error ended a request. The core goes on serving the others."""
+    """An internal error ended a request. The core goes on serving the others.
+
+    ``bucket_miss``: it needs a shape that the engine refuses to compile.
+    """
 
     key: str
     message: str
+    bucket_miss: bool = False
 
 
 class NewToken(msgspec.Struct, frozen=True, array_like=True):

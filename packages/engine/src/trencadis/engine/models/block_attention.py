@@ -93,16 +93,16 @@ def _attend_decode(
     kv_heads = cached_keys.shape[1]
     rows = (query[0].transpose(0, 1) * scale).view(batch, kv_heads, heads // kv_heads, size)
     rows = rows[paged.readers]
-    n = paged.prefix_blocks
-    peak, sums = _score_blocks(rows[:n], cached_keys[:n], cached_values[:n], paged.bias[:n])
-    if paged.extra_blocks is not None:
-        extra_peak, extra_sums = _score_blocks(
-            rows[n:],
-            cached_keys[paged.extra_blocks],
-            cached_values[paged.extra_blocks],
-            paged.bias[n:],
-        )
-        peak, sums = torch.cat((peak, extra_peak)), torch.cat((sums, extra_sums))
+    n, extra = paged.prefix_blocks, paged.extra_blocks
+    scored = []
+    if n:
+        scored.append(_score_blocks(rows[:n], cached_keys[:n], cached_values[:n], paged.bias[:n]))
+    if extra is not None:
+        keys, values = cached_keys[extra], cached_values[extra]
+        scored.append(_score_blocks(rows[n:], keys, values, paged.bias[n:]))
+    peak, sums = (
+        parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
+    )
     combined = _combine(peak, sums, paged.owners, batch + 1)
     return combined[:batch].to(query.dtype).view(1, batch, heads, size)
 

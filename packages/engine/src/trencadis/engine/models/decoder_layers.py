@@ -138,9 +138,10 @@ class Recording:
     def prefix_blocks(self) -> int | None:
         """Cache blocks that a program sees; None where it sees all.
 
-        Prefill gathers blocks. A cache of token rows is not cut: Gaudi updates no view in place.
+        Prefill gathers blocks, and so does decode that reads no prefix. A cache of token rows is
+        not cut: Gaudi updates no view in place.
         """
-        return self.paged.prefix_blocks if isinstance(self.paged, DecodeContext) else None
+        return (self.paged.prefix_blocks or None) if isinstance(self.paged, DecodeContext) else None
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the recorded arguments."""

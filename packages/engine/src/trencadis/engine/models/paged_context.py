@@ -106,7 +106,7 @@ class DecodeContext(PagedContext):
     attends to the block: its owner, or any row where there is none. ``bias``:
     ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
     the cache prefix, read in place. ``extra_blocks``: ``[E]``, blocks that are gathered because a
-    further sequence shares them; None if there are none.
+    further sequence shares them, or all blocks where N is 0; None if there are none.
     """
 
     cache: LayerCaches

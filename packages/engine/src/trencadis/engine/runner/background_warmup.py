@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Iterator
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.runner.grids import Grids
-from trencadis.warmup import BackgroundWarmup, Phase, Runtime
+from trencadis.warmup import BackgroundWarmup, GraphCapture, Phase, Runtime
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -20,11 +21,22 @@ class BackgroundWarmupLoop:
     """Warms up one bucket at a time, most wanted first, when the core is idle.
 
     ``in_thread``: in a thread beside the step loop, so that a request that arrives meanwhile is
-    served at once. Otherwise in the step loop, for devices that only one thread may use.
+    served at once. Otherwise in the step loop, for devices that only one thread may use. With a
+    ``capture``, the graph of each bucket is captured after its warm-up, and in the end those that
+    need what other graphs have left of the budget.
     """
 
-    def __init__(self, runtime: Runtime, grids: Grids, *, in_thread: bool) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        grids: Grids,
+        *,
+        in_thread: bool,
+        capture: GraphCapture | None = None,
+    ) -> None:
         self._warmup = BackgroundWarmup(runtime, grids.prompt.buckets, grids.decode.buckets)
+        self._capture = capture
+        self._left_graphs: Iterator[object] | None = None if capture is None else capture.steps()
         self._in_thread = in_thread
         self._thread: threading.Thread | None = None
         self._last_started_s = time.monotonic()
@@ -32,15 +44,19 @@ class BackgroundWarmupLoop:
 
     @property
     def is_running(self) -> bool:
-        """Whether buckets are left to warm up."""
+        """Whether buckets are left to warm up, or graphs to capture."""
+        return not self._failed and (self._has_cold_buckets or self._left_graphs is not None)
+
+    @property
+    def _has_cold_buckets(self) -> bool:
         # The thread may be at work: `progress` reads counters only, never a changing collection.
         progress = self._warmup.progress
-        return not self._failed and progress.done < progress.total
+        return progress.done < progress.total
 
     def warm_up_first(self) -> None:
         """Warm up the first bucket of each phase. Requests can be served from then on."""
         while not self._warmup.ready:
-            self._warmup.advance()
+            self._warm_up_next()
 
     def advance(self, *, idle: bool) -> None:
         """Start to warm up the next bucket.
@@ -66,9 +82,21 @@ class BackgroundWarmupLoop:
     def _is_overdue(self) -> bool:
         return time.monotonic() - self._last_started_s > _MAX_DELAY_SECONDS
 
+    def _warm_up_next(self) -> None:
+        executed = self._warmup.advance()
+        if executed is not None and self._capture is not None:
+            self._capture.capture_bucket(executed.phase, executed.bucket)
+
+    def _capture_next(self) -> None:
+        if self._left_graphs is not None and next(self._left_graphs, None) is None:
+            self._left_graphs = None
+
     def _advance(self) -> None:
         try:
-            self._warmup.advance()
+            if self._has_cold_buckets:
+                self._warm_up_next()
+            else:
+                self._capture_next()
         except Exception:
             logger.exception("Background warm-up failed and stops; requests are still served")
             self._failed = True

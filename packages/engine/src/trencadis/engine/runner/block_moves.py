@@ -15,6 +15,7 @@ from trencadis.kvcache import (
     PLAN_SIZES,
     BlockCopy,
     CopyPlan,
+    DefragConfig,
     Direction,
     split_to_plan_sizes,
     warm_up_defragmenter,
@@ -40,17 +41,24 @@ def copy_blocks(moves: CopyPlan, cache: KVCache, device: Device) -> dict[Directi
     return seconds
 
 
-def warm_up_copies(cache: KVCache, device: Device) -> None:
-    """Copy, swap out and swap in once in each plan size, exactly as `copy_blocks` does."""
-    warm_up_defragmenter(
-        lambda copies: _copy_batch(Direction.WITHIN, copies, cache, device), cache.num_blocks
-    )
-    if cache.num_host_blocks:
-        padding = BlockCopy(PADDING_BLOCK, 0)
-        for direction in (Direction.OUT, Direction.IN):
-            for size in PLAN_SIZES:
-                _copy_batch(direction, [padding] * size, cache, device)
-        cache.wait()
+def warm_up_copies(cache: KVCache, device: Device, defrag: DefragConfig) -> None:
+    """Copy, swap out and swap in once in each plan size, exactly as `copy_blocks` does.
+
+    ``defrag`` says whether the defragmenter is warmed up. Where it is off, copies on write still
+    use the plan sizes.
+    """
+    directions = [Direction.OUT, Direction.IN] if cache.num_host_blocks else []
+    if defrag.enabled and defrag.warm_up:
+        warm_up_defragmenter(
+            lambda copies: _copy_batch(Direction.WITHIN, copies, cache, device), cache.num_blocks
+        )
+    elif defrag.warm_up:
+        directions.append(Direction.WITHIN)
+    padding = BlockCopy(PADDING_BLOCK, 0)
+    for direction in directions:
+        for size in PLAN_SIZES:
+            _copy_batch(direction, [padding] * size, cache, device)
+    cache.wait()
 
 
 def _copy_batch(

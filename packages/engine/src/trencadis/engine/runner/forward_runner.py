@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trencadis.engine.devices import Device, Graph
+from trencadis.engine.errors import BucketMiss
 from trencadis.engine.models.compiled_forward import CompiledForward
 from trencadis.engine.models.decoder_layers import DecoderLayers, LayersReached, Recording
 from trencadis.engine.models.paged_context import LayerRun
@@ -21,6 +22,12 @@ from trencadis.engine.runner.shapes import ForwardShape
 from trencadis.kvcache.tensors import KVCache
 
 logger = logging.getLogger("trencadis.engine")
+
+REFUSED = (
+    "this server compiles nothing in live traffic (--on-bucket-miss refuse): start it with larger "
+    "buckets, or with --on-bucket-miss compile"
+)
+"""The end of the message of a `BucketMiss`."""
 
 
 @attrs.frozen(eq=False)
@@ -41,6 +48,7 @@ class ForwardRunner:
     ``compiled``: compile the decoder layers for each shape. Once `start_serving` was called, a
     forward pass in a shape that was not warmed up is *cold*: it runs eagerly where the device can,
     or is compiled first if ``compile_cold`` is set or the device cannot run a new shape otherwise.
+    With ``refuse_cold``, `run` raises `BucketMiss` for it.
     ``cold_forwards`` counts these passes, ``compilations`` what the device compiled in live
     traffic. Each is logged as a warning.
     """
@@ -49,6 +57,7 @@ class ForwardRunner:
         self, model: nn.Module, device: Device, cache: KVCache, *, compiled: bool = False
     ) -> None:
         self.compile_cold = False
+        self.refuse_cold = False
         self.on_cold: Callable[[ForwardShape], None] = lambda shape: None
         """Called before a cold forward pass that may compile."""
         self.cold_forwards = 0
@@ -65,6 +74,11 @@ class ForwardRunner:
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
         """Whether the first forward pass in a new shape costs more than the following ones."""
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured now."""
+        return len(self._graphs)
+
     def start_serving(self) -> None:
         """Warm-up has ended: forward passes from now on are live traffic."""
         self._serving = True
@@ -75,6 +89,8 @@ class ForwardRunner:
         if not self._serving or not self.needs_warmup:
             return self._run(batch)
         cold = batch.shape not in self._warmed_up
+        if cold and self.refuse_cold:
+            raise BucketMiss(f"{batch.shape} was not warmed up, and {REFUSED}")
         self.cold_forwards += cold
         if cold and not self.compile_cold and self._device.dynamic_shapes:
             logger.warning("%s was not warmed up and runs eagerly", batch.shape)

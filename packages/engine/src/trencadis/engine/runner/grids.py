@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Literal
 
 import attrs
 
@@ -14,8 +15,10 @@ from trencadis.bucketing import (
     decode_grid,
     linear_range,
     prompt_grid,
+    sequence_grid,
 )
-from trencadis.engine.runner.limits import ServingLimits
+from trencadis.engine.runner.limits import BatchSettings, ServingLimits, token_budget
+from trencadis.engine.runner.shapes import DecodeRead, PromptShape
 from trencadis.kvcache import ceil_div
 
 logger = logging.getLogger("trencadis.engine")
@@ -26,10 +29,16 @@ _CONFIGURED = "from the VLLM_* bucketing settings"
 
 @attrs.frozen
 class Grids:
-    """The buckets that prefill and decode batches are padded to."""
+    """The buckets that prefill and decode batches are padded to.
+
+    ``read`` says what the second axis of the decode grid counts. A prompt grid without an axis of
+    context has no batches of chunks with context: such a chunk runs alone, with ``context_blocks``.
+    """
 
     prompt: BucketGrid
     decode: BucketGrid
+    read: DecodeRead = DecodeRead.PREFIX
+    context_blocks: int = 0
 
     @property
     def num_buckets(self) -> int:
@@ -39,7 +48,39 @@ class Grids:
     @property
     def max_chunk_tokens(self) -> int:
         """Tokens of the largest query bucket."""
-        return self.prompt.values("query")[-1]
+        return self.prompt.values(self.prompt.axes[1])[-1]
+
+    @property
+    def has_context(self) -> bool:
+        """Whether the prompt grid has an axis of context."""
+        return len(self.prompt.axes) > 2
+
+    def prompt_size(self, exact: PromptShape) -> tuple[int, ...] | None:
+        """The size of a prefill batch on the axes of the grid; None if it has to be divided."""
+        if self.has_context:
+            return exact.batch, exact.query, exact.context_blocks
+        if exact.context_blocks and exact.batch > 1:
+            return None
+        return exact.batch, exact.query
+
+    def padded_prompt(self, bucket: Sequence[int], exact: PromptShape) -> PromptShape:
+        """The shape in which a prefill batch runs, given the sizes of its bucket."""
+        if self.has_context:
+            return PromptShape(*bucket)
+        batch, query = bucket
+        if not exact.context_blocks:
+            return PromptShape(batch, query, 0)
+        return PromptShape(1, query, self.context_blocks)
+
+    def prompt_shapes(self, bucket: Sequence[int]) -> list[PromptShape]:
+        """All shapes in which batches of a bucket of the prompt grid run."""
+        if self.has_context:
+            return [PromptShape(*bucket)]
+        batch, query = bucket
+        shapes = [PromptShape(batch, query, 0)]
+        if batch == 1 and self.context_blocks:
+            shapes.append(PromptShape(1, query, self.context_blocks))
+        return shapes
 
 
 def build_grids(
@@ -62,11 +103,46 @@ def build_grids(
             if config is None
             else _CONFIGURED
         )
+    _log(grids, why)
+    return grids
+
+
+def sequence_grids(
+    config: BucketingConfig | None, settings: BatchSettings, max_model_len: int
+) -> Grids:
+    """The grids of seed 002: axes batch size and sequence length, in both phases.
+
+    A prompt bucket ends at the tokens of a step. Decode gathers the blocks of each sequence, padded
+    to the length of the bucket. A chunk with context runs alone, with the context of the longest
+    sequence. By default with the strategy ``lin``. Logs the lines of seed 002; raises
+    `BucketingError`.
+    """
+    config = config or BucketingConfig(strategy="lin")
+
+    def grid(phase: Literal["prompt", "decode"], longest: int) -> BucketGrid:
+        return sequence_grid(
+            phase,
+            config,
+            max_num_seqs=settings.max_num_seqs,
+            max_model_len=longest,
+            block_size=min(settings.block_size, longest),
+        )
+
+    grids = Grids(
+        grid("prompt", min(token_budget(settings), max_model_len)),
+        grid("decode", max_model_len),
+        DecodeRead.SEQUENCES,
+        ceil_div(max_model_len - 1, settings.block_size),
+    )
+    _log(grids, "batch size and sequence length")
+    return grids
+
+
+def _log(grids: Grids, why: str) -> None:
     for grid in (grids.prompt, grids.decode):
         for line in grid.describe():
             logger.info(line)
     logger.info("%d prompt and %d decode buckets (%s)", len(grids.prompt), len(grids.decode), why)
-    return grids
 
 
 def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
@@ -74,13 +150,23 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
 
     A maximum of the user's and a bucket file can leave such shapes.
     """
-    if not config.contiguous_pa:
-        logger.warning(
-            "VLLM_CONTIGUOUS_PA=false has no effect: decode reads the KV cache from block 0 to the "
-            "highest block in use"
+    grids = made_grids(config, limits)
+    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
+    if grids.max_chunk_tokens < longest:
+        logger.info(
+            "prompts are computed in chunks of at most %d tokens, the largest query bucket, "
+            "instead of %d",
+            grids.max_chunk_tokens,
+            longest,
         )
-        config = attrs.evolve(config, contiguous_pa=True)
-    grids = Grids(
+    _warn_of_gaps(grids.prompt, prompt_gaps(grids, limits))
+    _warn_of_gaps(grids.decode, decode_gaps(grids, limits))
+    return grids
+
+
+def made_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
+    """The grids that the user's settings describe, without a word on their gaps."""
+    return Grids(
         prompt_grid(
             config,
             max_model_len=limits.max_model_len,
@@ -95,18 +181,13 @@ def configured_grids(config: BucketingConfig, limits: ServingLimits) -> Grids:
             block_size=limits.block_size,
             max_model_len=limits.max_model_len,
         ),
+        decode_read(config),
     )
-    longest = min(limits.max_num_batched_tokens, limits.max_model_len)
-    if grids.max_chunk_tokens < longest:
-        logger.info(
-            "prompts are computed in chunks of at most %d tokens, the largest query bucket, "
-            "instead of %d",
-            grids.max_chunk_tokens,
-            longest,
-        )
-    _warn_of_gaps(grids.prompt, prompt_gaps(grids, limits))
-    _warn_of_gaps(grids.decode, decode_gaps(grids, limits))
-    return grids
+
+
+def decode_read(config: BucketingConfig | None) -> DecodeRead:
+    """How decode reads the KV cache under these settings (``VLLM_CONTIGUOUS_PA``)."""
+    return DecodeRead.PREFIX if config is None or config.contiguous_pa else DecodeRead.PAIRS
 
 
 def prompt_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
@@ -120,7 +201,12 @@ def prompt_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
 
 
 def decode_gaps(grids: Grids, limits: ServingLimits) -> tuple[CoverageGap, ...]:
-    """The decode batches within the limits that no bucket holds: any may read the whole cache."""
+    """The decode batches within the limits that no bucket holds.
+
+    Any batch may read the whole cache as a prefix; of pairs it has at most those of its sequences.
+    """
+    if grids.read is not DecodeRead.PREFIX:
+        return grids.decode.coverage_gaps()
     return grids.decode.coverage_gaps(
         limits=(limits.max_num_seqs, limits.num_blocks), reachable=lambda low, high: True
     )
@@ -146,15 +232,17 @@ def _warn_of_gaps(grid: BucketGrid, gaps: Sequence[CoverageGap]) -> None:
 def small_grids(limits: ServingLimits) -> Grids:
     """A grid of few buckets, for a device that runs a new shape within milliseconds.
 
-    Every axis doubles or quadruples. Prefill chunks with context run one sequence at a time: their
+    Every axis doubles or quadruples; the log lines of the settings show the latter as ``x4`` in
+    place of a step. Prefill chunks with context run one sequence at a time: their
     attention covers the padded context, so a batch of unequal contexts would be mostly padding.
     """
     longest = min(limits.max_num_batched_tokens, limits.max_model_len)
     context = ceil_div(limits.max_model_len, limits.block_size)
+    batch, query = min(4, limits.max_num_seqs), min(64, longest)
     prompt = BucketGrid(
         {
-            "batch": _doubling(1, min(4, limits.max_num_seqs)),
-            "query": _doubling(min(64, longest), longest),
+            "batch": _doubling(1, batch),
+            "query": _doubling(query, longest),
             "context_blocks": (0, *_quartering(context, 3)),
         },
         filters=(
@@ -162,13 +250,16 @@ def small_grids(limits: ServingLimits) -> Grids:
             lambda b: b["context_blocks"] == 0 or b["batch"] == 1,
         ),
         phase="prompt",
+        settings_line="Prompt bucket config (min, step, max_warmup) "
+        f"bs:{[1, batch, batch]}, query:{[query, longest, longest]}, blocks:[0, x4, {context}]",
     )
+    blocks = _quartering(limits.num_blocks, 5)
     decode = BucketGrid(
-        {
-            "batch": _doubling(1, limits.max_num_seqs),
-            "blocks": _quartering(limits.num_blocks, 5),
-        },
+        {"batch": _doubling(1, limits.max_num_seqs), "blocks": blocks},
         phase="decode",
+        settings_line="Decode bucket config (min, step, max_warmup) "
+        f"bs:{[1, limits.max_num_seqs, limits.max_num_seqs]}, "
+        f"blocks:[{blocks[0]}, x4, {blocks[-1]}]",
     )
     return Grids(prompt, decode)
 

@@ -23,7 +23,7 @@ from trencadis.engine.models.paged_context import (
     PromptContext,
 )
 from trencadis.engine.runner.shapes import DecodeShape, ForwardShape, PromptShape
-from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out
+from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out, lay_out_pairs
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
@@ -113,9 +113,15 @@ def build_prompt(
 def lay_out_decodes(
     decodes: Sequence[ScheduledSequence], blocks: int, block_size: int
 ) -> DecodeLayout:
-    """Which sequence owns which of the first ``blocks`` blocks, and the pairs to gather."""
+    """Which sequence owns which of the first ``blocks`` blocks, and the pairs to gather.
+
+    With 0 ``blocks`` no prefix is read, and all are pairs to gather.
+    """
     tables = [decode.block_table[: decode.start // block_size + 1] for decode in decodes]
-    return lay_out(tables, [decode.start + 1 for decode in decodes], block_size, blocks)
+    num_tokens = [decode.start + 1 for decode in decodes]
+    if not blocks:
+        return lay_out_pairs(tables, num_tokens, block_size)
+    return lay_out(tables, num_tokens, block_size, blocks)
 
 
 def build_decode(

@@ -12,8 +12,9 @@ import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.devices import Device, PendingCopy
+from trencadis.engine.errors import BucketMiss
 from trencadis.engine.runner.block_moves import copy_blocks
-from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
+from trencadis.engine.runner.forward_runner import REFUSED, ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.model_input import (
     ModelInput,
@@ -21,6 +22,7 @@ from trencadis.engine.runner.model_input import (
     build_prompt,
     lay_out_decodes,
 )
+from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.sampling_rows import (
     PendingRows,
     RowRequest,
@@ -28,17 +30,19 @@ from trencadis.engine.runner.sampling_rows import (
     Sampler,
 )
 from trencadis.engine.runner.shapes import (
+    DecodeRead,
     DecodeShape,
     ForwardShape,
     PromptShape,
-    decode_shape,
+    decode_size,
+    padded_decode,
     prompt_shape,
     split_prompts,
 )
 from trencadis.kvcache import Direction
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
-from trencadis.warmup import Phase
+from trencadis.warmup import GraphCapture, Phase
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -113,7 +117,8 @@ class PendingStep:
 class ModelRunner:
     """Executes steps on a model and a KV cache. Implements warm-up's ``GraphRuntime``.
 
-    Without ``grids``, batches are not padded. ``padded_tokens`` and ``bucket_misses`` count since
+    ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
+    batches are not padded. ``padded_tokens`` and ``bucket_misses`` count since
     the start; a bucket miss is a batch larger than every bucket.
     """
 
@@ -124,6 +129,7 @@ class ModelRunner:
         device: Device,
         cache: KVCache,
         grids: Grids | None,
+        read: DecodeRead = DecodeRead.PREFIX,
     ) -> None:
         self.forward_runner = forward_runner
         self.padded_tokens = 0
@@ -133,8 +139,18 @@ class ModelRunner:
         self._device_is_idle = True
         self._cache = cache
         self._grids = grids
+        self._read = read
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
         self._record_miss: RecordMiss | None = None
+        self._traffic: TrafficLog | None = None
+        self._capture: GraphCapture | None = None
+        self._never_used: dict[Phase, set[Bucket]] = {}
+        self._not_captured: dict[tuple[Phase, Bucket], None] = {}
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured now; a decode bucket may have two."""
+        return self.forward_runner.num_graphs
 
     @property
     def num_ready_buckets(self) -> int:
@@ -147,6 +163,33 @@ class ModelRunner:
         Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
         """
         self._record_miss = record_miss
+
+    def record_traffic(self, traffic: TrafficLog) -> None:
+        """Record the shapes of all batches from now on."""
+        self._traffic = traffic
+
+    def capture_in_traffic(self, capture: GraphCapture) -> None:
+        """Capture the graphs of the buckets that live traffic uses, after their first use."""
+        self._capture = capture
+        if self._grids is not None:
+            self._never_used = {
+                Phase.PROMPT: set(self._grids.prompt.buckets),
+                Phase.DECODE: set(self._grids.decode.buckets),
+            }
+
+    def capture_used_buckets(self) -> None:
+        """Capture the graphs of buckets that were used first since the last call.
+
+        Call it between two steps. After an error no more graphs are captured; serving goes on.
+        """
+        while self._not_captured and self._capture is not None:
+            phase, bucket = next(iter(self._not_captured))
+            try:
+                self._capture.capture_bucket(phase, bucket)
+            except Exception:
+                logger.exception("Capturing a graph failed; no more graphs are captured")
+                self._capture = None
+            self._not_captured.pop((phase, bucket))
 
     @torch.inference_mode()
     def run(self, output: SchedulerOutput, requests: Mapping[int, RowRequest]) -> PendingStep:
@@ -174,9 +217,11 @@ class ModelRunner:
 
     def probe(self) -> None:
         """Run the smallest forward pass on the padding block. Raises if the device has failed."""
-        shape = DecodeShape(1, 1)
+        size = (1, 1)
         if self._grids is not None:
-            shape = self._decode_shape(*min(self._grids.decode.buckets, key=_elements).shape)
+            batch, blocks = min(self._grids.decode.buckets, key=_elements).shape
+            size = (batch, blocks)
+        shape = self._decode_shape(size)
         self.forward_runner.run(self._dummy(shape))
         self._device.synchronize()
         self._device_is_idle = True
@@ -192,7 +237,10 @@ class ModelRunner:
             run(scheduled, step)
         except Exception as error:
             if len(scheduled) == 1:
-                logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
+                if isinstance(error, BucketMiss):
+                    logger.warning("Sequence %d is refused: %s", scheduled[0].seq_id, error)
+                else:
+                    logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
                 step.failed[scheduled[0].seq_id] = error
                 return
             logger.warning(
@@ -292,12 +340,14 @@ class ModelRunner:
     def _shapes(self, phase: Phase, bucket: Bucket) -> list[ForwardShape]:
         """The shapes that batches of a bucket have.
 
-        A decode bucket has two: without gathered blocks, and with as many as it has blocks.
+        A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
+        it has blocks.
         """
         if phase is Phase.PROMPT:
-            return [PromptShape(*bucket.shape)]
-        shape = self._decode_shape(*bucket.shape)
-        if shape.batch == 1 or not self.forward_runner.needs_warmup:
+            return list(self._grids.prompt_shapes(bucket.shape)) if self._grids else []
+        batch, blocks = bucket.shape
+        shape = self._decode_shape((batch, blocks))
+        if shape.batch == 1 or not shape.blocks or not self.forward_runner.needs_warmup:
             return [shape]
         return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
@@ -313,8 +363,13 @@ class ModelRunner:
 
     def _prompt_batch(self, chunks: Scheduled, step: _StepInProgress) -> ModelInput:
         exact = prompt_shape(chunks, self._cache.block_size)
-        bucket = self._bucket(Phase.PROMPT, (exact.batch, exact.query, exact.context_blocks))
-        shape = PromptShape(*bucket)
+        shape = exact
+        if self._grids is None:
+            self._bucket(Phase.PROMPT, attrs.astuple(exact))
+        else:
+            # A batch that is no size of the grid was not made by `split_prompts`.
+            size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
+            shape = self._grids.padded_prompt(self._bucket(Phase.PROMPT, size), exact)
         self.padded_tokens += shape.batch * shape.query - sum(len(c.token_ids) for c in chunks)
         words = self._sampler.words(step.requests_of(chunks), shape.batch)
         return build_prompt(chunks, shape, self._cache, self._device.upload, words)
@@ -322,12 +377,18 @@ class ModelRunner:
     def _decode_batches(
         self, decodes: Scheduled, step: _StepInProgress
     ) -> Iterator[tuple[Scheduled, ModelInput]]:
-        """One batch; several where the sequences share more blocks than the bucket can gather."""
-        exact = decode_shape(decodes)
-        shape = self._decode_shape(*self._bucket(Phase.DECODE, (exact.batch, exact.blocks)))
+        """One batch; several where the sequences have more blocks to gather than the bucket."""
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        if self._is_better_divided(decodes, size):
+            half = len(decodes) // 2
+            yield from self._decode_batches(decodes[:half], step)
+            yield from self._decode_batches(decodes[half:], step)
+            return
+        batch, blocks = self._bucket(Phase.DECODE, size)
+        shape = self._decode_shape((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         num_extra = layout.num_extra
-        if num_extra:
+        if num_extra and shape.blocks:
             if self.forward_runner.needs_warmup and num_extra > shape.blocks:
                 half = len(decodes) // 2
                 yield from self._decode_batches(decodes[:half], step)
@@ -339,9 +400,20 @@ class ModelRunner:
         built = build_decode(decodes, layout, shape, self._cache, self._device.upload, words)
         yield decodes, built
 
-    def _decode_shape(self, batch: int, blocks: int) -> DecodeShape:
-        # A bucket may have more blocks than the cache; the cache prefix cannot be longer.
-        return DecodeShape(batch, min(blocks, self._cache.num_blocks))
+    def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
+        """Whether no bucket has as many (block, sequence) pairs as this batch.
+
+        Two smaller batches then need no new shape.
+        """
+        return (
+            self._read is DecodeRead.PAIRS
+            and len(decodes) > 1
+            and self._grids is not None
+            and self._grids.decode.find(size) is None
+        )
+
+    def _decode_shape(self, size: tuple[int, int]) -> DecodeShape:
+        return padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
 
     def _padded_extra(self, num_extra: int, blocks: int) -> int:
         """Padded number of gathered (block, sequence) pairs.
@@ -354,25 +426,35 @@ class ModelRunner:
         return max(8, 1 << (num_extra - 1).bit_length())
 
     def _prompt_cost(self, chunks: Scheduled) -> float | None:
-        """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss."""
+        """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss.
+
+        A grid of sequence lengths has the buckets that seed 002 tells: all prompts together.
+        """
         exact = prompt_shape(chunks, self._cache.block_size)
         batch, query = exact.batch, exact.query
         if self._grids is not None:
-            bucket = self._grids.prompt.find((batch, query, exact.context_blocks))
+            size = self._grids.prompt_size(exact)
+            bucket = None if size is None else self._grids.prompt.find(size)
             if bucket is None:
                 return None
+            if not self._grids.has_context:
+                return _FORWARD_COST
             batch, query = bucket.shape[:2]
         return batch * query + _FORWARD_COST
 
     def _bucket(self, phase: Phase, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape to pad to. Logs a bucket miss, which may compile in live traffic."""
+        if self._traffic is not None:
+            self._traffic.record(phase, shape)
         if self._grids is None:
             return shape
         grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode
         bucket = grid.find(shape)
         if bucket is None:
-            bucket = grid.fallback(shape)
             self.bucket_misses += 1
+            if self.forward_runner.refuse_cold:
+                raise BucketMiss(f"{_describe_miss(phase, shape, grid)}, and {REFUSED}")
+            bucket = grid.fallback(shape)
             logger.warning(
                 "%s bucket miss: shape %s is past every bucket, padded to %s",
                 phase.value,
@@ -382,6 +464,10 @@ class ModelRunner:
         if self._record_miss is not None and (phase, bucket) not in self._ready_buckets:
             self._record_miss(phase, bucket)
             bucket = self._ready_substitute(phase, bucket, grid)
+        if self._capture is not None and bucket in self._never_used[phase]:
+            # Once for each bucket: a graph that does not fit when it first comes is not captured.
+            self._never_used[phase].discard(bucket)
+            self._not_captured[phase, bucket] = None
         return bucket.shape
 
     def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
@@ -395,6 +481,26 @@ class ModelRunner:
             and (phase, candidate) in self._ready_buckets
         )
         return min(larger, key=_elements, default=bucket)
+
+
+def _describe_miss(phase: Phase, shape: tuple[int, ...], grid: BucketGrid) -> str:
+    """The batch that no bucket holds, and the variable of the largest bucket that is too small."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(grid.axes, shape, strict=True))
+    message = f"no {phase.value.lower()} bucket holds a batch of {sizes}"
+    for axis, size in zip(grid.axes, shape, strict=True):
+        if size > grid.values(axis)[-1]:
+            variable = f"VLLM_{phase.name}_{_VARIABLES[axis]}_BUCKET_MAX"
+            return f"{message} ({variable} is {grid.values(axis)[-1]})"
+    return message
+
+
+_VARIABLES = {
+    "batch": "BS",
+    "query": "QUERY",
+    "context_blocks": "CTX",
+    "blocks": "BLOCK",
+    "seq": "SEQ",
+}
 
 
 def _elements(bucket: Bucket) -> int:

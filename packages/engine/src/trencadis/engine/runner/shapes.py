@@ -5,6 +5,7 @@ Kept apart from `model_input` because the simulated device uses shapes and does 
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Sequence
 
 import attrs
@@ -29,11 +30,20 @@ class DecodeShape:
 
     ``extra`` is the number of (block, sequence) pairs beyond each block's first owner: a block that
     several sequences share is read in place for its first owner and gathered for the others.
+    Without a prefix (``blocks`` is 0) all blocks of the batch are such pairs.
     """
 
     batch: int
     blocks: int
     extra: int = 0
+
+
+class DecodeRead(enum.Enum):
+    """How decode reads the KV cache; it says what the second axis of a decode bucket counts."""
+
+    PREFIX = "the blocks from 0 to the highest block of the batch, in place"
+    PAIRS = "the (block, sequence) pairs of the batch, gathered"
+    SEQUENCES = "the tokens of its longest sequence; the blocks of each are gathered"
 
 
 ForwardShape = PromptShape | DecodeShape
@@ -48,10 +58,31 @@ def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> Prompt
     )
 
 
-def decode_shape(decodes: Sequence[ScheduledSequence]) -> DecodeShape:
-    """The smallest shape: the cache prefix up to the highest block of these sequences."""
-    highest = int(np.concatenate([decode.block_table for decode in decodes]).max())
-    return DecodeShape(len(decodes), 1 + highest)
+def decode_size(
+    decodes: Sequence[ScheduledSequence], read: DecodeRead, block_size: int
+) -> tuple[int, int]:
+    """The size of a decode batch on the axes of the decode grid, before padding."""
+    if read is DecodeRead.PREFIX:
+        highest = int(np.concatenate([decode.block_table for decode in decodes]).max())
+        return len(decodes), 1 + highest
+    if read is DecodeRead.PAIRS:
+        return len(decodes), sum(decode.start // block_size + 1 for decode in decodes)
+    return len(decodes), 1 + max(decode.start for decode in decodes)
+
+
+def padded_decode(
+    size: tuple[int, int], read: DecodeRead, block_size: int, num_blocks: int
+) -> DecodeShape:
+    """The shape of batches that are padded to a bucket of this size, for a cache of this length.
+
+    A bucket may have more blocks than the cache; the cache prefix cannot be longer.
+    """
+    batch, length = size
+    if read is DecodeRead.PREFIX:
+        return DecodeShape(batch, min(length, num_blocks))
+    if read is DecodeRead.PAIRS:
+        return DecodeShape(batch, 0, length)
+    return DecodeShape(batch, 0, batch * ceil_div(length, block_size))
 
 
 Cost = Callable[[Sequence[ScheduledSequence]], float | None]

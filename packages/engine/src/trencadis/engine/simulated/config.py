@@ -9,6 +9,7 @@ import attrs
 
 from trencadis.bucketing import BucketingConfig
 from trencadis.engine.config import (
+    AXIS_SETTINGS,
     BUCKETING_VARIABLES,
     DEFAULT_SWAP_SPACE,
     DEFRAG_VARIABLES,
@@ -108,7 +109,8 @@ class SimulationConfig(CapacitySettings):
     bucketing: BucketingConfig = attrs.field(
         factory=BucketingConfig,
         metadata=setting(
-            env_patterns=BUCKETING_VARIABLES, help="the buckets that shapes are padded to"
+            env_patterns=BUCKETING_VARIABLES,
+            help=f"the buckets that shapes are padded to; * is {AXIS_SETTINGS}",
         ),
     )
     warmup: WarmupConfig = attrs.field(
@@ -122,7 +124,7 @@ class SimulationConfig(CapacitySettings):
         factory=DefragConfig,
         metadata=setting(
             env_patterns=DEFRAG_VARIABLES,
-            help="when the KV cache is defragmented, and if that is logged",
+            help="whether and when the KV cache is defragmented, and if that is logged",
         ),
     )
     thermal_policy: str = attrs.field(

@@ -9,7 +9,7 @@ import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.runner.grids import Grids
-from trencadis.engine.runner.shapes import decode_shape, prompt_shape, split_prompts
+from trencadis.engine.runner.shapes import decode_size, prompt_shape, split_prompts
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.kvcache import CopyPlan, Direction
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming
@@ -90,11 +90,11 @@ class SimulatedRunner:
         return seconds
 
     def _run_decodes(self, decodes: Sequence[ScheduledSequence]) -> None:
-        exact = decode_shape(decodes)
-        bucket = self._bucket(self._grids.decode, (exact.batch, exact.blocks))
-        self.decode_rows.add(exact.batch, bucket.shape[0])
-        self.decode_blocks.add(exact.blocks, bucket.shape[1])
-        self.longest_prefix = max(self.longest_prefix, exact.blocks)
+        batch, blocks = decode_size(decodes, self._grids.read, self._block_size)
+        bucket = self._bucket(self._grids.decode, (batch, blocks))
+        self.decode_rows.add(batch, bucket.shape[0])
+        self.decode_blocks.add(blocks, bucket.shape[1])
+        self.longest_prefix = max(self.longest_prefix, blocks)
         self._runtime.forward(Phase.DECODE, bucket)
 
     def _run_prompts(self, chunks: Sequence[ScheduledSequence]) -> float:

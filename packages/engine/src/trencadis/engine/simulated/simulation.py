@@ -13,6 +13,7 @@ from trencadis.engine.config import resolve_max_model_len
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.grids import Grids, configured_grids
 from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
+from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.cost_model import CostModel
@@ -126,7 +127,9 @@ class Simulation:
             ),
             self.blocks,
             thermal=guard,
-            defragmenter=Defragmenter(self.blocks, config.defrag),
+            defragmenter=Defragmenter(self.blocks, config.defrag)
+            if grids.read is DecodeRead.PREFIX
+            else None,
             clock=self.clock,
         )
 

@@ -176,23 +176,20 @@ class RowAttention:
         rows = (query[0].transpose(0, 1) * scale).reshape(batch, heads * size)
         # Each block gets the query of its owner; a block without an owner gets zeros.
         rows = torch.matmul(paged.mapping, rows).view(-1, kv_heads, heads // kv_heads, size)
-        peak, sums, weighted = _score_blocks(
-            rows.narrow(0, 0, n),
-            _prefix(keys, n, block_size),
-            _prefix(values, n, block_size),
-            paged.bias.narrow(0, 0, n),
+        scored = []
+        if n:
+            prefix, bias = rows.narrow(0, 0, n), paged.bias.narrow(0, 0, n)
+            held, weighed = _prefix(keys, n, block_size), _prefix(values, n, block_size)
+            scored.append(_score_blocks(prefix, held, weighed, bias))
+        if (blocks := paged.extra_blocks) is not None:
+            extra = blocks.shape[0]
+            pairs, bias = rows.narrow(0, n, extra), paged.bias.narrow(0, n, extra)
+            held = _selected(keys, blocks, block_size)
+            weighed = _selected(values, blocks, block_size)
+            scored.append(_score_blocks(pairs, held, weighed, bias))
+        peak, sums, weighted = (
+            parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
         )
-        if paged.extra_blocks is not None:
-            extra = paged.extra_blocks.shape[0]
-            more = _score_blocks(
-                rows.narrow(0, n, extra),
-                _selected(keys, paged.extra_blocks, block_size),
-                _selected(values, paged.extra_blocks, block_size),
-                paged.bias.narrow(0, n, extra),
-            )
-            peak, sums, weighted = (
-                torch.cat(pair) for pair in zip((peak, sums, weighted), more, strict=True)
-            )
         combine = self.kernels.block_adjustment or block_adjustment
         factor = combine(peak, sums, paged.owners, paged.mapping)
         scaled = (weighted * factor).reshape(-1, heads * size).to(paged.mapping.dtype)

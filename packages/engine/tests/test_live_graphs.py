@@ -1,0 +1,130 @@
+"""Graphs that are captured while requests are served, on the stand-in for a Gaudi in lazy mode."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+import pytest
+
+from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+SMALL = {
+    "dtype": "float32",
+    "device": "hpu",
+    "max_model_len": 48,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "block_size": 8,
+    "num_blocks": 13,
+}
+
+
+def started(model: Path, environ: dict[str, str], **changes: object) -> EngineCore:
+    core = EngineCore(EngineConfig.from_env(environ, model=str(model), **{**SMALL, **changes}))
+    core.warm_up()
+    return core
+
+
+def serve(core: EngineCore, *prompts: range) -> dict[str, list[int]]:
+    tokens: dict[str, list[int]] = {}
+    for i, prompt in enumerate(prompts):
+        core.add(str(i), tuple(prompt), GREEDY)
+    while core.has_work:
+        for token in core.step():
+            tokens.setdefault(token.key, []).append(token.token_id)
+    return tokens
+
+
+PROMPTS = (range(3), range(10, 30), range(10, 34))
+
+
+def test_without_warm_up_the_buckets_that_traffic_uses_become_graphs(
+    lazy_gaudi: object, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = serve(started(tiny_model, {}, device="cpu"), *PROMPTS)
+    caplog.clear()
+    with caplog.at_level(logging.INFO):
+        core = started(tiny_model, {"VLLM_SKIP_WARMUP": "true"})
+        runner = core.worker.runner
+        assert runner.num_graphs == 0
+        assert serve(core, *PROMPTS) == expected
+        assert serve(core, *PROMPTS) == expected
+    assert runner.num_graphs > 0
+    assert "Graphs are captured while requests are served. Using " in caplog.text
+    assert re.search(r"\[Warmup\]\[Graph/Prompt\]\[1/\d+\]", caplog.text)
+    assert re.search(r"\[Warmup\]\[Graph/Decode\]\[1/\d+\]", caplog.text)
+    graphs, cold = runner.num_graphs, core.stats.num_cold_forwards
+    compiled = core.stats.num_compilations
+    assert serve(core, *PROMPTS) == expected, "from the graphs"
+    assert (runner.num_graphs, core.stats.num_cold_forwards) == (graphs, cold)
+    assert core.stats.num_compilations == compiled
+
+
+def test_in_the_background_every_bucket_becomes_a_graph(
+    lazy_gaudi: object, tiny_model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO):
+        core = started(tiny_model, {}, warmup="background")
+        first = core.worker.runner.num_graphs
+        assert first > 0, "the buckets that are warmed up before the first request"
+        tokens = serve(core, *PROMPTS)
+        for _ in range(200):
+            core.advance_warm_up()
+        assert not core.is_warming_up
+    full = started(tiny_model, {})
+    assert core.worker.runner.num_graphs == full.worker.runner.num_graphs > first
+    assert re.search(r"Graph/Decode captured:\d+ \(100.0%\)", caplog.text)
+    cold = core.stats.num_cold_forwards
+    assert serve(core, *PROMPTS) == tokens == serve(full, *PROMPTS)
+    assert core.stats.num_cold_forwards == cold
+
+
+@pytest.mark.parametrize("warmup", ["none", "background"])
+def test_the_budget_of_graphs_holds_while_requests_are_served(
+    lazy_gaudi: object, tiny_model: Path, warmup: str
+) -> None:
+    # A share of the free memory that a few of the graphs fill.
+    core = started(tiny_model, {"VLLM_GRAPH_RESERVED_MEM": "3e-6"}, warmup=warmup)
+    core.device.synchronize()
+    budget = core.worker._memory.graphs + 2 * core.worker.block_bytes
+    for _ in range(2):
+        serve(core, *PROMPTS)
+        for _ in range(200):
+            core.advance_warm_up()
+    graphs = core.worker.runner.forward_runner._graphs
+    before = core.device.free_memory()
+    num_graphs = len(graphs)
+    for graph in graphs.values():
+        graph.release()
+    assert 0 < num_graphs < 2 * core.stats.num_buckets
+    assert core.device.free_memory() - before <= budget
+
+
+def test_no_graphs_where_eager_execution_is_enforced_or_nothing_is_reserved(
+    lazy_gaudi: object, tiny_model: Path
+) -> None:
+    core = started(tiny_model, {"VLLM_SKIP_WARMUP": "1", "VLLM_GRAPH_RESERVED_MEM": "0"})
+    serve(core, *PROMPTS)
+    serve(core, *PROMPTS)
+    assert core.worker.runner.num_graphs == 0
+
+
+def test_a_capture_that_fails_is_the_last_and_requests_are_served(
+    lazy_gaudi: object,
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    core = started(tiny_model, {"VLLM_SKIP_WARMUP": "true"})
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(core.device, "capture", fail)
+    expected = serve(started(tiny_model, {}, device="cpu"), *PROMPTS)
+    for _ in range(2):
+        assert serve(core, *PROMPTS) == expected
+    assert caplog.text.count("Capturing a graph failed; no more graphs are captured") == 1
