@@ -12,7 +12,7 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from trencadis.engine import EngineConfig, ModelError
+from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
 
 pytestmark = pytest.mark.asyncio
@@ -181,3 +181,34 @@ async def test_a_port_taken_while_the_model_loaded_is_explained(starting, engine
         with pytest.raises(LaunchError, match="listen"):
             await asyncio.wait_for(task, 10)
     assert starting.events[-1] == "stop"
+
+
+async def test_the_admin_api_has_a_port_of_its_own(starting):
+    run = Run(admin_keys=["boss"], admin_port=0)
+    url = await run.url()
+    port = run.said[0].rpartition("Admin API on port ")[2]
+    key = {"Authorization": "Bearer boss"}
+    async with httpx.AsyncClient(headers=key) as client:
+        codes = {
+            (where, path): (await client.get(f"{base}{path}")).status_code
+            for where, base in (("here", url), ("there", f"http://127.0.0.1:{port}"))
+            for path in ("/v1/models", "/v1/admin/state", "/health")
+        }
+    await run.end()
+    assert codes == {
+        ("here", "/v1/models"): 200,
+        ("here", "/v1/admin/state"): 404,
+        ("here", "/health"): 200,
+        ("there", "/v1/models"): 404,
+        ("there", "/v1/admin/state"): 200,
+        ("there", "/health"): 200,
+    }
+
+
+async def test_an_engine_that_fails_for_good_ends_the_server_with_its_reason(starting, engine):
+    run = Run()
+    await run.url()
+    engine.failed.set()
+    with pytest.raises(EngineDead, match="exit code 9"):
+        await asyncio.wait_for(run.task, 10)
+    assert starting.events == ["start", "started", "stop"]

@@ -25,6 +25,7 @@ from trencadis.engine.outputs import (
     EngineStats,
     FinishReason,
     PositionLogprobs,
+    RequestStatus,
     ThermalStats,
     TokenLogprob,
 )
@@ -86,6 +87,7 @@ __all__ = [
     "NewToken",
     "PositionLogprobs",
     "RequestFailed",
+    "RequestStatus",
     "SamplingParams",
     "ThermalStats",
     "TokenLogprob",
