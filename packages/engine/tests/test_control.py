@@ -96,6 +96,7 @@ def test_a_core_under_orders_and_in_heat(
             await heat_is_known_before_anything_is_served(engine)
             await a_broken_policy_is_known_and_requests_are_served(engine)
             await orders_are_carried_out_while_requests_run(engine)
+            await requests_are_swapped_by_their_ids(engine)
             await orders_that_cannot_be_obeyed_are_refused(engine)
             await an_order_is_not_waited_for_without_end(engine, monkeypatch)
             await a_core_that_only_waits_does_not_spin(engine)
@@ -137,6 +138,19 @@ async def orders_are_carried_out_while_requests_run(engine: AsyncEngine) -> None
     assert await task == calm
     assert engine.stats.num_preemptions >= 1
     assert engine.stats.max_running_seqs == 4
+
+
+async def requests_are_swapped_by_their_ids(engine: AsyncEngine) -> None:
+    before = engine.stats.num_preemptions
+    task = asyncio.create_task(generate(engine, "mine"))
+    await until(lambda: engine.stats.num_running_seqs == 3)
+    assert await engine.abort_and_swap(["mine", "other"]) == ("mine",)
+    await engine.control(BatchControl(max_num_seqs=4))
+    assert len((await task)[0]) == 100
+    assert engine.stats.num_preemptions > before
+    assert await engine.abort_and_swap(["mine"]) == ()
+    with pytest.raises(InvalidRequest, match="needs a list of request ids"):
+        await engine.abort_and_swap("mine")
 
 
 async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:

@@ -20,6 +20,7 @@ from trencadis.engine import (
     EngineOverloaded,
     InvalidRequest,
     ModelError,
+    NewToken,
     SamplingParams,
 )
 
@@ -306,13 +307,67 @@ def test_what_swaps_take_is_learned(tiny_model: Path) -> None:
     before = attrs.evolve(core.scheduler.costs)
     core.add("a", (1,) * 30, GREEDY)
     core.step()
-    core.control(BatchControl(force_evict=9, max_num_seqs=4))
+    core.control(BatchControl(force_evict=9))
+    core.control(BatchControl(max_num_seqs=4))  # which lets it resume at once
     while core.has_work:
         core.step()
     learned = core.scheduler.costs
     assert learned.prefill_s_per_token != before.prefill_s_per_token
     assert learned.swap_out_s_per_block != before.swap_out_s_per_block
     assert learned.swap_in_s_per_block != before.swap_in_s_per_block
+
+
+@pytest.mark.parametrize("num_host_blocks", [0, 64])
+def test_a_request_that_is_preempted_by_its_key_keeps_its_tokens_which_say_so(
+    tiny_model: Path, num_host_blocks: int
+) -> None:
+    changes = {"num_host_blocks": num_host_blocks, "enable_prefix_caching": False}
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(**changes)))
+    prompt = tuple(range(2, 62))
+
+    def served(preempted: bool) -> list[NewToken]:
+        core.add("a", prompt, GREEDY)
+        core.step()
+        if preempted:
+            assert core.abort_and_swap(["a", "unknown"]) == ("a",)
+            core.step()
+            assert core.abort_and_swap(["a"]) == (), "it does not run"
+            core.control(BatchControl(max_num_seqs=4))
+        tokens = []
+        while core.has_work:
+            tokens += core.step()
+        return tokens
+
+    calm, tokens = served(preempted=False), served(preempted=True)
+    assert [token.token_id for token in tokens] == [token.token_id for token in calm]
+    assert {token.request_status for token in calm} == {"normal"}
+    status = "swapped" if num_host_blocks else "preempted"
+    assert {token.request_status for token in tokens} == {status}
+    stats = core.stats
+    assert stats.num_swap_out_bytes == stats.num_swap_in_bytes
+    assert stats.num_swap_out_bytes % core.worker.block_bytes == 0
+    assert (stats.num_swap_out_bytes > 0) == (stats.swap_seconds > 0) == bool(num_host_blocks)
+    assert stats.num_queued_swaps == 0
+    for wrong in ("a", None, [5]):
+        with pytest.raises(InvalidRequest, match="abort_and_swap needs a list of request ids"):
+            core.abort_and_swap(wrong)
+
+
+def test_prompts_of_a_call_are_preempted_by_their_numbers(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings(num_host_blocks=64))
+    expected = llm.generate(prompts()[:2], GREEDY)
+    step, preempted = llm.core.step, []
+
+    def stepping() -> object:
+        if llm.core.stats.num_running_seqs == 2 and not preempted:
+            preempted.extend(llm.abort_and_swap([1, 9]))
+        return step()
+
+    llm.core.step = stepping  # type: ignore[method-assign]
+    assert llm.generate(prompts()[:2], GREEDY) == expected
+    assert preempted == [1]
+    assert llm.core.stats.num_preemptions == 1
+    assert llm.abort_and_swap([0]) == (), "no call runs"
 
 
 def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:

@@ -41,7 +41,7 @@ def settings(**changes: object) -> dict[str, object]:
 
 def evicting(llm: LLM, every: int) -> LLM:
     """Have everything evicted again and again while ``llm`` generates."""
-    step, order = llm.core.step, BatchControl(force_evict=99, max_num_seqs=8)
+    step, order = llm.core.step, BatchControl(force_evict=99)
     count = 0
 
     def stepping() -> object:
@@ -49,6 +49,7 @@ def evicting(llm: LLM, every: int) -> LLM:
         count += 1
         if count % every == 0:
             llm.core.control(order)
+            llm.core.control(BatchControl(max_num_seqs=8))  # which lets them resume at once
         return step()
 
     llm.core.step = stepping  # type: ignore[method-assign]
@@ -164,7 +165,9 @@ def test_a_sample_may_be_finished_while_its_group_is_computed_again(
     core.add("a", PROMPT, params)
     tokens = [token for _ in range(4) for token in core.step()]
     assert len(tokens) == 2 * 3
-    core.control(BatchControl(force_evict=9, max_num_seqs=8))
+    core.control(BatchControl(force_evict=9))
+    core.control(BatchControl(max_num_seqs=8))
+    assert core.step() == [], "it is evicted"
     assert core.step() == [], "the prompt is computed again, in chunks"
     core.finish("a", 0 if leader else 1)
     tokens += steps(core)
@@ -228,7 +231,8 @@ def test_a_request_in_any_state_is_aborted_whole(tiny_model: Path) -> None:
             core.add("a", PROMPT, params)
             for step in range(steps):
                 if step == 3:
-                    core.control(BatchControl(force_evict=9, max_num_seqs=8))
+                    core.control(BatchControl(force_evict=9))
+                    core.control(BatchControl(max_num_seqs=8))
                 core.step()
             core.abort("a")
             core.step()

@@ -91,7 +91,8 @@ def driven(llm: LLM, monkeypatch: pytest.MonkeyPatch, due: Callable[[int], bool]
         nonlocal taken
         taken += 1
         if due(taken):
-            llm.core.control(BatchControl(force_evict=99, max_num_seqs=MOST))
+            llm.core.control(BatchControl(force_evict=99))
+            llm.core.control(BatchControl(max_num_seqs=MOST))  # which lets them resume at once
         return step()
 
     monkeypatch.setattr(llm.core, "step", stepping)

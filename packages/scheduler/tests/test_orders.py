@@ -123,6 +123,19 @@ def test_evicted_sequences_stay_away_even_where_max_num_seqs_has_a_place_for_the
     assert bench.scheduler.num_running_seqs == (max_num_seqs or 8)
 
 
+def test_a_later_order_without_an_eviction_ends_the_hold() -> None:
+    bench = Bench.of(force_evict_hold_s=5.0)
+    for name in "abcdefgh":
+        bench.add(name)
+    bench.steps(2)
+    assert bench.order(force_evict=4).new_running == 4
+    bench.order()
+    assert bench.scheduler.num_running_seqs == 4
+    bench.order(max_num_seqs=6)
+    bench.steps(1)
+    assert bench.scheduler.num_running_seqs == 6
+
+
 def test_a_target_evicts_at_once_in_the_order_that_was_asked_for() -> None:
     bench = Bench.of(ProportionalThermalPolicy(target_temp_c=90.0, victims="lru"))
     for name, length in zip("abcde", (4, 8, 40, 12, 6), strict=True):

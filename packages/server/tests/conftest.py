@@ -28,6 +28,7 @@ from trencadis.engine import (
     EngineStats,
     InvalidRequest,
     PositionLogprobs,
+    RequestStatus,
     SamplingParams,
     ThermalStats,
     TokenLogprob,
@@ -92,6 +93,7 @@ class StandInEngine:
         self.aborted: list[str] = []
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
+        self.request_status: RequestStatus = "normal"
         self.failed = asyncio.Event()
         self.health: Exception | None = None
 
@@ -107,12 +109,16 @@ class StandInEngine:
             num_used_blocks=5,
             num_total_blocks=20,
             highest_block_in_use=7,
+            num_queued_swaps=23,
             num_buckets=31,
             num_ready_buckets=30,
             num_preemptions=3,
             num_swaps=1,
             num_recomputes=2,
             num_steps=41,
+            num_swap_out_bytes=4096,
+            num_swap_in_bytes=2048,
+            swap_seconds=0.5,
             num_prompt_tokens=11,
             num_prefill_tokens=12,
             num_generation_tokens=13,
@@ -201,6 +207,7 @@ class StandInEngine:
                     stop_reason=self.stop_reason if reason == "stop" else None,
                     num_prompt_tokens=len(prompt),
                     num_cached_tokens=1,
+                    request_status=self.request_status,
                 )
 
 

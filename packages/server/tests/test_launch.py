@@ -13,7 +13,7 @@ from typing import ClassVar
 import httpx
 import pytest
 
-from trencadis.engine import EngineConfig, ModelError
+from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
 from trencadis.server.http.connections import (
     MAX_CONNECTIONS,
@@ -280,3 +280,34 @@ async def test_the_default_number_of_connections_leaves_descriptors_for_the_serv
     assert default_connection_limit(256) < 256 - 48
     assert default_connection_limit(10) == 1
     assert default_connection_limit(1 << 30) == MAX_CONNECTIONS
+
+
+async def test_the_admin_api_has_a_port_of_its_own(starting):
+    run = Run(admin_keys=["boss"], admin_port=0)
+    url = await run.url()
+    port = run.said[0].rpartition("Admin API on port ")[2]
+    key = {"Authorization": "Bearer boss"}
+    async with httpx.AsyncClient(headers=key) as client:
+        codes = {
+            (where, path): (await client.get(f"{base}{path}")).status_code
+            for where, base in (("here", url), ("there", f"http://127.0.0.1:{port}"))
+            for path in ("/v1/models", "/v1/admin/state", "/health")
+        }
+    await run.end()
+    assert codes == {
+        ("here", "/v1/models"): 200,
+        ("here", "/v1/admin/state"): 404,
+        ("here", "/health"): 200,
+        ("there", "/v1/models"): 404,
+        ("there", "/v1/admin/state"): 200,
+        ("there", "/health"): 200,
+    }
+
+
+async def test_an_engine_that_fails_for_good_ends_the_server_with_its_reason(starting, engine):
+    run = Run()
+    await run.url()
+    engine.failed.set()
+    with pytest.raises(EngineDead, match="exit code 9"):
+        await asyncio.wait_for(run.task, 10)
+    assert starting.events == ["start", "started", "stop"]

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import re
+from typing import get_args
 
 import attrs
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trencadis.engine import EngineStats, SamplingParams, ThermalStats
+from trencadis.engine import EngineStats, RequestStatus, SamplingParams, ThermalStats
 from trencadis.server import ServerSettings, __version__, create_app
 from trencadis.server.metrics.metric_tables import ENGINE_METRICS
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
 
 pytestmark = pytest.mark.asyncio
 
+LABELS = ("le", "finished_reason", "request_status")
+
 
 async def samples(client):
     text = (await client.get("/metrics")).text
     return {
-        (sample.name, sample.labels.get("finished_reason") or sample.labels.get("le")): sample.value
+        (sample.name, next(filter(None, map(sample.labels.get, LABELS)), None)): sample.value
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
@@ -76,12 +79,16 @@ ENGINE_VALUES = {
     "trencadis:kv_blocks_used": 5,
     "trencadis:kv_blocks_capacity": 20,
     "trencadis:highest_block_in_use": 7,
+    "trencadis:swap_queue_blocks": 23,
     "trencadis:buckets": 31,
     "trencadis:ready_buckets": 30,
     "vllm:num_preemptions_total": 3,
     "trencadis:swaps_total": 1,
     "trencadis:recomputes_total": 2,
     "trencadis:engine_steps_total": 41,
+    "trencadis:swap_out_bytes_total": 4096,
+    "trencadis:swap_in_bytes_total": 2048,
+    "trencadis:swap_seconds_total": 0.5,
     "vllm:prompt_tokens_total": 11,
     "trencadis:prefill_tokens_total": 12,
     "vllm:generation_tokens_total": 13,
@@ -164,9 +171,18 @@ async def test_requests_are_counted_by_how_they_ended(client, engine):
     # the last one found the engine dead: its prompt was fine, its top_p was not asked for
     assert counts == {"stop": 1, "length": 4, "abort": 0, "error": 1}
     assert after["vllm:e2e_request_latency_seconds_count", None] == 5
-    assert after["vllm:time_to_first_token_seconds_count", None] == 4
+    counts = [after["vllm:time_to_first_token_seconds_count", s] for s in get_args(RequestStatus)]
+    assert counts == [4, 0, 0]
     assert after["vllm:inter_token_latency_seconds_count", None] == 2 + 4
     assert after["vllm:request_generation_tokens_sum", None] == 3 + 4 * 2
+
+
+async def test_the_time_to_first_token_of_swapped_requests_is_known(client, engine):
+    engine.request_status = "swapped"
+    await client.post("/v1/completions", json={"prompt": "abc"})
+    after = await samples(client)
+    assert after["vllm:time_to_first_token_seconds_count", "swapped"] == 1
+    assert after["vllm:time_to_first_token_seconds_count", "normal"] == 0
 
 
 async def test_rejected_requests_are_not_counted_as_finished(client, engine):
@@ -187,7 +203,8 @@ async def test_latencies_are_measured_by_the_clock(engine):
         timeline.observe(delta)
     value = metrics.registry.get_sample_value
     labels = {"model_name": "stand-in", "engine": "0"}
-    assert value("vllm:time_to_first_token_seconds_sum", labels) == 2.0
+    normal = {**labels, "request_status": "normal"}
+    assert value("vllm:time_to_first_token_seconds_sum", normal) == 2.0
     assert value("vllm:inter_token_latency_seconds_sum", labels) == 2.0
     assert value("vllm:e2e_request_latency_seconds_sum", labels) == 4.0
 

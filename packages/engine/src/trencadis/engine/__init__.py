@@ -26,6 +26,7 @@ from trencadis.engine.outputs import (
     EngineStats,
     FinishReason,
     PositionLogprobs,
+    RequestStatus,
     ThermalStats,
     TokenLogprob,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "NewToken",
     "PositionLogprobs",
     "RequestFailed",
+    "RequestStatus",
     "SamplingParams",
     "ThermalStats",
     "TokenLogprob",

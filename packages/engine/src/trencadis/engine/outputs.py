@@ -10,6 +10,10 @@ FinishReason = Literal["stop", "length", "abort"]
 """``stop``: end-of-sequence token, stop token or stop string. ``length``: the token limit.
 ``abort``: the request was aborted."""
 
+RequestStatus = Literal["normal", "preempted", "swapped"]
+"""What happened to a request before a token of it: nothing, or it was preempted and recomputed, or
+swapped out and in."""
+
 SensorHealth = Literal["fresh", "stale", "failed"]
 """``fresh``: the last reading is current. ``stale``: it is some seconds old. ``failed``: there is
 no usable reading."""
@@ -40,7 +44,7 @@ class CompletionDelta:
     cannot change; it is empty while a character or a possible stop string is incomplete.
     ``finish_reason``: set in the last delta of each answer only. ``stop_reason``: the stop string
     or stop token that matched, otherwise None. ``num_cached_tokens``: prompt tokens that were
-    prefix hits.
+    prefix hits. ``request_status``: whether the request was preempted until then.
     """
 
     request_id: str
@@ -52,6 +56,7 @@ class CompletionDelta:
     stop_reason: str | int | None = None
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    request_status: RequestStatus = "normal"
 
 
 @attrs.frozen
@@ -94,6 +99,7 @@ class EngineStats:
     - ``num_preempted_reqs``: preempted requests without KV cache, which wait to be recomputed.
     - ``num_used_blocks``, ``num_total_blocks``: KV blocks on the device.
     - ``highest_block_in_use``: highest id of a used KV block.
+    - ``num_queued_swaps``: KV blocks that wait to be swapped, because of the bandwidth limit.
     - ``num_buckets``, ``num_ready_buckets``: buckets, and those that are warmed up.
     - ``thermal``: None if no temperature is measured.
 
@@ -101,6 +107,8 @@ class EngineStats:
 
     - ``num_preemptions``: preemptions. ``num_swaps`` of them swapped the KV cache out,
       ``num_recomputes`` freed it.
+    - ``num_swap_out_bytes``, ``num_swap_in_bytes``: bytes that were swapped, and ``swap_seconds``,
+      the time that their copies took.
     - ``num_steps``: steps.
     - ``num_prompt_tokens``: tokens of prompts; each prompt counts once, in full.
     - ``num_prefill_tokens``: tokens of prefill chunks of two or more tokens; a single token runs in
@@ -122,12 +130,16 @@ class EngineStats:
     num_used_blocks: int = 0
     num_total_blocks: int = 0
     highest_block_in_use: int = 0
+    num_queued_swaps: int = 0
     num_buckets: int = 0
     num_ready_buckets: int = 0
     thermal: ThermalStats | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
     num_recomputes: int = 0
+    num_swap_out_bytes: int = 0
+    num_swap_in_bytes: int = 0
+    swap_seconds: float = 0.0
     num_steps: int = 0
     num_prompt_tokens: int = 0
     num_prefill_tokens: int = 0

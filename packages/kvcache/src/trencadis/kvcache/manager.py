@@ -311,6 +311,11 @@ class BlockManager:
         self._swapper.swap_in(self._sequences.all_swapped(seq_ids))
         return self._swapper.admit_incoming(now)
 
+    @property
+    def num_queued_swaps(self) -> int:
+        """Block copies of swaps, in both directions, that wait for the bandwidth limit."""
+        return len(self._swapper.outgoing) + len(self._swapper.incoming)
+
     def resume_swaps(self, now: float) -> SwapCopies:
         """The copies of earlier swaps that are due at ``now`` (seconds); call it every step.
 

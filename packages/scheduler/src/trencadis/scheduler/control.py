@@ -6,6 +6,7 @@ They count sequences, not requests, as ``max_num_seqs`` does.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -48,7 +49,8 @@ class BatchControl:
         validator=integer(0, _INT64_MAX, optional=True),
         metadata={
             "help": "Number of running sequences to preempt now. The number that is left stays the "
-            "running limit for SchedulerConfig.force_evict_hold_s seconds."
+            "running limit for SchedulerConfig.force_evict_hold_s seconds, or until a request with "
+            "max_num_seqs alone."
         },
     )
     target_temp_c: float | None = attrs.field(
@@ -177,15 +179,17 @@ class ControlHandler:
         max_num_seqs = self._max_num_seqs(control)
         policy_limit = self._policy_limit(control, max_num_seqs, view)
         num_to_evict = control.force_evict or 0
-        victims = self._limit.victims(
-            control.policy, num_to_evict, max_num_seqs, policy_limit, step.now
-        )
+        ends_hold = control.max_num_seqs is not None and not num_to_evict
+        now = math.inf if ends_hold else step.now
+        victims = self._limit.victims(control.policy, num_to_evict, max_num_seqs, policy_limit, now)
         previous_running = self._states.num_running_seqs
         num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
             step.carries_out_order = self._was_carried_out = True
             self._limit.set_max_num_seqs(max_num_seqs)
             self._limit.policy_limit = policy_limit
+            if ends_hold:
+                self._limit.end_hold()
             if num_to_evict:
                 self._force_evict(victims, step)
             else:

@@ -63,6 +63,10 @@ class RunningLimit:
         self._hold_limit = self._states.num_running_seqs
         self._hold_until_s = now + self.config.force_evict_hold_s
 
+    def end_hold(self) -> None:
+        """The newest order decides: a later ``max_num_seqs`` replaces the hold."""
+        self._hold_limit = None
+
     def ask_policy(self, view: SchedulerView) -> None:
         """Pass the newest readings to the thermal policy, which reads ``view``, and take its limit.
 
@@ -134,9 +138,7 @@ class RunningLimit:
 
     def _ordered_limit(self, now: float) -> int:
         """The limit without that of the thermal policy."""
-        if self._hold_limit is not None and now >= self._hold_until_s:
-            self._hold_limit = None
-        if self._hold_limit is None:
+        if self._hold_limit is None or now >= self._hold_until_s:
             return self.config.max_num_seqs
         return min(self.config.max_num_seqs, self._hold_limit)
 

@@ -23,6 +23,8 @@ from trencadis.engine.ipc.messages import (
     Controlled,
     Failed,
     Finish,
+    Preempt,
+    Preempted,
     Ready,
     Rejected,
     RequestError,
@@ -143,7 +145,7 @@ _Orders = dict[int, Future[BatchControlResult]]
 def _handle(
     core: EngineCore,
     channel: CoreChannel,
-    message: Add | Abort | Finish | Control | Undecodable,
+    message: Add | Abort | Finish | Control | Preempt | Undecodable,
     orders: _Orders,
 ) -> None:
     if isinstance(message, Undecodable):
@@ -163,6 +165,8 @@ def _handle(
             core.abort(key)
     elif isinstance(message, Finish):
         core.finish(message.key, message.index)
+    elif isinstance(message, Preempt):
+        channel.send(Preempted(message.number, core.abort_and_swap(message.keys)))
     elif isinstance(message, Control):
         try:
             orders[message.number] = core.control(message.order)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -29,7 +29,8 @@ from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter, Direction
+from trencadis.engine.validators import items_of, shown
+from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
@@ -80,6 +81,8 @@ class EngineCore:
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_prefill_tokens = 0
+        self._swapped_bytes = {Direction.OUT: 0, Direction.IN: 0}
+        self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
         self.blocks = BlockManager(
             CacheConfig(
@@ -145,12 +148,16 @@ class EngineCore:
             num_used_blocks=self.blocks.pool.num_used_blocks,
             num_total_blocks=self.blocks.pool.num_usable_blocks,
             highest_block_in_use=self.blocks.pool.highest_used_block,
+            num_queued_swaps=self.blocks.num_queued_swaps,
             num_buckets=self._num_buckets,
             num_ready_buckets=runner.num_ready_buckets,
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
             num_recomputes=self.scheduler.num_recomputes,
+            num_swap_out_bytes=self._swapped_bytes[Direction.OUT],
+            num_swap_in_bytes=self._swapped_bytes[Direction.IN],
+            swap_seconds=self._swap_seconds,
             num_steps=self._num_steps,
             num_prompt_tokens=self.requests.num_prompt_tokens,
             num_prefill_tokens=self._num_prefill_tokens,
@@ -184,6 +191,19 @@ class EngineCore:
     def finish(self, key: str, index: int) -> None:
         """End sample ``index`` of a request, because the front found a stop string."""
         self.requests.finish(key, index)
+
+    def abort_and_swap(self, keys: Iterable[str]) -> tuple[str, ...]:
+        """Preempt these requests at the start of the next step; they keep their tokens.
+
+        Returns the keys of those that run; the others are ignored. See `Scheduler.abort_and_swap`.
+        Raises `InvalidRequest` for what is no list of keys.
+        """
+        listed = items_of(keys)
+        if listed is None or not all(isinstance(key, str) for key in listed):
+            raise InvalidRequest(
+                f"abort_and_swap needs a list of request ids, got {shown(keys)}", "request_ids"
+            )
+        return self.requests.preempt(listed)
 
     def control(self, order: BatchControl) -> Future[BatchControlResult]:
         """Queue an order, which is carried out at the start of the next step.
@@ -228,6 +248,7 @@ class EngineCore:
         output = self.scheduler.schedule()
         for failed in output.failed:
             self.requests.fail(failed.request_id, failed.error)
+        self.requests.note_preempted(output.preempted_seq_ids)
         stalled = not (output.decodes or output.prompts or output.moves)
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
@@ -237,6 +258,7 @@ class EngineCore:
             self._end_failed(computed.failed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
         swap_s = computed.swap_s
+        self._count_swaps(output.moves, swap_s)
         timing = None
         if swap_s or not output.decodes:
             timing = StepTiming(
@@ -257,6 +279,12 @@ class EngineCore:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         return self.requests.report(updates, sampled)
+
+    def _count_swaps(self, moves: CopyPlan, swap_s: Mapping[Direction, float]) -> None:
+        for direction, copies in moves:
+            if direction in self._swapped_bytes:
+                self._swapped_bytes[direction] += len(copies) * self.worker.block_bytes
+        self._swap_seconds += sum(swap_s.values())
 
     def discard_step(self) -> None:
         """Drop a step that was interrupted before it was complete, as by Ctrl-C, if there is one.

@@ -17,7 +17,7 @@ import attrs
 from trencadis.engine.core.request_conversion import as_request, split_samples
 from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.ipc.messages import NewToken, RequestError
-from trencadis.engine.outputs import FinishReason
+from trencadis.engine.outputs import FinishReason, RequestStatus
 from trencadis.engine.runner.sampling_rows import (
     RowRequest,
     RowResult,
@@ -66,6 +66,7 @@ class _Entry:
     sample_ids: list[int] = attrs.field(factory=list)
     unfinished: set[int] = attrs.field(factory=set)
     prompt_counted: bool = False
+    status: RequestStatus = "normal"
 
 
 @attrs.frozen(eq=False)
@@ -205,6 +206,30 @@ class RequestTable:
             if entry is not None:
                 self._fail(entry, error)
 
+    def preempt(self, keys: Sequence[str]) -> tuple[str, ...]:
+        """Preempt the groups of requests that run; returns the keys of those requests."""
+        entries = [self._entries[key] for key in dict.fromkeys(keys) if key in self._entries]
+        group_ids = [group.request_id for entry in entries for group in entry.groups]
+        running = set(self._scheduler.abort_and_swap(group_ids))
+        return tuple(
+            entry.key
+            for entry in entries
+            if any(group.request_id in running for group in entry.groups)
+        )
+
+    def note_preempted(self, seq_ids: Sequence[int]) -> None:
+        """Remember which requests were preempted, and how, for the status of their tokens."""
+        beams = self._live_beams() if seq_ids and self._beam_searches else {}
+        for seq_id in seq_ids:
+            sample = self._samples.get(seq_id)
+            entry = beams.get(seq_id, (None, None))[1] if sample is None else sample.entry
+            if entry is None:
+                continue
+            if any(group.status is SequenceStatus.SWAPPED for group in entry.groups):
+                entry.status = "swapped"
+            elif entry.status == "normal":
+                entry.status = "preempted"
+
     def take_failures(self) -> list[RequestError]:
         """The requests that errors have ended since the last call."""
         failures, self._failures = self._failures, []
@@ -280,6 +305,7 @@ class RequestTable:
                     None if ended is None else ended.value,
                     sample.sequence.num_cached_tokens,
                     step.tokens[update.seq_id].logprobs,
+                    entry.status,
                 )
             )
             if ended is not None:
@@ -348,8 +374,9 @@ class RequestTable:
         cached = result.num_cached_tokens
         *tokens, last = result.output_token_ids
         for token_id in tokens:
-            yield NewToken(entry.key, index, token_id, None, cached)
-        yield NewToken(entry.key, index, last, _finish_reason(result.finish_reason), cached)
+            yield NewToken(entry.key, index, token_id, None, cached, None, entry.status)
+        reason = _finish_reason(result.finish_reason)
+        yield NewToken(entry.key, index, last, reason, cached, None, entry.status)
         self._end_sample(entry, index)
 
     def _fail(self, entry: _Entry, error: Exception) -> None:

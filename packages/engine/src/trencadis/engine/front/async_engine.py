@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -41,6 +41,8 @@ from trencadis.engine.ipc.messages import (
     Controlled,
     Failed,
     Finish,
+    Preempt,
+    Preempted,
     Ready,
     Rejected,
     RequestError,
@@ -50,7 +52,7 @@ from trencadis.engine.ipc.messages import (
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
 from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.validators import shown
+from trencadis.engine.validators import items_of, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
@@ -106,6 +108,7 @@ class AsyncEngine:
         self._has_failed = asyncio.Event()
         self._requests: dict[str, _Request] = {}
         self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
+        self._preemptions: dict[int, asyncio.Future[tuple[str, ...]]] = {}
         self._numbers = itertools.count()
         self._failure: str | None = None
         self._loop = asyncio.get_running_loop()
@@ -259,6 +262,32 @@ class AsyncEngine:
                 request.stream.abort()
                 await self._abort(key)
 
+    async def abort_and_swap(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """Preempt these requests at the start of the next step; they keep their tokens.
+
+        Returns the ids of those that run; the others are ignored. As after ``force_evict``, no more
+        sequences run for some seconds than are left. Raises `InvalidRequest` for what is no list of
+        ids, and the errors of `check_health`.
+        """
+        await self.check_health()
+        names = items_of(request_ids)
+        if names is None:
+            raise InvalidRequest(
+                f"abort_and_swap needs a list of request ids, got {shown(request_ids)}",
+                "request_ids",
+            )
+        for name in names:
+            check_request_id(name)
+        keys = [key for key, each in self._requests.items() if each.stream.request_id in names]
+        number = next(self._numbers)
+        answer = self._preemptions[number] = asyncio.get_running_loop().create_future()
+        try:
+            await self._core.send(Preempt(number, tuple(keys)))
+            running = await answer
+        finally:
+            del self._preemptions[number]
+        return tuple(dict.fromkeys(key.rpartition("/")[0] for key in running))
+
     async def control(self, order: BatchControl) -> BatchControlResult:
         """Carry out an operator's order at the start of the next step; returns its result.
 
@@ -346,6 +375,10 @@ class AsyncEngine:
                     self._end_with(message.key, kind(message.message))
                 elif isinstance(message, Controlled):
                     self._resolve_order(message)
+                elif isinstance(message, Preempted):
+                    preemption = self._preemptions.get(message.number)
+                    if preemption is not None and not preemption.done():
+                        preemption.set_result(message.keys)
                 elif isinstance(message, Failed):
                     raise EngineDead(message.message)
                 elif not isinstance(message, (Busy, Ready)):
@@ -426,9 +459,10 @@ class AsyncEngine:
         for request in self._requests.values():
             request.queue.put_nowait(type(error)(*error.args))
         self._requests.clear()
-        for order in self._orders.values():
-            if not order.done():
-                order.set_exception(type(error)(*error.args))
+        futures: list[asyncio.Future[Any]] = [*self._orders.values(), *self._preemptions.values()]
+        for waiting in futures:
+            if not waiting.done():
+                waiting.set_exception(type(error)(*error.args))
 
 
 @attrs.frozen

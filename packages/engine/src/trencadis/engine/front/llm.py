@@ -71,6 +71,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.core.spec.source)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
+        self._keys: dict[int, str] = {}
+        """The key of each prompt of the call that runs, by the number of the prompt."""
         self.core.warm_up()
 
     def generate(
@@ -109,6 +111,17 @@ class LLM:
             rendered = [self.tokenizer.render_chat(_messages(messages)) for messages in listed]
             return self._generate(rendered, params)
 
+    def abort_and_swap(self, prompts: Iterable[int]) -> tuple[int, ...]:
+        """Preempt prompts of the call that runs, by their numbers; from any thread.
+
+        They keep their tokens and continue after ``force_evict_hold_s`` seconds, or once the others
+        have finished. Returns the numbers of those that run.
+        """
+        numbers = dict(self._keys)
+        wanted = [numbers[number] for number in prompts if number in numbers]
+        running = self.core.abort_and_swap(wanted)
+        return tuple(number for number, key in numbers.items() if key in running)
+
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
@@ -145,11 +158,13 @@ class LLM:
                 for key in running:
                     self.core.abort(key)
                 self.core.discard_step()
+                self._keys.clear()
 
     def _start(self, job: _Job, running: dict[str, RequestStream]) -> None:
         key = f"llm-{next(self._numbers)}"  # never used again, whatever becomes of the request
         emit = partial(_extend, job.completions)
         name, token_ids, params = f"prompt {job.number}", job.prompt_token_ids, job.params
+        self._keys[job.number] = key
         running[key] = RequestStream(name, token_ids, params, self.tokenizer, emit)
         self.core.add(key, token_ids, params)
 

@@ -106,6 +106,7 @@ class RequestStream:
             last.stop_reason,
             last.num_prompt_tokens,
             last.num_cached_tokens,
+            deltas[0].request_status,
         )
 
 
@@ -163,4 +164,5 @@ class SampleStream:
             stop_reason,
             self._num_prompt_tokens,
             token.num_cached_tokens,
+            token.request_status,
         )

@@ -10,7 +10,12 @@ from typing import Literal
 
 import msgspec
 
-from trencadis.engine.outputs import EngineStats, FinishReason, PositionLogprobs
+from trencadis.engine.outputs import (
+    EngineStats,
+    FinishReason,
+    PositionLogprobs,
+    RequestStatus,
+)
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import BatchControl, BatchControlResult
 
@@ -42,6 +47,13 @@ class Control(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     order: BatchControl
+
+
+class Preempt(msgspec.Struct, frozen=True, tag=True):
+    """Preempt requests; they keep their tokens. The core answers with `Preempted`."""
+
+    number: int
+    keys: tuple[str, ...]
 
 
 class Stop(msgspec.Struct, frozen=True, tag=True):
@@ -99,6 +111,14 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     finish_reason: FinishReason | None
     num_cached_tokens: int
     logprobs: PositionLogprobs | None = None
+    request_status: RequestStatus = "normal"
+
+
+class Preempted(msgspec.Struct, frozen=True, tag=True):
+    """The keys of `Preempt` whose requests run, and are preempted at the next step."""
+
+    number: int
+    keys: tuple[str, ...]
 
 
 class Controlled(msgspec.Struct, frozen=True, tag=True):
@@ -123,5 +143,5 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None
 
 
-ToCore = Add | Abort | Finish | Control | Stop
-FromCore = Ready | Failed | Rejected | RequestError | Controlled | Busy | StepDone
+ToCore = Add | Abort | Finish | Control | Preempt | Stop
+FromCore = Ready | Failed | Rejected | RequestError | Controlled | Preempted | Busy | StepDone

@@ -12,7 +12,7 @@ from typing import Literal
 
 import attrs
 
-from trencadis.engine import EngineStats, ThermalStats
+from trencadis.engine import EngineStats, RequestStatus, ThermalStats
 
 SENSOR_HEALTH = ("fresh", "stale", "failed")
 
@@ -88,6 +88,11 @@ ENGINE_METRICS = (
         "Highest id of a KV block in use. The cost of a decode step depends on it.",
         lambda s: s.highest_block_in_use,
     ),
+    _gauge(
+        "trencadis:swap_queue_blocks",
+        "KV blocks that wait to be swapped, because of the bandwidth limit.",
+        lambda s: s.num_queued_swaps,
+    ),
     _gauge("trencadis:buckets", "Buckets.", lambda s: s.num_buckets),
     _gauge("trencadis:ready_buckets", "Buckets that are warmed up.", lambda s: s.num_ready_buckets),
     _gauge(
@@ -144,6 +149,21 @@ ENGINE_METRICS = (
         lambda s: s.num_swaps,
     ),
     _counter(
+        "trencadis:swap_out_bytes",
+        "Bytes that were swapped out to the host.",
+        lambda s: s.num_swap_out_bytes,
+    ),
+    _counter(
+        "trencadis:swap_in_bytes",
+        "Bytes that were swapped in from the host.",
+        lambda s: s.num_swap_in_bytes,
+    ),
+    _counter(
+        "trencadis:swap_seconds",
+        "Time that swaps took. Bytes over seconds are the bandwidth of the link.",
+        lambda s: s.swap_seconds,
+    ),
+    _counter(
         "trencadis:recomputes", "Preemptions that freed the KV cache.", lambda s: s.num_recomputes
     ),
     _counter("trencadis:engine_steps", "Steps of the engine core.", lambda s: s.num_steps),
@@ -175,7 +195,8 @@ class RequestEvent:
 
     ``seconds`` is the time since the request arrived. ``token_seconds`` is the time since the
     choice's previous tokens, None if there are no new or no previous ones. ``is_first`` marks the
-    first tokens of the request, ``is_last`` the last delta of the choice.
+    first tokens of the request, ``is_last`` the last delta of the choice. ``request_status``:
+    whether the request was preempted until then.
     """
 
     seconds: float
@@ -184,6 +205,7 @@ class RequestEvent:
     is_last: bool
     num_prompt_tokens: int
     num_generation_tokens: int
+    request_status: RequestStatus = "normal"
 
 
 @attrs.frozen
@@ -191,24 +213,31 @@ class RequestMetric:
     """A histogram of values that are read from request events.
 
     ``read`` returns None for an event without a value. ``buckets`` are upper bounds; None means
-    1, 2, 5, 10, … up to the model's context, for numbers of tokens.
+    1, 2, 5, 10, … up to the model's context, for numbers of tokens. ``has_status``: with the label
+    `STATUS_LABEL`.
     """
 
     name: str
     help: str
     buckets: tuple[float, ...] | None
     read: Callable[[RequestEvent], float | None]
+    has_status: bool = False
 
+
+STATUS_LABEL = "request_status"
+"""Whether a request was preempted before its first token; its values are those of
+`RequestStatus`. Sum over it for the metric without it."""
 
 REQUEST_METRICS = (
     RequestMetric(
         "vllm:time_to_first_token_seconds",
-        "Time from arrival to the first token.",
+        "Time from arrival to the first token, by request_status: normal, preempted, swapped.",
         (
             *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
             *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
         ),
         lambda event: event.seconds if event.is_first else None,
+        has_status=True,
     ),
     RequestMetric(
         "vllm:inter_token_latency_seconds",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from typing import get_args
 
 import attrs
 from prometheus_client import CollectorRegistry, Counter, Histogram
@@ -12,13 +13,14 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from trencadis.engine import CompletionDelta
+from trencadis.engine import CompletionDelta, RequestStatus
 from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.metrics.metric_tables import (
     ENGINE_METRICS,
     FINISHED_REASONS,
     REQUEST_METRICS,
     REQUEST_SUCCESS,
+    STATUS_LABEL,
     RequestEvent,
 )
 
@@ -41,20 +43,29 @@ class ServingMetrics:
         self._histograms = []
         for row in REQUEST_METRICS:
             buckets = row.buckets or _one_two_five(engine.max_model_len)
+            names = (*LABELS, STATUS_LABEL) if row.has_status else LABELS
             histogram = Histogram(
-                row.name, row.help, LABELS, registry=self.registry, buckets=buckets
+                row.name, row.help, names, registry=self.registry, buckets=buckets
             )
-            self._histograms.append((row, histogram.labels(*labels)))
+            self._histograms.append(
+                (
+                    row,
+                    {
+                        status: histogram.labels(*labels, *((status,) if row.has_status else ()))
+                        for status in get_args(RequestStatus)
+                    },
+                )
+            )
         name, about, label = REQUEST_SUCCESS
         success = Counter(name, about, (*LABELS, label), registry=self.registry)
         self._finished = {reason: success.labels(*labels, reason) for reason in FINISHED_REASONS}
 
     def observe(self, event: RequestEvent) -> None:
         """Add an event to the histograms."""
-        for row, histogram in self._histograms:
+        for row, by_status in self._histograms:
             value = row.read(event)
             if value is not None:
-                histogram.observe(value)
+                by_status[event.request_status].observe(value)
 
     def count_finished(self, reason: str, count: int = 1) -> None:
         """Count choices that ended for ``reason``."""
@@ -90,6 +101,7 @@ class RequestTimeline:
                 is_last=delta.finish_reason is not None,
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_generation_tokens=num_tokens,
+                request_status=delta.request_status,
             )
         )
         if has_tokens:
