@@ -22,6 +22,7 @@ from trencadis.bucketing import (
     UnknownAxis,
     linear_range,
 )
+from trencadis.bucketing.grid.lookup_table import MAX_TABULATED
 
 PLUGIN = json.loads((Path(__file__).parent / "data" / "plugin_ranges.json").read_text())
 NAMES = ("batch", "query", "blocks")
@@ -68,6 +69,15 @@ def filtered_grids(draw: st.DrawFn) -> tuple[BucketGrid, Price | None]:
     grid = BucketGrid(axes, filters=filters, **({"cost": cost} if cost else {}))
     assert {bucket.shape for bucket in grid} == kept
     return grid, cost
+
+
+def test_an_axis_too_long_for_a_table_gives_the_same_answers() -> None:
+    values = (1, 128, MAX_TABULATED, MAX_TABULATED + 128)
+    grid = BucketGrid({"query": values})
+    for value, larger in itertools.pairwise(values):
+        assert grid.find((value,)) == Bucket(("query",), (value,))
+        assert grid.find((value + 1,)) == Bucket(("query",), (larger,))
+    assert grid.find((values[-1] + 1,)) is None
 
 
 @given(filtered_grids(), st.data())

@@ -66,6 +66,15 @@ def test_a_missed_bucket_comes_next(graph_device: Any) -> None:
     assert warmup.next_bucket() == (Phase.PROMPT, PROMPT.buckets[3])
 
 
+def test_a_miss_counts_as_one_more_expected_replay(graph_device: Any) -> None:
+    first, expected, missed = PROMPT.buckets[0], PROMPT.buckets[1], PROMPT.buckets[3]
+    replays = {Phase.PROMPT: {first: 9.0, expected: 2.5, missed: 2.0}}
+    warmup = background(graph_device(lambda *_: 0), replays=replays)
+    warmup.advance(), warmup.advance()
+    warmup.record_miss(Phase.PROMPT, missed)
+    assert warmup.next_bucket() == (Phase.PROMPT, missed)
+
+
 def test_a_bucket_that_traffic_has_compiled_is_not_executed_again(graph_device: Any) -> None:
     device = graph_device(lambda *_: 0)
     warmup = background(device)
