@@ -271,8 +271,10 @@ def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> 
 
 
 def _check_grid(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    is_file = isinstance(value, str) and value.startswith(FITTED) and value != FITTED
-    if value not in GRIDS and not is_file:
+    is_grid = isinstance(value, str) and (
+        value in GRIDS or (value.startswith(FITTED) and value != FITTED)
+    )
+    if not is_grid:
         raise ConfigError(
             f"{attribute.name} must be one of {', '.join(GRIDS)}, {FITTED}FILE, got {shown(value)}",
             attribute.name,
@@ -606,7 +608,8 @@ class EngineConfig(CapacitySettings):
         """
         warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, graphs, defrag = library_settings(environ)
-        if settings.get("bucket_grid") == "seq" and not _sets_strategy(environ):
+        grid = settings.get("bucket_grid")
+        if isinstance(grid, str) and grid == "seq" and not _sets_strategy(environ):
             bucketing = attrs.evolve(bucketing, strategy="lin")  # that of seed 002
         found: dict[str, Any] = {
             **from_env(environ, cls),

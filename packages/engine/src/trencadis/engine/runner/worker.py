@@ -250,9 +250,10 @@ class Worker:
     # Memory.
 
     def _profile(self) -> None:
-        """Run the largest prefill once, so that its peak memory is not given to the KV cache.
+        """Run the largest prefill without context once, so that the KV cache leaves its memory.
 
-        The cache of this run has the padding block only.
+        The cache of this run has the padding block only. A prefill with context and a decode that
+        gathers blocks need more memory than this, out of the margin.
         """
         budget = token_budget(self.config)
         query = min(budget, self._max_model_len)
