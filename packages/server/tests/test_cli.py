@@ -69,6 +69,7 @@ SERVER = {
     "admin_port": ("9", 9),
     "ssl_certfile": ("c.pem", "c.pem"),
     "max_body_size": ("1KiB", 1024),
+    "max_connections": ("7", 7),
     "shutdown_timeout": ("3", 3.0),
     "access_log": (None, False),
 }
