@@ -246,6 +246,35 @@ def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_mode
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_enforced_eager_execution_compiles_nothing_after_warm_up_either(stand_in, mode, tiny_model):
+    """Without graphs and compiled layers: also the first shape, and the sampler's."""
+    config = EngineConfig(
+        model=str(tiny_model),
+        **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 3},
+        # A vocabulary is the same in all tests: three rows alone are this test's own.
+        **{"dtype": "float32", "device": "hpu", "num_blocks": 23, "bucketing": ENFORCED_BUCKETS},
+        graphs=WarmupConfig(enforce_eager=True),
+    )
+    with stand_in(mode) as machinery:
+        core = EngineCore(config)
+        core.warm_up()
+        before = machinery.counters.copy()
+        for number, params in enumerate(
+            (
+                SamplingParams(temperature=0, max_tokens=4),
+                SamplingParams(temperature=0.9, seed=1, n=2, logprobs=2, max_tokens=4),
+                SamplingParams(temperature=0.9, top_k=4, repetition_penalty=1.2, max_tokens=4),
+                SamplingParams(use_beam_search=True, n=2, max_tokens=4),
+            )
+        ):
+            core.add(str(number), tuple(range(number, number + 20)), params)
+        while core.has_work:
+            core.step()
+        assert machinery.counters.since(before).recipes == 0
+        assert core.stats.num_compilations == 0
+
+
 def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
     """Samples that part copy on write, evictions swap, and what is left is defragmented."""
 
@@ -288,6 +317,13 @@ FEW_BUCKETS = BucketingConfig(
     prompt_context=AxisConfig(min=6, step=6, max=6),
     decode_batch=AxisConfig(min=2, step=2, max=2),
     decode_blocks=AxisConfig(min=13, step=13, max=13),
+)
+
+
+ENFORCED_BUCKETS = attrs.evolve(
+    FEW_BUCKETS,
+    decode_batch=AxisConfig(min=3, step=3, max=3),
+    decode_blocks=AxisConfig(min=23, step=23, max=23),
 )
 
 

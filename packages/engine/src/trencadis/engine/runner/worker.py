@@ -37,7 +37,15 @@ from trencadis.engine.runner.sampling_rows import Sampler
 from trencadis.engine.runner.shapes import PromptShape
 from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
-from trencadis.warmup import MemoryPlan, MemoryUse, WarmupError, WarmupReport, warm_up
+from trencadis.warmup import (
+    MemoryPlan,
+    MemoryUse,
+    WarmupError,
+    WarmupReport,
+    sampler_batch_sizes,
+    warm_up,
+    warm_up_sampler,
+)
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -113,16 +121,23 @@ class Worker:
         return report
 
     def _warm_up_all(self, grids: Grids, stop: Callable[[], bool]) -> WarmupReport:
-        return warm_up(
+        sampler = SamplerWarmup(self._sampler, self.device, self._model)
+        buckets = grids.prompt.buckets, grids.decode.buckets
+        report = warm_up(
             self.runner,
-            grids.prompt.buckets,
-            grids.decode.buckets,
+            *buckets,
             config=self.config.graphs,
             memory=self._memory if self.device.supports_graphs else None,
-            sampler=SamplerWarmup(self._sampler, self.device, self._model),
+            sampler=sampler,
             defragmenter=functools.partial(warm_up_copies, self.cache, self.device),
             stop=stop,
         )
+        left_out = self.config.graphs.enforce_eager and not self.config.graphs.skip
+        if left_out and report.complete and not self.device.dynamic_shapes:
+            # Warm-up leaves the sampler out with enforce_eager, but this device compiles each
+            # operation of a new shape, also without graphs and compiled layers.
+            warm_up_sampler(sampler, sampler_batch_sizes(*buckets))
+        return report
 
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.device.shares_host_memory:
