@@ -6,13 +6,14 @@ import logging
 import os
 import sys
 from importlib.util import find_spec
+from types import ModuleType
 
 import attrs
 import platformdirs
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.models.llama import modeling_llama
 
 from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
@@ -524,6 +525,56 @@ def test_a_kernel_that_raises_does_not_keep_the_model_from_loading(
     assert caplog.text.count("a trial raised synNodeCreateWithId failed\n") == 3
 
 
+def test_kernels_that_do_not_load_or_give_another_shape_are_left_out(
+    device, tiny_model, monkeypatch, caplog
+):
+    from habana_frameworks.torch.hpex import kernels
+
+    class Unloadable(ModuleType):
+        def __getattr__(self, name):
+            raise OSError("libcustom_tpc.so: cannot open shared object file\nsecond line")
+
+    unloadable = Unloadable("normalization")
+    unloadable.__spec__ = None
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex.normalization", unloadable)
+    monkeypatch.setattr(kernels.FusedSDPA, "apply", lambda q, *_: q[..., :3])
+    monkeypatch.setattr(kernels, "apply_rotary_pos_emb", lambda p, cos, sin: p[:2])
+    model = loaded(tiny_model).to(device.torch_device)
+    device.optimize(model)
+    assert norm_names(model) == {"LlamaRMSNorm"}
+    assert device.attention.kernels.prompt_attention is None
+    assert not isinstance(modeling_llama.apply_rotary_pos_emb, FusedRotary)
+    assert "FusedRMSNorm is not used: it does not load (libcustom_tpc.so" in caplog.text
+    assert "FusedSDPA is not used: a trial gave the shape [2, 2, 4, 8, 3]" in caplog.text
+
+
+def test_norms_without_a_weight_keep_their_own_code(device):
+    """Nanochat and DiffLlama have such norms."""
+    model = nn.Module()
+    model.first = nn.RMSNorm(8, eps=1e-5, elementwise_affine=False)
+    model.second = nn.RMSNorm(8, eps=1e-5)
+    device.optimize(model.eval().requires_grad_(requires_grad=False).to(device.torch_device))
+    assert type(model.first) is nn.RMSNorm
+    assert type(model.second).__name__ == "FusedNorm"
+
+
+def test_a_model_that_rotates_a_part_of_each_head_gives_the_tokens_of_the_cpu(
+    lazy_gaudi, make_tiny_model, tmp_path
+):
+    """Phi-4-mini rotates three quarters."""
+    directory = make_tiny_model(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = Phi3Config(
+        **{"vocab_size": 258, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256},
+        **{"initializer_range": 0.6, "rope_parameters": rope, "sliding_window": None},
+        **{"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257},
+    )
+    torch.manual_seed(0)
+    Phi3ForCausalLM(config).save_pretrained(directory)
+    assert_same_tokens(directory)
+
+
 def test_the_softmax_of_prefill_is_fast_or_in_fp32(lazy_gaudi, tiny_model, monkeypatch):
     from habana_frameworks.torch.hpex import kernels
 
@@ -633,6 +684,28 @@ def test_the_recipe_cache_is_set_before_the_bridge_is_loaded(
     monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", "/mine,true,1")
     HPUDevice(recipe_cache=tmp_path)
     assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"] == "/mine,true,1"
+
+
+@alone
+@pytest.mark.parametrize("directory", ["/proc", "with, a comma"])
+def test_a_recipe_cache_that_the_bridge_could_not_use_is_refused(
+    lazy_gaudi, monkeypatch, tmp_path, directory
+):
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    with pytest.raises(DeviceError, match="name a directory that can be written"):
+        HPUDevice(recipe_cache=tmp_path / directory)  # "/proc" stays: it is absolute
+    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in os.environ
+
+
+@alone
+@pytest.mark.parametrize("mode", ["true", "2", "eager"])
+def test_a_mode_that_does_not_exist_is_refused(lazy_gaudi, monkeypatch, mode):
+    """The bridge would take each of them for lazy mode."""
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", mode)
+    with pytest.raises(DeviceError, match=f"PT_HPU_LAZY_MODE='{mode}' names no mode: set 0"):
+        HPUDevice()
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "")
+    assert not HPUDevice().supports_graphs
 
 
 @alone
