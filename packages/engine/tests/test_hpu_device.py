@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from importlib.util import find_spec
@@ -23,7 +24,7 @@ from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.kernels import FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.paged_context import MASKED, DecodeContext
+from trencadis.engine.models.paged_context import MASKED, DecodeContext, PromptContext
 from trencadis.engine.runner.grids import build_grids
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.kvcache import DefragConfig
@@ -427,6 +428,64 @@ def test_blocks_are_combined_by_matrices_because_scatters_lose_some(device, form
     own = query[:, :, :1]
     expected = nn.functional.scaled_dot_product_attention(own, key, value, enable_gqa=True)
     assert torch.allclose(out[0, 0], expected[0, :, 0], atol=1e-5) is right
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_row_whose_scores_overflow_changes_no_other_row(broken):
+    """The matrix of blocks and owners multiplies every row, be it by 0."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
+
+    def attended(*tensors):
+        cache = KVCache(
+            **{"num_layers": 1, "num_blocks": 3, "kv_heads": 2, "block_size": 4, "head_dim": 8},
+            **{"dtype": torch.float32, "device": torch.device("cpu"), "token_rows": True},
+        )
+        owners, bias = torch.tensor([2, 0, 1]), torch.full((3, 1, 1, 4), MASKED)
+        bias[1:, ..., 0] = 0.0
+        paged = DecodeContext(
+            cache, 3, torch.tensor([1, 2]), torch.tensor([0, 0]), owners, owners, bias
+        )
+        attention = RowAttention()
+        paged = attention.prepare(paged, torch.float32)
+        return attention.attend(*tensors, 0, paged, 8**-0.5)[0, 1]
+
+    expected = attended(query, key, value)
+    for tensor in (query, key, value):
+        tensor[:, :, 0] = broken
+        assert torch.equal(attended(query, key, value), expected)
+
+
+def test_prefill_without_context_is_told_the_length_of_each_chunk():
+    """Padding writes to block 0. A row without a chunk has length 1: no kernel documents 0."""
+    cache = KVCache(
+        **{"num_layers": 1, "num_blocks": 4, "kv_heads": 1, "block_size": 4, "head_dim": 8},
+        **{"dtype": torch.float32, "device": torch.device("cpu"), "token_rows": True},
+    )
+    blocks = torch.tensor([[1, 1, 1, 1, 2, 0], [3, 3, 0, 0, 0, 0], [0] * 6]).flatten()
+    offsets = torch.arange(6).remainder(4).repeat(3)
+    paged = RowAttention().prepare(PromptContext(cache, 3, blocks, offsets), torch.float32)
+    assert paged.lengths.tolist() == [5, 2, 1]
+    assert paged.lengths.dtype is torch.int32
+
+
+def test_the_fused_kernel_skips_padding_where_the_mask_is_causal():
+    calls = []
+
+    class Kernel:
+        @staticmethod
+        def apply(*given):
+            calls.append(given)
+            return given[0]
+
+    heads, lengths, bias = torch.zeros(2, 2, 4, 8), torch.tensor([4, 1]), torch.zeros(2, 1, 4, 4)
+    attend = FusedPromptAttention(Kernel, "fast")
+    attend(heads, heads, heads, 1.0, None, lengths)
+    attend(heads, heads, heads, 1.0, bias, lengths)
+    causal, biased = ((given[3], given[5], given[9]) for given in calls)
+    assert causal == (None, True, lengths)
+    assert biased == (bias, False, None)
 
 
 @torch.inference_mode()
