@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 from importlib.util import find_spec
+from types import ModuleType
 
 import attrs
 import platformdirs
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.models.llama import modeling_llama
 
 from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
@@ -22,7 +24,7 @@ from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.kernels import FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.paged_context import MASKED, DecodeContext
+from trencadis.engine.models.paged_context import MASKED, DecodeContext, PromptContext
 from trencadis.engine.runner.grids import build_grids
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.kvcache import DefragConfig
@@ -246,6 +248,35 @@ def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_mode
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_enforced_eager_execution_compiles_nothing_after_warm_up_either(stand_in, mode, tiny_model):
+    """Without graphs and compiled layers: also the first shape, and the sampler's."""
+    config = EngineConfig(
+        model=str(tiny_model),
+        **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 3},
+        # A vocabulary is the same in all tests: three rows alone are this test's own.
+        **{"dtype": "float32", "device": "hpu", "num_blocks": 23, "bucketing": ENFORCED_BUCKETS},
+        graphs=WarmupConfig(enforce_eager=True),
+    )
+    with stand_in(mode) as machinery:
+        core = EngineCore(config)
+        core.warm_up()
+        before = machinery.counters.copy()
+        for number, params in enumerate(
+            (
+                SamplingParams(temperature=0, max_tokens=4),
+                SamplingParams(temperature=0.9, seed=1, n=2, logprobs=2, max_tokens=4),
+                SamplingParams(temperature=0.9, top_k=4, repetition_penalty=1.2, max_tokens=4),
+                SamplingParams(use_beam_search=True, n=2, max_tokens=4),
+            )
+        ):
+            core.add(str(number), tuple(range(number, number + 20)), params)
+        while core.has_work:
+            core.step()
+        assert machinery.counters.since(before).recipes == 0
+        assert core.stats.num_compilations == 0
+
+
 def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
     """Samples that part copy on write, evictions swap, and what is left is defragmented."""
 
@@ -288,6 +319,13 @@ FEW_BUCKETS = BucketingConfig(
     prompt_context=AxisConfig(min=6, step=6, max=6),
     decode_batch=AxisConfig(min=2, step=2, max=2),
     decode_blocks=AxisConfig(min=13, step=13, max=13),
+)
+
+
+ENFORCED_BUCKETS = attrs.evolve(
+    FEW_BUCKETS,
+    decode_batch=AxisConfig(min=3, step=3, max=3),
+    decode_blocks=AxisConfig(min=23, step=23, max=23),
 )
 
 
@@ -415,6 +453,64 @@ def test_blocks_are_combined_by_matrices_because_scatters_lose_some(device, form
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf, 1e30])
+def test_a_row_whose_scores_overflow_changes_no_other_row(broken):
+    """The matrix of blocks and owners multiplies every row, be it by 0."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(1, 4, 2, 8), torch.randn(1, 2, 2, 8), torch.randn(1, 2, 2, 8)
+
+    def attended(*tensors):
+        cache = KVCache(
+            **{"num_layers": 1, "num_blocks": 3, "kv_heads": 2, "block_size": 4, "head_dim": 8},
+            **{"dtype": torch.float32, "device": torch.device("cpu"), "token_rows": True},
+        )
+        owners, bias = torch.tensor([2, 0, 1]), torch.full((3, 1, 1, 4), MASKED)
+        bias[1:, ..., 0] = 0.0
+        paged = DecodeContext(
+            cache, 3, torch.tensor([1, 2]), torch.tensor([0, 0]), owners, owners, bias
+        )
+        attention = RowAttention()
+        paged = attention.prepare(paged, torch.float32)
+        return attention.attend(*tensors, 0, paged, 8**-0.5)[0, 1]
+
+    expected = attended(query, key, value)
+    for tensor in (query, key, value):
+        tensor[:, :, 0] = broken
+        assert torch.equal(attended(query, key, value), expected)
+
+
+def test_prefill_without_context_is_told_the_length_of_each_chunk():
+    """Padding writes to block 0. A row without a chunk has length 1: no kernel documents 0."""
+    cache = KVCache(
+        **{"num_layers": 1, "num_blocks": 4, "kv_heads": 1, "block_size": 4, "head_dim": 8},
+        **{"dtype": torch.float32, "device": torch.device("cpu"), "token_rows": True},
+    )
+    blocks = torch.tensor([[1, 1, 1, 1, 2, 0], [3, 3, 0, 0, 0, 0], [0] * 6]).flatten()
+    offsets = torch.arange(6).remainder(4).repeat(3)
+    paged = RowAttention().prepare(PromptContext(cache, 3, blocks, offsets), torch.float32)
+    assert paged.lengths.tolist() == [5, 2, 1]
+    assert paged.lengths.dtype is torch.int32
+
+
+def test_the_fused_kernel_skips_padding_where_the_mask_is_causal():
+    calls = []
+
+    class Kernel:
+        @staticmethod
+        def apply(*given):
+            calls.append(given)
+            return given[0]
+
+    heads, lengths, bias = torch.zeros(2, 2, 4, 8), torch.tensor([4, 1]), torch.zeros(2, 1, 4, 4)
+    attend = FusedPromptAttention(Kernel, "fast")
+    attend(heads, heads, heads, 1.0, None, lengths)
+    attend(heads, heads, heads, 1.0, bias, lengths)
+    causal, biased = ((given[3], given[5], given[9]) for given in calls)
+    assert causal == (None, True, lengths)
+    assert biased == (bias, False, None)
+
+
+@torch.inference_mode()
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("context", [0, 5, 13])
 def test_prefill_in_slices_is_prefill_in_one_piece(device, grouped, context):
@@ -508,6 +604,56 @@ def test_a_kernel_that_raises_does_not_keep_the_model_from_loading(
     assert norm_names(model) == {"LlamaRMSNorm"}
     assert device.attention.kernels.prompt_attention is None
     assert caplog.text.count("a trial raised synNodeCreateWithId failed\n") == 3
+
+
+def test_kernels_that_do_not_load_or_give_another_shape_are_left_out(
+    device, tiny_model, monkeypatch, caplog
+):
+    from habana_frameworks.torch.hpex import kernels
+
+    class Unloadable(ModuleType):
+        def __getattr__(self, name):
+            raise OSError("libcustom_tpc.so: cannot open shared object file\nsecond line")
+
+    unloadable = Unloadable("normalization")
+    unloadable.__spec__ = None
+    monkeypatch.setitem(sys.modules, "habana_frameworks.torch.hpex.normalization", unloadable)
+    monkeypatch.setattr(kernels.FusedSDPA, "apply", lambda q, *_: q[..., :3])
+    monkeypatch.setattr(kernels, "apply_rotary_pos_emb", lambda p, cos, sin: p[:2])
+    model = loaded(tiny_model).to(device.torch_device)
+    device.optimize(model)
+    assert norm_names(model) == {"LlamaRMSNorm"}
+    assert device.attention.kernels.prompt_attention is None
+    assert not isinstance(modeling_llama.apply_rotary_pos_emb, FusedRotary)
+    assert "FusedRMSNorm is not used: it does not load (libcustom_tpc.so" in caplog.text
+    assert "FusedSDPA is not used: a trial gave the shape [2, 2, 4, 8, 3]" in caplog.text
+
+
+def test_norms_without_a_weight_keep_their_own_code(device):
+    """Nanochat and DiffLlama have such norms."""
+    model = nn.Module()
+    model.first = nn.RMSNorm(8, eps=1e-5, elementwise_affine=False)
+    model.second = nn.RMSNorm(8, eps=1e-5)
+    device.optimize(model.eval().requires_grad_(requires_grad=False).to(device.torch_device))
+    assert type(model.first) is nn.RMSNorm
+    assert type(model.second).__name__ == "FusedNorm"
+
+
+def test_a_model_that_rotates_a_part_of_each_head_gives_the_tokens_of_the_cpu(
+    lazy_gaudi, make_tiny_model, tmp_path
+):
+    """Phi-4-mini rotates three quarters."""
+    directory = make_tiny_model(tmp_path)
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    config = Phi3Config(
+        **{"vocab_size": 258, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2},
+        **{"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 256},
+        **{"initializer_range": 0.6, "rope_parameters": rope, "sliding_window": None},
+        **{"bos_token_id": 256, "eos_token_id": 257, "pad_token_id": 257},
+    )
+    torch.manual_seed(0)
+    Phi3ForCausalLM(config).save_pretrained(directory)
+    assert_same_tokens(directory)
 
 
 def test_the_softmax_of_prefill_is_fast_or_in_fp32(lazy_gaudi, tiny_model, monkeypatch):
@@ -619,6 +765,28 @@ def test_the_recipe_cache_is_set_before_the_bridge_is_loaded(
     monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", "/mine,true,1")
     HPUDevice(recipe_cache=tmp_path)
     assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"] == "/mine,true,1"
+
+
+@alone
+@pytest.mark.parametrize("directory", ["/proc", "with, a comma"])
+def test_a_recipe_cache_that_the_bridge_could_not_use_is_refused(
+    lazy_gaudi, monkeypatch, tmp_path, directory
+):
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    with pytest.raises(DeviceError, match="name a directory that can be written"):
+        HPUDevice(recipe_cache=tmp_path / directory)  # "/proc" stays: it is absolute
+    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in os.environ
+
+
+@alone
+@pytest.mark.parametrize("mode", ["true", "2", "eager"])
+def test_a_mode_that_does_not_exist_is_refused(lazy_gaudi, monkeypatch, mode):
+    """The bridge would take each of them for lazy mode."""
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", mode)
+    with pytest.raises(DeviceError, match=f"PT_HPU_LAZY_MODE='{mode}' names no mode: set 0"):
+        HPUDevice()
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", "")
+    assert not HPUDevice().supports_graphs
 
 
 @alone

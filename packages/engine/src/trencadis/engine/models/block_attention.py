@@ -42,8 +42,10 @@ class BlockAttention:
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         keys, values = paged.cache.key(layer), paged.cache.value(layer)
-        keys[paged.write_blocks, :, paged.write_offsets] = key[0].transpose(0, 1)
-        values[paged.write_blocks, :, paged.write_offsets] = value[0].transpose(0, 1)
+        # Finite, because the next owner of a block adds a bias to what it has not overwritten yet.
+        for part, given in ((keys, key), (values, value)):
+            rows = given[0].transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
+            part[paged.write_blocks, :, paged.write_offsets] = rows
         if isinstance(paged, PromptContext):
             return _attend_prompt(query, key, value, keys, values, paged, scale)
         return _attend_decode(query, keys, values, paged, scale)

@@ -114,7 +114,8 @@ def _log_softmax(logits: torch.Tensor) -> torch.Tensor:
 def _report(logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
     """fp32 ``[rows, 1 + 2n]``: log-probability of the chosen token, of the n best, their ids."""
     logprobs = _log_softmax(logits)
-    own = logprobs.gather(1, chosen.long().unsqueeze(1))
+    # A row without a drawn token has an id beyond the vocabulary.
+    own = logprobs.gather(1, chosen.long().clamp_max(logits.shape[-1] - 1).unsqueeze(1))
     return torch.cat((own, _best(logprobs, MAX_LOGPROBS)), dim=1)
 
 

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from trencadis.engine.runner.gumbel import NUM_KEYS, draw_keys, log_times
-from trencadis.engine.runner.sampling_rows import IntArray, SamplingRow
+from trencadis.engine.runner.sampling_rows import NO_TOKEN, IntArray, SamplingRow
 from trencadis.engine.sampling_params import SamplingParams
 
 WORDS_PER_ROW = 5 + NUM_KEYS
@@ -135,12 +135,14 @@ def draw_scores(
 def first_largest(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
     """The lowest of the token ids with the largest score, int32 ``[rows]``.
 
+    `NO_TOKEN` for a row whose largest score is NaN or minus infinity.
+
     ``argmax`` promises the first of equal values on PyTorch's own devices; Gaudi's kernel does not
     say. Ids are exact in fp32 up to 2**24.
     """
-    ids = token_ids.float()
-    largest = scores == scores.amax(-1, keepdim=True)
-    found = torch.where(largest, ids, ids.amax(-1, keepdim=True)).amin(-1)
+    best = scores.amax(-1, keepdim=True)
+    largest = (scores == best) & (best > -math.inf)
+    found = torch.where(largest, token_ids.float(), float(NO_TOKEN)).amin(-1)
     return found.to(torch.int32)
 
 

@@ -130,6 +130,9 @@ class ForwardRunner:
                 self._programs[batch.shape] = self._compile_forward(batch, self._layers)
             else:
                 self._layer_runs[batch.shape] = self._compile_layers(batch, self._layers)
+        # What a lazy device collected before, such as the zeros of a new cache, would become part
+        # of this shape's recipe, and the shape alone would be compiled in live traffic.
+        self._device.mark_step()
         self._run(batch)
         self._warmed_up.add(batch.shape)
 

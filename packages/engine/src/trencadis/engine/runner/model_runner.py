@@ -12,7 +12,7 @@ import torch
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.devices import Device, PendingCopy
-from trencadis.engine.errors import BucketMiss
+from trencadis.engine.errors import BucketMiss, ModelError
 from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
@@ -59,6 +59,11 @@ Scheduled = Sequence[ScheduledSequence]
 
 _NOTHING = RowRequest()
 
+_NO_LOGITS = (
+    "the model computed NaN, or every token is forbidden: check the checkpoint and its dtype, or "
+    "the request's stop_token_ids with min_tokens"
+)
+
 
 @attrs.frozen(eq=False)
 class _SampledBatch:
@@ -98,19 +103,29 @@ class PendingStep:
     """
 
     swap_s: Mapping[Direction, float]
-    failed: Mapping[int, Exception]
+    failed: dict[int, Exception]
     is_timed: bool
     _sampled: Sequence[_SampledBatch]
     _copy: PendingCopy
 
     def wait(self) -> dict[int, RowResult]:
-        """The results by the sequence ids of the sampled rows. Blocks until they have arrived."""
+        """The results by the sequence ids of the sampled rows. Blocks until they have arrived.
+
+        A sequence whose logits are no numbers is added to ``failed`` and has no result.
+        """
         copies = iter(self._copy.wait())
         results: dict[int, RowResult] = {}
         for batch in self._sampled:
             rows = batch.rows.read([next(copies) for _ in batch.rows.outputs])
             sampled = zip(batch.seq_ids, batch.requests, rows, strict=True)
-            results |= {seq_id: result for seq_id, asked, result in sampled if not asked.is_empty}
+            for seq_id, asked, result in sampled:
+                if asked.is_empty:
+                    continue
+                if result.is_valid:
+                    results[seq_id] = result
+                else:
+                    logger.error("Sequence %d: %s", seq_id, _NO_LOGITS)
+                    self.failed[seq_id] = ModelError(_NO_LOGITS)
         return results
 
 

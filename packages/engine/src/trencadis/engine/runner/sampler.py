@@ -30,6 +30,7 @@ from trencadis.engine.runner.draw import (
 from trencadis.engine.runner.gumbel import log_times
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
 from trencadis.engine.runner.sampling_rows import (
+    NO_TOKEN,
     IntArray,
     PendingRows,
     RowRequest,
@@ -82,7 +83,8 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
         sampled[random] = _draw(_select(logits, random), [rows[i] for i in random])
-    tokens = sampled.tolist()
+    chosen = logits.gather(1, sampled.clamp_max(logits.shape[-1] - 1).unsqueeze(1)).squeeze(1)
+    tokens = sampled.masked_fill(~(chosen > -math.inf), NO_TOKEN).tolist()
     if raw is None:
         return [SampledToken(token) for token in tokens]
     return [
@@ -218,7 +220,7 @@ def _few_rows(logits: torch.Tensor) -> list[slice]:
 
 
 def _report(logprobs: torch.Tensor, token: int, count: int | None) -> PositionLogprobs | None:
-    if count is None:
+    if count is None or token == NO_TOKEN:
         return None
     values, ids = logprobs.topk(count)
     top = zip(ids.tolist(), values.tolist(), strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -14,6 +15,9 @@ from trencadis.engine.outputs import PositionLogprobs
 from trencadis.engine.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
+
+NO_TOKEN = 1 << 24
+"""The id of the token that is drawn where no logit is a number above minus infinity."""
 
 
 @attrs.frozen(eq=False)
@@ -59,6 +63,12 @@ class RowResult:
 
     tokens: Sequence[SampledToken] = ()
     candidates: Sequence[tuple[int, float]] = ()
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the logits were numbers, of which at least one was above minus infinity."""
+        drawn = all(token.token_id != NO_TOKEN for token in self.tokens)
+        return drawn and not any(math.isnan(logprob) for _, logprob in self.candidates)
 
 
 @attrs.frozen(eq=False)

@@ -66,7 +66,9 @@ from trencadis.warmup import (
     WarmupReport,
     capture_order,
     format_bytes,
+    sampler_batch_sizes,
     warm_up,
+    warm_up_sampler,
 )
 
 logger = logging.getLogger("trencadis.engine")
@@ -180,19 +182,26 @@ class Worker:
         return report
 
     def _warm_up_all(self, grids: Grids, stop: Callable[[], bool]) -> WarmupReport:
-        return warm_up(
+        sampler = SamplerWarmup(self._sampler, self.device, self._model)
+        buckets = grids.prompt.buckets, grids.decode.buckets
+        report = warm_up(
             self.runner,
-            grids.prompt.buckets,
-            grids.decode.buckets,
+            *buckets,
             config=self.config.graphs,
             memory=self._memory if self.device.supports_graphs else None,
             replays=self._replays(grids),
-            sampler=SamplerWarmup(self._sampler, self.device, self._model),
+            sampler=sampler,
             defragmenter=functools.partial(
                 warm_up_copies, self.cache, self.device, self.config.defrag
             ),
             stop=stop,
         )
+        left_out = self.config.graphs.enforce_eager and not self.config.graphs.skip
+        if left_out and report.complete and not self.device.dynamic_shapes:
+            # Warm-up leaves the sampler out with enforce_eager, but this device compiles each
+            # operation of a new shape, also without graphs and compiled layers.
+            warm_up_sampler(sampler, sampler_batch_sizes(*buckets))
+        return report
 
     def _set_policy_of_misses(self, forward_runner: ForwardRunner) -> None:
         """What becomes of a batch in a shape that was not warmed up."""

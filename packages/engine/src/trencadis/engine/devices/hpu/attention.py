@@ -30,6 +30,9 @@ from trencadis.engine.models.paged_context import (
     PromptContext,
 )
 
+_BOUND = 1e15
+"""Keys, queries and values are far below it, and its square is far below the largest fp32."""
+
 
 @attrs.frozen(eq=False)
 class PromptRows(PagedContext):
@@ -99,8 +102,9 @@ class RowAttention:
         scale: float,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
-        keys = paged.cache.key(layer).index_copy_(0, paged.slots, key[0].transpose(0, 1))
-        values = paged.cache.value(layer).index_copy_(0, paged.slots, value[0].transpose(0, 1))
+        written = _bounded(key[0].transpose(0, 1)), _bounded(value[0].transpose(0, 1))
+        keys = paged.cache.key(layer).index_copy_(0, paged.slots, written[0])
+        values = paged.cache.value(layer).index_copy_(0, paged.slots, written[1])
         if isinstance(paged, PromptRows):
             return self._attend_prompt(query, key, value, keys, values, paged, scale)
         return self._attend_decode(query, keys, values, paged, scale)
@@ -173,7 +177,7 @@ class RowAttention:
         """
         _, heads, batch, size = query.shape
         kv_heads, block_size, n = keys.shape[1], paged.cache.block_size, paged.prefix_blocks
-        rows = (query[0].transpose(0, 1) * scale).reshape(batch, heads * size)
+        rows = (_bounded(query[0].transpose(0, 1)) * scale).reshape(batch, heads * size)
         # Each block gets the query of its owner; a block without an owner gets zeros.
         rows = torch.matmul(paged.mapping, rows).view(-1, kv_heads, heads // kv_heads, size)
         scored = []
@@ -195,6 +199,16 @@ class RowAttention:
         scaled = (weighted * factor).reshape(-1, heads * size).to(paged.mapping.dtype)
         out = torch.matmul(paged.mapping.t(), scaled)
         return out.to(query.dtype).view(1, batch, heads, size)
+
+
+def _bounded(rows: torch.Tensor) -> torch.Tensor:
+    """``rows`` with 0 for NaN, infinities and numbers from which a score could become infinite.
+
+    A product with a matrix of zeros and ones reads every row, and 0 times NaN is NaN: what one
+    sequence's NaN leaves in query or cache would reach all others. Its own hidden state stays NaN,
+    so that it alone fails when it is sampled.
+    """
+    return torch.where(rows.abs() < _BOUND, rows, 0.0)
 
 
 def _score_blocks(

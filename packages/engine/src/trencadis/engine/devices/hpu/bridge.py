@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import logging
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +76,7 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
             "device hpu needs habana_frameworks, which is not installed: install Intel Gaudi's "
             f"PyTorch packages (habana-torch-plugin, see {_INSTALL}), or choose another device"
         )
-    os.environ.setdefault(LAZY_MODE, "0")
+    _choose_mode()
     os.environ.setdefault(WEIGHT_SHARING, "0")
     if RECIPE_CACHE not in os.environ:
         _keep_recipes(recipe_cache)
@@ -95,14 +97,29 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
     return bridge
 
 
+def _choose_mode() -> None:
+    """Set the mode where it is not set. The bridge takes every text but 0 for lazy mode."""
+    mode = os.environ.get(LAZY_MODE, "").strip() or "0"
+    if mode not in ("0", "1"):
+        raise DeviceError(
+            f"{LAZY_MODE}={mode!r} names no mode: set 0 for eager mode with torch.compile, or 1 "
+            "for lazy mode"
+        )
+    os.environ[LAZY_MODE] = mode
+
+
 def _keep_recipes(directory: Path | None) -> None:
     """Let the bridge cache recipes in ``directory``, or in the user's cache directory if it can."""
     place = directory or Path(platformdirs.user_cache_dir("trencadis")) / "recipes"
     try:
+        if "," in str(place):
+            raise OSError(errno.EINVAL, f"{RECIPE_CACHE} allows no comma in a path")
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=place):
+            pass  # a directory that is there may still be read-only
     except OSError as error:
         if directory is None:
-            logger.warning("Recipes are not cached: %s cannot be made (%s)", place, error.strerror)
+            logger.warning("Recipes are not cached: %s cannot be used (%s)", place, error.strerror)
             return
         raise DeviceError(
             f"compile_cache {directory} cannot be used ({error.strerror}): name a directory that "

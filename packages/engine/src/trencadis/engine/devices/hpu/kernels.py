@@ -316,10 +316,13 @@ def _use_norms(model: nn.Module) -> None:
 
 
 def _norms(model: nn.Module) -> Iterator[tuple[nn.Module, str, Any, float]]:
+    """Parent, name, module and epsilon of each norm with a weight: some have none (nanochat)."""
     for parent in model.modules():
         for name, child in parent.named_children():
             eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
-            if type(child).__name__.endswith("RMSNorm") and eps is not None:
+            weight = getattr(child, "weight", None)
+            has_weight = isinstance(weight, torch.Tensor) and weight.dim() == 1
+            if type(child).__name__.endswith("RMSNorm") and eps is not None and has_weight:
                 yield parent, name, child, eps
 
 
@@ -340,8 +343,9 @@ def _norm_trial(norm: nn.Module, fused: FusedNorm) -> tuple[torch.Tensor, torch.
 class FusedRotary:
     """Intel's rotary embedding, called like transformers' ``apply_rotary_pos_emb``.
 
-    The function is shared by all models of an architecture, so tensors of other devices, and other
-    shapes than ``[1, heads, tokens, D]``, go to ``replaced``. Layout of the kernel's arguments:
+    The function is shared by all models of an architecture, so tensors of other devices, other
+    shapes than ``[1, heads, tokens, D]``, and heads that are rotated in part (Phi-4-mini), go to
+    ``replaced``. Layout of the kernel's arguments:
     ``vllm_gaudi/ops/hpu_rotary_embedding.py:60-76``.
     """
 
@@ -357,8 +361,11 @@ class FusedRotary:
         sin: torch.Tensor,
         unsqueeze_dim: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if q.device.type != "hpu" or q.shape[0] != 1 or unsqueeze_dim != 1:
-            rotated: tuple[torch.Tensor, torch.Tensor] = self.replaced(q, k, cos, sin)
+        whole = q.shape[0] == 1 and q.shape[-1] == k.shape[-1] == cos.shape[-1]
+        if q.device.type != "hpu" or not whole or unsqueeze_dim != 1:
+            rotated: tuple[torch.Tensor, torch.Tensor] = self.replaced(
+                q, k, cos, sin, unsqueeze_dim=unsqueeze_dim
+            )
             return rotated
         angles = cos[0].unsqueeze(1), sin[0].unsqueeze(1)
         q, k = (self._kernel(x.transpose(1, 2)[0], *angles).to(x.dtype) for x in (q, k))
@@ -412,9 +419,12 @@ def _agrees(
     """Whether the results of a trial, found and expected, agree; a warning says why not."""
     try:
         found, expected = trial()
-    except Exception as error:
-        text = str(error).strip() or type(error).__name__
-        logger.warning("%s is not used: a trial raised %s", what, text.splitlines()[0])
+    except Exception as error:  # the bridge raises errors of any type
+        logger.warning("%s is not used: a trial raised %s", what, _first_line(error))
+        return False
+    if found.shape != expected.shape:
+        shapes = list(found.shape), list(expected.shape)
+        logger.warning("%s is not used: a trial gave the shape %s in place of %s", what, *shapes)
         return False
     difference = (found.float() - expected.float()).abs() / expected.float().abs().clamp_min(1.0)
     largest = float(difference.nan_to_num(torch.inf).max())
@@ -431,4 +441,10 @@ def _kernel(package: str, name: str) -> Any:
         return getattr(module, name)
     except (ImportError, AttributeError):
         logger.info("%s is not available: PyTorch's implementation is used", name)
-        return None
+    except Exception as error:  # its libraries raise errors of any type
+        logger.warning("%s is not used: it does not load (%s)", name, _first_line(error))
+    return None
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
