@@ -27,6 +27,7 @@ from trencadis.engine.outputs import (
     TokenLogprob,
 )
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from trencadis.engine.core.core_process import LogSettings
@@ -83,6 +84,7 @@ __all__ = [
     "PositionLogprobs",
     "RequestFailed",
     "SamplingParams",
+    "StructuredOutput",
     "ThermalStats",
     "TokenLogprob",
     "Tokenizer",

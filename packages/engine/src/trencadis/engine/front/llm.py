@@ -20,6 +20,7 @@ from trencadis.engine.errors import InvalidRequest, RequestFailed
 from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
+from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.engine.validators import items_of, shown
@@ -69,6 +70,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self.core = EngineCore(EngineConfig(model=model, **settings))
         self.tokenizer = Tokenizer.load(self.core.spec.source)
+        self._grammars = GrammarChecker(self.tokenizer.to_json)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self.core.warm_up()
@@ -126,6 +128,8 @@ class LLM:
         try:
             token_ids = check_arguments("", prompt, params, priority=0)
             check_request(token_ids, params, self.core.spec.vocab_size, self.core.max_model_len)
+            if params.structured_output is not None:
+                self._grammars.check(params.structured_output)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {number}: {error}", error.field) from error
         return _Job(number, token_ids, params, tuple(Completion() for _ in range(params.n)))
