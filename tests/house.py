@@ -202,7 +202,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "server.api": [
-        {"attrs_fields", "chat_messages", "logprobs", "unsupported_fields", "usage"},
+        {
+            "attrs_fields",
+            "chat_messages",
+            "logprobs",
+            "structured_output",
+            "unsupported_fields",
+            "usage",
+        },
         {"protocol"},
     ],
     "server.generation": [
