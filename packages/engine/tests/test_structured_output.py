@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import jsonschema
 import msgspec
 import numpy as np
 import psutil
@@ -585,6 +586,55 @@ def test_on_a_gaudi_nothing_is_compiled_after_warm_up(stand_in, mode, tiny_model
         assert gaudi.texts() == plain.texts()
         assert core.stats.num_compilations == 0
         core.close()
+
+
+# Schemas.
+
+SCHEMAS = json.loads((Path(__file__).parent / "data" / "schemas.json").read_text("utf-8"))
+"""Fifty schemas of what APIs ask for: objects, unions, references, formats, ranges, tool calls."""
+
+
+def valid_answers(core: EngineCore, tokenizer: Tokenizer, names: Sequence[str], seed: int) -> int:
+    served = Served(core, tokenizer)
+    for name in names:
+        params = SamplingParams(
+            seed=seed,
+            max_tokens=900,
+            structured_output=StructuredOutput(json_schema=SCHEMAS[name]),
+            logit_bias={198: -100.0, 220: -100.0},  # newline and space, which take most steps
+        )
+        served.add(name, params)
+    served.run()
+    for (name, _), answer in served.answers.items():
+        assert answer.finish_reason == "stop", (name, answer.text)
+        check_schema(json.loads(answer.text), SCHEMAS[name])
+    assert not served.failures
+    return len(served.answers)
+
+
+def check_schema(value: Any, schema: Any) -> None:
+    checker = jsonschema.Draft202012Validator
+    checker(schema, format_checker=checker.FORMAT_CHECKER).validate(value)
+
+
+@pytest.fixture(scope="module")
+def long_core(make_tiny_model, tmp_path_factory) -> Iterator[EngineCore]:
+    model = make_tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+    core = make_core(model, use_buckets=False, max_model_len=1024, max_num_seqs=64, num_blocks=3000)
+    yield core
+    core.close()
+
+
+@needs_llguidance
+def test_twenty_schemas(long_core: EngineCore, tokenizer: Tokenizer) -> None:
+    assert valid_answers(long_core, tokenizer, list(SCHEMAS)[:20], seed=1) == 20
+
+
+@needs_llguidance
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(4))
+def test_fifty_schemas(long_core: EngineCore, tokenizer: Tokenizer, seed: int) -> None:
+    assert valid_answers(long_core, tokenizer, list(SCHEMAS), seed) == 50
 
 
 # In the front.
