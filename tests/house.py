@@ -127,8 +127,9 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine": [
         {"errors", "outputs"},
         {"models", "validators"},
+        {"structured_output"},
         {"devices", "sampling_params", "settings"},
-        {"config", "ipc"},
+        {"config", "grammars", "ipc"},
         {"runner"},
         {"core", "simulated"},
         {"front"},
@@ -148,6 +149,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"bridge", "kernels"},
         {"attention"},
         {"device"},
+    ],
+    "engine.grammars": [
+        {"grammar"},
+        {"check_process", "checker", "matcher"},
+        {"compiler"},
     ],
     "engine.front": [
         {"core_client", "interrupts", "tokenizer"},
@@ -204,7 +210,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "server.api": [
-        {"attrs_fields", "chat_messages", "logprobs", "unsupported_fields", "usage"},
+        {
+            "attrs_fields",
+            "chat_messages",
+            "logprobs",
+            "structured_output",
+            "unsupported_fields",
+            "usage",
+        },
         {"protocol"},
     ],
     "server.generation": [

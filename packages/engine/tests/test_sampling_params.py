@@ -42,6 +42,10 @@ CASES = [
     ("logit_bias", dict.fromkeys(range(4097), 1.0)),
     *(("logit_bias", value) for value in ({1.5: 2}, {"7": 1}, {True: 1}, {-1: 1}, {HUGE: 1})),
     *(("logit_bias", value) for value in ([(7, 1)], 7, "7", {7: "1"}, {7: None}, {7: True})),
+    *(
+        ("structured_output", value)
+        for value in ("json", {"json_object": True}, True, [], object())
+    ),
     *(("logit_bias", value) for value in ({7: math.nan}, {7: math.inf}, {7: 101}, {7: HUGE})),
 ]
 

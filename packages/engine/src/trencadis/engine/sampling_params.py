@@ -14,6 +14,7 @@ from typing import Any, Literal
 import attrs
 
 from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.structured_output import StructuredOutput
 from trencadis.engine.validators import (
     boolean,
     integer,
@@ -185,7 +186,8 @@ class SamplingParams:
         default=0,
         validator=_integer(0, _INT32_MAX),
         metadata=_help(
-            "Number of output tokens before an end-of-sequence or stop token may end an answer."
+            "Number of output tokens before an end-of-sequence or stop token may end an answer. "
+            "A structured output that is complete ends it earlier."
         ),
     )
     stop: tuple[str, ...] = attrs.field(
@@ -226,6 +228,10 @@ class SamplingParams:
         converter=_biases,
         metadata=_help("Added to the logits: a number from -100 to 100 for each token id."),
     )
+    structured_output: StructuredOutput | None = attrs.field(
+        default=None,
+        metadata=_help("The form that each answer has: JSON, a schema, a regex, a grammar."),
+    )
 
     @stop.validator
     def _check_stop(self, _: object, value: tuple[str, ...]) -> None:
@@ -254,6 +260,20 @@ class SamplingParams:
                     f"got {shown(bias)}",
                     "logit_bias",
                 )
+
+    @structured_output.validator
+    def _check_structured_output(self, _: object, value: StructuredOutput | None) -> None:
+        if value is None:
+            return
+        if not isinstance(value, StructuredOutput):
+            raise InvalidRequest(
+                "structured_output must be a StructuredOutput, as in "
+                f"StructuredOutput(json_object=True), got {shown(value)}",
+                "structured_output",
+            )
+        for name in ("use_beam_search", "ignore_eos"):
+            if getattr(self, name):
+                raise InvalidRequest(f"{name} and structured_output exclude each other", name)
 
     def __attrs_post_init__(self) -> None:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:

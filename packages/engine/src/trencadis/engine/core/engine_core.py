@@ -6,6 +6,7 @@ for servers; `LLM` runs it in the caller's process for offline batches.
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import time
@@ -23,7 +24,9 @@ from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import BucketMiss, InvalidRequest
-from trencadis.engine.ipc.messages import NewToken, RequestError
+from trencadis.engine.grammars.compiler import GrammarCompiler
+from trencadis.engine.grammars.grammar import saved_tokenizer_json
+from trencadis.engine.ipc.messages import NewToken, Rejected, RequestError
 from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
@@ -108,7 +111,10 @@ class EngineCore:
             else None,
         )
         rng = random.Random(config.seed)
-        self.requests = RequestTable(self.scheduler, self.spec.eos_token_ids, rng)
+        eos_token_ids = self.spec.eos_token_ids
+        tokenizer = functools.partial(saved_tokenizer_json, self.spec.source)
+        self._grammars = GrammarCompiler(tokenizer, self.spec.vocab_size, eos_token_ids)
+        self.requests = RequestTable(self.scheduler, eos_token_ids, rng, self._grammars)
         self._thermal.start()
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
@@ -132,7 +138,7 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self.requests.is_compiling
 
     @property
     def stats(self) -> EngineStats:
@@ -177,7 +183,8 @@ class EngineCore:
     ) -> None:
         """Add a request under ``key`` to the waiting queue.
 
-        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
+        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
+        compiled beside the steps; if that fails, `take_failures` has the refusal.
         """
         prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority)
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
@@ -239,12 +246,19 @@ class EngineCore:
         self._num_failed_steps = 0
         return tokens
 
-    def take_failures(self) -> list[RequestError]:
-        """The requests that errors have ended since the last call."""
+    def take_failures(self) -> list[RequestError | Rejected]:
+        """The requests that errors have ended since the last call, or that were refused late."""
         return self.requests.take_failures()
 
     def _run_step(self) -> list[NewToken]:
         self.worker.runner.capture_used_buckets()
+        if self.requests.is_compiling:
+            if not self.scheduler.has_work:
+                self.requests.await_compiled(STALLED_SECONDS)
+            self.requests.add_compiled()
+        if not self.scheduler.has_work:
+            self.pause_s = 0.0  # it has waited for a grammar
+            return []
         output = self.scheduler.schedule()
         for failed in output.failed:
             self.requests.fail(failed.request_id, failed.error)
@@ -322,6 +336,7 @@ class EngineCore:
         self.worker.runner.probe()
 
     def close(self) -> None:
-        """Stop reading temperatures, and write what was recorded of the traffic."""
+        """Stop the threads of temperatures and grammars, and write what was recorded."""
+        self._grammars.close()
         self._thermal.stop()
         self.worker.close()

@@ -11,12 +11,15 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
 
 import attrs
 
 from trencadis.engine.core.request_conversion import as_request, split_samples
 from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
-from trencadis.engine.ipc.messages import NewToken, RequestError
+from trencadis.engine.grammars.compiler import GrammarCompiler
+from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher, StepMasks
+from trencadis.engine.ipc.messages import NewToken, Rejected, RequestError
 from trencadis.engine.outputs import FinishReason, RequestStatus
 from trencadis.engine.runner.sampling_rows import (
     RowRequest,
@@ -75,6 +78,22 @@ class _Sample:
     index: int
     seed: int
     sequence: ScheduledTokens
+    matcher: GrammarMatcher | None = None
+
+    @property
+    def is_unfinished(self) -> bool:
+        return self.index in self.entry.unfinished
+
+
+@attrs.frozen(eq=False)
+class _Compiling:
+    """A request whose grammar is being compiled, with the arguments of `RequestTable.add`."""
+
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    running_limit: int
+    grammar: futures.Future[CompiledGrammar]
 
 
 @attrs.frozen
@@ -100,7 +119,11 @@ class RequestTable:
     """
 
     def __init__(
-        self, scheduler: Scheduler, eos_token_ids: frozenset[int], rng: random.Random
+        self,
+        scheduler: Scheduler,
+        eos_token_ids: frozenset[int],
+        rng: random.Random,
+        grammars: GrammarCompiler,
     ) -> None:
         self.num_prompt_tokens = 0
         self.num_generation_tokens = 0
@@ -110,11 +133,13 @@ class RequestTable:
         self._has_priorities = scheduler.scheduler_config.policy == "priority"
         self._eos_token_ids = eos_token_ids
         self._rng = rng
+        self._grammars = grammars
+        self._compiling: dict[str, _Compiling] = {}
         self._entries: dict[str, _Entry] = {}
         self._samples: dict[int, _Sample] = {}
         self._beam_searches: dict[str, _Entry] = {}
         self._last_params = SamplingParams()
-        self._failures: list[RequestError] = []
+        self._failures: list[RequestError | Rejected] = []
 
     def count_by_state(self) -> Counter[SequenceStatus]:
         """The number of requests in each state.
@@ -122,7 +147,7 @@ class RequestTable:
         A request of several groups is in the state of the group that has got furthest, and runs
         if one of them has finished.
         """
-        counts: Counter[SequenceStatus] = Counter()
+        counts = Counter({SequenceStatus.WAITING: len(self._compiling)})
         for entry in self._entries.values():
             if len(entry.groups) == 1:  # most requests, and a full queue has thousands
                 counts[entry.groups[0].status] += 1
@@ -144,9 +169,70 @@ class RequestTable:
         """Add a request to the waiting queue.
 
         Samples are split into groups of at most ``running_limit`` sequences, the number that may
-        run now. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`.
+        run now. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
+        structured output waits until its grammar is compiled; `add_compiled` adds it, or refuses it
+        with a failure.
         """
         self._check(key, params, priority)
+        if params.structured_output is None:
+            self._add(key, prompt_token_ids, params, priority, running_limit, None)
+            return
+        scheduler = self._scheduler
+        num_waiting = len(self._compiling) + scheduler.num_waiting
+        if num_waiting >= scheduler.scheduler_config.max_waiting:
+            raise EngineOverloaded(
+                f"{num_waiting} requests are waiting: try again later, or raise max_waiting"
+            )
+        grammar = self._grammars.compile(params.structured_output)
+        # Matchers are made from the compiled grammar: its text, of up to 64 KiB, is not needed.
+        params = attrs.evolve(params, structured_output=None)
+        self._compiling[key] = _Compiling(
+            prompt_token_ids, params, priority, running_limit, grammar
+        )
+        self.add_compiled()
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a request waits for its grammar."""
+        return bool(self._compiling)
+
+    def await_compiled(self, timeout_s: float) -> None:
+        """Wait until a grammar is compiled, for at most ``timeout_s`` seconds."""
+        grammars = [request.grammar for request in self._compiling.values()]
+        futures.wait(grammars, timeout_s, futures.FIRST_COMPLETED)
+
+    def add_compiled(self) -> None:
+        """Add the requests whose grammars are compiled to the waiting queue."""
+        for key, request in tuple(self._compiling.items()):
+            if not request.grammar.done():
+                continue
+            del self._compiling[key]
+            try:
+                self._add(
+                    key,
+                    request.prompt_token_ids,
+                    request.params,
+                    request.priority,
+                    request.running_limit,
+                    request.grammar.result(),
+                )
+            except EngineOverloaded as error:
+                self._failures.append(Rejected(key, str(error), overloaded=True))
+            except InvalidRequest as error:
+                self._failures.append(Rejected(key, str(error), error.field))
+            except ValueError as error:
+                message = f"structured_output cannot be served: {error}"
+                self._failures.append(Rejected(key, message, "structured_output"))
+
+    def _add(
+        self,
+        key: str,
+        prompt_token_ids: tuple[int, ...],
+        params: SamplingParams,
+        priority: int,
+        running_limit: int,
+        grammar: CompiledGrammar | None,
+    ) -> None:
         if params.needs_ranking and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # best_of ranks samples by logprobs
         # The prompts of one API request arrive one after another, each with its own copy.
@@ -175,11 +261,13 @@ class RequestTable:
         sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
         for index, sequence in enumerate(sequences):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
-            self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence)
+            matcher = None if grammar is None else GrammarMatcher(grammar)
+            self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence, matcher)
             entry.sample_ids.append(sequence.seq_id)
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""
+        self._compiling.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -230,8 +318,8 @@ class RequestTable:
             elif entry.status == "normal":
                 entry.status = "preempted"
 
-    def take_failures(self) -> list[RequestError]:
-        """The requests that errors have ended since the last call."""
+    def take_failures(self) -> list[RequestError | Rejected]:
+        """The requests that errors have ended since the last call, or that were refused late."""
         failures, self._failures = self._failures, []
         return failures
 
@@ -245,19 +333,29 @@ class RequestTable:
     def sampling_requests(self, output: SchedulerOutput) -> dict[int, RowRequest]:
         """What is sampled from each row of logits of a step, by the row's sequence id."""
         live = self._live_beams() if self._beam_searches else {}
+        masks: StepMasks | None = None
         requests: dict[int, RowRequest] = {}
         for item in (*output.decodes, *output.prompts):
             if item.num_candidates:
                 requests[item.seq_id] = self._beam_request(item, *live[item.seq_id])
             elif item.samples:
-                samples = (self._samples[seq_id] for seq_id in item.sample_ids)
-                requests[item.seq_id] = RowRequest(tuple(self._sampling_row(s) for s in samples))
+                samples = [self._samples[seq_id] for seq_id in item.sample_ids]
+                rows = [self._sampling_row(sample) for sample in samples]
+                # The samples of a row have the same tokens, and so the same mask.
+                matcher = next((s.matcher for s in samples if s.is_unfinished), None)
+                if matcher is not None:
+                    masks = masks or self._grammars.masks()
+                    mask = masks.add(matcher, rows[0].forbidden_token_ids)
+                    rows = [attrs.evolve(row, mask=mask) for row in rows]
+                requests[item.seq_id] = RowRequest(tuple(rows))
+        if masks is not None:
+            masks.start()
         return requests
 
     def sampled(self, output: SchedulerOutput, results: Mapping[int, RowResult]) -> SampledStep:
         """The results of a step by the sequences that they belong to.
 
-        A sequence that failed has no result.
+        A sequence that failed has no result. Ends requests whose grammars fail on them.
         """
         tokens: dict[int, SampledToken] = {}
         token_ids: dict[int, int] = {}
@@ -279,6 +377,7 @@ class RequestTable:
                     token_ids[seq_id] = token.token_id
                     if token.logprobs is not None:
                         logprobs[seq_id] = token.logprobs.chosen.logprob
+                    self._follow(seq_id, token.token_id)
         return SampledStep(tokens, token_ids, logprobs, candidates)
 
     def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
@@ -292,29 +391,36 @@ class RequestTable:
                     tokens.extend(self._hypothesis(search, update.seq_id))
                 continue
             entry = sample.entry
-            if sample.index not in entry.unfinished:
+            if not sample.is_unfinished:
                 continue
             if not entry.prompt_counted:
                 self._count_prompt(entry)
             ended = update.finish_reason
+            reason: FinishReason | None = None if ended is None else ended.value
+            is_complete = sample.matcher is not None and sample.matcher.is_complete
+            if is_complete and reason != "stop":
+                reason = "stop"
+                if ended is None:
+                    self._scheduler.finish(update.seq_id)
             tokens.append(
                 NewToken(
                     entry.key,
                     sample.index,
                     update.token_id,
-                    None if ended is None else ended.value,
+                    reason,
                     sample.sequence.num_cached_tokens,
                     step.tokens[update.seq_id].logprobs,
                     entry.status,
+                    is_complete and update.token_id not in self._eos_token_ids,
                 )
             )
-            if ended is not None:
+            if reason is not None:
                 self._end_sample(entry, sample.index)
         self.num_generation_tokens += len(tokens)
         return tokens
 
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
-        if key in self._entries:
+        if key in self._entries or key in self._compiling:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
         if params.needs_ranking and params.num_seqs > self._max_num_seqs:
             raise InvalidRequest(
@@ -366,6 +472,20 @@ class RequestTable:
             sequence.output_token_ids,
             self._eos_token_ids,
         )
+
+    def _follow(self, seq_id: int, token_id: int) -> None:
+        """Let the grammar of a sample follow its new token. An error ends its request alone."""
+        sample = self._samples.get(seq_id)  # None after the failure of another sample
+        if sample is None or sample.matcher is None or not sample.is_unfinished:
+            return
+        matcher = sample.matcher
+        matcher.consume(token_id)
+        if matcher.error:
+            key = sample.entry.key
+            self.abort(key)
+            message = f"the grammar of structured_output cannot go on: {matcher.error}"
+            logger.warning("Request %s ends: %s", key, message)
+            self._failures.append(RequestError(key, message))
 
     def _hypothesis(self, entry: _Entry, seq_id: int) -> Iterator[NewToken]:
         """All tokens of one result of a beam search that has just ended."""

@@ -8,6 +8,7 @@ import itertools
 import logging
 import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -33,6 +34,7 @@ from trencadis.engine.errors import (
 )
 from trencadis.engine.front.core_client import CoreClient
 from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import (
     Abort,
     Add,
@@ -52,6 +54,7 @@ from trencadis.engine.ipc.messages import (
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.structured_output import StructuredOutput
 from trencadis.engine.validators import items_of, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
@@ -62,6 +65,9 @@ logger = logging.getLogger("trencadis.engine")
 
 _STOP_SECONDS = 10.0
 """Time for the core to end by itself before its process is killed."""
+
+_MAX_GRAMMAR_CHECKS = 64
+"""Requests that may wait until their grammar is checked. A check takes up to seconds."""
 
 _ORDER_SECONDS = 60.0
 """Longest wait for an order. A step takes seconds only where it compiles."""
@@ -109,6 +115,9 @@ class AsyncEngine:
         self._requests: dict[str, _Request] = {}
         self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
         self._preemptions: dict[int, asyncio.Future[tuple[str, ...]]] = {}
+        self._grammars = GrammarChecker(tokenizer.to_json)
+        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
+        self._num_grammar_checks = 0
         self._numbers = itertools.count()
         self._failure: str | None = None
         self._loop = asyncio.get_running_loop()
@@ -143,6 +152,8 @@ class AsyncEngine:
             await self._core.end()  # the channel belongs to the other loop, which may be closed
             return
         self._fail("the engine was stopped")
+        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
+        self._grammars.close()
         self._reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader
@@ -234,6 +245,8 @@ class AsyncEngine:
         number = next(self._numbers)
         name = request_id if request_id is not None else f"request-{number}"
         prompt = check_arguments(name, prompt_token_ids, params, priority)
+        if params.structured_output is not None:
+            await self._check_grammar(params.structured_output)
         # Keys are never reused, so a late token of an ended request cannot reach another one.
         key = f"{name}/{number}"
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
@@ -308,6 +321,22 @@ class AsyncEngine:
             ) from None
         finally:
             del self._orders[number]
+
+    async def _check_grammar(self, structured_output: StructuredOutput) -> None:
+        if self._grammars.recall(structured_output):
+            return
+        if self._num_grammar_checks >= _MAX_GRAMMAR_CHECKS:
+            raise EngineOverloaded(
+                f"{self._num_grammar_checks} requests wait until their grammars are checked: "
+                "try again later"
+            )
+        self._num_grammar_checks += 1
+        try:
+            loop = asyncio.get_running_loop()
+            check = self._grammars.check
+            await loop.run_in_executor(self._grammar_thread, check, structured_output)
+        finally:
+            self._num_grammar_checks -= 1
 
     async def _abort(self, key: str) -> None:
         """Abort a request in the core, unless it has ended there."""

@@ -16,10 +16,18 @@ import attrs
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.core.request_conversion import check_arguments, check_request
-from trencadis.engine.errors import BucketMiss, InvalidRequest, RequestFailed
+from trencadis.engine.errors import (
+    BucketMiss,
+    EngineError,
+    EngineOverloaded,
+    InvalidRequest,
+    RequestFailed,
+)
 from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
+from trencadis.engine.grammars.checker import GrammarChecker
+from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.engine.validators import items_of, shown
@@ -69,6 +77,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self.core = EngineCore(EngineConfig(model=model, **settings))
         self.tokenizer = Tokenizer.load(self.core.spec.source)
+        self._grammars = GrammarChecker(self.tokenizer.to_json)
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._keys: dict[int, str] = {}
@@ -139,6 +148,8 @@ class LLM:
         try:
             token_ids = check_arguments("", prompt, params, priority=0)
             check_request(token_ids, params, self.core.spec.vocab_size, self.core.max_model_len)
+            if params.structured_output is not None:
+                self._grammars.check(params.structured_output)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {number}: {error}", error.field) from error
         return _Job(number, token_ids, params, tuple(Completion() for _ in range(params.n)))
@@ -174,8 +185,7 @@ class LLM:
         # Other keys belong to requests that the program has added to the core itself.
         for failure in self.core.take_failures():
             if failure.key in running:
-                kind = BucketMiss if failure.bucket_miss else RequestFailed
-                raise kind(f"{running[failure.key].request_id}: {failure.message}")
+                raise _error_of(failure, running[failure.key].request_id)
         for token in tokens:
             stream = running.get(token.key)
             if stream is None:
@@ -192,6 +202,15 @@ def _listed(values: Iterable[ItemT], name: str) -> list[ItemT]:
     if items is None:
         raise InvalidRequest(f"{name} must be a list, got {shown(values)}", name)
     return list(items)
+
+
+def _error_of(failure: RequestError | Rejected, name: str) -> EngineError:
+    message = f"{name}: {failure.message}"
+    if isinstance(failure, RequestError):
+        return BucketMiss(message) if failure.bucket_miss else RequestFailed(message)
+    return (
+        EngineOverloaded(message) if failure.overloaded else InvalidRequest(message, failure.field)
+    )
 
 
 def _messages(messages: Any) -> list[Mapping[str, Any]]:

@@ -132,14 +132,15 @@ class SampleStream:
         """Add a token; returns the delta. A stop string may end the sample."""
         reason, matched = token.finish_reason, None
         text = ""
-        if reason != "stop" or self._params.include_stop_str_in_output:
+        is_stop_token = reason == "stop" and not token.completes_grammar
+        if not is_stop_token or self._params.include_stop_str_in_output:
             text, matched = self._text.push(token.token_id)
         if matched is not None:
             return self._delta(text, token, "stop", matched)
         if reason is not None:
             text += self._text.finish()
-        stop_reason = token.token_id if token.token_id in self._params.stop_token_ids else None
-        return self._delta(text, token, reason, stop_reason if reason == "stop" else None)
+        is_listed = is_stop_token and token.token_id in self._params.stop_token_ids
+        return self._delta(text, token, reason, token.token_id if is_listed else None)
 
     def abort(self) -> CompletionDelta:
         """End the sample with the text it has so far."""

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.validators import is_text, shown
 
 _TEMPLATE_ERRORS = (
@@ -59,6 +60,10 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added tokens included."""
         return len(self._tokenizer)
+
+    def to_json(self) -> str:
+        """The text of ``tokenizer.json``, without padding and truncation."""
+        return tokenizer_json(self._tokenizer)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. Raises `InvalidRequest` for what UTF-8 cannot encode."""

@@ -102,7 +102,9 @@ class RequestError(msgspec.Struct, frozen=True, tag=True):
 class NewToken(msgspec.Struct, frozen=True, array_like=True):
     """One new token of sample ``index`` of a request. The last token has a finish reason.
 
-    For beam search, ``index`` is the rank of the result, and all tokens come when the search ends.
+    ``completes_grammar``: it is the last one because a structured output is complete with it. It
+    belongs to the text, other than a stop token. For beam search, ``index`` is the rank of the
+    result, and all tokens come when the search ends.
     """
 
     key: str
@@ -112,6 +114,7 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int
     logprobs: PositionLogprobs | None = None
     request_status: RequestStatus = "normal"
+    completes_grammar: bool = False
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):

@@ -2,15 +2,18 @@
 
 Every program has a static shape, which depends on the padded number of rows and on nothing that a
 request asks for: a draw for each `DrawKind`, a report of log-probabilities, a change of logits in
-chunks of `_EDITS_AT_ONCE`, a ranking for beams. A lazy device gets a step mark after each, so that
-programs that follow each other do not become one recipe for each combination.
+chunks of `_EDITS_AT_ONCE`, the masks of structured outputs, a ranking for beams. A lazy device gets
+a step mark after each, so that programs that follow each other do not become one recipe for each
+combination.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -48,6 +51,7 @@ class DeviceSampler:
         self._compiled = compiled
         self._programs: dict[tuple[str, tuple[torch.Size, ...]], Program] = {}
         self._token_ids = device.upload(torch.arange(vocab_size, dtype=torch.int32)[None])
+        self._bits = device.upload(torch.arange(32, dtype=torch.int32))
 
     def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
         return pack_numbers(_samples(requests, 0), batch)
@@ -60,6 +64,7 @@ class DeviceSampler:
         passes = max((len(request.samples) for request in requests), default=0)
         # The samples of a row share their tokens and parameters, and so the changes of its logits.
         edited = self._edit(logits, _samples(requests, 0)) if passes else logits
+        edited = self._mask(edited, _samples(requests, 0))
         for number in range(passes):
             rows = _samples(requests, number)
             if number:
@@ -85,6 +90,17 @@ class DeviceSampler:
             logits = self._run("edit", apply_edits, logits, edits)
         return logits
 
+    def _mask(self, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> torch.Tensor:
+        masks = [(i, row.mask) for i, row in enumerate(rows) if row and row.mask is not None]
+        if not masks:
+            return logits
+        batch, vocabulary = logits.shape
+        words = np.full((batch, (vocabulary + 31) // 32), -1, np.int32)
+        for i, mask in masks:
+            words[i] = mask.words()
+        uploaded = self._device.upload(torch.from_numpy(words))
+        return self._run("mask", _mask, logits, uploaded, self._bits)
+
     def _run(self, name: str, program: Program, *inputs: torch.Tensor) -> torch.Tensor:
         """The result of ``program``, which ``name`` and the shapes of ``inputs`` determine."""
         if self._compiled:
@@ -105,6 +121,16 @@ def _draw(
     kind: DrawKind, logits: torch.Tensor, words: torch.Tensor, token_ids: torch.Tensor
 ) -> torch.Tensor:
     return draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+
+
+def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Logits ``[rows, vocabulary]``, minus infinity where a bit of ``words`` is not set.
+
+    ``words`` are those of `TokenMask.words`, int32 ``[rows, vocabulary / 32]``; ``bits`` 0 to 31.
+    """
+    allowed = torch.bitwise_right_shift(words.unsqueeze(-1), bits).bitwise_and(1)
+    allowed = allowed.view(len(words), -1)[:, : logits.shape[-1]]
+    return torch.where(allowed == 1, logits, -math.inf)
 
 
 def _log_softmax(logits: torch.Tensor) -> torch.Tensor:

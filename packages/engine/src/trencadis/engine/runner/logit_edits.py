@@ -74,9 +74,7 @@ def apply_edits(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 def _edits_of(row: SamplingRow) -> tuple[IntArray, FloatArray, FloatArray, FloatArray] | None:
     """Token ids, bias, penalty and lowering of one row; None without any."""
     params, output = row.params, row.output_token_ids
-    forbidden: set[int] = set()
-    if len(output) < params.min_tokens:
-        forbidden = {*row.eos_token_ids, *params.stop_token_ids}
+    forbidden = row.forbidden_token_ids if row.mask is None else frozenset[int]()
     repeats = params.repetition_penalty != 1.0
     counts = bool(output) and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0)
     if not (params.logit_bias or forbidden or repeats or counts):

@@ -2,7 +2,8 @@
 
 A draw depends only on the seed, the position and the logits. There is no generator state, so a
 sequence that is preempted, swapped or recomputed gets the same tokens as one that is not. Order of
-the steps, as in vLLM: logit bias, penalties, temperature, min_p, top_k, top_p.
+the steps, as in vLLM: logit bias, penalties, mask of a structured output, temperature, min_p,
+top_k, top_p.
 
 To add a sampling parameter: its range and default in `SamplingParams`; its effect in `logit_edits`
 if it changes single logits, else in `draw`, and here if the short way must know it.
@@ -17,6 +18,7 @@ import attrs
 import numpy as np
 import torch
 
+from trencadis.engine.grammars.matcher import allowed_tokens
 from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.runner.draw import (
     DrawKind,
@@ -78,7 +80,7 @@ def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledTok
         return []
     wanted = [row.params.logprobs for row in rows]
     raw = torch.log_softmax(logits, dim=-1) if any(n is not None for n in wanted) else None
-    logits = _edited(logits, rows)
+    logits = _masked(_edited(logits, rows), rows)
     sampled = logits.argmax(dim=-1)
     random = [i for i, row in enumerate(rows) if not row.params.greedy]
     if random:
@@ -114,6 +116,21 @@ def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     edits = find_edits(rows)
     for words in edits.words(logits.shape[-1], max(1, len(edits))):
         logits = apply_edits(logits, torch.from_numpy(words))
+    return logits
+
+
+def _masked(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+    """Logits with minus infinity for tokens that the mask of a row excludes; a copy if any has."""
+    masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
+    if not masked:
+        return logits
+    words = np.stack([mask.words() for _, mask in masked])
+    allowed = torch.from_numpy(allowed_tokens(words, logits.shape[-1]))
+    if len(masked) == len(rows):
+        return torch.where(allowed, logits, -math.inf)
+    numbers = [i for i, _ in masked]
+    logits = logits.clone()
+    logits[numbers] = torch.where(allowed, logits[numbers], -math.inf)
     return logits
 
 

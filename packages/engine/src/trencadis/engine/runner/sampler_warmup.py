@@ -2,20 +2,38 @@
 
 from __future__ import annotations
 
+import attrs
+import numpy as np
 import torch
 from torch import nn
 
 from trencadis.engine.devices import Device
-from trencadis.engine.runner.sampling_rows import RowRequest, Sampler, SamplingRow
+from trencadis.engine.runner.sampling_rows import IntArray, RowRequest, Sampler, SamplingRow
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.structured_output import StructuredOutput
 from trencadis.warmup import DummyRequest, SamplerConfig
 
 _OTHER_PROGRAMS = (
-    SamplingParams(temperature=0.0, logprobs=0, logit_bias={0: 1.0}),
+    SamplingParams(
+        temperature=0.0,
+        logprobs=0,
+        logit_bias={0: 1.0},
+        structured_output=StructuredOutput(json_object=True),
+    ),
     SamplingParams(use_beam_search=True),
 )
 """What runs the programs that no configuration of warm-up runs: log-probabilities, changes of
-logits, beam search."""
+logits, masks, beam search."""
+
+
+@attrs.frozen
+class FixedMask:
+    """A `TokenMask` of all tokens."""
+
+    vocab_size: int
+
+    def words(self) -> IntArray:
+        return np.full((self.vocab_size + 31) // 32, -1, np.int32)
 
 
 class SamplerWarmup:
@@ -54,8 +72,17 @@ class SamplerWarmup:
 
     @torch.inference_mode()
     def _sample(self, params: SamplingParams) -> None:
+        every_token = FixedMask(self._logits.shape[-1])
         rows = [
-            _request(SamplingRow(params, seed, request.prompt_token_ids, request.output_token_ids))
+            _request(
+                SamplingRow(
+                    params,
+                    seed,
+                    request.prompt_token_ids,
+                    request.output_token_ids,
+                    mask=None if params.structured_output is None else every_token,
+                )
+            )
             for seed, request in enumerate(self._requests)
         ]
         if rows:

@@ -20,15 +20,37 @@ NO_TOKEN = 1 << 24
 """The id of the token that is drawn where no logit is a number above minus infinity."""
 
 
+class TokenMask(Protocol):
+    """The tokens that a row may sample."""
+
+    def words(self) -> IntArray:
+        """One bit for each token, from the lowest: int32 ``[vocabulary / 32, rounded up]``.
+
+        Waits until it is computed.
+        """
+
+
 @attrs.frozen(eq=False)
 class SamplingRow:
-    """The sampler's input for one token: the sequence's parameters, seed and tokens."""
+    """The sampler's input for one token: the sequence's parameters, seed and tokens.
+
+    ``mask``: the tokens that a structured output allows; None for all tokens. It also says which
+    tokens ``min_tokens`` forbids.
+    """
 
     params: SamplingParams
     seed: int
     prompt_token_ids: Sequence[int]
     output_token_ids: Sequence[int]
     eos_token_ids: frozenset[int] = frozenset()
+    mask: TokenMask | None = None
+
+    @property
+    def forbidden_token_ids(self) -> frozenset[int]:
+        """The tokens that would end the answer before ``min_tokens``."""
+        if len(self.output_token_ids) >= self.params.min_tokens:
+            return frozenset()
+        return self.eos_token_ids.union(self.params.stop_token_ids)
 
 
 @attrs.frozen

@@ -18,20 +18,35 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
+    PrivateAttr,
     SkipValidation,
     model_validator,
 )
 from typing_extensions import Self
 
-from trencadis.engine import InvalidRequest, SamplingParams
+from trencadis.engine import InvalidRequest, SamplingParams, StructuredOutput
 from trencadis.server.api.attrs_fields import derived_field
 from trencadis.server.api.chat_messages import ChatMessage, Text, check_characters
+from trencadis.server.api.structured_output import (
+    ResponseFormat,
+    Schema,
+    StructuredOutputs,
+    requested_form,
+)
 from trencadis.server.api.unsupported_fields import refuse_unsupported
 
 MAX_CHOICES = 1024
 """Maximum number of choices (prompts times ``n``) of one request."""
 
 _PARAMETERS = attrs.fields_dict(SamplingParams)
+
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
+"""The older fields of vLLM, and what each is in `StructuredOutput`."""
 
 _RESERVED_TEMPLATE_NAMES = frozenset(
     {
@@ -148,6 +163,26 @@ class GenerationRequest(BaseModel):
     use_beam_search: bool | None = _parameter("use_beam_search")
     length_penalty: float | None = _parameter("length_penalty")
     early_stopping: SkipValidation[bool | Literal["never"] | None] = _parameter("early_stopping")
+    # the form of the answers
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    _structured_output: StructuredOutput | None = PrivateAttr(default=None)
+    _structured_output_field: str = PrivateAttr(default="")
+
+    @model_validator(mode="after")
+    def _find_structured_output(self) -> Self:
+        forms = {field: {name: getattr(self, field)} for field, name in _GUIDED.items()}
+        forms = {field: form for field, form in forms.items() if None not in form.values()}
+        if self.response_format is not None and (form := self.response_format.form()) is not None:
+            forms["response_format"] = form
+        if self.structured_outputs is not None:
+            forms["structured_outputs"] = self.structured_outputs.form()
+        self._structured_output_field, self._structured_output = requested_form(forms)
+        return self
 
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
@@ -171,6 +206,11 @@ class GenerationRequest(BaseModel):
         """Maximum number of output tokens; None means the rest of the context."""
         value: int | None = getattr(self, self.max_tokens_field)
         return value
+
+    @property
+    def structured_output_field(self) -> str:
+        """The field that asks for a form of the answer; "" without any."""
+        return self._structured_output_field
 
     @property
     def num_logprobs(self) -> int | None:
@@ -199,7 +239,8 @@ class GenerationRequest(BaseModel):
             for name in _PARAMETERS.keys() & type(self).model_fields.keys()
             if (value := getattr(self, name)) is not None
         }
-        return SamplingParams(**{**given, "max_tokens": max_tokens, "logprobs": self.num_logprobs})
+        given |= {"max_tokens": max_tokens, "logprobs": self.num_logprobs}
+        return SamplingParams(**given, structured_output=self._structured_output)
 
 
 class ChatCompletionRequest(GenerationRequest):

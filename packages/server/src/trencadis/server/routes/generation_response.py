@@ -13,6 +13,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
+from trencadis.engine import InvalidRequest
 from trencadis.server.api.protocol import GenerationRequest
 from trencadis.server.api.usage import Usage
 from trencadis.server.generation.choice_stream import (
@@ -87,7 +88,13 @@ async def respond(
 ) -> Response:
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
     work = _respond(context, request, encode, writer_class)
-    return await unless_disconnected(http_request.receive, work)
+    try:
+        return await unless_disconnected(http_request.receive, work)
+    except InvalidRequest as error:
+        if error.field == "structured_output":  # the engine's name for several fields of the API
+            field = request.structured_output_field
+            raise InvalidRequest(f"{field}: {error}", field) from error
+        raise
 
 
 async def _respond(
