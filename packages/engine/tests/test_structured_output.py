@@ -26,6 +26,7 @@ from trencadis.engine import (
     AsyncEngine,
     EngineConfig,
     EngineCore,
+    EngineDead,
     InvalidRequest,
     SamplingParams,
     StructuredOutput,
@@ -682,4 +683,34 @@ def test_a_hostile_schema_hurts_its_sender_alone(tiny_model: Path) -> None:
         assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
 
     before = set(psutil.Process().children(recursive=True))
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@needs_llguidance
+def test_an_engine_that_stops_during_a_check_fails_its_request(tiny_model, monkeypatch) -> None:
+    """The request is not known to the engine yet, so only a second look tells that it stopped."""
+
+    async def body() -> None:
+        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "warmup": "none"}
+        engine = await AsyncEngine.start(EngineConfig(model=str(tiny_model), **settings))
+        try:
+            loop = asyncio.get_running_loop()
+            check, waiting, released = GrammarChecker.check, asyncio.Event(), threading.Event()
+
+            def slow(*args: Any) -> None:
+                loop.call_soon_threadsafe(waiting.set)
+                assert released.wait(20)
+                check(*args)
+
+            monkeypatch.setattr(GrammarChecker, "check", slow)
+            params = SamplingParams(max_tokens=9, structured_output=YES_NO)
+            request = asyncio.ensure_future(anext(engine.generate((1, 2), params)))
+            await waiting.wait()
+            engine._fail("the core is gone")
+            released.set()
+            with pytest.raises(EngineDead):
+                await request
+        finally:
+            await engine.stop()
+
     asyncio.run(asyncio.wait_for(body(), 60))
