@@ -540,6 +540,25 @@ def test_a_matcher_that_fails_ends_its_request_alone(core, tokenizer, monkeypatc
 
 
 @needs_llguidance
+def test_a_grammar_whose_masks_take_too_long_delays_two_steps(core, tokenizer, monkeypatch) -> None:
+    name = "trencadis.engine.grammars.matcher._SLOWEST_MASK_SECONDS"
+    with monkeypatch.context() as patch:
+        patch.setattr(name, 0.0)
+        served = Served(core, tokenizer)
+        served.add("slow", SamplingParams(max_tokens=200, structured_output=PERSON))
+        served.add("free", SamplingParams(max_tokens=9, ignore_eos=True))
+        served.run()
+    assert len(served.answers["slow", 0].token_ids) == 1
+    assert "too hard" in served.failures["slow"]
+    assert len(served.answers["free", 0].token_ids) == 9
+    after = Served(core, tokenizer)
+    for key in "ab":  # the first is one by one, because the last step was slow
+        after.add(key, SamplingParams(max_tokens=9, structured_output=YES_NO))
+        after.run()
+    assert set(after.texts()) <= {"yes", "no"}
+
+
+@needs_llguidance
 def test_too_many_requests_that_wait_for_a_grammar_are_refused(tiny_model, monkeypatch) -> None:
     core = make_core(tiny_model, max_waiting=2)
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: Future())
