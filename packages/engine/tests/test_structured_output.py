@@ -26,6 +26,7 @@ from trencadis.engine import (
     AsyncEngine,
     EngineConfig,
     EngineCore,
+    EngineDead,
     InvalidRequest,
     SamplingParams,
     StructuredOutput,
@@ -539,6 +540,25 @@ def test_a_matcher_that_fails_ends_its_request_alone(core, tokenizer, monkeypatc
 
 
 @needs_llguidance
+def test_a_grammar_whose_masks_take_too_long_delays_two_steps(core, tokenizer, monkeypatch) -> None:
+    name = "trencadis.engine.grammars.matcher._SLOWEST_MASK_SECONDS"
+    with monkeypatch.context() as patch:
+        patch.setattr(name, 0.0)
+        served = Served(core, tokenizer)
+        served.add("slow", SamplingParams(max_tokens=200, structured_output=PERSON))
+        served.add("free", SamplingParams(max_tokens=9, ignore_eos=True))
+        served.run()
+    assert len(served.answers["slow", 0].token_ids) == 1
+    assert "too hard" in served.failures["slow"]
+    assert len(served.answers["free", 0].token_ids) == 9
+    after = Served(core, tokenizer)
+    for key in "ab":  # the first is one by one, because the last step was slow
+        after.add(key, SamplingParams(max_tokens=9, structured_output=YES_NO))
+        after.run()
+    assert set(after.texts()) <= {"yes", "no"}
+
+
+@needs_llguidance
 def test_too_many_requests_that_wait_for_a_grammar_are_refused(tiny_model, monkeypatch) -> None:
     core = make_core(tiny_model, max_waiting=2)
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: Future())
@@ -682,4 +702,34 @@ def test_a_hostile_schema_hurts_its_sender_alone(tiny_model: Path) -> None:
         assert not [p for p in left if "resource_tracker" not in " ".join(p.cmdline())]
 
     before = set(psutil.Process().children(recursive=True))
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+@needs_llguidance
+def test_an_engine_that_stops_during_a_check_fails_its_request(tiny_model, monkeypatch) -> None:
+    """The request is not known to the engine yet, so only a second look tells that it stopped."""
+
+    async def body() -> None:
+        settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "warmup": "none"}
+        engine = await AsyncEngine.start(EngineConfig(model=str(tiny_model), **settings))
+        try:
+            loop = asyncio.get_running_loop()
+            check, waiting, released = GrammarChecker.check, asyncio.Event(), threading.Event()
+
+            def slow(*args: Any) -> None:
+                loop.call_soon_threadsafe(waiting.set)
+                assert released.wait(20)
+                check(*args)
+
+            monkeypatch.setattr(GrammarChecker, "check", slow)
+            params = SamplingParams(max_tokens=9, structured_output=YES_NO)
+            request = asyncio.ensure_future(anext(engine.generate((1, 2), params)))
+            await waiting.wait()
+            engine._fail("the core is gone")
+            released.set()
+            with pytest.raises(EngineDead):
+                await request
+        finally:
+            await engine.stop()
+
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -247,6 +247,7 @@ class AsyncEngine:
         prompt = check_arguments(name, prompt_token_ids, params, priority)
         if params.structured_output is not None:
             await self._check_grammar(params.structured_output)
+            await self.check_health()  # a check takes up to seconds
         # Keys are never reused, so a late token of an ended request cannot reach another one.
         key = f"{name}/{number}"
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()

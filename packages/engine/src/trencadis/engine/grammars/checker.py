@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -77,13 +78,14 @@ class GrammarChecker:
             # The answer is one line, written at once, so a readable pipe has all of it.
             ready, _, _ = select.select([outbox], [], [], _ANSWER_SECONDS)
             line = outbox.readline() if ready else ""
-        except OSError as error:
+            verdict = str(json.loads(line)) if line else None
+        except (OSError, ValueError) as error:  # ValueError: closed meanwhile
             self.close()
             raise RequestFailed(f"grammars cannot be checked: {error}") from error
-        if not line:
+        if verdict is None:
             self.close()
             raise RequestFailed("the process that checks grammars has failed: send it again")
-        return str(json.loads(line))
+        return verdict
 
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or self._process.poll() is not None:
@@ -107,7 +109,11 @@ class GrammarChecker:
 
 def _end_process(process: subprocess.Popen[str]) -> None:
     process.kill()
-    process.communicate()
+    process.wait()
+    # Not communicate(), which would wait for a fork that still checks a grammar.
+    for pipe in _pipes(process):
+        with contextlib.suppress(OSError):
+            pipe.close()
 
 
 def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:

@@ -7,6 +7,7 @@ releases Python's lock.
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 IntArray = npt.NDArray[np.int32]
+
+_SLOWEST_MASK_SECONDS = 0.25
+"""Processor time of a mask with which a request ends: the masks of a step delay all its rows. A
+usual mask takes a thousandth of it."""
 
 _MAX_THREADS = 4
 """Threads that compute the masks of a step. The forward pass needs the other cores."""
@@ -117,6 +122,7 @@ class MaskThreads:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         self._executor = LLExecutor(max(1, min(_MAX_THREADS, (cores or 1) // 2)))
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-masks")
+        self._was_slow = False
 
     def run(self, rows: Sequence[_Row], vocab_size: int) -> Future[IntArray]:
         """The bits of each row, int32 ``[rows, vocabulary / 32]``.
@@ -131,10 +137,15 @@ class MaskThreads:
     def _compute(self, rows: Sequence[_Row], vocab_size: int) -> IntArray:
         size = rows[0][0].grammar.tokenizer.vocab_size
         masks = np.zeros((len(rows), (size + 31) // 32), np.int32)
-        states = [(matcher.state, i) for i, (matcher, _) in enumerate(rows)]
-        self._executor.unsafe_compute_mask_ptr(
-            states, masks.ctypes.data, masks.strides[0], len(masks)
-        )
+        began = time.perf_counter()
+        if self._was_slow:
+            self._fill_each(rows, masks)
+        else:
+            states = [(matcher.state, i) for i, (matcher, _) in enumerate(rows)]
+            self._executor.unsafe_compute_mask_ptr(
+                states, masks.ctypes.data, masks.strides[0], len(masks)
+            )
+        self._was_slow = time.perf_counter() - began > _SLOWEST_MASK_SECONDS
         # The tokenizer may name tokens that the model does not have.
         masks = np.ascontiguousarray(masks[:, : (vocab_size + 31) // 32])
         if vocab_size % 32:
@@ -148,6 +159,15 @@ class MaskThreads:
             if matcher.error:
                 mask[:] = -1
         return masks
+
+    def _fill_each(self, rows: Sequence[_Row], masks: IntArray) -> None:
+        """Compute the masks one by one, to find the matchers that are slow."""
+        for mask, (matcher, _) in zip(masks, rows, strict=True):
+            began = time.thread_time()
+            matcher.state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+            seconds = time.thread_time() - began
+            if seconds > _SLOWEST_MASK_SECONDS:
+                matcher.error = f"it is too hard: a token takes {seconds * 1000:.0f} ms"
 
 
 def _forbid(mask: IntArray, tokens: Iterable[int]) -> None:
