@@ -464,7 +464,8 @@ def test_an_answer_may_be_preempted_and_swapped(tiny_model, tokenizer) -> None:
             served.add(str(seed), params, range(seed, seed + 9))
         while core.has_work:
             if evicted and core.stats.num_steps % 5 == 4:
-                core.control(BatchControl(force_evict=9, max_num_seqs=4))
+                core.control(BatchControl(force_evict=9))
+                core.control(BatchControl(max_num_seqs=4))  # which lets them resume at once
             served.step()
         texts.append(served.texts())
         assert evicted == (core.stats.num_preemptions > 10)
