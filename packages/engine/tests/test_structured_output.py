@@ -425,6 +425,38 @@ def test_min_tokens_delays_an_end_that_the_grammar_leaves_open_and_no_other(core
 
 
 @needs_llguidance
+def test_min_tokens_does_not_forbid_the_only_token_that_the_grammar_allows(core, tokenizer):
+    (letter,) = tokenizer.encode("a")
+    params = SamplingParams(
+        min_tokens=9,
+        max_tokens=20,
+        stop_token_ids=[letter],
+        structured_output=StructuredOutput(regex="aaaa"),
+    )
+    served = Served(core, tokenizer)
+    served.add("a", params)
+    served.run()
+    assert served.texts() == ["aaaa"]
+
+
+@needs_llguidance
+def test_a_complete_sample_frees_its_slot_while_the_others_go_on(core, tokenizer) -> None:
+    served = Served(core, tokenizer)
+    form = StructuredOutput(regex="[a-z]|[0-9A-Z]{40}")
+    served.add(
+        "n", SamplingParams(n=4, seed=2, temperature=2, max_tokens=60, structured_output=form)
+    )
+    running = []
+    while core.has_work:
+        served.step()
+        running.append(core.scheduler.num_running_seqs)
+    texts = served.texts()
+    num_long = sum(len(text) == 40 for text in texts)
+    assert 0 < num_long < 4
+    assert running[20:30] == [num_long] * 10
+
+
+@needs_llguidance
 def test_samples_of_one_prompt_differ_and_each_has_the_form(core, tokenizer) -> None:
     params = SamplingParams(n=3, best_of=4, seed=1, max_tokens=210, structured_output=PERSON)
     served = Served(core, tokenizer)
