@@ -404,7 +404,11 @@ def test_a_real_model_gives_the_tokens_of_the_cpu(stand_in, mode):
     def tokens(device):
         llm = LLM(default_model(), device=device, **settings)
         prompts = ["The capital of France is", "The capital of Catalonia is the city of"]
-        answers = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=6))
+        kinds = (
+            SamplingParams(temperature=0, max_tokens=6),
+            SamplingParams(temperature=0.8, top_p=0.9, seed=5, max_tokens=6),
+        )
+        answers = [answer for params in kinds for answer in llm.generate(prompts, params)]
         return [answer.completions[0].token_ids for answer in answers], llm.core.stats
 
     with stand_in(mode):
