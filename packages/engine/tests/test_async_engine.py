@@ -245,6 +245,7 @@ async def kill_while_serving(engine: AsyncEngine, error: type[Exception], messag
     assert type(caught.value) is error
 
 
+@pytest.mark.slow
 def test_an_engine_is_stopped_while_its_core_is_restarted(tiny_model: Path) -> None:
     async def body() -> None:
         async with running(tiny_model) as engine:

@@ -255,7 +255,7 @@ def test_seeds_and_greedy_give_the_same_tokens_on_cpu_and_device(
     assert serve(core, MIXED) == expected
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_and_on_a_gaudi(stand_in, mode, tiny_model, expected) -> None:
     with stand_in(mode):
         core = EngineCore(settings_of(tiny_model), HPUDevice())
@@ -323,7 +323,7 @@ def test_a_chunk_that_samples_nothing_is_not_waited_for(tiny_model: Path) -> Non
     )
 
 
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_on_a_gaudi_a_step_uploads_once_and_reads_once(stand_in, mode, tiny_model) -> None:
     with stand_in(mode) as bridge:
         params = SamplingParams(top_p=0.9, top_k=20, seed=1, max_tokens=20, ignore_eos=True)

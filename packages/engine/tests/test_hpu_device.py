@@ -357,7 +357,7 @@ LISTS = attrs.evolve(
 SEQUENCES = attrs.evolve(FEW_BUCKETS, decode_seq=AxisConfig(min=48, step=48, max=48))
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "changes",
     [{"bucketing": LISTS}, {"bucketing": SEQUENCES, "bucket_grid": "seq"}],

@@ -211,6 +211,7 @@ def test_a_hung_core_is_seen_and_heals(server: ServerProcess, http: httpx.Client
     assert complete(http).json()["choices"] == before
 
 
+@pytest.mark.slow
 def test_a_core_that_dies_is_restarted_and_answers_are_right_again(
     server: ServerProcess, http: httpx.Client
 ) -> None:
