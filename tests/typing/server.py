@@ -33,6 +33,9 @@ class Letters:
     def decode(self, token_ids: Sequence[int]) -> str:
         return bytes(token_ids).decode()
 
+    def min_num_tokens(self, length: int) -> int:
+        return length
+
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
