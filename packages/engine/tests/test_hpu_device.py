@@ -21,7 +21,7 @@ from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
 from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.devices.hpu.attention import RowAttention
-from trencadis.engine.devices.hpu.kernels import FusedPromptAttention, FusedRotary
+from trencadis.engine.devices.hpu.kernels import SLICED_FROM, FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.paged_context import MASKED, DecodeContext, PromptContext
@@ -631,6 +631,29 @@ def test_kernels_that_do_not_load_or_give_another_shape_are_left_out(
     assert not isinstance(modeling_llama.apply_rotary_pos_emb, FusedRotary)
     assert "FusedRMSNorm is not used: it does not load (libcustom_tpc.so" in caplog.text
     assert "FusedSDPA is not used: a trial gave the shape [2, 2, 4, 8, 3]" in caplog.text
+
+
+def test_a_kernel_that_gives_nan_is_left_out(device, tiny_model, monkeypatch):
+    from habana_frameworks.torch.hpex import kernels
+
+    monkeypatch.setattr(kernels.FusedSDPA, "apply", lambda q, *_: q * math.nan)
+    device.optimize(loaded(tiny_model).to(device.torch_device))
+    assert device.attention.kernels.prompt_attention is None
+
+
+def test_long_contexts_are_not_sliced_where_slices_fail_their_trial(
+    device, tiny_model, monkeypatch, caplog
+):
+    def fail(*_):
+        raise RuntimeError("no slices")
+
+    monkeypatch.setattr(FusedPromptAttention, "_sliced", fail)
+    device.optimize(loaded(tiny_model).to(device.torch_device))
+    assert "FusedSDPA in slices is not used" in caplog.text
+    query, key = (torch.zeros(1, 1, n, 8, device=device.torch_device) for n in (1, SLICED_FROM))
+    bias = torch.zeros(1, 1, 1, SLICED_FROM, device=device.torch_device)
+    out = device.attention.kernels.prompt_attention(query, key, key, 1.0, bias, None)
+    assert out.shape == query.shape
 
 
 def test_norms_without_a_weight_keep_their_own_code(device):
