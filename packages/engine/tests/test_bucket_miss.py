@@ -148,7 +148,7 @@ def test_a_cold_shape_is_compiled_or_runs_eagerly_as_asked(
 ) -> None:
     core = EngineCore(
         EngineConfig.from_env(
-            {}, model=str(tiny_model), **SMALL, warmup=warmup, on_bucket_miss=policy
+            {}, model=str(tiny_model), device="cpu", **SMALL, warmup=warmup, on_bucket_miss=policy
         )
     )
     assert core.worker.runner.forward_runner.compile_cold is compiles
