@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
+import attrs
 import numpy as np
 import pytest
 import torch
@@ -170,6 +171,14 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
     assert computed[True] < 0.7 * computed[False]
 
 
+@attrs.frozen(eq=False)
+class LogitRow:
+    """A result of `Logits`."""
+
+    logits: torch.Tensor
+    is_valid = True
+
+
 class Logits:
     """A sampler whose results are the rows of logits."""
 
@@ -181,7 +190,8 @@ class Logits:
     def launch(
         self, logits: torch.Tensor, words: torch.Tensor, requests: list[RowRequest]
     ) -> PendingRows:
-        return PendingRows((logits[: len(requests)].clone(),), lambda copies: list(copies[0]))
+        rows = logits[: len(requests)].clone()
+        return PendingRows((rows,), lambda copies: [LogitRow(row) for row in copies[0]])
 
 
 @pytest.mark.slow
@@ -207,11 +217,11 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
         sampling = (item for item in (*output.decodes, *output.prompts) if item.samples)
         wanted = dict.fromkeys((item.seq_id for item in sampling), Logits.WANTED)
         forced = {}
-        for seq_id, logits in runner.run(output, wanted).wait().items():
+        for seq_id, row in runner.run(output, wanted).wait().items():
             if seq_id in wanted:
                 i = sequences[seq_id]
                 forced[seq_id] = expected[i][len(ours[i])]
-                ours[i].append(logits)
+                ours[i].append(row.logits)
         core.scheduler.update(output, forced)
     worst = theirs = 0.0
     for i in chosen:

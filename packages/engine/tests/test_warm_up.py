@@ -121,12 +121,11 @@ def test_a_second_start_finds_all_but_the_damaged_programs(
 @pytest.mark.slow
 def test_without_warm_up_live_traffic_compiles_and_says_so(
     tiny_model: Path,
-    compiled: tuple[EngineCore, Path],
+    tmp_path: Path,
     expected: dict[str, list[int]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    _, cache = compiled
-    settings = on_cpu(tiny_model, cache, warmup="none")
+    settings = on_cpu(tiny_model, tmp_path / "empty", warmup="none")
     core = EngineCore(settings)
     core.warm_up()
     assert serve(core) == expected
