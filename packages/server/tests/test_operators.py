@@ -234,6 +234,7 @@ def test_a_core_that_dies_is_restarted_and_answers_are_right_again(
         assert metric(http, "trencadis:core_restarts_total") == number
 
 
+@pytest.mark.slow
 def test_after_the_last_restart_the_process_ends_with_an_error(
     server: ServerProcess, http: httpx.Client
 ) -> None:
