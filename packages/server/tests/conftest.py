@@ -90,6 +90,7 @@ class StandInEngine:
         self.hangs = False
         self.running: set[str] = set()
         self.requests: list[tuple[list[int], SamplingParams, str | None, int]] = []
+        self.salts: list[str | None] = []
         self.aborted: list[str] = []
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
@@ -148,6 +149,7 @@ class StandInEngine:
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         await self.check_health()
         if self.overloaded:
@@ -156,6 +158,7 @@ class StandInEngine:
             raise self.fails_with
         key = request_id or f"request-{len(self.requests)}"
         self.requests.append((list(prompt_token_ids), params, request_id, priority))
+        self.salts.append(cache_salt)
         self.running.add(key)
         finished = False
         try:

@@ -79,6 +79,7 @@ WITH_OTHERS = {
     "enable_admin_api": (("--admin-api-key", "d"), (), True),
     "admin_host": (("--admin-port", "9"), ("::1",), "::1"),
     "ssl_keyfile": (("--ssl-certfile", "c.pem"), ("k.pem",), "k.pem"),
+    "prefix_cache_per_key": (("--api-key", "a"), (), True),
     "ssl_ca_certs": (("--ssl-certfile", "c.pem"), ("a.pem",), "a.pem"),
     "ssl_cert_reqs": (("--ssl-certfile", "c.pem", "--ssl-ca-certs", "a.pem"), ("2",), 2),
 }

@@ -91,10 +91,12 @@ class ServingEngine(Protocol):
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the deltas of all ``params.n`` choices, interleaved.
 
         Closing the generator aborts the request. A request with a lower ``priority`` runs first.
+        Requests share cached prefixes only if their ``cache_salt`` is the same.
         The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
         `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
         request alone, `BucketMiss`, a shape that the engine refuses to compile for it, or

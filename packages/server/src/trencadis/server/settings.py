@@ -70,6 +70,16 @@ class ServerSettings:
             default="none: accept all",
         ),
     )
+    prefix_cache_per_key: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--prefix-cache-per-key",
+            group=SERVER,
+            help="requests of different API keys share no cached prefixes, so that their times "
+            "tell nothing of the prompts of other keys",
+        ),
+    )
     admin_keys: tuple[str, ...] = attrs.field(
         default=(),
         converter=_keys,
@@ -239,6 +249,12 @@ class ServerSettings:
     )
 
     def __attrs_post_init__(self) -> None:
+        if self.prefix_cache_per_key and not self.api_keys:
+            raise ConfigError(
+                "prefix_cache_per_key needs API keys: give --api-key or VLLM_API_KEY, or leave out "
+                "--prefix-cache-per-key",
+                "prefix_cache_per_key",
+            )
         if self.enable_admin_api and not self.admin_keys:
             raise ConfigError(
                 "enable_admin_api needs an admin key: set VLLM_ADMIN_TOKEN, or leave out "
