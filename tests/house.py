@@ -226,6 +226,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "server.http": [
         {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
         {"admin_calls", "event_stream"},
+        {"cancelled_requests"},
     ],
     "server.metrics": [
         {"metric_tables"},

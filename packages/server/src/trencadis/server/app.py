@@ -14,6 +14,7 @@ from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
 from trencadis.server.http.auth import BearerAuth
 from trencadis.server.http.body_limit import BodyLimit
+from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.routes.admin import admin_router
@@ -61,6 +62,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     # the middleware added last runs first: keys are checked before a body is read
     app.add_middleware(AdminRateLimit, per_second=settings.admin_rate_limit)
     app.add_middleware(BearerAuth, api_keys=settings.api_keys, admin_keys=settings.admin_keys)
+    app.add_middleware(CancelledRequests, retry_after=settings.retry_after)
     app.add_middleware(AdminAudit)
     if settings.admin_port is not None:
         app.add_middleware(AdminListener, port=settings.admin_port)
