@@ -126,7 +126,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine": [
         {"errors", "outputs"},
-        {"models", "validators"},
+        {"line_process", "models", "validators"},
         {"structured_output"},
         {"devices", "sampling_params", "settings"},
         {"config", "grammars", "ipc"},
@@ -156,7 +156,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"compiler"},
     ],
     "engine.front": [
-        {"core_client", "interrupts", "tokenizer"},
+        {"core_client", "interrupts", "template_process"},
+        {"tokenizer"},
         {"detokenizer"},
         {"request_stream"},
         {"async_engine", "llm"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,10 @@ from trencadis.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.load(str(tiny_model))
+def tokenizer(tiny_model: Path) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer.load(str(tiny_model))
+    yield tokenizer
+    tokenizer.close()
 
 
 def feed(
@@ -122,12 +125,60 @@ def test_special_tokens_in_a_message_are_ordinary_text(tokenizer: Tokenizer, con
     assert max(tokenizer.encode("<eos>")) >= 256, "in a prompt they are special tokens"
 
 
-def test_arguments_of_a_template_may_be_deep(tokenizer: Tokenizer) -> None:
+@pytest.mark.parametrize("depth", [500, 900, 5000])
+def test_arguments_of_a_template_may_be_deep(tokenizer: Tokenizer, depth: int) -> None:
     deep: list[object] = []
-    for _ in range(5000):
+    for _ in range(depth):
         deep = [deep]
     with pytest.raises(InvalidRequest, match="chat template rejects"):
         tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs={"a": deep})
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set n = namespace(s=messages[0]['content']) %}{% for i in range(99) %}"
+HARMFUL = {
+    "endless": (ENDLESS, "takes more than 2 s"),
+    "number": ("{{ 7 ** (10 ** 9) }}", "takes more than 2 s"),
+    "memory": (DOUBLING + "{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}", "512 MiB"),
+    "width": ("{{ 'x' | center(10 ** 12) }}", "512 MiB"),
+    "overflow": ("{{ (10.0 ** 400) }}", "out of range"),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "division": ("{{ 1 / 0 }}", "division by zero"),
+}
+"""Templates, and what their users are told."""
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_harmful_chat_template_ends_its_request_alone(tokenizer: Tokenizer, name: str) -> None:
+    template, message = HARMFUL[name]
+    messages = [{"role": "user", "content": "hi"}]
+    usual = tokenizer._tokenizer.chat_template
+    tokenizer._tokenizer.chat_template = template
+    try:
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            tokenizer.render_chat(messages)
+        assert caught.value.field == "messages"
+    finally:
+        tokenizer._tokenizer.chat_template = usual
+    assert tokenizer.decode(tokenizer.render_chat(messages)) == "user:hi\nassistant:"
+
+
+def test_a_conversation_is_rendered_as_by_transformers(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "h\u00e4"}, {"role": "assistant", "content": "and "}]
+    for options in ({"add_generation_prompt": True}, {"continue_final_message": True}):
+        given = {"add_generation_prompt": False, "continue_final_message": False, **options}
+        expected = tokenizer._tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        assert tokenizer.decode(tokenizer.render_chat(messages, **given)) == expected
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        tokenizer.render_chat(messages, add_generation_prompt=True, continue_final_message=True)
+
+
+def test_a_renderer_whose_process_was_killed_starts_another(tokenizer: Tokenizer) -> None:
+    process = tokenizer._renderer.started()
+    process.kill()
+    process.wait()
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 @settings(max_examples=100, deadline=None)

@@ -144,10 +144,12 @@ class AsyncEngine:
         except BaseException:
             await core.end()
             raise
+        tokenizer.start_renderer()
         return cls(config, tokenizer, core, ready, log)
 
     async def stop(self) -> None:
         """End the core. Requests that still run end with `EngineDead`."""
+        self.tokenizer.close()
         if self._loop is not asyncio.get_running_loop():
             await self._core.end()  # the channel belongs to the other loop, which may be closed
             return

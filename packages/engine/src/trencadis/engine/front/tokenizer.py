@@ -5,22 +5,20 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jinja2 import TemplateError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.errors import InvalidRequest, ModelError
 from trencadis.engine.grammars.grammar import tokenizer_json
+from trencadis.engine.line_process import LineProcess
 from trencadis.engine.validators import is_text, shown
 
-_TEMPLATE_ERRORS = (
-    *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
-    *(RecursionError, MemoryError),
-)
-"""What a template raises for messages and arguments that it cannot take."""
+_UNSENDABLE = (ValueError, TypeError, RecursionError)
+"""What is raised for messages and arguments that JSON cannot hold."""
 
 
 class Tokenizer:
@@ -36,6 +34,8 @@ class Tokenizer:
         # A lookahead, because occurrences may overlap.
         self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, special))}))")
         self._has_special = bool(special)
+        self._renderer = LineProcess("trencadis.engine.front.template_process")
+        self._lock = threading.Lock()
         self._longest_token = max(map(len, map(str.encode, tokenizer.get_vocab())))
 
     @classmethod
@@ -50,6 +50,16 @@ class Tokenizer:
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
             )
         return cls(tokenizer)
+
+    def start_renderer(self) -> None:
+        """Start the process that renders chat templates, so that no request waits for it."""
+        if self._tokenizer.chat_template:
+            with self._lock:
+                self._renderer.started()
+
+    def close(self) -> None:
+        """End the process that renders chat templates. A later conversation starts it again."""
+        self._renderer.close()
 
     @property
     def backend(self) -> FastTokenizer:
@@ -98,15 +108,21 @@ class Tokenizer:
 
         Special tokens come from the template alone: where a message or an argument spells one, it
         is encoded as ordinary text, so that no content can end its message or begin another.
-        Raises `InvalidRequest` for messages that the template rejects, and for a model without a
-        template.
+        The template is rendered in a process apart, see `template_process`. Raises `InvalidRequest`
+        for messages that the template rejects or that take too long to render, and for a model
+        without a template; `RequestFailed` where the process does not answer.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "this model has no chat template: use the completions endpoint", "messages"
             )
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
         given = (
-            [dict(message) for message in messages],
+            [_without_none(message) for message in messages],
             None if tools is None else [dict(tool) for tool in tools],
             dict(chat_template_kwargs or {}),
         )
@@ -114,22 +130,28 @@ class Tokenizer:
             # Random digits, so that no content can have it and no filter of a template changes it.
             separator = f"\ue000{secrets.randbits(64)}\ue001"
             listed, listed_tools, named = self._without_special(given, separator)
-            text = self._tokenizer.apply_chat_template(
-                listed,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=listed_tools,
+            question = {
+                "chat_template": self._tokenizer.get_chat_template(None, listed_tools),
+                "conversations": [listed],
+                "tools": listed_tools,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                **self._tokenizer.special_tokens_map,
                 **named,
-            )
-        except _TEMPLATE_ERRORS as error:
+            }
+            with self._lock:
+                answer = self._renderer.ask(question)
+        except _UNSENDABLE as error:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", "messages"
             ) from error
+        if "text" not in answer:
+            raise InvalidRequest(
+                f"the chat template rejects these messages: {answer['error']}", "messages"
+            )
         try:
-            parts = [
-                self.encode(part, add_special_tokens=False) for part in str(text).split(separator)
-            ]
+            texts = answer["text"].split(separator)
+            parts = [self.encode(part, add_special_tokens=False) for part in texts]
         except InvalidRequest as error:
             raise InvalidRequest(f"the rendered messages: {error}", "messages") from error
         return list(itertools.chain.from_iterable(parts))
@@ -147,3 +169,8 @@ class Tokenizer:
         if isinstance(value, Mapping):
             return {key: self._without_special(item, separator) for key, item in value.items()}
         return value
+
+
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers: templates expect no ``content: None``."""
+    return {name: value for name, value in message.items() if value is not None}
