@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from trencadis.engine.errors import InvalidRequest, ModelError
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
@@ -123,6 +126,32 @@ def test_special_tokens_in_a_message_are_ordinary_text(tokenizer: Tokenizer, con
     assert max(ids) < 256
     assert tokenizer.decode(ids) == f"user:{content}\nassistant:"
     assert max(tokenizer.encode("<eos>")) >= 256, "in a prompt they are special tokens"
+
+
+@settings(max_examples=50, deadline=None)
+@given(text=texts)
+def test_the_bytes_of_tokens_make_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+def test_the_bytes_of_special_tokens_are_their_spelling_or_none(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(256) == b"<bos>"
+    assert tokenizer.token_bytes(256, skip_special_tokens=True) == b""
+
+
+def test_the_bytes_of_a_vocabulary_with_byte_fallback() -> None:
+    spellings = ["<unk>", "\u2581", "\u2581a", "a", "\u00e9", *(f"<0x{n:02X}>" for n in range(256))]
+    vocabulary = {spelling: number for number, spelling in enumerate(spellings)}
+    backend = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    replaced = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert [tokenizer.token_bytes(token) for token in (2, 4, 5 + 0xC3)] == [
+        b" a",
+        "\u00e9".encode(),
+        b"\xc3",
+    ]
 
 
 @pytest.mark.parametrize("depth", [500, 900, 5000])

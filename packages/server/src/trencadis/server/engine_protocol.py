@@ -19,7 +19,7 @@ from trencadis.engine import (
 
 class ServingTokenizer(Protocol):
     """Converts text to token ids and back. The server calls it from several threads: `encode` and
-    `render_chat` from one worker thread, `token_text` also from the event loop."""
+    `render_chat` from worker threads, the others also from the event loop."""
 
     @property
     def vocab_size(self) -> int:
@@ -36,6 +36,13 @@ class ServingTokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, as log-probabilities report it."""
+        ...
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """Return the UTF-8 bytes that a token adds to a text: those of a part of a character, too.
+
+        No bytes for a special token that is skipped.
+        """
         ...
 
     def min_num_tokens(self, length: int) -> int:

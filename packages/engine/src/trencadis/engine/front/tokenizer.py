@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import secrets
 import threading
@@ -21,6 +22,25 @@ _UNSENDABLE = (ValueError, TypeError, RecursionError)
 """What is raised for messages and arguments that JSON cannot hold."""
 
 
+def _characters_of_bytes() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for, as in GPT-2.
+
+    Printable characters of Latin-1 stand for themselves; the characters from U+0100 stand for the
+    other bytes, in their order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + rank): byte for rank, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _characters_of_bytes()
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A token of a vocabulary with byte fallback that stands for one byte."""
+
+
 class Tokenizer:
     """The tokenizer of a checkpoint. Thread-safe."""
 
@@ -36,6 +56,9 @@ class Tokenizer:
         self._has_special = bool(special)
         self._renderer = LineProcess("trencadis.engine.front.template_process")
         self._lock = threading.Lock()
+        decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
+        self._decoder = json.dumps(decoder, ensure_ascii=False)
+        """The decoder of ``tokenizer.json``, which says how tokens spell bytes and spaces."""
         self._longest_token = max(map(len, map(str.encode, tokenizer.get_vocab())))
 
     @classmethod
@@ -50,6 +73,26 @@ class Tokenizer:
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
             )
         return cls(tokenizer)
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """The UTF-8 bytes that a token adds to a text.
+
+        Several tokens may share the bytes of a character. A special token that is skipped adds
+        none.
+        """
+        added = self._tokenizer.added_tokens_decoder.get(token_id)
+        if added is not None:
+            is_skipped = added.special and skip_special_tokens
+            return b"" if is_skipped else str(added.content).encode()
+        piece = self.backend.id_to_token(token_id) or ""
+        if '"ByteLevel"' in self._decoder:
+            if set(piece) <= _BYTE_OF.keys():
+                return bytes(_BYTE_OF[character] for character in piece)
+        elif '"ByteFallback"' in self._decoder and _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        elif "\u2581" in self._decoder:
+            return piece.replace("\u2581", " ").encode()
+        return self.token_text(token_id).encode()
 
     def start_renderer(self) -> None:
         """Start the process that renders chat templates, so that no request waits for it."""

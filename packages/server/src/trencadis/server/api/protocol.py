@@ -78,7 +78,10 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_id or not is_number:
             raise InvalidRequest(f"must map token ids to numbers, got {token!r}: {bias!r}")
-        biases[int(token)] = float(bias)
+        try:
+            biases[int(token)] = float(bias)
+        except OverflowError:
+            raise InvalidRequest(f"has a number for token {token} that no float can hold") from None
     return biases
 
 
