@@ -214,6 +214,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {
             "attrs_fields",
             "chat_messages",
+            "error_responses",
             "logprobs",
             "structured_output",
             "unsupported_fields",
@@ -226,7 +227,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.http": [
         {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
-        {"admin_calls", "event_stream"},
+        {"admin_calls", "allowed_hosts", "event_stream"},
         {"cancelled_requests"},
     ],
     "server.metrics": [
@@ -234,7 +235,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"serving_metrics"},
     ],
     "server.routes": [
-        {"context"},
+        {"context", "docs"},
         {"admin", "generation_response", "health", "models"},
         {"chat", "completions"},
     ],

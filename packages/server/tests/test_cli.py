@@ -63,6 +63,7 @@ ENGINE = {
 SERVER = {
     "host": ("::1", "::1"),
     "port": ("9", 9),
+    "allowed_hosts": ("a", ("a",)),
     "api_keys": ("a", ("a",)),
     "admin_keys": ("d", ("d",)),
     "admin_rate_limit": ("3", 3.0),

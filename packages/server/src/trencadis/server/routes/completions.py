@@ -15,14 +15,22 @@ from trencadis.server.api.protocol import CompletionRequest
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
-from trencadis.server.routes.generation_response import ResponseWriter, respond
+from trencadis.server.routes.generation_response import (
+    ResponseWriter,
+    generation_responses,
+    respond,
+)
 
 
 def completions_router(context: ServingContext) -> APIRouter:
     """The route for texts and token ids."""
     router = APIRouter(tags=["completions"], dependencies=[Depends(require_json)])
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post(
+        "/v1/completions",
+        response_model=None,
+        responses=generation_responses(Completion),
+    )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several prompts, in one response or as a stream of chunks."""
         encode = context.encoder.completion

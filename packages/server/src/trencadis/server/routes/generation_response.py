@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from trencadis.engine import InvalidRequest
+from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.protocol import GenerationRequest
 from trencadis.server.api.usage import Usage
 from trencadis.server.generation.choice_stream import (
@@ -78,6 +79,21 @@ class ResponseWriter(ABC, Generic[ChunkT]):
             chunk = self.make_chunk([])
             chunk.usage = self.usage.so_far()
             yield chunk
+
+
+def generation_responses(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The argument ``responses`` of a route whose response is ``whole``, or a stream of events."""
+    events = {
+        "schema": {"type": "string"},
+        "example": 'data: {"id": "cmpl-1", "choices": [...]}\n\ndata: [DONE]\n\n',
+    }
+    answer = {
+        "model": whole,
+        "content": {"text/event-stream": events},
+        "description": "The answer. With `stream`, server-sent events: one chunk as a JSON object "
+        "each, or an error object, and at the end `[DONE]`.",
+    }
+    return {200: answer, **error_responses(*BODY_ERRORS, 404, 415, 500, 503)}
 
 
 async def respond(
