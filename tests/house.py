@@ -167,7 +167,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"channel"},
     ],
     "engine.models": [
-        {"gguf", "paged_context"},
+        {"broken_files", "paged_context"},
+        {"gguf"},
         {"block_attention", "checkpoint", "decoder_layers", "default_model"},
         {"attention", "compiled_forward"},
         {"loader"},

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 from trencadis.engine.errors import InvalidRequest, ModelError
 from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.line_process import LineProcess
+from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.validators import is_text, shown
 
 _UNSENDABLE = (ValueError, TypeError, RecursionError)
@@ -66,8 +67,8 @@ class Tokenizer:
         """The tokenizer in a directory or of a hub id. Raises `ModelError` when there is none."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(f"{source} has no usable tokenizer: {error}") from error
+        except BROKEN_FILE_ERRORS as error:
+            raise ModelError(f"{source} has no usable tokenizer: {reason_of(error)}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"

@@ -13,7 +13,6 @@ from trencadis.server import __version__
 from trencadis.server.api.error_responses import error_responses
 from trencadis.server.routes.context import ServingContext
 
-
 _TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
