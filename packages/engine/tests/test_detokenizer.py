@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -201,6 +203,31 @@ def test_a_conversation_is_rendered_as_by_transformers(tokenizer: Tokenizer) -> 
         assert tokenizer.decode(tokenizer.render_chat(messages, **given)) == expected
     with pytest.raises(InvalidRequest, match="exclude each other"):
         tokenizer.render_chat(messages, add_generation_prompt=True, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "conversations", "tools"])
+def test_arguments_of_a_template_replace_neither_it_nor_the_messages(
+    tokenizer: Tokenizer, name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs={name: "y"})
+    assert caught.value.field == "chat_template_kwargs"
+
+
+def test_conversations_are_rendered_beside_thousands_of_connections(tiny_model: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2000:
+        pytest.skip("the limit of open files is low")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, limits[1]))
+    tokenizer = Tokenizer.load(str(tiny_model))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(1100):
+                stack.enter_context(Path("/dev/null").open("rb"))
+            assert tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    finally:
+        tokenizer.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_a_renderer_whose_process_was_killed_starts_another(tokenizer: Tokenizer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
+import selectors
 import signal
 import subprocess
 import sys
@@ -44,8 +44,7 @@ class LineProcess:
             inbox, outbox = _pipes(self.started())
             _send(inbox, line)
             # An answer is written at once, so the rest of its line follows the first bytes.
-            ready, _, _ = select.select([outbox], [], [], _ANSWER_SECONDS)
-            answer = json.loads(outbox.readline() or "null") if ready else None
+            answer = json.loads(outbox.readline() or "null") if _has_answer(outbox) else None
         except (OSError, ValueError) as error:  # ValueError: closed meanwhile
             self.close()
             raise RequestFailed(f"the process {self._module} cannot be asked: {error}") from error
@@ -96,6 +95,13 @@ def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
     assert process.stdin is not None  # noqa: S101  (made by Popen)
     assert process.stdout is not None  # noqa: S101
     return process.stdin, process.stdout
+
+
+def _has_answer(outbox: IO[str]) -> bool:
+    # Not select(), which takes no descriptor above 1023: a busy server has more connections.
+    with selectors.DefaultSelector() as selector:
+        selector.register(outbox, selectors.EVENT_READ)
+        return bool(selector.select(_ANSWER_SECONDS))
 
 
 def _send(inbox: IO[str], line: str) -> None:

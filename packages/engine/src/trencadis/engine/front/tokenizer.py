@@ -23,6 +23,15 @@ _UNSENDABLE = (ValueError, TypeError, RecursionError)
 """What is raised for messages and arguments that JSON cannot hold."""
 
 
+_OWN_ARGUMENTS = frozenset(
+    {
+        *("chat_template", "conversations", "tools", "return_assistant_tokens_mask"),
+        *("add_generation_prompt", "continue_final_message"),
+    }
+)
+"""Arguments of ``render_jinja_template`` that are no arguments of the template."""
+
+
 def _characters_of_bytes() -> dict[str, int]:
     """The byte that each character of a byte-level vocabulary stands for, as in GPT-2.
 
@@ -165,6 +174,10 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other",
                 "continue_final_message",
             )
+        if taken := sorted(_OWN_ARGUMENTS & (chat_template_kwargs or {}).keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
+            )
         given = (
             [_without_none(message) for message in messages],
             None if tools is None else [dict(tool) for tool in tools],
@@ -174,17 +187,15 @@ class Tokenizer:
             # Random digits, so that no content can have it and no filter of a template changes it.
             separator = f"\ue000{secrets.randbits(64)}\ue001"
             listed, listed_tools, named = self._without_special(given, separator)
-            question = {
+            fixed = {
                 "chat_template": self._tokenizer.get_chat_template(None, listed_tools),
                 "conversations": [listed],
                 "tools": listed_tools,
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
-                **self._tokenizer.special_tokens_map,
-                **named,
             }
             with self._lock:
-                answer = self._renderer.ask(question)
+                answer = self._renderer.ask(self._tokenizer.special_tokens_map | named | fixed)
         except _UNSENDABLE as error:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", "messages"
