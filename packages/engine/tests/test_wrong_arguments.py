@@ -155,7 +155,10 @@ def test_numbers_of_numpy_are_accepted(served: Served) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("priority", "high"), ("prompt_token_ids", (1.5,)), ("params", None), ("params", [])],
+    [
+        *(("priority", "high"), ("prompt_token_ids", (1.5,)), ("params", None), ("params", [])),
+        ("cache_salt", 5),
+    ],
     ids=str,
 )
 def test_a_message_that_the_core_cannot_read_is_answered_and_the_core_serves_on(
