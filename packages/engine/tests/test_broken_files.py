@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from trencadis.engine.devices.program_store import ProgramStore
-from trencadis.engine.errors import ConfigError, ModelError
+from trencadis.engine.errors import ModelError
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.models import gguf
 from trencadis.engine.models.loader import inspect_model, load_model
@@ -144,9 +143,3 @@ class TestConversion:
         (tmp_path / "file").write_text("")
         with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
             gguf.convert_gguf(source, cache=tmp_path / "file" / "cache")
-
-
-def test_a_compile_cache_that_cannot_be_made_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"compile_cache .* cannot be written"):
-        ProgramStore(tmp_path / "file" / "programs")
