@@ -146,7 +146,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"cpu", "cuda", "hpu"},
     ],
     "engine.devices.cpu": [
-        {"native_kernel", "packed_linear"},
+        {"native_kernel", "packed_linear", "threads"},
         {"attention"},
         {"device"},
     ],

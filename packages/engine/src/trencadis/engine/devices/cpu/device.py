@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,11 @@ from torch import fx, nn
 from trencadis.engine.devices.cpu.attention import CPUAttention, decode_kernel_of
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.threads import (
+    AdaptiveThreads,
+    default_num_threads,
+    read_core_times,
+)
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.models.paged_context import Attention
@@ -24,7 +30,11 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 class CPUDevice(Device):
-    """The host's CPU. Memory is the host's, within the limit of its control group."""
+    """The host's CPU. Memory is the host's, within the limit of its control group.
+
+    ``num_threads`` is the number of threads of an operation. None: that of ``OMP_NUM_THREADS``, or
+    without it as many as cores are free (`AdaptiveThreads`).
+    """
 
     name = "cpu"
     torch_device = torch.device("cpu")
@@ -32,7 +42,14 @@ class CPUDevice(Device):
     default_kv_cache_memory = 1 << 30
     shares_host_memory = True
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int | None = None) -> None:
+        if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+            num_threads = default_num_threads()
+            self._threads: AdaptiveThreads | None = AdaptiveThreads(num_threads, read_core_times)
+        else:
+            self._threads = None
+        if num_threads is not None:
+            torch.set_num_threads(num_threads)
         self._programs = InductorPrograms()
         self.attention: Attention = CPUAttention()
 
@@ -50,6 +67,10 @@ class CPUDevice(Device):
 
     def synchronize(self) -> None:
         """Nothing to wait for: CPU operations are complete when they return."""
+
+    def begin_step(self) -> None:
+        if self._threads is not None:
+            self._threads.begin_step()
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host
