@@ -297,6 +297,49 @@ def test_every_block_size_and_dtype_is_right(attention: Attention, block_size: i
 
 
 @formulations
+@pytest.mark.parametrize("position", [5, 390])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_hundreds_do_not_overflow(attention: Attention, sign: int, position: int) -> None:
+    """One position has all the weight, or none has a score near zero."""
+    case = Sequences([400], 2, 2, torch.float32, attention, 16)
+    case.q[0] = 160 * sign * (case.q[0].abs() + 1)
+    case.k[0] = case.k[0].abs()
+    case.k[0][:, position] *= 8
+    case.fill(0, 399)
+    built = decode_input(case, [(0, 399, 1)], DecodeShape(1, case.cache.num_blocks))
+    out = case.attend([(0, 399, 1)], 1, 1, built.unpack().paged)
+    torch.testing.assert_close(out[0, 0], case.expected(0)[-1], atol=1e-5, rtol=1e-3)
+
+
+def test_the_kernel_rounds_to_the_nearest_bf16() -> None:
+    outs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        case = Sequences([60, 9], 6, 2, torch.bfloat16, KernelAttention(), 16)
+        for row, length in enumerate(case.lengths):
+            case.fill(row, length - 1)
+        parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+        wide = Sequences([60, 9], 6, 2, dtype, KernelAttention(), 16)
+        wide.q, wide.k, wide.v = ([x.to(dtype) for x in xs] for xs in (case.q, case.k, case.v))
+        for name in ("key", "value"):
+            getattr(wide.cache, name)(0).copy_(getattr(case.cache, name)(0))
+        built = decode_input(wide, parts, DecodeShape(2, wide.cache.num_blocks))
+        outs.append(wide.attend(parts, 1, 2, built.unpack().paged))
+    assert (outs[0] == outs[1].bfloat16()).float().mean() > 0.99
+
+
+def test_rows_that_own_no_block_are_zero() -> None:
+    case = Sequences([20], 2, 1, torch.float32, KernelAttention())
+    case.fill(0, 19)
+    built = decode_input(case, [(0, 19, 1)], DecodeShape(4, case.cache.num_blocks))
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        out = case.attend([(0, 19, 1)], 1, 4, built.unpack().paged)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not out[0, 1:].any()
+
+
+@formulations
 def test_what_is_not_finite_stays_in_its_own_sequence(attention: Attention) -> None:
     case = Sequences([30, 30], 4, 2, torch.float32, attention)
     case.q[0][:, -1], case.k[0][:, -1], case.v[0][:, -1] = float("nan"), float("inf"), -float("inf")
