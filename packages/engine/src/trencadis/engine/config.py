@@ -541,8 +541,8 @@ class EngineConfig(CapacitySettings):
             env="VLLM_THERMAL_POLICY",
             metavar="NAME",
             group=HEAT,
-            help="what caps the running sequences by heat or power: none, proportional, power, a "
-            "name that a package offers, or module:Class",
+            help="what limits the running sequences, and the prefill of a step, by heat or power: "
+            "none, proportional, power, two_phase, a name that a package offers, or module:Class",
             default="none",
         ),
     )

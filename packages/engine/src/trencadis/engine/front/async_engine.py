@@ -53,6 +53,7 @@ from trencadis.engine.ipc.messages import (
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
+from trencadis.engine.runner.limits import token_budget
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.engine.structured_output import StructuredOutput
 from trencadis.engine.validators import items_of, shown
@@ -425,6 +426,7 @@ class AsyncEngine:
         return EngineStats(
             num_total_blocks=self._ready.num_blocks - 1,
             max_running_seqs=self.config.max_num_seqs,
+            max_prefill_tokens=token_budget(self.config),
             num_core_restarts=self._num_restarts,
         )
 
