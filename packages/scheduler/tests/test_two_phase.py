@@ -91,7 +91,7 @@ def test_a_budget_is_kept_by_prefill_alone_where_that_suffices() -> None:
     device = Device(TwoPhaseThermalPolicy(budget_w=500.0))
     device.serve(120)
     assert set(device.caps) == {SEQUENCES}
-    assert min(device.limits) > 64
+    assert min(device.limits) > 128
     settled = device.powers[-500:]
     assert 440 < sum(settled) / len(settled) < 520
 
@@ -142,19 +142,19 @@ def test_a_cut_leaves_a_quarter_of_the_prefill_limit_at_least() -> None:
     device = Device(TwoPhaseThermalPolicy(budget_w=100.0))
     device.serve(20)
     for before, after in pairwise(device.limits):
-        assert after >= int(max(64, before / MAX_CUT))
+        assert after >= int(max(128, before / MAX_CUT))
 
 
 def test_sequences_return_before_prefill_and_in_the_end_nothing_is_limited() -> None:
     device = Device(TwoPhaseThermalPolicy(budget_w=240.0))
     device.serve(60)
-    assert device.limit == 64
+    assert device.limit == 128
     assert device.cap < SEQUENCES
     num_hot = len(device.limits)
     device.policy.budget_w = 2000.0
     device.serve(300)
     limits, caps = device.limits[num_hot:], device.caps[num_hot:]
-    first_rise = next(i for i, limit in enumerate(limits) if limit > 64)
+    first_rise = next(i for i, limit in enumerate(limits) if limit > 128)
     assert caps[first_rise] == SEQUENCES
     assert (device.policy.get_max_prefill_tokens(device.view), caps[-1]) == (None, SEQUENCES)
 

@@ -580,6 +580,18 @@ class EngineConfig(CapacitySettings):
             "an hour while it compiles or warms up",
         ),
     )
+    hang_restart_timeout: float = attrs.field(
+        default=300.0,
+        validator=number(0, 86_400),
+        metadata=setting(
+            "--hang-restart-timeout",
+            metavar="SECONDS",
+            group=FAULTS,
+            help="seconds without a message of the engine core after which it is killed and "
+            "restarted, as after its death; half an hour while it compiles or warms up; at least "
+            "--hang-timeout; 0: never",
+        ),
+    )
 
     def __attrs_post_init__(self) -> None:
         kinds = map(type, library_settings({}))

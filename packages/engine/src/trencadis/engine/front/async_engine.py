@@ -84,9 +84,10 @@ _MAX_BACKOFF_SECONDS = 30.0
 class AsyncEngine:
     """Serves requests on one event loop. Create it with `start`, end it with `stop`.
 
-    When the core dies, every running request ends with `EngineRestarting`, and the core is started
-    again, ``config.engine_restarts`` times in all; `wait_until_failed` returns after the last.
-    Compiled programs are loaded from ``config.compile_cache``.
+    When the core dies, or is killed because it hangs for ``config.hang_restart_timeout``, every
+    running request ends with `EngineRestarting`, and the core is started again,
+    ``config.engine_restarts`` times in all; `wait_until_failed` returns after the last. Compiled
+    programs are loaded from ``config.compile_cache``.
 
     It belongs to the event loop in which it was started. Calls from another one raise
     `EngineError`, except `stop`.
@@ -394,7 +395,7 @@ class AsyncEngine:
         """Pass each message to the request that it belongs to; returns why there are no more."""
         try:
             while True:
-                message = await self._core.receive()
+                message = await self._core.receive(self._patience_s)
                 self._last_message_s = time.monotonic()
                 self._busy = message.reason if isinstance(message, Busy) else ""
                 if isinstance(message, StepDone):
@@ -420,6 +421,15 @@ class AsyncEngine:
             # The core's messages are not read from here on, so every waiting caller must fail.
             logger.exception("The front cannot read the engine core's messages")
             return f"{type(error).__name__}: {error}"
+
+    @property
+    def _patience_s(self) -> float | None:
+        """Seconds of silence after which the core is killed; None: it never is."""
+        config = self.config
+        if not config.hang_restart_timeout:
+            return None
+        busy_s = _BUSY_SECONDS if self._busy else 0.0
+        return max(config.hang_restart_timeout, config.hang_timeout, busy_s)
 
     def _first_stats(self) -> EngineStats:
         """The stats before the core has sent its own."""

@@ -1,7 +1,8 @@
-"""Estimates what prefill and decode add to the power of all devices, from measurements of both."""
+"""Estimates what prefill costs: its part of the power of all devices, and of the time of a step."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -32,6 +33,18 @@ _TRUSTED_AFTER = 10
 
 _OUTLIER = 6.0
 """An error of more than this many mean errors is an outlier."""
+
+_STEP_FORGETTING_FACTOR = 0.995
+"""Of steps: half of what is known is from the last 140 steps."""
+
+_MIN_STEPS = 20
+"""Steps until one can be told to have waited."""
+
+_LONGEST_STEP = 5.0
+"""A step counts as at most this many times the seconds that were expected."""
+
+_MIN_SPREAD = 0.01
+"""Least relative variance of the prefill tokens from which the seconds of a token are told."""
 
 _MIN_ERROR_W = 5.0
 """The mean error counts as at least this: sensors are noisy."""
@@ -116,3 +129,47 @@ class PhasePowerModel:
 
 def _is_load(value: Any, most: float) -> bool:
     return is_finite(value) and 0 <= value <= most
+
+
+class StepTimeModel:
+    """Fits ``seconds of a step = fixed_s + token_s * prefill tokens`` by least squares.
+
+    Steps are forgotten exponentially. While all have as many prefill tokens, ``token_s`` stays. A
+    step of more than five times the seconds that are expected counts as five times: it has waited.
+    In plain floats, because every step is added.
+    """
+
+    def __init__(self) -> None:
+        self.fixed_s = 0.0
+        self.token_s = 0.0
+        self._weight = self._tokens = self._seconds = self._squares = self._products = 0.0
+
+    def observe(self, prefill_tokens: int, seconds: float) -> None:
+        """Add a step that took ``seconds``, above 0."""
+        expected_s = self.fixed_s + self.token_s * prefill_tokens
+        if self._weight > _MIN_STEPS and expected_s > 0:
+            seconds = min(seconds, _LONGEST_STEP * expected_s)
+        kept = _STEP_FORGETTING_FACTOR
+        self._weight = kept * self._weight + 1
+        self._tokens = kept * self._tokens + prefill_tokens
+        self._seconds = kept * self._seconds + seconds
+        self._squares = kept * self._squares + prefill_tokens * prefill_tokens
+        self._products = kept * self._products + prefill_tokens * seconds
+        mean_tokens, mean_s = self._tokens / self._weight, self._seconds / self._weight
+        variance = self._squares / self._weight - mean_tokens**2
+        if variance > _MIN_SPREAD * (mean_tokens**2 + 1):
+            slope_s = (self._products / self._weight - mean_tokens * mean_s) / variance
+            self.token_s = max(0.0, slope_s)
+        if mean_tokens:
+            self.token_s = min(self.token_s, mean_s / mean_tokens)
+        self.fixed_s = max(0.0, mean_s - self.token_s * mean_tokens)
+
+    def tokens_of_rate(self, prefill_tokens_per_s: float) -> float:
+        """The prefill tokens of a step with which steps in a row reach this rate; may be infinite.
+
+        The rate of steps of ``n`` tokens is ``n / (fixed_s + token_s * n)``.
+        """
+        if prefill_tokens_per_s <= 0:
+            return 0.0
+        share = 1 - prefill_tokens_per_s * self.token_s
+        return prefill_tokens_per_s * self.fixed_s / share if share > 0 else math.inf

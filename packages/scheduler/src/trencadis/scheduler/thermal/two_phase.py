@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import attrs
 
 from trencadis.scheduler.group import SequenceGroup
-from trencadis.scheduler.thermal.phase_power import PhasePowerModel
+from trencadis.scheduler.thermal.phase_power import PhasePowerModel, StepTimeModel
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C, PROPORTIONAL_BAND_C
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
@@ -26,10 +26,16 @@ _MAX_RISE = 2.0
 """A rise at most doubles a limit."""
 
 _RAISE_SHARE = 0.5
-"""A rise uses this share of the slack: the device takes longer than the dwell time to warm up."""
+"""More sequences use this share of the slack: to preempt them again would cost copies."""
 
 _DEADBAND = 0.03
-"""An excess or slack of less than this share of the highest power changes nothing."""
+"""An excess or slack of less than this share of the highest power changes no sequences."""
+
+_MIN_PREFILL_J, _MIN_SEQUENCE_W = 1e-6, 0.05
+"""The estimates count as at least this, so that what costs nothing is not cut without end."""
+
+_MIN_CHANGE = 0.2
+"""A prefill limit changes by at least this share of itself."""
 
 
 @attrs.frozen
@@ -57,8 +63,8 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
 
     The order of cuts, one in each window:
 
-    1. the prefill limit falls, by what the estimate says, to a quarter at most, and in all to
-       ``min_prefill_tokens``;
+    1. the prefill limit falls to the number of tokens with which steps in a row would draw what is
+       allowed (`StepTimeModel`), to a quarter at most, and in all to ``min_prefill_tokens``;
     2. no new sequence starts: the cap is what runs now, and follows while sequences finish;
     3. after ``dwell_s`` of that, sequences are preempted, at most a quarter of them in a window.
 
@@ -67,8 +73,8 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     the prompts that have started. Longer steps are shortened by fewer prefill tokens, whatever
     waits.
 
-    The way back is the reverse: sequences first, then prefill. A rise uses half of the slack,
-    at most doubles a limit, and comes ``dwell_s`` after the last change. A cut after a rise waits
+    The way back is the reverse: sequences first, for half of the slack, then prefill. A rise at
+    most doubles a limit, and comes ``dwell_s`` after the last change. A cut after a rise waits
     as long. So the limits reverse their direction at most once in ``dwell_s``. Neither is ever
     below 1, and an admitted prompt always finishes.
 
@@ -108,9 +114,12 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         },
     )
     min_prefill_tokens: int = attrs.field(
-        default=64,
+        default=128,
         validator=integer(1),
-        metadata={"help": "Minimum of the prefill limit, in tokens of a step."},
+        metadata={
+            "help": "Minimum of the prefill limit, in tokens of a step; other limits are multiples "
+            "of it, as sizes of prompt buckets are."
+        },
     )
     min_seqs: int = attrs.field(
         default=1,
@@ -123,6 +132,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _model: PhasePowerModel = attrs.field(init=False, factory=PhasePowerModel)
+    _step_time: StepTimeModel = attrs.field(init=False, factory=StepTimeModel)
     _temp_c: float | None = attrs.field(init=False, default=None)
     _reading_w: float | None = attrs.field(init=False, default=None)
     _measured_w: float | None = attrs.field(init=False, default=None)
@@ -139,6 +149,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     # The window of the load.
     _since_s: float | None = attrs.field(init=False, default=None)
     _last_s: float = attrs.field(init=False, default=0.0)
+    _last_tokens: int = attrs.field(init=False, default=0)
     _tokens_before: int = attrs.field(init=False, default=0)
     _num_steps: int = attrs.field(init=False, default=0)
     _sequence_seconds: float = attrs.field(init=False, default=0.0)
@@ -180,9 +191,11 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
             return None
         elapsed_s = now_s - self._last_s
         if elapsed_s > 0:  # an order asks a second time in the same step
+            tokens = scheduler.num_prefill_tokens
+            self._step_time.observe(max(0, tokens - self._last_tokens), elapsed_s)
             self._num_steps += 1
             self._sequence_seconds += elapsed_s * scheduler.num_running_seqs
-            self._last_s = now_s
+            self._last_s, self._last_tokens = now_s, tokens
         seconds = now_s - self._since_s
         if seconds < WINDOW_S:
             return None
@@ -196,23 +209,27 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
 
     def _begin_window(self, scheduler: SchedulerView) -> None:
         self._since_s = self._last_s = scheduler.now_s
-        self._tokens_before = scheduler.num_prefill_tokens
+        self._tokens_before = self._last_tokens = scheduler.num_prefill_tokens
         self._num_steps = 0
         self._sequence_seconds = 0.0
 
     def _decide(self, load: _Load, scheduler: SchedulerView) -> None:
         watts = self._believed_watts(load)
         self._highest_w = max(self._highest_w, watts)
-        excess_w = watts - self._allowed_w()
-        deadband_w = _DEADBAND * self._highest_w
+        allowed_w = self._allowed_w()
         has_dwelled = scheduler.now_s - self._changed_at_s >= self.dwell_s
+        may_cut = has_dwelled or not self._last_was_rise
+        if may_cut and self._cuts_prefill(allowed_w, load, scheduler):
+            return
+        excess_w = watts - allowed_w
+        deadband_w = _DEADBAND * self._highest_w
         if excess_w > deadband_w:
-            if has_dwelled or not self._last_was_rise:
-                self._cut(excess_w, load, scheduler)
-        else:
-            self._held_at_s = None
-            if excess_w < -deadband_w and has_dwelled:
-                self._raise(-_RAISE_SHARE * excess_w, load, scheduler)
+            if may_cut:
+                self._cut_sequences(excess_w, scheduler)
+            return
+        self._held_at_s = None
+        if has_dwelled and excess_w < 0:
+            self._raise(-_RAISE_SHARE * excess_w, allowed_w, load, scheduler)
 
     def _believed_watts(self, load: _Load) -> float:
         """The power of the window: measured, if the reading is new, otherwise estimated."""
@@ -233,21 +250,29 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         share = (self._temp_c - self.target_temp_c) / PROPORTIONAL_BAND_C
         return min(allowed_w, self._highest_w - share * (self._highest_w - base_w))
 
-    def _cut(self, excess_w: float, load: _Load, scheduler: SchedulerView) -> None:
-        """Lower the first limit of the order that is not at its minimum and not guarded."""
+    def _affordable_prefill(self, allowed_w: float, load: _Load) -> float:
+        """The most prefill tokens of a step, if every step has as many, under ``allowed_w``."""
+        if allowed_w == math.inf:
+            return math.inf
+        left_w = allowed_w - self._model.predict(0.0, load.num_running)
+        return self._step_time.tokens_of_rate(left_w / max(self._model.prefill_j, _MIN_PREFILL_J))
+
+    def _cuts_prefill(self, allowed_w: float, load: _Load, scheduler: SchedulerView) -> bool:
+        """Lower the prefill limit to what is affordable; False if it is not to be lowered."""
         most = scheduler.scheduler_config.max_num_batched_tokens
         limit = most if self._prefill_limit is None else self._prefill_limit
+        lowest = min(self.min_prefill_tokens, limit)
+        affordable = min(limit, self._affordable_prefill(allowed_w, load))
+        target = max(lowest, self._rounded(max(affordable, limit / MAX_CUT)))
         is_guarded = load.step_s < self.max_itl_s and scheduler.longest_wait_s > self.max_ttft_s
-        if limit > self.min_prefill_tokens and not is_guarded:
-            self._cut_prefill(excess_w, load, limit, scheduler.now_s)
-        else:
-            self._cut_sequences(excess_w, scheduler)
+        if is_guarded or limit == lowest or target > max(lowest, (1 - _MIN_CHANGE) * limit):
+            return False
+        self._change(target, self._cap, scheduler.now_s, is_rise=False)
+        return True
 
-    def _cut_prefill(self, excess_w: float, load: _Load, limit: int, now_s: float) -> None:
-        used = min(limit, load.prefill_tokens_per_s * load.step_s)
-        left = used - excess_w * load.step_s / max(self._model.prefill_j, 1e-9)
-        target = max(self.min_prefill_tokens, limit / MAX_CUT, min(left, limit - 1))
-        self._change(int(target), self._cap, now_s, is_rise=False)
+    def _rounded(self, num_tokens: float) -> int:
+        """The next lower multiple of ``min_prefill_tokens``."""
+        return int(num_tokens) // self.min_prefill_tokens * self.min_prefill_tokens
 
     def _cut_sequences(self, excess_w: float, scheduler: SchedulerView) -> None:
         now_s, num_running = scheduler.now_s, scheduler.num_running_seqs
@@ -257,31 +282,32 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         if self._held_at_s is None:
             self._held_at_s = now_s
         elif now_s - self._held_at_s >= self.dwell_s:
-            num_excess = math.ceil(min(excess_w / max(self._model.sequence_w, 1e-9), num_running))
+            num_excess = math.ceil(
+                min(excess_w / max(self._model.sequence_w, _MIN_SEQUENCE_W), num_running)
+            )
             target = min(cap, num_running - min(num_excess, math.ceil(num_running / MAX_CUT)))
         target = max(min(self.min_seqs, most), target)
         if target < cap:
             self._change(self._prefill_limit, target, now_s, is_rise=False)
 
-    def _raise(self, slack_w: float, load: _Load, scheduler: SchedulerView) -> None:
+    def _raise(
+        self, slack_w: float, allowed_w: float, load: _Load, scheduler: SchedulerView
+    ) -> None:
         """Raise the cap; where that limits nothing, the prefill limit."""
         config, now_s = scheduler.scheduler_config, scheduler.now_s
         if self._cap is not None:
-            affordable = min(slack_w / max(self._model.sequence_w, 1e-9), self._cap)
-            cap = self._cap + max(1, int(affordable * (_MAX_RISE - 1)))
-            self._change(
-                self._prefill_limit,
-                cap if cap < config.max_num_seqs else None,
-                now_s,
-                is_rise=True,
-            )
+            num_more = int(min(slack_w / max(self._model.sequence_w, _MIN_SEQUENCE_W), self._cap))
+            cap = self._cap + max(1, num_more)
+            new_cap = cap if cap < config.max_num_seqs else None
+            self._change(self._prefill_limit, new_cap, now_s, is_rise=True)
         elif self._prefill_limit is not None:
             limit = self._prefill_limit
-            more = min(slack_w / max(self._model.prefill_j, 1e-9), config.max_num_batched_tokens)
-            target = (load.prefill_tokens_per_s + more) * load.step_s
-            target = max(limit + 1, min(target, limit * _MAX_RISE))
-            is_limit = target < config.max_num_batched_tokens
-            self._change(int(target) if is_limit else None, None, now_s, is_rise=True)
+            affordable = min(self._affordable_prefill(allowed_w, load), _MAX_RISE * limit)
+            if affordable >= config.max_num_batched_tokens:
+                self._change(None, None, now_s, is_rise=True)
+            elif affordable > (1 + _MIN_CHANGE) * limit:
+                target = max(self._rounded(affordable), limit + self.min_prefill_tokens)
+                self._change(target, None, now_s, is_rise=True)
 
     def _change(
         self, prefill_limit: int | None, cap: int | None, now_s: float, *, is_rise: bool
