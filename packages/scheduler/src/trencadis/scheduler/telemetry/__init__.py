@@ -14,7 +14,6 @@ from trencadis.scheduler.telemetry.temperature_state import (
     DeviceState,
     Health,
     TemperatureState,
-    hottest_of_group,
 )
 
 __all__ = [
@@ -30,6 +29,5 @@ __all__ = [
     "TemperatureReader",
     "TemperatureSource",
     "TemperatureState",
-    "hottest_of_group",
     "open_source",
 ]
