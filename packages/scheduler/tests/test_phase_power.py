@@ -14,6 +14,7 @@ from trencadis.scheduler.thermal.phase_power import (
     PRIOR_BASE_W,
     PRIOR_PREFILL_J,
     PRIOR_SEQUENCE_W,
+    StepTimeModel,
 )
 
 Costs = tuple[float, float, float]
@@ -136,3 +137,57 @@ def test_an_outlier_is_believed_in_part_and_a_lasting_change_in_full() -> None:
     assert believed[0] is not None
     assert believed[0] < expected + 100
     assert believed[-1] == pytest.approx(5_000.0, rel=0.05)
+
+
+def step_times(fixed_s: float, token_s: float, tokens: list[int]) -> StepTimeModel:
+    model = StepTimeModel()
+    for count in tokens:
+        model.observe(count, fixed_s + token_s * count)
+    return model
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    fixed_s=st.floats(0.001, 0.5), token_s=st.floats(1e-6, 1e-3), tokens=st.sampled_from([64, 512])
+)
+def test_the_time_of_a_step_and_of_a_prompt_token_are_recovered(
+    fixed_s: float, token_s: float, tokens: int
+) -> None:
+    model = step_times(fixed_s, token_s, [0, tokens, 2 * tokens, 0] * 20)
+    assert model.fixed_s == pytest.approx(fixed_s, rel=0.02)
+    assert model.token_s == pytest.approx(token_s, rel=0.02)
+    rate = tokens / (fixed_s + token_s * tokens)
+    assert model.tokens_of_rate(rate) == pytest.approx(tokens, rel=0.1)
+    assert model.tokens_of_rate(1.1 / token_s) == math.inf
+    assert model.tokens_of_rate(0.0) == model.tokens_of_rate(-1.0) == 0.0
+
+
+def test_steps_of_equal_size_unlearn_nothing() -> None:
+    model = step_times(0.02, 1e-4, [0, 512] * 50)
+    rng = random.Random(4)
+    for _ in range(5000):
+        model.observe(128, rng.gauss(0.02 + 0.0128, 1e-4))
+    assert model.token_s == pytest.approx(1e-4, rel=0.1)
+    assert model.fixed_s == pytest.approx(0.02, rel=0.1)
+
+
+def test_an_idle_minute_is_not_taken_for_a_long_step() -> None:
+    model = step_times(0.02, 1e-4, [0, 512] * 50)
+    model.observe(0, 60.0)
+    assert model.fixed_s < 0.03
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 10**6), st.floats(1e-9, 1e9)), max_size=50),
+    st.floats(-1e9, 1e9),
+)
+def test_whatever_steps_take_the_affordable_tokens_are_no_less_than_none(
+    steps: list[tuple[int, float]], rate: float
+) -> None:
+    model = StepTimeModel()
+    for tokens, seconds in steps:
+        model.observe(tokens, seconds)
+    assert 0 <= model.tokens_of_rate(rate) <= math.inf
+    assert 0 <= model.fixed_s < math.inf
+    assert 0 <= model.token_s < math.inf

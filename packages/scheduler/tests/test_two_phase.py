@@ -288,3 +288,40 @@ def test_whatever_is_read_limits_stay_in_bounds_and_reverse_once_per_dwell_time(
     for values in (caps, limits):
         times = reversals(at_s, values)
         assert all(b - a >= DWELL_S for a, b in pairwise(times))
+
+
+def test_a_budget_is_kept_although_the_device_is_cool() -> None:
+    device = Device(TwoPhaseThermalPolicy(budget_w=500.0), temperature=lambda _: 50.0)
+    device.serve(60)
+    assert min(device.limits) < BUDGET
+    assert sum(device.powers[-500:]) / 500 < 520
+
+
+def test_a_hold_that_ended_does_not_shorten_the_next() -> None:
+    policy = TwoPhaseThermalPolicy(budget_w=400.0, min_prefill_tokens=2048, dwell_s=DWELL_S)
+    view, caps = View(num_running_seqs=40), []
+    for second in range(60):
+        view.now_s = float(second)
+        is_hot = second < 3 or second >= 40
+        policy.on_power_reading((500.0 if is_hot else 395.0) + second / 100)
+        caps.append(policy.get_max_running_seqs(view))
+    assert min(caps[:40]) == 40
+    assert min(caps[40:46]) == 40
+    assert caps[-1] < 40
+
+
+def test_an_order_that_asks_twice_in_a_step_changes_nothing() -> None:
+    def limits(num_asked: int) -> list[int | None]:
+        policy, view = TwoPhaseThermalPolicy(budget_w=500.0), View()
+        found = []
+        for step in range(300):
+            view.now_s += 0.05
+            view.num_prefill_tokens += 600 * (step % 2)
+            policy.on_power_reading(600.0 + step % 7)
+            for _ in range(num_asked):
+                policy.get_max_running_seqs(view)
+            found.append(policy.get_max_prefill_tokens(view))
+        return found
+
+    assert limits(1) == limits(4)
+    assert limits(1)[-1] is not None

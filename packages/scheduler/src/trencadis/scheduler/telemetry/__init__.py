@@ -7,6 +7,7 @@ is imported only when a source that needs it is opened.
 
 from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.errors import MissingExtra, SensorError, TelemetryError
+from trencadis.scheduler.telemetry.hlml import HlmlSource
 from trencadis.scheduler.telemetry.reader import TemperatureReader
 from trencadis.scheduler.telemetry.registry import SOURCES, open_source
 from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource
@@ -20,6 +21,7 @@ __all__ = [
     "SOURCES",
     "DeviceState",
     "Health",
+    "HlmlSource",
     "MissingExtra",
     "ReaderConfig",
     "Reading",

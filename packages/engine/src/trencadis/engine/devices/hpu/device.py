@@ -25,7 +25,7 @@ from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.paged_context import Attention
 from trencadis.scheduler import SchedulerError
-from trencadis.scheduler.telemetry.hlml import HlmlSource
+from trencadis.scheduler.telemetry import HlmlSource
 
 logger = logging.getLogger("trencadis.engine")
 
