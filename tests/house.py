@@ -121,8 +121,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "scheduler.thermal": [
         {"heat_model", "policy", "readings", "victims"},
-        {"power_model", "proportional"},
-        {"guard", "no_policy", "power_budget", "registry"},
+        {"phase_power", "power_model", "proportional"},
+        {"guard", "no_policy", "power_budget", "registry", "two_phase"},
     ],
     "engine": [
         {"errors", "outputs"},
