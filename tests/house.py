@@ -121,8 +121,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "scheduler.thermal": [
         {"heat_model", "policy", "readings", "victims"},
-        {"power_model", "proportional"},
-        {"guard", "no_policy", "power_budget", "registry"},
+        {"phase_power", "power_model", "proportional"},
+        {"guard", "no_policy", "power_budget", "registry", "two_phase"},
     ],
     "engine": [
         {"errors", "outputs"},
@@ -141,9 +141,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"core_process"},
     ],
     "engine.devices": [
-        {"device", "packed_linear", "program_store"},
+        {"device", "program_store"},
         {"inductor", "recorded"},
         {"cpu", "cuda", "hpu"},
+    ],
+    "engine.devices.cpu": [
+        {"native_kernel", "packed_linear", "threads"},
+        {"attention"},
+        {"device"},
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
@@ -169,7 +174,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.models": [
         {"broken_files", "paged_context"},
         {"gguf"},
-        {"block_attention", "checkpoint", "decoder_layers", "default_model"},
+        {"attention_operator", "block_attention", "checkpoint", "default_model"},
+        {"decoder_layers"},
         {"attention", "compiled_forward"},
         {"loader"},
     ],

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import attrs
 import psutil
 import pytest
 
@@ -282,6 +283,42 @@ def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> No
             await until(lambda: engine.silence_s < 1.0)
             await engine.check_health()
             assert len(await collect(engine, [1, 2], max_tokens=3, ignore_eos=True)) == 3
+
+    limited(body)
+
+
+def test_a_core_that_hangs_for_long_is_killed_and_restarted(tiny_model: Path) -> None:
+    async def body() -> None:
+        timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 3.0}
+        async with running(tiny_model, engine_restarts=1, **timeouts) as engine:
+            calm = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
+            core = children()[0]
+            task = asyncio.create_task(collect(engine, [1, 2], max_tokens=120, ignore_eos=True))
+            await until(lambda: engine.stats.num_running_seqs > 0)
+            core.suspend()
+            with pytest.raises(EngineRestarting, match="hangs: no message for 3 s: this request"):
+                await task
+            await until(lambda: engine.is_alive)
+            assert not core.is_running()
+            assert engine.stats.num_core_restarts == 1
+            again = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
+            assert [delta.text for delta in again] == [delta.text for delta in calm]
+
+    limited(body)
+
+
+def test_a_core_that_compiles_or_may_hang_is_not_killed(tiny_model: Path) -> None:
+    async def body() -> None:
+        timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 5.0}
+        async with running(tiny_model, **timeouts) as engine:
+            assert engine._patience_s == 5.0
+            engine._busy = "the engine core compiles a shape"
+            assert engine._patience_s == 1800.0
+            engine._busy = ""
+            engine.config = attrs.evolve(engine.config, hang_restart_timeout=1.0)
+            assert engine._patience_s == 2.0, "it counts as hung before it is killed"
+            engine.config = attrs.evolve(engine.config, hang_restart_timeout=0)
+            assert engine._patience_s is None
 
     limited(body)
 

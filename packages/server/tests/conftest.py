@@ -107,6 +107,7 @@ class StandInEngine:
             num_running_reqs=len(self.running),
             num_running_seqs=8,
             max_running_seqs=32,
+            max_prefill_tokens=512,
             num_waiting_reqs=2,
             num_swapped_reqs=6,
             num_preempted_reqs=9,
@@ -184,6 +185,7 @@ class StandInEngine:
             evicted_request_ids=("cmpl-1-0",),
             estimated_watts_saved=6.4,
             new_max_num_seqs=order.max_num_seqs or 32,
+            new_max_prefill_tokens=order.max_prefill_tokens or 512,
         )
 
     async def _answers(

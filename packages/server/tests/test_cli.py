@@ -52,6 +52,7 @@ ENGINE = {
     "fp32_softmax": ("true", True),
     "engine_restarts": ("1", 1),
     "hang_timeout": ("9", 9.0),
+    "hang_restart_timeout": ("90", 90.0),
     "scheduling_policy": ("priority", "priority"),
     "swap_space": ("1.5", 1.5),
     "swap_bandwidth": ("8", 8.0),

@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import os
+import re
 import shutil
 import signal
 import socket
+import ssl
 from typing import ClassVar
 
 import httpx
@@ -18,6 +21,7 @@ from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
 from trencadis.server.http.connections import (
     MAX_CONNECTIONS,
+    LoggedHandshake,
     default_connection_limit,
     quiet_accept_errors,
 )
@@ -328,6 +332,50 @@ async def test_the_admin_api_has_a_port_of_its_own(starting):
         ("there", "/v1/admin/state"): 200,
         ("there", "/health"): 200,
     }
+
+
+async def test_a_right_key_without_a_client_certificate_is_refused_and_logged(
+    starting, engine, tmp_path, caplog
+):
+    trustme = pytest.importorskip("trustme")
+    authority, stranger = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
+        tmp_path / "server.pem"
+    )
+    for name, signer in (("operator", authority), ("stranger", stranger)):
+        certificate = signer.issue_cert(f"{name}@example.org").private_key_and_cert_chain_pem
+        certificate.write_to_path(tmp_path / f"{name}.pem")
+    run = Run(
+        admin_keys=["boss"],
+        ssl_certfile=str(tmp_path / "server.pem"),
+        ssl_ca_certs=str(tmp_path / "authority.pem"),
+        ssl_cert_reqs=2,
+    )
+    url = await run.url()
+
+    async def call(certificate):
+        context = ssl.create_default_context(cafile=tmp_path / "authority.pem")
+        if certificate is not None:
+            context.load_cert_chain(tmp_path / certificate)
+        async with httpx.AsyncClient(base_url=url, verify=context) as client:
+            headers = {"Authorization": "Bearer boss"}
+            return await client.post("/v1/admin/batch", json={"max_num_seqs": 3}, headers=headers)
+
+    caplog.set_level("INFO")
+    for certificate, reason in ((None, "did not return a certificate"), ("stranger.pem", "verify")):
+        LoggedHandshake._last_logged_s = -math.inf
+        with pytest.raises(httpx.TransportError):
+            await call(certificate)
+        lines = [record.message for record in caplog.records if "TLS client" in record.message]
+        assert len(lines) == 1
+        assert re.search(reason, lines[0])
+        caplog.clear()
+    assert engine.orders == []
+    assert (await call("operator.pem")).status_code == 200
+    assert len(engine.orders) == 1
+    assert not [record for record in caplog.records if "TLS client" in record.message]
+    await run.end()
 
 
 async def test_an_engine_that_fails_for_good_ends_the_server_with_its_reason(starting, engine):

@@ -74,6 +74,7 @@ ENGINE_VALUES = {
     "trencadis:num_requests_preempted": 9,
     "trencadis:running_seqs": 8,
     "trencadis:max_running_seqs": 32,
+    "trencadis:prefill_token_limit": 512,
     "vllm:kv_cache_usage_perc": 0.25,
     "vllm:gpu_cache_usage_perc": 0.25,
     "trencadis:kv_blocks_used": 5,

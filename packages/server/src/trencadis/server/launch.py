@@ -25,6 +25,7 @@ from trencadis.server.app import create_app
 from trencadis.server.http.connections import (
     ConnectionLimits,
     LimitedProtocol,
+    LoggedHandshake,
     default_connection_limit,
     quiet_accept_errors,
     raise_descriptor_limit,
@@ -193,6 +194,8 @@ class _Server(uvicorn.Server):
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl is not None:
+            self.config.ssl.sslobject_class = LoggedHandshake
         try:
             await super().startup(sockets)
         except OSError as error:  # another program took the port while the model was loading

@@ -70,6 +70,7 @@ class EngineCore:
             config.device if device is None else device,
             Path(config.compile_cache) if config.compile_cache else None,
             fp32_softmax=config.fp32_softmax,
+            cpu_threads=config.cpu_threads,
         )
         self.config = config = config.for_device(self.device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
@@ -87,6 +88,7 @@ class EngineCore:
         self._swapped_bytes = {Direction.OUT: 0, Direction.IN: 0}
         self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
+        self._prefill_limit = self.worker.limits.max_num_batched_tokens
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.worker.limits.num_blocks,
@@ -148,6 +150,7 @@ class EngineCore:
             num_running_reqs=requests[SequenceStatus.RUNNING],
             num_running_seqs=self.scheduler.num_running_seqs,
             max_running_seqs=self._running_limit,
+            max_prefill_tokens=self._prefill_limit,
             num_waiting_reqs=requests[SequenceStatus.WAITING],
             num_swapped_reqs=requests[SequenceStatus.SWAPPED],
             num_preempted_reqs=requests[SequenceStatus.PREEMPTED],
@@ -294,6 +297,7 @@ class EngineCore:
         for chunk in output.prompts:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
+        self._prefill_limit = output.max_prefill_tokens
         return self.requests.report(updates, sampled)
 
     def _count_swaps(self, moves: CopyPlan, swap_s: Mapping[Direction, float]) -> None:
