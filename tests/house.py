@@ -126,7 +126,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine": [
         {"errors", "outputs"},
-        {"models", "validators"},
+        {"line_process", "models", "validators"},
         {"structured_output"},
         {"devices", "sampling_params", "settings"},
         {"config", "grammars", "ipc"},
@@ -161,7 +161,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"compiler"},
     ],
     "engine.front": [
-        {"core_client", "interrupts", "tokenizer"},
+        {"core_client", "interrupts", "template_process"},
+        {"tokenizer"},
         {"detokenizer"},
         {"request_stream"},
         {"async_engine", "llm"},
@@ -171,7 +172,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"channel"},
     ],
     "engine.models": [
-        {"gguf", "paged_context"},
+        {"broken_files", "paged_context"},
+        {"gguf"},
         {"attention_operator", "block_attention", "checkpoint", "default_model"},
         {"decoder_layers"},
         {"attention", "compiled_forward"},
@@ -219,6 +221,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {
             "attrs_fields",
             "chat_messages",
+            "error_responses",
             "logprobs",
             "structured_output",
             "unsupported_fields",
@@ -231,14 +234,15 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.http": [
         {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
-        {"admin_calls", "event_stream"},
+        {"admin_calls", "allowed_hosts", "event_stream"},
+        {"cancelled_requests"},
     ],
     "server.metrics": [
         {"metric_tables"},
         {"serving_metrics"},
     ],
     "server.routes": [
-        {"context"},
+        {"context", "docs"},
         {"admin", "generation_response", "health", "models"},
         {"chat", "completions"},
     ],

@@ -57,6 +57,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        return bytes([token_id]) if token_id != BOS else b""
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
@@ -90,6 +93,7 @@ class StandInEngine:
         self.hangs = False
         self.running: set[str] = set()
         self.requests: list[tuple[list[int], SamplingParams, str | None, int]] = []
+        self.salts: list[str | None] = []
         self.aborted: list[str] = []
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
@@ -149,6 +153,7 @@ class StandInEngine:
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         await self.check_health()
         if self.overloaded:
@@ -157,6 +162,7 @@ class StandInEngine:
             raise self.fails_with
         key = request_id or f"request-{len(self.requests)}"
         self.requests.append((list(prompt_token_ids), params, request_id, priority))
+        self.salts.append(cache_salt)
         self.running.add(key)
         finished = False
         try:

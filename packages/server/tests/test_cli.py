@@ -65,6 +65,7 @@ ENGINE = {
 SERVER = {
     "host": ("::1", "::1"),
     "port": ("9", 9),
+    "allowed_hosts": ("a", ("a",)),
     "api_keys": ("a", ("a",)),
     "admin_keys": ("d", ("d",)),
     "admin_rate_limit": ("3", 3.0),
@@ -81,6 +82,7 @@ WITH_OTHERS = {
     "enable_admin_api": (("--admin-api-key", "d"), (), True),
     "admin_host": (("--admin-port", "9"), ("::1",), "::1"),
     "ssl_keyfile": (("--ssl-certfile", "c.pem"), ("k.pem",), "k.pem"),
+    "prefix_cache_per_key": (("--api-key", "a"), (), True),
     "ssl_ca_certs": (("--ssl-certfile", "c.pem"), ("a.pem",), "a.pem"),
     "ssl_cert_reqs": (("--ssl-certfile", "c.pem", "--ssl-ca-certs", "a.pem"), ("2",), 2),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import math
 import os
 import re
@@ -162,20 +163,45 @@ async def test_a_running_request_is_finished_first(starting, engine):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-async def test_a_request_that_does_not_finish_is_given_up(starting, engine, signals):
-    engine.delay = 1.0  # seconds per token
-    run = Run(shutdown_timeout=1 if signals == 1 else 60)
-    async with httpx.AsyncClient(base_url=await run.url()) as client:
-        body = {"prompt": "x" * 100, "max_tokens": 100}
-        request = asyncio.create_task(client.post("/v1/completions", json=body))
+async def test_requests_that_are_left_when_the_server_stops_end_with_an_error(
+    starting, engine, signals
+):
+    engine.delay = 0.4  # seconds per token
+    run = Run(shutdown_timeout=1 if signals == 1 else 60, admin_keys=["boss"])
+    url = await run.url()
+    body = {"prompt": "x" * 100, "max_tokens": 100}
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        whole = client.post("/v1/completions", json=body)
+        stream = client.post("/v1/completions", json=body | {"stream": True})
+        drain = client.post(
+            "/v1/admin/drain", json={"wait_s": 60}, headers={"Authorization": "Bearer boss"}
+        )
+        requests = [asyncio.create_task(each) for each in (whole, stream)]
+        reader, writer = await connection(url)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+        await asyncio.sleep(0.6)
+        requests.append(asyncio.create_task(drain))
         await asyncio.sleep(0.2)
         for _ in range(signals - 1):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
         await run.end()
-        request.cancel()
-        (answer,) = await asyncio.gather(request, return_exceptions=True)
-        assert isinstance(answer, BaseException), "the server did not wait for all 100 seconds"
+        whole, stream, drain = await asyncio.gather(*requests)
+    half_sent = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert half_sent.startswith(b"HTTP/1.1 503")
+    assert b"server_stopping" in half_sent
+    for answer in (whole, drain):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_stopping"
+        assert answer.headers["retry-after"] == "1"
+    *_, error, done, end = stream.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert (done, end) == ("data: [DONE]", "")
+    assert not engine.running
     assert starting.events[-1] == "stop"
 
 

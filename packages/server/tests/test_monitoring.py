@@ -250,3 +250,11 @@ async def test_the_api_describes_itself(client):
     paths = (await client.get("/openapi.json")).json()["paths"]
     assert "/v1/chat/completions" in paths
     assert "/v1/completions" in paths
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live"])
+async def test_probes_may_ask_without_a_body(client, engine, path):
+    response = await client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+    engine.is_alive = False
+    assert (await client.head(path)).status_code == 503

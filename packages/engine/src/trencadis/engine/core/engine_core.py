@@ -183,16 +183,18 @@ class EngineCore:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Add a request under ``key`` to the waiting queue.
 
+        It shares cached prefixes only with requests of the same ``cache_salt``.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
         compiled beside the steps; if that fails, `take_failures` has the refusal.
         """
-        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority)
+        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority, cache_salt)
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        self.requests.add(key, prompt_token_ids, params, priority, limit)
+        self.requests.add(key, prompt_token_ids, params, priority, cache_salt, limit)
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""

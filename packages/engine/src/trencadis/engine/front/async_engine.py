@@ -146,10 +146,12 @@ class AsyncEngine:
         except BaseException:
             await core.end()
             raise
+        tokenizer.start_renderer()
         return cls(config, tokenizer, core, ready, log)
 
     async def stop(self) -> None:
         """End the core. Requests that still run end with `EngineDead`."""
+        self.tokenizer.close()
         if self._loop is not asyncio.get_running_loop():
             await self._core.end()  # the channel belongs to the other loop, which may be closed
             return
@@ -234,11 +236,15 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the new text and tokens of each sample, until the last sample ends.
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
-        Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
+        Only requests of the same ``cache_salt`` share cached prefixes, so that the time of a prompt
+        tells nothing of the prompts of others. Closing the generator aborts the request.
+
+        Raises `InvalidRequest` (naming the field),
         `EngineOverloaded`, `BucketMiss` where the engine refuses to compile a shape for it,
         `RequestFailed` where an internal error ends this request alone, or an error of
         `check_health`.
@@ -246,7 +252,7 @@ class AsyncEngine:
         await self.check_health()
         number = next(self._numbers)
         name = request_id if request_id is not None else f"request-{number}"
-        prompt = check_arguments(name, prompt_token_ids, params, priority)
+        prompt = check_arguments(name, prompt_token_ids, params, priority, cache_salt)
         if params.structured_output is not None:
             await self._check_grammar(params.structured_output)
             await self.check_health()  # a check takes up to seconds
@@ -256,7 +262,7 @@ class AsyncEngine:
         stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
         self._requests[key] = _Request(stream, queue)
         try:
-            await self._core.send(Add(key, prompt, params, priority))
+            await self._core.send(Add(key, prompt, params, priority, cache_salt))
             unfinished = params.n
             while unfinished:
                 delta = await queue.get()
