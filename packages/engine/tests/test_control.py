@@ -138,6 +138,12 @@ async def orders_are_carried_out_while_requests_run(engine: AsyncEngine) -> None
     assert await task == calm
     assert engine.stats.num_preemptions >= 1
     assert engine.stats.max_running_seqs == 4
+    before = engine.stats.max_prefill_tokens
+    assert (await engine.control(BatchControl(max_prefill_tokens=2))).new_max_prefill_tokens == 2
+    assert await generate(engine, "slow") == calm
+    assert engine.stats.max_prefill_tokens == 2
+    ended = await engine.control(BatchControl(max_prefill_tokens=before))
+    assert ended.new_max_prefill_tokens == before > 2
 
 
 async def requests_are_swapped_by_their_ids(engine: AsyncEngine) -> None:
