@@ -64,6 +64,9 @@ SERVER = {
     "host": ("::1", "::1"),
     "port": ("9", 9),
     "api_keys": ("a", ("a",)),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("qwen3", "qwen3"),
+    "enable_auto_tool_choice": (None, True),
     "admin_keys": ("d", ("d",)),
     "admin_rate_limit": ("3", 3.0),
     "admin_port": ("9", 9),
@@ -85,7 +88,8 @@ WITH_OTHERS = {
 """Settings of the server that need others: the flags of those, text and value."""
 
 NO_SETTING = {"-h", "--help", "--version", "--log-level", "--enforce-eager"} | {
-    "--enable-chunked-prefill"
+    "--enable-chunked-prefill",
+    "--exclude-tools-when-tool-choice-none",
 }
 """Flags of no field: `--enforce-eager` belongs to `EngineConfig.graphs`."""
 

@@ -61,6 +61,14 @@ class Tokenizer:
         """Number of tokens, added tokens included."""
         return len(self._tokenizer)
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template in Jinja, for conversations with tools; None if there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):  # templates by name, as transformers chooses them
+            template = template.get("tool_use", template.get("default"))
+        return str(template) if template else None
+
     def to_json(self) -> str:
         """The text of ``tokenizer.json``, without padding and truncation."""
         return tokenizer_json(self._tokenizer)
@@ -145,5 +153,8 @@ class Tokenizer:
         if isinstance(value, (list, tuple)):
             return [self._without_special(item, separator) for item in value]
         if isinstance(value, Mapping):
-            return {key: self._without_special(item, separator) for key, item in value.items()}
+            return {
+                self._without_special(key, separator): self._without_special(item, separator)
+                for key, item in value.items()
+            }
         return value

@@ -1,0 +1,175 @@
+"""How the answers of a chat request are forced and read: its tools, and the model's parsers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import attrs
+
+from trencadis.engine import InvalidRequest, SamplingParams, StructuredOutput
+from trencadis.server.api.protocol import ChatCompletionRequest
+from trencadis.server.engine_protocol import ServingTokenizer
+from trencadis.server.parsers.answer_parser import AnswerParser
+from trencadis.server.parsers.forced_calls import Thought, after_thought, forced_calls
+from trencadis.server.parsers.reasoning_parsers import ReasoningParser
+from trencadis.server.parsers.registry import TOOL_PARSERS
+from trencadis.server.parsers.selection import ParserSelection
+from trencadis.server.parsers.tool_parser import ToolParser
+from trencadis.server.parsers.tool_parsers import HermesToolParser
+
+_PROMPT_END = 16
+"""Tokens at the end of a prompt in which a chat template opens or closes the reasoning."""
+
+
+@attrs.frozen
+class AnswerPlan:
+    """How each answer to one prompt is made and read.
+
+    ``tools``, ``reasoning``: the parsers, None for none. ``is_open``: see `ReasoningParser`.
+    ``form``: what the engine forces the answer to be; None for any text.
+    """
+
+    tools: type[ToolParser] | None = None
+    reasoning: type[ReasoningParser] | None = None
+    is_open: bool | None = None
+    tool_names: tuple[str, ...] = ()
+    max_calls: int | None = None
+    form: StructuredOutput | None = None
+    shows_reasoning: bool = True
+
+    @property
+    def is_parsed(self) -> bool:
+        """Whether an answer is more than content."""
+        return self.tools is not None or self.reasoning is not None
+
+    def new_parser(self) -> AnswerParser:
+        """The parser of one answer."""
+        return AnswerParser(
+            None if self.reasoning is None else self.reasoning(self.is_open),
+            None if self.tools is None else self.tools(self.tool_names),
+            self.max_calls,
+        )
+
+    def apply_to(self, params: SamplingParams) -> SamplingParams:
+        """Sampling parameters with this form. Markers may be special tokens, so those stay."""
+        if self.is_parsed:
+            params = attrs.evolve(params, skip_special_tokens=False)
+        return attrs.evolve(params, structured_output=self.form)
+
+
+class AnswerPlanner:
+    """Plans the answers of chat requests, for a model with these parsers."""
+
+    def __init__(self, parsers: ParserSelection, tokenizer: ServingTokenizer) -> None:
+        self._parsers = parsers
+        self._tokenizer = tokenizer
+
+    def check(self, request: ChatCompletionRequest) -> None:
+        """Raise `InvalidRequest` for tools that this server cannot find in an answer."""
+        if request.choice_of_tools.mode != "auto":
+            return
+        if self._parsers.tools is None:
+            raise InvalidRequest(
+                'tool_choice "auto" needs a tool call parser, and this server has none: start it '
+                f"with --tool-call-parser ({', '.join(TOOL_PARSERS)}), or send tool_choice "
+                '"required", which needs none',
+                "tool_choice",
+            )
+        if request.structured_output is not None and _json_schema(request) is None:
+            field = request.structured_output_field
+            raise InvalidRequest(
+                f'{field} with tools and tool_choice "auto" must be JSON, so that it differs from '
+                "calls",
+                field,
+            )
+
+    def plan(self, request: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> AnswerPlan:
+        """The plan for the answers to a prompt. Raises `InvalidRequest`."""
+        choice = request.choice_of_tools
+        plan = AnswerPlan(
+            reasoning=self._parsers.reasoning,
+            is_open=self._is_open(request, prompt_token_ids),
+            tool_names=tuple(tool.function.name for tool in request.tools or ()),
+            max_calls=1 if request.parallel_tool_calls is False or choice.name else None,
+            form=request.structured_output,
+            shows_reasoning=request.include_reasoning is not False,
+        )
+        if choice.mode == "none":
+            return self._with_form_after_reasoning(plan, request)
+        plan = attrs.evolve(plan, tools=self._parsers.tools or HermesToolParser)
+        if choice.mode == "auto" and plan.form is None:
+            return plan
+        return self._with_forced_calls(plan, request)
+
+    def _with_forced_calls(self, plan: AnswerPlan, request: ChatCompletionRequest) -> AnswerPlan:
+        choice = request.choice_of_tools
+        wanted = {
+            tool.function.name: tool.schema_of_arguments
+            for tool in request.tools or ()
+            if choice.name in (None, tool.function.name)
+        }
+        tools = plan.tools or HermesToolParser
+        try:
+            form = forced_calls(
+                wanted,
+                tools.call_format,
+                max_calls=plan.max_calls,
+                thought=self._thought(plan.is_open),
+                or_json=_json_schema(request),
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(f"tools: {error}", "tools") from error
+        return attrs.evolve(plan, form=form)
+
+    def _with_form_after_reasoning(
+        self, plan: AnswerPlan, request: ChatCompletionRequest
+    ) -> AnswerPlan:
+        """JSON comes after the reasoning. Before other forms there is none."""
+        thought = self._thought(plan.is_open)
+        if plan.form is None or thought is None:
+            return plan
+        schema = _json_schema(request)
+        if schema is not None:
+            with suppress(InvalidRequest):  # too long with the reasoning around it
+                return attrs.evolve(plan, form=after_thought(schema, thought))
+        return attrs.evolve(plan, reasoning=None)
+
+    def _thought(self, is_open: bool | None) -> Thought | None:
+        reasoning = self._parsers.reasoning
+        if reasoning is None or is_open is False:
+            return None
+        return Thought(reasoning.begins, reasoning.ends, bool(is_open))
+
+    def _is_open(self, request: ChatCompletionRequest, token_ids: Sequence[int]) -> bool | None:
+        """Whether the prompt ends in the reasoning or after it; None if it says nothing."""
+        reasoning = self._parsers.reasoning
+        if reasoning is None:
+            return None
+        if request.continue_final_message:
+            text = request.messages[-1].content or ""
+            return _last(text, reasoning.begins) > _last(text, reasoning.ends)
+        tail = "".join(map(self._tokenizer.token_text, token_ids[-_PROMPT_END:])).rstrip()
+        if tail.endswith(reasoning.begins):
+            return True
+        if tail.endswith(reasoning.ends):
+            return False
+        return True if reasoning.always_reasons else None
+
+
+def _json_schema(request: ChatCompletionRequest) -> dict[str, Any] | bool | None:
+    """The schema of a form in JSON; None for no form, another one, or what is no schema."""
+    form = request.structured_output
+    if form is None or (form.json_schema is None and not form.json_object):
+        return None
+    try:
+        schema = json.loads(form.json_schema or '{"type": "object"}')
+    except (ValueError, RecursionError):  # the engine says what is wrong with it
+        return None
+    return schema if isinstance(schema, (dict, bool)) else None
+
+
+def _last(text: str, markers: Sequence[str]) -> int:
+    return max(map(text.rfind, markers))
