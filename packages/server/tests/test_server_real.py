@@ -181,6 +181,112 @@ def test_texts_are_continued_in_a_form(client, model):
         assert (choice.text, choice.finish_reason) == (expected, "stop")
 
 
+class Units(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    temperature: Literal["celsius", "fahrenheit"]
+
+
+class Weather(pydantic.BaseModel):
+    """The weather in a city."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    city: Literal["Paris", "Rome", "Tokyo"]
+    days: int = pydantic.Field(ge=1, le=9)
+    units: Units
+
+
+class Remind(pydantic.BaseModel):
+    """Remind the user of something."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    text: str = pydantic.Field(max_length=30)
+    tags: list[Literal["a", "b"]] = pydantic.Field(max_length=2)
+
+
+TOOL_TYPES = {"Weather": Weather, "Remind": Remind}
+TOOLS = [openai.pydantic_function_tool(kind) for kind in TOOL_TYPES.values()]
+
+
+def check_calls(choice) -> list[str]:
+    """The names of the calls of an answer, whose arguments are valid."""
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    for call in choice.message.tool_calls:
+        TOOL_TYPES[call.function.name].model_validate_json(call.function.arguments)
+    return [call.function.name for call in choice.message.tool_calls]
+
+
+@needs_llguidance
+def test_every_demanded_call_is_valid(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is the weather in Rome?"}],
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=250,
+        temperature=1.5,
+        seed=1,
+        n=8,
+    )
+    assert len(answer.choices) == 8
+    assert all(len(check_calls(choice)) == 1 for choice in answer.choices)
+    assert answer.usage.completion_tokens > 8
+
+
+@needs_llguidance
+@pytest.mark.parametrize("name", TOOL_TYPES)
+def test_a_named_function_is_called(client, model, name):
+    fields = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Remind me of the weather in Rome."}],
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": name}},
+        "max_tokens": 250,
+        "temperature": 0,
+    }
+    (whole,) = client.chat.completions.create(**fields).choices
+    assert check_calls(whole) == [name]
+    with client.chat.completions.stream(**fields) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert check_calls(streamed) == [name]
+    arguments = [choice.message.tool_calls[0].function.arguments for choice in (whole, streamed)]
+    assert arguments[0] == arguments[1]
+
+
+@needs_llguidance
+def test_results_of_tools_are_part_of_the_conversation(client, model):
+    messages = [{"role": "user", "content": "What is the weather in Rome?"}]
+    fields = {"model": model, "tools": TOOLS, "max_tokens": 250, "temperature": 0}
+    choice = client.chat.completions.create(
+        messages=messages, tool_choice="required", parallel_tool_calls=False, **fields
+    ).choices[0]
+    (call,) = choice.message.tool_calls
+    messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "21 C"}]
+    answer = client.chat.completions.create(messages=messages, tool_choice="none", **fields)
+    assert answer.choices[0].message.content
+
+
+def test_auto_without_a_parser_names_the_flag(client, model):
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as refusal:
+        client.chat.completions.create(model=model, messages=QUESTION, tools=TOOLS)
+    assert refusal.value.param == "tool_choice"
+
+
+@needs_llguidance
+def test_a_tool_whose_arguments_cannot_be_guaranteed_is_a_bad_request(client, model):
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": unique}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refusal:
+        client.chat.completions.create(
+            model=model, messages=QUESTION, tools=[tool], tool_choice="required"
+        )
+    assert refusal.value.param == "tools"
+
+
 @needs_llguidance
 def test_a_schema_that_cannot_be_served_is_a_bad_request(client, model, http):
     chain = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(800)}
@@ -364,7 +470,7 @@ def test_a_client_that_disconnects_aborts_its_request(http, client, model, strea
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
         ({"seed": 2**80}, 400, "seed"),
-        ({"tools": [{}]}, 400, "tools"),
+        ({"tools": [{}]}, 400, "tools[0].type"),
     ],
     ids=str,
 )

@@ -267,6 +267,27 @@ async def test_a_form_that_is_no_json_is_refused_beside_auto(official):
     assert refusal.value.param == "guided_regex"
 
 
+async def test_a_form_in_json_beside_auto_is_for_answers_that_are_no_calls(official, engine):
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    engine.script = [ANSWER]
+    (choice,) = await complete(official, tools=TOOLS, response_format=form)
+    assert len(calls_of(choice)) == 2
+    engine.script = ['{"city": "Paris"}']
+    (choice,) = await complete(official, tools=TOOLS, response_format=form)
+    assert choice.message.content == '{"city": "Paris"}'
+
+
+async def test_calls_in_plain_json_are_refused_beside_a_form_in_json(serving):
+    form = {"type": "json_object"}
+    async with (
+        serving(tool_call_parser="llama3_json") as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none") as client,
+    ):
+        with pytest.raises(openai.BadRequestError, match="plain JSON too") as refusal:
+            await complete(client, tools=TOOLS, response_format=form)
+    assert refusal.value.param == "response_format"
+
+
 TEMPLATES = [
     ("{{ '<tool_call>' }}", "hermes", None),
     ("{{ '<tool_call>\\n<function=' }}", None, None),

@@ -78,11 +78,19 @@ class AnswerPlanner:
                 '"required", which needs none',
                 "tool_choice",
             )
-        if request.structured_output is not None and _json_schema(request) is None:
-            field = request.structured_output_field
+        if request.structured_output is None:
+            return
+        call_format = self._parsers.tools.call_format
+        field = request.structured_output_field
+        if _json_schema(request) is None:
             raise InvalidRequest(
-                f'{field} with tools and tool_choice "auto" must be JSON, so that it differs from '
-                "calls",
+                f'{field} with tools and tool_choice "auto" must be JSON: send tool_choice "none"',
+                field,
+            )
+        if (call_format.begin or call_format.before_name).startswith("{"):
+            raise InvalidRequest(
+                f'{field} with tool_choice "auto" is not supported for this model, whose calls are '
+                'plain JSON too: send tool_choice "none" or "required"',
                 field,
             )
 
