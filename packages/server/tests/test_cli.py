@@ -30,6 +30,7 @@ from trencadis.warmup import WarmupConfig
 
 ENGINE = {
     "served_model_name": ("name", "name"),
+    "chat_template": ("chat.jinja", "chat.jinja"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
     "max_model_len": ("512", 512),

@@ -6,13 +6,14 @@ import itertools
 import re
 import secrets
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
 from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.validators import is_text, shown
 
@@ -39,8 +40,12 @@ class Tokenizer:
         self._longest_token = max(map(len, map(str.encode, tokenizer.get_vocab())))
 
     @classmethod
-    def load(cls, source: str) -> Tokenizer:
-        """The tokenizer in a directory or of a hub id. Raises `ModelError` when there is none."""
+    def load(cls, source: str, chat_template: str | None = None) -> Tokenizer:
+        """The tokenizer in a directory or of a hub id, with another chat template if one is given.
+
+        Raises `ModelError` when there is none, and `ConfigError` for a template that cannot be read
+        or parsed.
+        """
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -49,6 +54,9 @@ class Tokenizer:
             raise ModelError(
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
             )
+        if chat_template is not None:
+            tokenizer.chat_template = _template_text(chat_template)
+            _check_syntax(tokenizer)
         return cls(tokenizer)
 
     @property
@@ -158,3 +166,26 @@ class Tokenizer:
                 for key, item in value.items()
             }
         return value
+
+
+def _template_text(template: str) -> str:
+    """The text of a template that is given as itself, or as the name of its file."""
+    if "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+        raise ConfigError(
+            f"chat_template {shown(template)} cannot be read: {error}", "chat_template"
+        ) from error
+
+
+def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"chat_template is no Jinja template: {error}, in line {error.lineno}", "chat_template"
+        ) from error
+    except _TEMPLATE_ERRORS:
+        pass  # it may refuse this conversation, which is an example

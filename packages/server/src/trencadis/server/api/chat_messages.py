@@ -80,13 +80,13 @@ class ChatMessage(BaseModel):
             raise InvalidRequest(f"a message of role {self.role!r} has no tool_calls")
         return self
 
-    def for_template(
-        self, *, text_arguments: bool = False, null_content: bool = False
-    ) -> dict[str, Any]:
-        """The message as the chat template takes it; see `TemplateTraits`."""
-        content = self.content if null_content else self.content or ""
+    def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
+        """The message as the chat template takes it; see `TemplateTraits`.
+
+        Missing content is empty: many templates look for a tag in it, or join it with their text.
+        """
         role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": content}
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template(text_arguments) for call in self.tool_calls]
         optional = {
@@ -98,7 +98,7 @@ class ChatMessage(BaseModel):
 
 
 def messages_for_template(
-    messages: Sequence[ChatMessage], *, text_arguments: bool = False, null_content: bool = False
+    messages: Sequence[ChatMessage], *, text_arguments: bool = False
 ) -> list[dict[str, Any]]:
     """The messages as the chat template takes them; see `TemplateTraits`.
 
@@ -108,7 +108,7 @@ def messages_for_template(
     names = {call.id: call.function.name for m in messages for call in m.tool_calls or ()}
     rendered = []
     for message in messages:
-        fields = message.for_template(text_arguments=text_arguments, null_content=null_content)
+        fields = message.for_template(text_arguments=text_arguments)
         if message.role == "tool" and message.tool_call_id in names:
             fields.setdefault("name", names[message.tool_call_id])
         rendered.append(fields)

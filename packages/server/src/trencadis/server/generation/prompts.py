@@ -62,7 +62,6 @@ class PromptEncoder:
         messages = messages_for_template(
             request.messages,
             text_arguments=self._traits.text_arguments,
-            null_content=self._traits.null_content,
         )
         # Without them where no call is wanted: no model calls a tool that it does not know.
         may_call = request.choice_of_tools.mode != "none"

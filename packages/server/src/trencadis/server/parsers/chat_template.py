@@ -24,7 +24,6 @@ _REASONING_MARKERS = (
 
 _TEXT_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*\+")
 _JSON_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*\|")
-_NULL_CONTENT = re.compile(r"(?<!\w)content['\"]?\]?\s+is\s+(?:not\s+)?none", re.IGNORECASE)
 _TOOLS = re.compile(r"\btools\b")
 
 
@@ -43,14 +42,12 @@ class TemplateTraits:
     ``tool_parser``, ``reasoning_parser``: the parsers for its model's answers; None if it tells
     none. ``takes_tools``: whether it shows tools to the model. ``text_arguments``: it joins the
     arguments of earlier calls with its own text, so they have to be JSON text; otherwise objects.
-    ``null_content``: it tells messages with calls by their content, which is null.
     """
 
     tool_parser: Found | None = None
     reasoning_parser: Found | None = None
     takes_tools: bool = False
     text_arguments: bool = False
-    null_content: bool = False
 
 
 def template_traits(template: str) -> TemplateTraits:
@@ -64,7 +61,6 @@ def template_traits(template: str) -> TemplateTraits:
         reasoning_parser=_first(_REASONING_MARKERS, template),
         takes_tools=_TOOLS.search(template) is not None,
         text_arguments=bool(has_text),
-        null_content=_NULL_CONTENT.search(template) is not None,
     )
 
 
