@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -268,6 +269,58 @@ def test_results_of_tools_are_part_of_the_conversation(client, model):
     messages += [choice.message, {"role": "tool", "tool_call_id": call.id, "content": "21 C"}]
     answer = client.chat.completions.create(messages=messages, tool_choice="none", **fields)
     assert answer.choices[0].message.content
+
+
+TOOL_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or () %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if tools %}<|im_start|>system
+{{ tools | tojson }}
+<think> first. Then write <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@needs_llguidance
+def test_a_chat_template_of_ones_own_chooses_the_parsers(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    server = ServerProcess(
+        *("--max-model-len", "2048", "--warmup", "none", "--enable-auto-tool-choice"),
+        *("--chat-template", str(file)),
+    )
+    try:
+        server.wait_for(r"tool call parser is hermes, because .* <tool_call>", START_SECONDS)
+        server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
+        fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 250, "temperature": 0}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            fields["model"] = client.models.list().data[0].id
+            (choice,) = client.chat.completions.create(
+                tool_choice="required", parallel_tool_calls=False, **fields
+            ).choices
+            check_calls(choice)
+            call = choice.message.tool_calls[0]
+            result = {"role": "tool", "tool_call_id": call.id, "content": "21 C"}
+            fields["messages"] = [*QUESTION, choice.message, result]
+            form = {"type": "json_schema", "json_schema": {"name": "c", "schema": ANSWER}}
+            (choice,) = client.chat.completions.create(response_format=form, **fields).choices
+            if choice.finish_reason == "tool_calls":
+                check_calls(choice)
+            else:
+                assert set(json.loads(choice.message.content)) == {"city"}
+    finally:
+        server.kill()
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 
 
 def test_auto_without_a_parser_names_the_flag(client, model):
