@@ -113,7 +113,7 @@ def _closed(schema: Any, may_close: bool) -> Any:
             closed[key] = _closed(value, may_close)
     properties = schema.get("properties")
     if may_close and isinstance(properties, Mapping) and not _NOT_CLOSED & schema.keys():
-        required = schema.get("required", ())
+        required = schema.get("required", [])
         if isinstance(required, list) and all(name in properties for name in required):
             closed["additionalProperties"] = False
     return closed
