@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 
 import pytest
 
@@ -134,6 +135,23 @@ def test_json_may_come_in_place_of_calls(name):
     assert accepts(form, '{"a": 1}')
     assert not accepts(form, '{"b": 1}')
     assert accepts(form, written_by_chance(forced_calls(TOOLS, tools.call_format), 1))
+
+
+@pytest.mark.parametrize("name", [name for name in TOOL_PARSERS if name != "llama3_json"])
+def test_markers_that_are_special_tokens_are_forced_as_tokens(name):
+    """No text has them. In this test, bytes that UTF-8 does not have are the special tokens."""
+    tools = find_tool_parser(name)
+    markers = [*tools.markers, "<think>", "</think>"]
+    special = {marker: 0xF8 + number for number, marker in enumerate(markers)}
+    plain = written_by_chance(forced_calls(TOOLS, tools.call_format), 1)
+    form = forced_calls(TOOLS, tools.call_format, thought=POSSIBLE, special=special)
+    for text in (plain, f"<think>Hm, {{}}.</think>\n{plain}"):
+        pieces = re.split(f"({'|'.join(map(re.escape, markers))})", text)
+        tokens = [[special[part]] if part in special else part.encode() for part in pieces]
+        matcher = matcher_of(form)
+        ids = [token for part in tokens for token in part]
+        assert matcher.try_consume_tokens(ids) == len(ids)
+        assert matcher.is_accepting()
 
 
 def test_an_answer_in_json_may_come_after_reasoning():

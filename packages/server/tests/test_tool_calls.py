@@ -9,11 +9,18 @@ from typing import Any
 import openai
 import pytest
 import pytest_asyncio
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from trencadis.engine import ConfigError
+from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.server import ServerSettings, create_app
+from trencadis.server.api.protocol import ChatCompletionRequest
+from trencadis.server.generation.answer_plan import AnswerPlanner
 from trencadis.server.parsers.chat_template import template_traits
 from trencadis.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
+from trencadis.server.parsers.selection import select_parsers
 
 pytestmark = pytest.mark.asyncio
 
@@ -285,6 +292,26 @@ async def test_calls_in_plain_json_are_refused_beside_a_form_in_json(serving):
         with pytest.raises(openai.BadRequestError, match="plain JSON too") as refusal:
             await complete(client, tools=TOOLS, response_format=form)
     assert refusal.value.param == "response_format"
+
+
+async def test_markers_that_are_special_tokens_are_demanded_as_tokens():
+    """No text has a special token, so a grammar of texts alone would forbid the model's own way."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {character: number for number, character in enumerate(alphabet)}
+    backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend)
+    fast.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</think>"]})
+    fast.add_tokens(["</tool_call>"])
+    body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
+    parsers = select_parsers("hermes", "qwen3", "", needs_tools=False)
+    planner = AnswerPlanner(parsers, Tokenizer(fast))
+    plan = planner.plan(ChatCompletionRequest.model_validate(body), [0])
+    assert "<[256]>" in plan.form.grammar
+    assert "<[257]>" in plan.form.grammar
+    assert '"<tool_call>' not in plan.form.grammar
+    assert "</tool_call>" in plan.form.grammar
 
 
 TEMPLATES = [

@@ -66,6 +66,11 @@ class AnswerPlanner:
     def __init__(self, parsers: ParserSelection, tokenizer: ServingTokenizer) -> None:
         self._parsers = parsers
         self._tokenizer = tokenizer
+        self._tools = parsers.tools or HermesToolParser
+        self._special = _special_tokens(self._tools.markers, tokenizer)
+        if parsers.reasoning is not None:
+            markers = (*parsers.reasoning.begins, *parsers.reasoning.ends)
+            self._special |= _special_tokens(markers, tokenizer)
 
     def check(self, request: ChatCompletionRequest) -> None:
         """Raise `InvalidRequest` for tools that this server cannot find in an answer."""
@@ -107,7 +112,7 @@ class AnswerPlanner:
         )
         if choice.mode == "none":
             return self._with_form_after_reasoning(plan, request)
-        plan = attrs.evolve(plan, tools=self._parsers.tools or HermesToolParser)
+        plan = attrs.evolve(plan, tools=self._tools)
         if choice.mode == "auto" and plan.form is None:
             return plan
         return self._with_forced_calls(plan, request)
@@ -119,14 +124,14 @@ class AnswerPlanner:
             for tool in request.tools or ()
             if choice.name in (None, tool.function.name)
         }
-        tools = plan.tools or HermesToolParser
         try:
             form = forced_calls(
                 wanted,
-                tools.call_format,
+                self._tools.call_format,
                 max_calls=plan.max_calls,
                 thought=self._thought(plan.is_open),
                 or_json=_json_schema(request),
+                special=self._special,
             )
         except InvalidRequest as error:
             raise InvalidRequest(f"tools: {error}", "tools") from error
@@ -142,7 +147,7 @@ class AnswerPlanner:
         schema = _json_schema(request)
         if schema is not None:
             with suppress(InvalidRequest):  # too long with the reasoning around it
-                return attrs.evolve(plan, form=after_thought(schema, thought))
+                return attrs.evolve(plan, form=after_thought(schema, thought, self._special))
         return attrs.evolve(plan, reasoning=None)
 
     def _thought(self, is_open: bool | None) -> Thought | None:
@@ -165,6 +170,16 @@ class AnswerPlanner:
         if tail.endswith(reasoning.ends):
             return False
         return True if reasoning.always_reasons else None
+
+
+def _special_tokens(markers: Sequence[str], tokenizer: ServingTokenizer) -> dict[str, int]:
+    """The markers that are special tokens, with their ids: decoding leaves those out."""
+    found = {}
+    for marker in markers:
+        ids = tokenizer.encode(marker, add_special_tokens=False)
+        if len(ids) == 1 and not tokenizer.decode(ids) and tokenizer.token_text(ids[0]) == marker:
+            found[marker] = ids[0]
+    return found
 
 
 def _json_schema(request: ChatCompletionRequest) -> dict[str, Any] | bool | None:

@@ -6,7 +6,9 @@ Each call has the name of a tool, and arguments that the JSON schema of its para
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import attrs
@@ -35,6 +37,11 @@ class Thought:
     is_open: bool
 
 
+SpecialTokens = Mapping[str, int]
+"""Markers that are special tokens of the model, with their ids. No text has them, so a grammar
+that only had their text would forbid them."""
+
+
 def forced_calls(
     tools: Mapping[str, Mapping[str, Any]],
     call_format: CallFormat,
@@ -42,15 +49,21 @@ def forced_calls(
     max_calls: int | None = None,
     thought: Thought | None = None,
     or_json: Mapping[str, Any] | bool | None = None,
+    special: SpecialTokens = MappingProxyType({}),
 ) -> StructuredOutput:
     """At least one call of one of ``tools``, names with the schemas of their parameters.
 
     ``max_calls``: 1, or None for no limit. ``or_json``: JSON that this schema accepts may come in
-    place of the calls. Raises `InvalidRequest` for schemas that are too long.
+    place of the calls. ``special``: markers that the model writes as special tokens.
+    Raises `InvalidRequest` for schemas that are too long.
     """
-    more = "" if max_calls == 1 else f" ({_literal(call_format.separator)} call)*"
+    begin = _literal(call_format.begin, special)
+    end = _literal(call_format.end, special)
+    separator = _literal(call_format.separator, special)
+    after = _literal(call_format.after, special)
+    more = "" if max_calls == 1 else f" ({separator} call)*"
     rules = [
-        f"calls: {_literal(call_format.begin)} call{more} {_literal(call_format.end)}".rstrip(),
+        f"calls: {begin} call{more} {end}".rstrip(),
         f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
     ]
     for number, (name, schema) in enumerate(tools.items()):
@@ -58,34 +71,43 @@ def forced_calls(
         may_close = '"allOf"' not in json.dumps(schema)
         before = f"{call_format.before_name}{name}{call_format.before_arguments}"
         rules += [
-            f"call_{number}: {_literal(before)} arguments_{number} {_literal(call_format.after)}",
+            f"call_{number}: {_literal(before, special)} arguments_{number} {after}",
             f"arguments_{number}: %json {_json(_closed(schema, may_close))}",
         ]
     if or_json is None:
-        return StructuredOutput(grammar=_grammar("calls", rules, thought))
+        return StructuredOutput(grammar=_grammar("calls", rules, thought, special))
     rules.append(f"answer: %json {_json(or_json)}")
-    return StructuredOutput(grammar=_grammar("(calls | answer)", rules, thought))
+    return StructuredOutput(grammar=_grammar("(calls | answer)", rules, thought, special))
 
 
-def after_thought(schema: Mapping[str, Any] | bool, thought: Thought) -> StructuredOutput:
-    """JSON that a schema accepts, after the model's reasoning."""
-    return StructuredOutput(grammar=_grammar("answer", [f"answer: %json {_json(schema)}"], thought))
+def after_thought(
+    schema: Mapping[str, Any] | bool,
+    thought: Thought,
+    special: SpecialTokens = MappingProxyType({}),
+) -> StructuredOutput:
+    """JSON that a schema accepts, after the model's reasoning. Raises as `forced_calls`."""
+    rules = [f"answer: %json {_json(schema)}"]
+    return StructuredOutput(grammar=_grammar("answer", rules, thought, special))
 
 
-def _grammar(start: str, rules: Sequence[str], thought: Thought | None) -> str:
+def _grammar(
+    start: str, rules: Sequence[str], thought: Thought | None, special: SpecialTokens
+) -> str:
     if thought is None:
         return "\n".join([f"start: {start}", *rules])
-    ends = "|".join(_regex(end) for end in thought.ends)
-    begins = " | ".join(map(_literal, thought.begins))
+    begins = " | ".join(_literal(begin, special) for begin in thought.begins)
     opened = "thought gap" if thought.is_open else f"(({begins}) thought gap)?"
-    return "\n".join(
-        [
-            f"start: {opened} {start}",
-            f"thought[lazy]: /(.|\\n)*({ends})/",
-            r"gap: /[ \n]{0,4}/",
-            *rules,
-        ]
+    tokens = [_literal(end, special) for end in thought.ends if end in special]
+    texts = "|".join(_regex(end) for end in thought.ends if end not in special)
+    thoughts = ([f"any_text ({' | '.join(tokens)})"] if tokens else []) + (
+        ["text_to_end"] if texts else []
     )
+    lines = [f"start: {opened} {start}", f"thought: {' | '.join(thoughts)}"]
+    if texts:
+        lines.append(f"text_to_end[lazy]: /(.|\\n)*({texts})/")
+    if tokens:
+        lines.append(r"any_text: /(.|\n)*/")
+    return "\n".join([*lines, r"gap: /[ \n]{0,4}/", *rules])
 
 
 def _json(schema: Any) -> str:
@@ -119,7 +141,16 @@ def _closed(schema: Any, may_close: bool) -> Any:
     return closed
 
 
-def _literal(text: str) -> str:
+def _literal(text: str, special: SpecialTokens) -> str:
+    """A text in the grammar, its special tokens as tokens; "" for no text."""
+    if not special:
+        return _quoted(text)
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    parts = re.split(f"({pattern})", text)
+    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts)
+
+
+def _quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False) if text else ""
 
 

@@ -21,6 +21,7 @@ class HermesToolParser(TextToolParser):
         after="}\n</tool_call>",
         separator="\n",
     )
+    markers = ("<tool_call>", "</tool_call>")
     ends = ("</tool_call>",)
 
     def parse(self) -> Reading[None]:
@@ -81,6 +82,7 @@ class MistralToolParser(TextToolParser):
         separator=", ",
         end="]",
     )
+    markers = ("[TOOL_CALLS]",)
     ends = ("[TOOL_CALLS]",)
 
     def parse(self) -> Reading[None]:
@@ -127,6 +129,10 @@ class DeepSeekToolParser(TextToolParser):
         after="\n```<｜tool▁call▁end｜>",
         separator="\n",
         end="<｜tool▁calls▁end｜>",
+    )
+    markers = (
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+        *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
     )
     ends = ("<｜tool▁call▁end｜>",)
 
@@ -184,6 +190,7 @@ class GraniteToolParser(TextToolParser):
         separator=", ",
         end="]",
     )
+    markers = ("<|tool_call|>",)
     ends = ("</tool_call>",)
 
     def parse(self) -> Reading[None]:
