@@ -372,7 +372,9 @@ class DenseRun:
             self.slowest = num_steps / bound
 
     def _check_nothing_is_left(self) -> None:
-        self._step(orders=False)
+        # After a step that carries out an order, the next one carries out none.
+        for _ in range(2):
+            self._step(orders=False)
         scheduler, blocks = self.scheduler, self.blocks
         assert not scheduler.has_work
         assert scheduler.num_running_seqs == scheduler.num_waiting == scheduler.num_swapped == 0

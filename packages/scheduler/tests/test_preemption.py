@@ -209,6 +209,31 @@ def test_the_bandwidth_limit_spreads_a_swap_over_several_steps() -> None:
     assert outcome(group) == alone(group.request, 64)
 
 
+def test_a_group_that_is_being_swapped_in_does_not_run_above_a_lower_limit() -> None:
+    """The limit fell when its blocks were on their way: it holds in the step in which they are."""
+    governor = BandwidthGovernor(1, 25.0, 0.1)  # two blocks every tenth of a second
+    # A preemption costs more than to wait for the end of a sequence, so it comes in a second step.
+    costs = PreemptionCosts(
+        prefill_s_per_token=1e3, swap_out_s_per_block=50.0, swap_in_s_per_block=50.0
+    )
+    bench = make(governor=governor, num_blocks=33, costs=costs, force_evict_hold_s=1.0)
+    groups = [bench.add("a", 28, max_tokens=30), bench.add("b", 4, max_tokens=30)]
+    bench.step()
+    bench.scheduler.abort_and_swap(["a"])
+    for _ in range(5):
+        bench.step()
+    bench.step(1.0)  # the hold of the eviction ends
+    assert (groups[0].status, bench.scheduler.num_running_seqs) == (S, 1)
+    bench.scheduler.control(BatchControl(max_num_seqs=1))
+    running = [bench.step() and bench.scheduler.num_running_seqs for _ in range(20)]
+    assert set(running) <= {0, 1}
+    bench.scheduler.control(BatchControl(max_num_seqs=8))
+    while bench.scheduler.has_work:
+        bench.step()
+    for group in groups:
+        assert outcome(group) == alone(group.request, 64)
+
+
 def test_a_group_waits_for_a_swap_out_in_progress_instead_of_a_second_preemption() -> None:
     governor = BandwidthGovernor(1, 10.0, 0.1)  # one block every tenth of a second
     bench = make(governor=governor, num_blocks=13)

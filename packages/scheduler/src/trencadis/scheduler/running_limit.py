@@ -100,13 +100,14 @@ class RunningLimit:
     def enforce(self, step: SchedulingStep) -> None:
         """Set the limit of a step; preempt victims so that it holds in this step or the next.
 
-        The first step above the limit only stops admission if a
-        sequence is expected to finish before any victim could resume. So the limit holds within
-        two steps of its decrease.
+        The first step above the limit only stops admission if a sequence is expected to finish
+        before any victim could resume. So the limit holds within two steps of its decrease. Groups
+        whose swap-in is not complete count, because they will run; once they do, they can be
+        victims.
         """
         step.max_running_seqs = self.value(step.now)
         step.max_group_seqs = self._ordered_limit(step.now)
-        excess = self._states.num_running_seqs - step.max_running_seqs
+        excess = self._states.num_started_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False
             return
