@@ -256,6 +256,34 @@ async def test_reasoning_that_the_prompt_opens_is_no_content(engine, serving):
         assert choice.message.content == "Hm.\n</think>\n\nYes"
 
 
+async def test_a_form_in_json_comes_after_the_reasoning(official, engine):
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    engine.script = ['<think>Hm.</think>{"city": "Paris"}']
+    (choice,) = await complete(official, response_format=form)
+    assert (choice.message.reasoning, choice.message.content) == ("Hm.", '{"city": "Paris"}')
+    _, params, *_ = engine.requests[0]
+    assert "</think>" in params.structured_output.grammar.replace("\\/", "/")
+    assert '"city"' in params.structured_output.grammar
+
+
+async def test_before_a_form_that_is_no_json_there_is_no_reasoning(official, engine):
+    engine.script = ["<think>"]
+    (choice,) = await complete(official, extra_body={"guided_choice": ["<think>", "b"]})
+    assert choice.message.content == "<think>"
+    _, params, *_ = engine.requests[0]
+    assert params.structured_output.choice == ("<think>", "b")
+
+
+async def test_a_message_that_is_continued_says_whether_it_reasons(official, engine):
+    engine.script = ["Hm.</think>Yes"]
+    for content, expected in (("<think>", ("Hm.", "Yes")), ("I say", ("", "Hm.</think>Yes"))):
+        messages = [*MESSAGES, {"role": "assistant", "content": content}]
+        extra = {"continue_final_message": True}
+        (choice,) = await complete(official, messages=messages, extra_body=extra)
+        message = choice.message
+        assert (getattr(message, "reasoning", ""), message.content) == expected
+
+
 async def test_auto_without_a_parser_names_the_flag(engine, serving):
     async with (
         serving(tool_call_parser="none") as url,
