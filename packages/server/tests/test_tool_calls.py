@@ -17,10 +17,11 @@ from trencadis.engine import ConfigError
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.api.protocol import ChatCompletionRequest
-from trencadis.server.generation.answer_plan import AnswerPlanner
+from trencadis.server.generation.answer_plan import AnswerPlan, AnswerPlanner
 from trencadis.server.parsers.chat_template import template_traits
 from trencadis.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from trencadis.server.parsers.selection import select_parsers
+from trencadis.server.parsers.tool_parsers import HermesToolParser
 
 pytestmark = pytest.mark.asyncio
 
@@ -151,12 +152,6 @@ async def test_log_probabilities_cover_the_tokens_of_calls(official, engine):
     )
     chunks = [chunk.choices[0] async for chunk in stream]
     assert sum(len(c.logprobs.content) for c in chunks if c.logprobs) == len(ANSWER)
-
-
-async def test_special_tokens_reach_the_parser(official, engine):
-    await complete(official, tools=TOOLS)
-    _, params, *_ = engine.requests[0]
-    assert params.skip_special_tokens is False
 
 
 async def test_tools_and_earlier_calls_reach_the_chat_template(official, engine):
@@ -336,10 +331,20 @@ async def test_markers_that_are_special_tokens_are_demanded_as_tokens():
     parsers = select_parsers("hermes", "qwen3", "", needs_tools=False)
     planner = AnswerPlanner(parsers, Tokenizer(fast))
     plan = planner.plan(ChatCompletionRequest.model_validate(body), [0])
+    assert plan.has_special_markers
     assert "<[256]>" in plan.form.grammar
     assert "<[257]>" in plan.form.grammar
     assert '"<tool_call>' not in plan.form.grammar
     assert "</tool_call>" in plan.form.grammar
+
+
+async def test_special_tokens_are_in_the_text_if_they_are_markers(official, engine):
+    await complete(official, tools=TOOLS)
+    _, params, *_ = engine.requests[0]
+    assert params.skip_special_tokens
+    assert AnswerPlan(has_special_markers=True).apply_to(params).skip_special_tokens
+    plan = AnswerPlan(tools=HermesToolParser, has_special_markers=True)
+    assert not plan.apply_to(params).skip_special_tokens
 
 
 TEMPLATES = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import cached_property
 from typing import Any
 
 import attrs
@@ -29,7 +30,8 @@ class AnswerPlan:
     """How each answer to one prompt is made and read.
 
     ``tools``, ``reasoning``: the parsers, None for none. ``is_open``: see `ReasoningParser`.
-    ``form``: what the engine forces the answer to be; None for any text.
+    ``form``: what the engine forces the answer to be; None for any text. ``has_special_markers``:
+    what the parsers look for are special tokens, so those must be in the text.
     """
 
     tools: type[ToolParser] | None = None
@@ -39,6 +41,7 @@ class AnswerPlan:
     max_calls: int | None = None
     form: StructuredOutput | None = None
     shows_reasoning: bool = True
+    has_special_markers: bool = False
 
     @property
     def is_parsed(self) -> bool:
@@ -54,8 +57,8 @@ class AnswerPlan:
         )
 
     def apply_to(self, params: SamplingParams) -> SamplingParams:
-        """Sampling parameters with this form. Markers may be special tokens, so those stay."""
-        if self.is_parsed:
+        """Sampling parameters with this form."""
+        if self.is_parsed and self.has_special_markers:
             params = attrs.evolve(params, skip_special_tokens=False)
         return attrs.evolve(params, structured_output=self.form)
 
@@ -67,10 +70,13 @@ class AnswerPlanner:
         self._parsers = parsers
         self._tokenizer = tokenizer
         self._tools = parsers.tools or HermesToolParser
-        self._special = _special_tokens(self._tools.markers, tokenizer)
-        if parsers.reasoning is not None:
-            markers = (*parsers.reasoning.begins, *parsers.reasoning.ends)
-            self._special |= _special_tokens(markers, tokenizer)
+
+    @cached_property
+    def _special(self) -> dict[str, int]:
+        """The markers that are special tokens of the model, with their ids."""
+        reasoning = self._parsers.reasoning
+        markers = () if reasoning is None else (*reasoning.begins, *reasoning.ends)
+        return _special_tokens((*self._tools.markers, *markers), self._tokenizer)
 
     def check(self, request: ChatCompletionRequest) -> None:
         """Raise `InvalidRequest` for tools that this server cannot find in an answer."""
@@ -102,6 +108,7 @@ class AnswerPlanner:
     def plan(self, request: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> AnswerPlan:
         """The plan for the answers to a prompt. Raises `InvalidRequest`."""
         choice = request.choice_of_tools
+        is_parsed = self._parsers.reasoning is not None or choice.mode != "none"
         plan = AnswerPlan(
             reasoning=self._parsers.reasoning,
             is_open=self._is_open(request, prompt_token_ids),
@@ -109,6 +116,7 @@ class AnswerPlanner:
             max_calls=1 if request.parallel_tool_calls is False or choice.name else None,
             form=request.structured_output,
             shows_reasoning=request.include_reasoning is not False,
+            has_special_markers=is_parsed and bool(self._special),
         )
         if choice.mode == "none":
             return self._with_form_after_reasoning(plan, request)
@@ -176,7 +184,7 @@ def _special_tokens(markers: Sequence[str], tokenizer: ServingTokenizer) -> dict
     """The markers that are special tokens, with their ids: decoding leaves those out."""
     found = {}
     for marker in markers:
-        ids = tokenizer.encode(marker, add_special_tokens=False)
+        ids = tokenizer.encode(marker, False)
         if len(ids) == 1 and not tokenizer.decode(ids) and tokenizer.token_text(ids[0]) == marker:
             found[marker] = ids[0]
     return found

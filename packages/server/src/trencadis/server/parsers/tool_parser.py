@@ -45,7 +45,7 @@ class ToolParser(ABC):
 
     call_format: ClassVar[CallFormat]
     markers: ClassVar[tuple[str, ...]] = ()
-    """Texts of ``call_format`` that are special tokens in some models."""
+    """What the parser looks for that is a special token in some models."""
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         self.tool_names = frozenset(tool_names)

@@ -41,6 +41,7 @@ class LlamaToolParser(TextToolParser):
     call_format = CallFormat(
         before_name='{"name": "', before_arguments='", "parameters": ', after="}", separator="; "
     )
+    markers = ("<|python_tag|>",)
     ends = ("<|python_tag|>",)
 
     def parse(self) -> Reading[None]:
@@ -82,7 +83,7 @@ class MistralToolParser(TextToolParser):
         separator=", ",
         end="]",
     )
-    markers = ("[TOOL_CALLS]",)
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
     ends = ("[TOOL_CALLS]",)
 
     def parse(self) -> Reading[None]:
@@ -190,7 +191,7 @@ class GraniteToolParser(TextToolParser):
         separator=", ",
         end="]",
     )
-    markers = ("<|tool_call|>",)
+    markers = ("<|tool_call|>", "<tool_call>", "</tool_call>")
     ends = ("</tool_call>",)
 
     def parse(self) -> Reading[None]:
