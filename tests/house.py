@@ -141,9 +141,14 @@ FLOORS: dict[str, list[set[str]]] = {
         {"core_process"},
     ],
     "engine.devices": [
-        {"device", "packed_linear", "program_store"},
+        {"device", "program_store"},
         {"inductor", "recorded"},
         {"cpu", "cuda", "hpu"},
+    ],
+    "engine.devices.cpu": [
+        {"native_kernel", "packed_linear", "threads"},
+        {"attention"},
+        {"device"},
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
@@ -167,7 +172,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.models": [
         {"gguf", "paged_context"},
-        {"block_attention", "checkpoint", "decoder_layers", "default_model"},
+        {"attention_operator", "block_attention", "checkpoint", "default_model"},
+        {"decoder_layers"},
         {"attention", "compiled_forward"},
         {"loader"},
     ],

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import types
+from typing import Any
 
 import attrs
 import numpy as np
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu.attention import CPUAttention, DecodeKernel, decode_kernel
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
@@ -31,8 +34,31 @@ from trencadis.scheduler import ScheduledSequence
 upload = CPUDevice().upload
 MODULE = types.SimpleNamespace(layer_idx=0)
 
-FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention()]
-"""That of the CPU, and that of Gaudi with PyTorch's operations alone."""
+
+@functools.cache
+def kernel(groups: int, head_dim: int, dtype: torch.dtype) -> DecodeKernel:
+    return decode_kernel(groups, 1, head_dim, dtype)
+
+
+class KernelAttention(CPUAttention):
+    """The CPU's attention with the decode kernel for the heads that it is called with."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        paged: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        groups = query.shape[1] // key.shape[1]
+        own = CPUAttention(kernel(groups, query.shape[3], query.dtype))
+        return own.attend(query, key, value, layer, paged, scale)
+
+
+FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention(), KernelAttention()]
+"""PyTorch's operations on blocks, that of Gaudi without Intel's kernels, and that of the CPU."""
 
 formulations = pytest.mark.parametrize(
     "attention", FORMULATIONS, ids=lambda attention: type(attention).__name__
@@ -49,11 +75,12 @@ class Sequences:
         kv_heads: int,
         dtype: torch.dtype,
         attention: Attention = FORMULATIONS[0],
+        block_size: int = 4,
     ) -> None:
         self.attention = attention
         self.rng = np.random.default_rng(sum(lengths))
         torch.manual_seed(sum(lengths))
-        self.block_size, self.head_dim = 4, 8
+        self.block_size, self.head_dim = block_size, 16
         counts = [-(-length // self.block_size) for length in lengths]
         ids = self.rng.permutation(sum(counts)) + 1
         self.tables = np.split(ids, np.cumsum(counts)[:-1])
@@ -239,8 +266,8 @@ def test_bf16_stays_within_its_rounding(attention: Attention) -> None:
         )
 
 
-def test_bf16_on_rows_is_as_exact_as_on_blocks() -> None:
-    """Sequences of up to 40 blocks: the largest error beside the largest value, in both."""
+def test_bf16_is_as_exact_in_every_formulation() -> None:
+    """Sequences of up to 40 blocks: the largest error beside the largest value."""
     errors = []
     for attention in FORMULATIONS:
         case = Sequences([157, 90, 31, 8], 8, 2, torch.bfloat16, attention)
@@ -252,6 +279,78 @@ def test_bf16_on_rows_is_as_exact_as_on_blocks() -> None:
         expected = torch.stack([case.expected(row)[-1] for row in range(4)])
         errors.append(float((out - expected).abs().max() / expected.abs().max()))
     assert max(errors) < 0.01, errors
+
+
+@formulations
+@pytest.mark.parametrize("block_size", [16, 24, 64, 100, 256])
+def test_every_block_size_and_dtype_is_right(attention: Attention, block_size: int) -> None:
+    """One long sequence is divided between threads; 100 and 256 exceed what is scored at once."""
+    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
+        case = Sequences([700, 1, block_size], 6, 2, dtype, attention, block_size)
+        for row, length in enumerate(case.lengths):
+            case.fill(row, length - 1)
+        parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+        built = decode_input(case, parts, DecodeShape(3, case.cache.num_blocks))
+        out = case.attend(parts, 1, 3, built.unpack().paged)[0].float()
+        expected = torch.stack([case.expected(row)[-1] for row in range(3)])
+        torch.testing.assert_close(out, expected, atol=tolerance, rtol=1e-2)
+
+
+@formulations
+@pytest.mark.parametrize("position", [5, 390])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_hundreds_do_not_overflow(attention: Attention, sign: int, position: int) -> None:
+    """One position has all the weight, or none has a score near zero."""
+    case = Sequences([400], 2, 2, torch.float32, attention, 16)
+    case.q[0] = 160 * sign * (case.q[0].abs() + 1)
+    case.k[0] = case.k[0].abs()
+    case.k[0][:, position] *= 8
+    case.fill(0, 399)
+    built = decode_input(case, [(0, 399, 1)], DecodeShape(1, case.cache.num_blocks))
+    out = case.attend([(0, 399, 1)], 1, 1, built.unpack().paged)
+    torch.testing.assert_close(out[0, 0], case.expected(0)[-1], atol=1e-5, rtol=1e-3)
+
+
+def test_the_kernel_rounds_to_the_nearest_bf16() -> None:
+    outs = []
+    for dtype in (torch.bfloat16, torch.float32):
+        case = Sequences([60, 9], 6, 2, torch.bfloat16, KernelAttention(), 16)
+        for row, length in enumerate(case.lengths):
+            case.fill(row, length - 1)
+        parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+        wide = Sequences([60, 9], 6, 2, dtype, KernelAttention(), 16)
+        wide.q, wide.k, wide.v = ([x.to(dtype) for x in xs] for xs in (case.q, case.k, case.v))
+        for name in ("key", "value"):
+            getattr(wide.cache, name)(0).copy_(getattr(case.cache, name)(0))
+        built = decode_input(wide, parts, DecodeShape(2, wide.cache.num_blocks))
+        outs.append(wide.attend(parts, 1, 2, built.unpack().paged))
+    assert (outs[0] == outs[1].bfloat16()).float().mean() > 0.99
+
+
+def test_rows_that_own_no_block_are_zero() -> None:
+    case = Sequences([20], 2, 1, torch.float32, KernelAttention())
+    case.fill(0, 19)
+    built = decode_input(case, [(0, 19, 1)], DecodeShape(4, case.cache.num_blocks))
+    torch.use_deterministic_algorithms(True)  # new memory is filled with NaN
+    try:
+        out = case.attend([(0, 19, 1)], 1, 4, built.unpack().paged)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not out[0, 1:].any()
+
+
+@formulations
+def test_what_is_not_finite_stays_in_its_own_sequence(attention: Attention) -> None:
+    case = Sequences([30, 30], 4, 2, torch.float32, attention)
+    case.q[0][:, -1], case.k[0][:, -1], case.v[0][:, -1] = float("nan"), float("inf"), -float("inf")
+    for row in range(2):
+        case.fill(row, 29)
+    parts = [(0, 29, 1), (1, 29, 1)]
+    built = decode_input(case, parts, DecodeShape(2, case.cache.num_blocks))
+    out = case.attend(parts, 1, 2, built.unpack().paged)
+    torch.testing.assert_close(out[0, 1], case.expected(1)[-1], atol=1e-5, rtol=1e-4)
+    assert torch.isfinite(case.cache.key(0)).all()
+    assert torch.isfinite(case.cache.value(0)).all()
 
 
 @pytest.mark.parametrize("feature", ["sliding_window", "softcap", "s_aux"])

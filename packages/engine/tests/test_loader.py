@@ -110,7 +110,7 @@ def test_sliding_window_is_refused_unless_it_is_never_left(
 
 
 def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:
-    from trencadis.engine.devices.cpu import PackedLinear
+    from trencadis.engine.devices.cpu.packed_linear import PackedLinear
 
     model = load_model(inspect_model(str(tiny_model)), CPU, torch.bfloat16, 128)
     CPUDevice().optimize(model)

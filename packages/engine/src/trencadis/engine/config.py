@@ -510,6 +510,17 @@ class EngineConfig(CapacitySettings):
             default="in the user's cache directory",
         ),
     )
+    cpu_threads: int | None = attrs.field(
+        default=None,
+        validator=integer(1, 1024, optional=True),
+        metadata=setting(
+            "--cpu-threads",
+            metavar="N",
+            group=MODEL,
+            help="threads of an operation, on cpu",
+            default="OMP_NUM_THREADS; without it as many as cores are free, adapted while serving",
+        ),
+    )
     fp32_softmax: bool = attrs.field(
         default=False,
         validator=boolean(),

@@ -70,6 +70,7 @@ class EngineCore:
             config.device if device is None else device,
             Path(config.compile_cache) if config.compile_cache else None,
             fp32_softmax=config.fp32_softmax,
+            cpu_threads=config.cpu_threads,
         )
         self.config = config = config.for_device(self.device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.

@@ -46,19 +46,36 @@ _ATTRIBUTES: dict[str, type | tuple[type, ...]] = {
 
 
 def select_device(
-    device: str | Device, compile_cache: Path | None = None, *, fp32_softmax: bool = False
+    device: str | Device,
+    compile_cache: Path | None = None,
+    *,
+    fp32_softmax: bool = False,
+    cpu_threads: int | None = None,
 ) -> Device:
     """A device by its name: ``auto`` (hpu, then cuda, then cpu), a key of `DEVICES`, or
     ``module:Class``. A `Device` is checked and returned.
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
-    time. ``fp32_softmax`` is for hpu. Raises `ConfigError` for an unknown name, `DeviceError` for a
-    device that is missing or incomplete.
+    time. ``fp32_softmax`` is for hpu, ``cpu_threads`` for cpu. Raises `ConfigError` for an unknown
+    name, `DeviceError` for a device that is missing or incomplete.
     """
+    selected = _select(device, compile_cache, fp32_softmax, cpu_threads)
+    if cpu_threads is not None and not isinstance(selected, CPUDevice):
+        raise ConfigError(
+            f"cpu_threads {cpu_threads} is for device cpu, and this is {selected.name}: leave it "
+            "out, or set OMP_NUM_THREADS",
+            "cpu_threads",
+        )
+    return selected
+
+
+def _select(
+    device: str | Device, compile_cache: Path | None, fp32_softmax: bool, cpu_threads: int | None
+) -> Device:
     if isinstance(device, Device):
         return _complete(device)
     if device == "auto":
-        return _best_device(compile_cache, fp32_softmax)
+        return _best_device(compile_cache, fp32_softmax, cpu_threads)
     if device == "simulated":
         raise ConfigError(
             "device simulated serves traces alone: use the command trencadis-simulate"
@@ -71,7 +88,7 @@ def select_device(
         )
     if device == "hpu":
         return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
-    return DEVICES[device]()
+    return CPUDevice(cpu_threads) if device == "cpu" else DEVICES[device]()
 
 
 def _import(path: str) -> Device:
@@ -109,11 +126,11 @@ def _complete(device: Device) -> Device:
     return device
 
 
-def _best_device(compile_cache: Path | None, fp32_softmax: bool) -> Device:
+def _best_device(compile_cache: Path | None, fp32_softmax: bool, cpu_threads: int | None) -> Device:
     """hpu, then cuda, then cpu. A Gaudi whose software does not load gives only a warning."""
     if hpu_is_installed():
         try:
             return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
         except DeviceError as error:
             logger.warning("%s", error)
-    return CUDADevice() if torch.cuda.is_available() else CPUDevice()
+    return CUDADevice() if torch.cuda.is_available() else CPUDevice(cpu_threads)

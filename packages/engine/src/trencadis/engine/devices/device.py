@@ -125,6 +125,9 @@ class Device(abc.ABC):
         """Start copying ``tensors`` to the host. The host waits once for all of them, later."""
         return PendingCopy([tensor.cpu() for tensor in tensors], self.synchronize)
 
+    def begin_step(self) -> None:  # noqa: B027 - most devices have nothing to do
+        """Called at the start of each step of the engine, by the thread that runs it."""
+
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Let a lazy device execute the operations collected so far."""
 

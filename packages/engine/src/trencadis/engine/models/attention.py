@@ -18,6 +18,7 @@ from torch import nn
 from transformers import AttentionInterface
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.attention_operator import attend_in_program
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.paged_context import PagedContext
 
@@ -46,6 +47,8 @@ def paged_attention(
     _refuse_unsupported(features)
     attention = paged.attention or _BLOCK_ATTENTION
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if attention.as_operator and type(query) is not torch.Tensor:  # it is being traced
+        return attend_in_program(query, key, value, scale), None
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     return attention.attend(query, key, value, layer, paged, scale), None
 

@@ -25,6 +25,7 @@ class BlockAttention:
     """Implements `Attention`."""
 
     token_rows = False
+    as_operator = False
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """Nothing to derive."""

@@ -85,7 +85,7 @@ class CompiledForward:
         return cls(
             _Part.of(start, tensors, own, compile_graph),
             compile_graph(traced, inputs),
-            layers.own_tensors(recording.prefix_blocks),
+            layers.own_tensors(recording),
             _Part.of(end, (hidden, *tensors), own, compile_graph),
         )
 

@@ -18,11 +18,13 @@ from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.attention_operator import forward_pass
 from trencadis.engine.models.paged_context import (
     DecodeContext,
     LayerCaches,
     LayerRun,
     PagedContext,
+    is_operator,
     paged_tensors,
 )
 
@@ -54,12 +56,12 @@ class DecoderLayers:
 
     def trace(self, recording: Recording) -> tuple[fx.GraphModule, list[torch.Tensor]]:
         """The first layer of a recorded forward pass as a module, and its example inputs."""
-        inputs = [*recording.inputs(), *self._own(0, recording.prefix_blocks)]
+        inputs = [*recording.inputs(), *self._own(0, recording.paged)]
         given = len(recording.inputs())
 
         def run(*tensors: torch.Tensor) -> Any:
             own = tensors[given:]
-            caches = _OneLayer(self._block_size, *own[len(self._names) :])
+            caches = self._traced_caches(recording, own[len(self._names) :])
             args, kwargs = recording.arguments(iter(tensors[:given]), caches)
             weights = dict(zip(self._names, own, strict=False))
             result = torch.func.functional_call(self._traced, weights, args, kwargs)
@@ -72,29 +74,40 @@ class DecoderLayers:
 
         return make_fx(run, tracing_mode="fake")(*inputs), inputs
 
-    def run_with(self, program: Program, prefix_blocks: int | None) -> LayerRun:
+    def run_with(self, program: Program, recording: Recording) -> LayerRun:
         """A layer run that calls ``program`` with each layer's tensors."""
-        own = self.own_tensors(prefix_blocks)
+        own = self.own_tensors(recording)
 
         def run(
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            return single(program(*_inputs(args, kwargs), *own[layer]))
+            with forward_pass(kwargs["paged"], layer):
+                return single(program(*_inputs(args, kwargs), *own[layer]))
 
         return run
 
-    def own_tensors(self, prefix_blocks: int | None) -> list[tuple[torch.Tensor, ...]]:
+    def own_tensors(self, recording: Recording) -> list[tuple[torch.Tensor, ...]]:
         """For each layer, its weights and its KV cache: the last inputs of the layer's program."""
-        return [self._own(number, prefix_blocks) for number in range(len(self._weights))]
+        return [self._own(number, recording.paged) for number in range(len(self._weights))]
 
-    def _own(self, number: int, prefix_blocks: int | None) -> tuple[torch.Tensor, ...]:
+    def _own(self, number: int, paged: PagedContext | None) -> tuple[torch.Tensor, ...]:
         """A layer's weights and its KV cache, cut to the prefix that a decode step reads.
 
         A program is compiled for one number of blocks. The size of the whole cache changes with
-        the free memory at start, the size of a prefix does not.
+        the free memory at start, the size of a prefix does not. Prefill gathers blocks, and so does
+        decode that reads no prefix: they see the whole cache. A cache of token rows is not cut:
+        Gaudi updates no view in place. Where attention is an operator, the cache is no input.
         """
+        if is_operator(paged):
+            return self._weights[number]
+        prefix_blocks = (paged.prefix_blocks or None) if isinstance(paged, DecodeContext) else None
         caches = (cache[:prefix_blocks] for cache in self._caches[number])
         return (*self._weights[number], *caches)
+
+    def _traced_caches(self, recording: Recording, caches: Sequence[torch.Tensor]) -> LayerCaches:
+        if recording.paged is not None and is_operator(recording.paged):
+            return recording.paged.cache
+        return _OneLayer(self._block_size, *caches)
 
     def _check_alike(self, layers: Sequence[nn.Module]) -> None:
         first = [(tensor.shape, tensor.dtype) for tensor in self._weights[0]]
@@ -133,15 +146,6 @@ class Recording:
     ) -> Any:
         self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
         raise LayersReached
-
-    @property
-    def prefix_blocks(self) -> int | None:
-        """Cache blocks that a program sees; None where it sees all.
-
-        Prefill gathers blocks, and so does decode that reads no prefix. A cache of token rows is
-        not cut: Gaudi updates no view in place.
-        """
-        return (self.paged.prefix_blocks or None) if isinstance(self.paged, DecodeContext) else None
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the recorded arguments."""

@@ -55,6 +55,10 @@ class Attention(Protocol):
     token_rows: bool
     """Whether the cache has a row for each token (`KVCache`), or blocks by head."""
 
+    as_operator: bool
+    """Whether compiled programs call attention instead of containing it (`attention_operator`).
+    Then a program depends on the number of tokens only."""
+
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """What all layers of a forward pass need, derived once from the uploaded ``paged``.
 
@@ -121,7 +125,17 @@ class DecodeContext(PagedContext):
     attention: Attention | None = None
 
 
+def is_operator(paged: PagedContext | None) -> bool:
+    """Whether the attention of a forward pass is an operator of compiled programs."""
+    return paged is not None and paged.attention is not None and paged.attention.as_operator
+
+
 def paged_tensors(paged: Any) -> list[str]:
-    """Names of a `PagedContext`'s fields that hold tensors. They depend only on the shape."""
+    """Names of a `PagedContext`'s fields that hold the tensors that a program reads.
+
+    They depend only on the shape. A program that calls attention as an operator reads none.
+    """
+    if is_operator(paged):
+        return []
     names = (field.name for field in attrs.fields(type(paged)))
     return [name for name in names if isinstance(getattr(paged, name), torch.Tensor)]

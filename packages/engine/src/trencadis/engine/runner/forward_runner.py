@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import attrs
@@ -66,11 +66,12 @@ class ForwardRunner:
         self._device = device
         self._dtype = next(model.parameters()).dtype
         self._layers = DecoderLayers(model, cache) if compiled else None
-        self._warmed_up: set[ForwardShape] = set()
-        self._layer_runs: dict[ForwardShape, LayerRun] = {}
+        self._warmed_up: set[Hashable] = set()
+        self._layer_runs: dict[Hashable, LayerRun] = {}
         self._programs: dict[ForwardShape, CompiledForward] = {}
         self._graphs: dict[ForwardShape, Graph] = {}
         self._serving = False
+        self._shares_programs = compiled and device.attention.as_operator
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
         """Whether the first forward pass in a new shape costs more than the following ones."""
 
@@ -88,7 +89,7 @@ class ForwardRunner:
         """Run the model on a batch. The host does not wait for the device."""
         if not self._serving or not self.needs_warmup:
             return self._run(batch)
-        cold = batch.shape not in self._warmed_up
+        cold = self._program_key(batch.shape) not in self._warmed_up
         if cold and self.refuse_cold:
             raise BucketMiss(f"{batch.shape} was not warmed up, and {REFUSED}")
         self.cold_forwards += cold
@@ -129,38 +130,44 @@ class ForwardRunner:
             if self._device.compiles_forward:
                 self._programs[batch.shape] = self._compile_forward(batch, self._layers)
             else:
-                self._layer_runs[batch.shape] = self._compile_layers(batch, self._layers)
+                self._layer_runs[self._program_key(batch.shape)] = self._compile_layers(
+                    batch, self._layers
+                )
         # What a lazy device collected before, such as the zeros of a new cache, would become part
         # of this shape's recipe, and the shape alone would be compiled in live traffic.
         self._device.mark_step()
         self._run(batch)
-        self._warmed_up.add(batch.shape)
+        self._warmed_up.add(self._program_key(batch.shape))
 
     @torch.inference_mode()
     def capture(self, batch: ModelInput) -> None:
         """Capture a graph for the shape of ``batch``. Later batches of this shape replay it."""
-        layer_run = self._layer_runs.get(batch.shape)
+        layer_run = self._layer_runs.get(self._program_key(batch.shape))
         captured = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
 
         def run(packed: torch.Tensor) -> torch.Tensor:
             return self._compute(attrs.evolve(captured, packed=packed))
 
         self._graphs[batch.shape] = self._device.capture(run, (batch.packed,))
-        self._warmed_up.add(batch.shape)
+        self._warmed_up.add(self._program_key(batch.shape))
 
     def release(self, shape: ForwardShape) -> None:
         """Release the graph of this shape."""
         self._graphs.pop(shape).release()
 
     def _is_compiled(self, shape: ForwardShape) -> bool:
-        return shape in self._layer_runs or shape in self._programs
+        return self._program_key(shape) in self._layer_runs or shape in self._programs
+
+    def _program_key(self, shape: ForwardShape) -> Hashable:
+        """Equal for shapes that share the program of their decoder layers."""
+        return shape.num_tokens if self._shares_programs else shape
 
     def _compile_layers(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
         recording = Recording()
         with contextlib.suppress(LayersReached):
             self._compute(attrs.evolve(batch, layer_run=recording))
         module, inputs = layers.trace(recording)
-        return layers.run_with(self._device.compile(module, inputs), recording.prefix_blocks)
+        return layers.run_with(self._device.compile(module, inputs), recording)
 
     def _compile_forward(self, batch: ModelInput, layers: DecoderLayers) -> CompiledForward:
         def compute(
@@ -179,7 +186,7 @@ class ForwardRunner:
         if program is not None:
             logits = program((batch.packed,))
         elif graph is None:
-            layer_run = self._layer_runs.get(batch.shape)
+            layer_run = self._layer_runs.get(self._program_key(batch.shape))
             logits = self._compute(
                 batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
             )

@@ -214,6 +214,7 @@ class ModelRunner:
         nothing. The host waits for swaps only, and later in `PendingStep.wait`. A batch whose
         forward pass raises is divided until only the sequences fail that raise alone.
         """
+        self._device.begin_step()
         step = _StepInProgress(requests)
         swap_s: Mapping[Direction, float] = {}
         if output.moves:

@@ -23,6 +23,11 @@ class PromptShape:
     query: int
     context_blocks: int
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward pass, padding included."""
+        return self.batch * self.query
+
 
 @attrs.frozen
 class DecodeShape:
@@ -36,6 +41,11 @@ class DecodeShape:
     batch: int
     blocks: int
     extra: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward pass, padding included."""
+        return self.batch
 
 
 class DecodeRead(enum.Enum):

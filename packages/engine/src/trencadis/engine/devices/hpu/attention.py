@@ -80,6 +80,7 @@ class RowAttention:
     """
 
     token_rows = True
+    as_operator = False
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or Kernels()

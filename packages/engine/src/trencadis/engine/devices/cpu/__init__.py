@@ -1,0 +1,5 @@
+"""The CPU: weights packed for oneDNN, and a decode attention compiled for the model."""
+
+from trencadis.engine.devices.cpu.device import CPUDevice
+
+__all__ = ["CPUDevice"]

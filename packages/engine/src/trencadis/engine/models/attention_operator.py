@@ -1,0 +1,77 @@
+"""Attention as one operator of a compiled program.
+
+A program that contains attention is compiled for one batch, query length and number of blocks. As
+an operator, attention is called by the program and not compiled into it. The program then depends
+on the number of tokens only, so that all shapes with as many tokens share it. What the operator
+reads besides queries, keys and values is the forward pass of its thread (`forward_pass`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator
+
+import torch
+
+from trencadis.engine.models.paged_context import PagedContext
+
+_LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define(  # type: ignore[no-untyped-call]
+    "paged_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor"
+)
+
+
+class _Current(threading.local):
+    """The forward pass and the layer that this thread computes."""
+
+    paged: PagedContext | None = None
+    layer = 0
+
+
+_CURRENT = _Current()
+
+
+@contextlib.contextmanager
+def forward_pass(paged: PagedContext, layer: int) -> Generator[None, None, None]:
+    """Programs that run within this context attend as layer ``layer`` of ``paged``."""
+    _CURRENT.paged, _CURRENT.layer = paged, layer
+    try:
+        yield
+    finally:
+        _CURRENT.paged = None
+
+
+def attend_in_program(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Call attention as an operator; see `Attention.attend` for the shapes."""
+    out: torch.Tensor = torch.ops.trencadis.paged_attention(query, key, value, scale)
+    return out
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    paged = _CURRENT.paged
+    if paged is None or paged.attention is None:
+        raise RuntimeError("a program with attention runs outside of `forward_pass`")
+    return paged.attention.attend(query, key, value, _CURRENT.layer, paged, scale)
+
+
+# The KV cache that the operator writes is not among its arguments. Nothing else in a program reads
+# it, and the result is used, so that no compiler pass moves or removes the call.
+_LIBRARY.impl(  # type: ignore[no-untyped-call]
+    "paged_attention", _attend, "CompositeExplicitAutograd"
+)
+
+
+def _shape(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
+) -> torch.Tensor:
+    del key, value, scale
+    _, heads, tokens, size = query.shape
+    return query.new_empty((1, tokens, heads, size))
+
+
+torch.library.register_fake("trencadis::paged_attention", _shape, lib=_LIBRARY)

@@ -1,0 +1,141 @@
+"""The decode kernel of the CPU is compiled once, and a machine that cannot have it serves on."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from trencadis.engine import LLM, SamplingParams
+from trencadis.engine.devices.cpu import attention, native_kernel
+from trencadis.engine.devices.cpu.attention import decode_kernel
+from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
+
+SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+PROMPTS = [list(range(1, 40)), [7], list(range(100, 117))]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "answer.cpp"
+    path.write_text(SOURCE)
+    return path
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """The commands of the compiler."""
+    commands: list[list[str]] = []
+    run = subprocess.run
+
+    def counted(command: list[str], **options: object) -> object:
+        commands.append(command)
+        return run(command, **options)
+
+    monkeypatch.setattr(native_kernel.subprocess, "run", counted)
+    return commands
+
+
+def test_a_kernel_is_compiled_once(
+    source: Path, tmp_path: Path, compilations: list[list[str]]
+) -> None:
+    directory = tmp_path / "kernels"
+    assert load_kernel(source, ["ANSWER=42"], directory).answer() == 42
+    assert load_kernel(source, ["ANSWER=42"], directory).answer() == 42
+    assert len(compilations) == 1
+    assert load_kernel(source, ["ANSWER=43"], directory).answer() == 43
+    source.write_text(SOURCE.replace("ANSWER;", "ANSWER + 1;"))
+    assert load_kernel(source, ["ANSWER=42"], directory).answer() == 43
+    assert len(compilations) == 3
+    assert directory.stat().st_mode & 0o077 == 0
+    assert len(list(directory.iterdir())) == 3, "nothing but libraries is left"
+
+
+def test_a_kernel_of_another_user_is_not_loaded(source: Path, tmp_path: Path) -> None:
+    directory = tmp_path / "kernels"
+    load_kernel(source, ["ANSWER=42"], directory)
+    directory.chmod(0o777)
+    with pytest.raises(NoKernel, match="other users can write in"):
+        load_kernel(source, ["ANSWER=42"], directory)
+
+
+@pytest.mark.parametrize(
+    ("text", "compiler", "reason"),
+    [
+        ("no C++", None, "failed"),
+        (SOURCE, "no-such-compiler", "there is no C\\+\\+ compiler 'no-such-compiler'"),
+        (SOURCE, "false", "false failed: exit status 1"),
+    ],
+)
+def test_what_cannot_be_compiled_is_told_and_leaves_nothing(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    text: str,
+    compiler: str | None,
+    reason: str,
+) -> None:
+    source.write_text(text)
+    if compiler:
+        monkeypatch.setenv("CXX", compiler)
+    with pytest.raises(NoKernel, match=reason):
+        load_kernel(source, ["ANSWER=42"], tmp_path / "kernels")
+    assert list((tmp_path / "kernels").iterdir()) == []
+
+
+def test_a_compiler_that_hangs_is_stopped(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = tmp_path / "slow"
+    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setattr(native_kernel, "_LIMIT_SECONDS", 0.2)
+    with pytest.raises(NoKernel, match="took more than"):
+        load_kernel(source, ["ANSWER=42"], tmp_path / "kernels")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "dtype", "reason"),
+    [(40, torch.float32, "no multiple of 16"), (64, torch.float16, "not in torch.float16")],
+)
+def test_a_model_without_a_kernel_is_refused(
+    head_dim: int, dtype: torch.dtype, reason: str
+) -> None:
+    with pytest.raises(NoKernel, match=reason):
+        decode_kernel(4, 2, head_dim, dtype)
+
+
+def tokens(model: Path) -> list[tuple[int, ...]]:
+    llm = LLM(str(model), device="cpu", dtype="float32", max_model_len=64)
+    return [result.completions[0].token_ids for result in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "wrong results"])
+def test_without_a_right_kernel_the_tokens_are_the_same(
+    tiny_model: Path,
+    make_tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    expected = tokens(tiny_model)
+    assert "has no kernel" not in caplog.text
+    if fault == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    else:
+        right = attention.decode_kernel
+
+        def wrong(heads: int, kv_heads: int, *others: object) -> object:
+            return right(heads // 3, kv_heads, *others)
+
+        monkeypatch.setattr(attention, "decode_kernel", wrong)
+    assert tokens(tiny_model) == expected
+    assert "Decode attention has no kernel of its own and is slower: " in caplog.text
+    assert ("off by" in caplog.text) == (fault == "wrong results")
