@@ -33,6 +33,7 @@ ENGINE = {
     "chat_template": ("chat.jinja", "chat.jinja"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
+    "cpu_threads": ("1", 1),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("7", 7),
     "max_num_batched_tokens": ("64", 64),
