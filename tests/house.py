@@ -121,12 +121,12 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "scheduler.thermal": [
         {"heat_model", "policy", "readings", "victims"},
-        {"power_model", "proportional"},
-        {"guard", "no_policy", "power_budget", "registry"},
+        {"phase_power", "power_model", "proportional"},
+        {"guard", "no_policy", "power_budget", "registry", "two_phase"},
     ],
     "engine": [
         {"errors", "outputs"},
-        {"models", "validators"},
+        {"line_process", "models", "validators"},
         {"structured_output"},
         {"devices", "sampling_params", "settings"},
         {"config", "grammars", "ipc"},
@@ -161,7 +161,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"compiler"},
     ],
     "engine.front": [
-        {"core_client", "interrupts", "tokenizer"},
+        {"core_client", "interrupts", "template_process"},
+        {"tokenizer"},
         {"detokenizer"},
         {"request_stream"},
         {"async_engine", "llm"},
@@ -171,7 +172,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"channel"},
     ],
     "engine.models": [
-        {"gguf", "paged_context"},
+        {"broken_files", "paged_context"},
+        {"gguf"},
         {"attention_operator", "block_attention", "checkpoint", "default_model"},
         {"decoder_layers"},
         {"attention", "compiled_forward"},
@@ -220,6 +222,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {
             "attrs_fields",
             "characters",
+            "error_responses",
             "logprobs",
             "structured_output",
             "unsupported_fields",
@@ -235,7 +238,8 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.http": [
         {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
-        {"admin_calls", "event_stream"},
+        {"admin_calls", "allowed_hosts", "event_stream"},
+        {"cancelled_requests"},
     ],
     "server.metrics": [
         {"metric_tables"},
@@ -250,7 +254,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"selection"},
     ],
     "server.routes": [
-        {"context"},
+        {"context", "docs"},
         {"admin", "generation_response", "health", "models"},
         {"chat", "completions"},
     ],

@@ -39,6 +39,9 @@ class Letters:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        return bytes([token_id])
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
@@ -71,6 +74,7 @@ class Echo:
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         text = self.tokenizer.decode(prompt_token_ids)
         ids = tuple(prompt_token_ids)

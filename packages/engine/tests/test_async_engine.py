@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import attrs
 import psutil
 import pytest
 
@@ -69,6 +70,12 @@ def children() -> list[psutil.Process]:
         # multiprocessing's resource tracker stays by design, for the life of this process.
         if "resource_tracker" not in " ".join(child.cmdline())
     ]
+
+
+def core_process() -> psutil.Process:
+    """The process of the engine core; another one renders chat templates."""
+    (core,) = (child for child in children() if "spawn_main" in " ".join(child.cmdline()))
+    return core
 
 
 def limited(body: Callable[[], Awaitable[None]]) -> None:
@@ -198,7 +205,7 @@ def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
                 if engine.stats.num_running_seqs:
                     break
                 await asyncio.sleep(0.01)
-            os.kill(children()[0].pid, signal.SIGKILL)
+            os.kill(core_process().pid, signal.SIGKILL)
             with pytest.raises(EngineDead, match="exit code"):
                 await task
             assert not engine.is_alive
@@ -239,7 +246,7 @@ def test_a_core_that_dies_is_restarted_and_the_requests_that_it_loses_are_told(
 async def kill_while_serving(engine: AsyncEngine, error: type[Exception], message: str) -> None:
     task = asyncio.create_task(collect(engine, [1, 2, 3], max_tokens=120, ignore_eos=True, n=4))
     await until(lambda: engine.stats.num_running_seqs > 0)
-    os.kill(children()[0].pid, signal.SIGKILL)
+    os.kill(core_process().pid, signal.SIGKILL)
     with pytest.raises(error, match=message) as caught:
         await task
     assert type(caught.value) is error
@@ -249,7 +256,7 @@ async def kill_while_serving(engine: AsyncEngine, error: type[Exception], messag
 def test_an_engine_is_stopped_while_its_core_is_restarted(tiny_model: Path) -> None:
     async def body() -> None:
         async with running(tiny_model) as engine:
-            os.kill(children()[0].pid, signal.SIGKILL)
+            os.kill(core_process().pid, signal.SIGKILL)
             await until(lambda: engine._restarting)
             await asyncio.sleep(1.5)  # it has waited, and starts the process
         with pytest.raises(EngineDead, match="was stopped"):
@@ -261,7 +268,7 @@ def test_an_engine_is_stopped_while_its_core_is_restarted(tiny_model: Path) -> N
 def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> None:
     async def body() -> None:
         async with running(tiny_model, hang_timeout=2.0) as engine:
-            core = children()[0]
+            core = core_process()
             core.suspend()
             await asyncio.sleep(1.0)
             await engine.check_health()
@@ -276,6 +283,42 @@ def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> No
             await until(lambda: engine.silence_s < 1.0)
             await engine.check_health()
             assert len(await collect(engine, [1, 2], max_tokens=3, ignore_eos=True)) == 3
+
+    limited(body)
+
+
+def test_a_core_that_hangs_for_long_is_killed_and_restarted(tiny_model: Path) -> None:
+    async def body() -> None:
+        timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 3.0}
+        async with running(tiny_model, engine_restarts=1, **timeouts) as engine:
+            calm = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
+            core = children()[0]
+            task = asyncio.create_task(collect(engine, [1, 2], max_tokens=120, ignore_eos=True))
+            await until(lambda: engine.stats.num_running_seqs > 0)
+            core.suspend()
+            with pytest.raises(EngineRestarting, match="hangs: no message for 3 s: this request"):
+                await task
+            await until(lambda: engine.is_alive)
+            assert not core.is_running()
+            assert engine.stats.num_core_restarts == 1
+            again = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
+            assert [delta.text for delta in again] == [delta.text for delta in calm]
+
+    limited(body)
+
+
+def test_a_core_that_compiles_or_may_hang_is_not_killed(tiny_model: Path) -> None:
+    async def body() -> None:
+        timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 5.0}
+        async with running(tiny_model, **timeouts) as engine:
+            assert engine._patience_s == 5.0
+            engine._busy = "the engine core compiles a shape"
+            assert engine._patience_s == 1800.0
+            engine._busy = ""
+            engine.config = attrs.evolve(engine.config, hang_restart_timeout=1.0)
+            assert engine._patience_s == 2.0, "it counts as hung before it is killed"
+            engine.config = attrs.evolve(engine.config, hang_restart_timeout=0)
+            assert engine._patience_s is None
 
     limited(body)
 

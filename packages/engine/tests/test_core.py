@@ -147,6 +147,20 @@ def test_shared_prefix_is_computed_once_and_changes_no_token(tiny_model: Path) -
     assert results[True] == results[False]
 
 
+def test_requests_of_other_salts_share_no_cached_prefix(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings(max_num_seqs=8))
+    prompt = tuple(range(50, 90))
+    computed = []
+    for salt in ("mine", "yours", None, "mine", None):
+        before = llm.core.stats.num_prefill_tokens
+        llm.generate([prompt], GREEDY, cache_salt=salt)
+        computed.append(llm.core.stats.num_prefill_tokens - before)
+    assert computed[:3] == [40, 40, 40]
+    assert max(computed[3:]) < 20
+    with pytest.raises(InvalidRequest, match="1 to 1024 characters"):
+        llm.generate([prompt], GREEDY, cache_salt="")
+
+
 def test_samples_of_a_request_differ_and_are_reproducible(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **settings())
     params = SamplingParams(n=3, seed=1, max_tokens=8, ignore_eos=True)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import resource
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
@@ -16,8 +22,10 @@ from trencadis.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
-def tokenizer(tiny_model: Path) -> Tokenizer:
-    return Tokenizer.load(str(tiny_model))
+def tokenizer(tiny_model: Path) -> Iterator[Tokenizer]:
+    tokenizer = Tokenizer.load(str(tiny_model))
+    yield tokenizer
+    tokenizer.close()
 
 
 def feed(
@@ -153,12 +161,111 @@ def test_a_chat_template_may_refuse_the_first_conversation(tiny_model: Path) -> 
     Tokenizer.load(str(tiny_model), "{{ raise_exception('needs a system message') }}")
 
 
-def test_arguments_of_a_template_may_be_deep(tokenizer: Tokenizer) -> None:
+@settings(max_examples=50, deadline=None)
+@given(text=texts)
+def test_the_bytes_of_tokens_make_the_text(tokenizer: Tokenizer, text: str) -> None:
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    assert b"".join(map(tokenizer.token_bytes, ids)).decode() == text
+
+
+def test_the_bytes_of_special_tokens_are_their_spelling_or_none(tokenizer: Tokenizer) -> None:
+    assert tokenizer.token_bytes(256) == b"<bos>"
+    assert tokenizer.token_bytes(256, skip_special_tokens=True) == b""
+
+
+def test_the_bytes_of_a_vocabulary_with_byte_fallback() -> None:
+    spellings = ["<unk>", "\u2581", "\u2581a", "a", "\u00e9", *(f"<0x{n:02X}>" for n in range(256))]
+    vocabulary = {spelling: number for number, spelling in enumerate(spellings)}
+    backend = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    replaced = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    assert [tokenizer.token_bytes(token) for token in (2, 4, 5 + 0xC3)] == [
+        b" a",
+        "\u00e9".encode(),
+        b"\xc3",
+    ]
+
+
+@pytest.mark.parametrize("depth", [500, 900, 5000])
+def test_arguments_of_a_template_may_be_deep(tokenizer: Tokenizer, depth: int) -> None:
     deep: list[object] = []
-    for _ in range(5000):
+    for _ in range(depth):
         deep = [deep]
     with pytest.raises(InvalidRequest, match="chat template rejects"):
         tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs={"a": deep})
+
+
+ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set n = namespace(s=messages[0]['content']) %}{% for i in range(99) %}"
+HARMFUL = {
+    "endless": (ENDLESS, "takes more than 2 s"),
+    "number": ("{{ 7 ** (10 ** 9) }}", "takes more than 2 s"),
+    "memory": (DOUBLING + "{% set n.s = n.s ~ n.s %}{% endfor %}{{ n.s }}", "512 MiB"),
+    "width": ("{{ 'x' | center(10 ** 12) }}", "512 MiB"),
+    "overflow": ("{{ (10.0 ** 400) }}", "out of range"),
+    "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", "recursion"),
+    "escape": ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "unsafe"),
+    "division": ("{{ 1 / 0 }}", "division by zero"),
+}
+"""Templates, and what their users are told."""
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_harmful_chat_template_ends_its_request_alone(tokenizer: Tokenizer, name: str) -> None:
+    template, message = HARMFUL[name]
+    messages = [{"role": "user", "content": "hi"}]
+    usual = tokenizer._tokenizer.chat_template
+    tokenizer._tokenizer.chat_template = template
+    try:
+        with pytest.raises(InvalidRequest, match=message) as caught:
+            tokenizer.render_chat(messages)
+        assert caught.value.field == "messages"
+    finally:
+        tokenizer._tokenizer.chat_template = usual
+    assert tokenizer.decode(tokenizer.render_chat(messages)) == "user:hi\nassistant:"
+
+
+def test_a_conversation_is_rendered_as_by_transformers(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "h\u00e4"}, {"role": "assistant", "content": "and "}]
+    for options in ({"add_generation_prompt": True}, {"continue_final_message": True}):
+        given = {"add_generation_prompt": False, "continue_final_message": False, **options}
+        expected = tokenizer._tokenizer.apply_chat_template(messages, tokenize=False, **given)
+        assert tokenizer.decode(tokenizer.render_chat(messages, **given)) == expected
+    with pytest.raises(InvalidRequest, match="exclude each other"):
+        tokenizer.render_chat(messages, add_generation_prompt=True, continue_final_message=True)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "conversations", "tools"])
+def test_arguments_of_a_template_replace_neither_it_nor_the_messages(
+    tokenizer: Tokenizer, name: str
+) -> None:
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        tokenizer.render_chat([{"role": "user", "content": "x"}], chat_template_kwargs={name: "y"})
+    assert caught.value.field == "chat_template_kwargs"
+
+
+def test_conversations_are_rendered_beside_thousands_of_connections(tiny_model: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[1] != resource.RLIM_INFINITY and limits[1] < 2000:
+        pytest.skip("the limit of open files is low")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (2000, limits[1]))
+    tokenizer = Tokenizer.load(str(tiny_model))
+    try:
+        with contextlib.ExitStack() as stack:
+            for _ in range(1100):
+                stack.enter_context(Path("/dev/null").open("rb"))
+            assert tokenizer.render_chat([{"role": "user", "content": "hi"}])
+    finally:
+        tokenizer.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_renderer_whose_process_was_killed_starts_another(tokenizer: Tokenizer) -> None:
+    process = tokenizer._renderer.started()
+    process.kill()
+    process.wait()
+    assert tokenizer.render_chat([{"role": "user", "content": "hi"}])
 
 
 @settings(max_examples=100, deadline=None)

@@ -20,7 +20,9 @@ from transformers.models.llama import modeling_llama
 from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
 from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
+from trencadis.engine.devices.hpu import device as hpu_device
 from trencadis.engine.devices.hpu.attention import RowAttention
+from trencadis.engine.devices.hpu.device import own_module, sensor_indices
 from trencadis.engine.devices.hpu.kernels import SLICED_FROM, FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
@@ -29,6 +31,7 @@ from trencadis.engine.runner.grids import build_grids
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.kvcache import DefragConfig
 from trencadis.kvcache.tensors import KVCache
+from trencadis.scheduler.telemetry import SensorError
 from trencadis.warmup import Phase, WarmupConfig
 
 SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
@@ -861,3 +864,41 @@ def test_auto_takes_a_gaudi_where_there_is_one(lazy_gaudi, monkeypatch, caplog):
     monkeypatch.setenv("GAUDI_STANDIN_DEVICES", "0")
     assert not isinstance(select_device("auto"), HPUDevice)
     assert "finds no Gaudi" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("environ", "module"),
+    [
+        ({}, None),
+        ({"HLS_MODULE_ID": "5", "HABANA_VISIBLE_MODULES": "1"}, 5),
+        ({"HABANA_VISIBLE_MODULES": "3"}, 3),
+        ({"HABANA_VISIBLE_MODULES": "3,6"}, None),
+        ({"HABANA_VISIBLE_MODULES": "3, 6", "LOCAL_RANK": "1"}, 6),
+        ({"HABANA_VISIBLE_MODULES": "3,6", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, 3),
+        ({"HABANA_VISIBLE_MODULES": "3,6", "LOCAL_RANK": "2"}, None),
+        ({"HABANA_VISIBLE_MODULES": "all"}, None),
+    ],
+)
+def test_the_module_of_a_process_is_the_one_that_its_variables_name(environ, module):
+    assert own_module(environ) == module
+
+
+def test_the_sensor_of_a_gaudi_is_found_by_its_module(monkeypatch):
+    modules = (6, 2, 0)
+
+    class Source:
+        closed = 0
+
+        def index_of_module(self, module):
+            if module == 9:
+                raise SensorError("hlml cannot tell which device is module 9: lost")
+            return modules.index(module) if module in modules else None
+
+        def close(self):
+            Source.closed += 1
+
+    monkeypatch.setattr(hpu_device, "HlmlSource", Source)
+    found = [sensor_indices({"HLS_MODULE_ID": name}) for name in ("2", "0", "5", "9")]
+    assert found == [(1,), (2,), None, None]
+    assert Source.closed == 4
+    assert sensor_indices({}) is None

@@ -210,6 +210,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("on_bucket_miss", value) for value in (5, "crash")),
         *(("engine_restarts", value) for value in (-1, 1.5, None)),
         *(("hang_timeout", value) for value in (0, -1, "long", None)),
+        *(("hang_restart_timeout", value) for value in (-1, "long", None, 90_000)),
         *(("record_traffic", value) for value in (5, b"m")),
         *(("bucket_grid", value) for value in (None, 5, "lists", "fitted:")),
         *(("bucketing", value) for value in ({}, WarmupConfig())),

@@ -35,12 +35,17 @@ DECODE = Bucket(("batch", "blocks"), (4, 64))
 
 
 class Device:
-    """A Gaudi 3 with Llama 3.1 8B, and its clock."""
+    """A Gaudi 3, or another device, with Llama 3.1 8B, and its clock."""
 
     def __init__(
-        self, free_bytes: int = 40 * GIB, seed: int = 0, *, samples_on_host: bool = False
+        self,
+        free_bytes: int = 40 * GIB,
+        seed: int = 0,
+        *,
+        samples_on_host: bool = False,
+        name: str = "gaudi3",
     ) -> None:
-        model, hardware = read_model_shape(LLAMA), find_hardware("gaudi3")
+        model, hardware = read_model_shape(LLAMA), find_hardware(name)
         self.clock = SimulatedClock()
         self.costs = CostModel(model, hardware, block_size=128)
         memory = MemoryModel(model, hardware)
@@ -231,12 +236,46 @@ def test_a_working_board_grows_hot_and_its_sensor_is_never_still() -> None:
     assert len({heat.read()[0].temperature_c for _ in range(20)}) == 20
     for _ in range(600):
         clock.advance(0.1)
-        heat.follow(100)
+        heat.follow(0.1, 60.0)
     assert heat.hottest_c > idle_c + 10
     busy_w = heat.model.power_w
+    assert busy_w == pytest.approx(600.0)
+    assert heat.read()[0].power_w == pytest.approx(600.0, abs=3)
     assert heat.joules == pytest.approx(60 * busy_w)
     heat.reset()
     clock.advance(10.0)
-    heat.follow(0)
+    heat.follow(0.0, 0.0)
     assert heat.joules == pytest.approx(10 * heat.model.power_w)
     assert heat.model.power_w < busy_w
+
+
+def test_the_power_that_a_sensor_reads_is_the_mean_since_the_last_reading() -> None:
+    clock = SimulatedClock()
+    board = find_hardware("h200").board
+    heat = SimulatedHeat(board, clock, ambient_c=30.0, seed=3)
+    clock.advance(1.0)
+    heat.follow(1.0, 700.0)
+    clock.advance(3.0)
+    heat.follow(0.0, 0.0)
+    assert heat.read()[0].power_w == pytest.approx((700 + 3 * board.idle_w) / 4, abs=3)
+    assert heat.read()[0].power_w == pytest.approx((700 + 3 * board.idle_w) / 4, abs=3)
+
+
+@pytest.mark.parametrize("device", ["h200", "gaudi3"])
+def test_prefill_is_the_hot_phase_and_decode_draws_less_than_half(device: str) -> None:
+    runtime, board = Device(name=device).runtime, find_hardware(device).board
+    watts = {}
+    for phase, shape in (
+        (Phase.DECODE, (1, 8)),
+        (Phase.DECODE, (128, 1024)),
+        (Phase.PROMPT, (1, 16, 0)),
+        (Phase.PROMPT, (1, 4096, 0)),
+    ):
+        axes = ("batch", "blocks") if phase is Phase.DECODE else ("batch", "query", "context")
+        runtime.busy_s = runtime.joules = 0.0
+        runtime.forward(phase, Bucket(axes, shape))
+        watts[shape] = runtime.joules / runtime.busy_s
+    assert board.first_decode_w < watts[1, 8] < watts[128, 1024] == board.decode_w
+    assert board.decode_w < 0.45 * board.limit_w
+    assert watts[1, 16, 0] < 0.7 * board.limit_w, "a short chunk is bound by memory"
+    assert 0.9 * board.limit_w < watts[1, 4096, 0] <= board.limit_w

@@ -238,6 +238,30 @@ def test_a_thermal_policy_keeps_the_board_cooler() -> None:
     assert cool.seconds > hot.seconds
 
 
+def test_at_the_same_peak_less_prefill_costs_less_than_fewer_sequences() -> None:
+    """The law of `benchmarks/heat_soak.py`, with less traffic; its targets give equal peaks."""
+    bursts = made_up(*((3.2 * (i // 50) + 0.01 * (i % 50), 1200, 150) for i in range(1500)))
+    reports = []
+    for policy, target_c in (("proportional", 76.0), ("two_phase", 78.5)):
+        simulation, report = serve(
+            bursts,
+            device="h200",
+            ambient_c=52.0,
+            thermal_policy=policy,
+            thermal_options={"target_temp_c": target_c},
+        )
+        check_sums(simulation, report)
+        reports.append(report)
+    proportional, two_phase = reports
+    assert two_phase.hottest_c <= proportional.hottest_c + 0.1
+    assert min(sample.prefill_limit for sample in two_phase.samples) < 2048
+    assert min(sample.prefill_limit for sample in proportional.samples) == 2048
+    assert two_phase.preemptions == 0 < proportional.preemptions
+    assert two_phase.first_token_s.p99 < 0.8 * proportional.first_token_s.p99
+    assert two_phase.between_tokens_s.p99 < proportional.between_tokens_s.p99
+    assert two_phase.seconds < proportional.seconds
+
+
 def test_an_unseen_idle_hour_does_not_look_like_a_broken_sensor() -> None:
     _, report = serve(
         made_up((0.0, 300, 20), (3600.0, 300, 20)),

@@ -241,8 +241,9 @@ def test_a_verdict_is_remembered(checker: GrammarChecker) -> None:
 @needs_llguidance
 def test_a_checker_whose_process_was_killed_starts_another(checker: GrammarChecker) -> None:
     checker.check(YES_NO)
-    checker._process.kill()
-    checker._process.wait()
+    process = checker._process.started()
+    process.kill()
+    process.wait()
     checker.check(StructuredOutput(regex="after"))
 
 

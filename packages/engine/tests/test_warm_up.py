@@ -238,5 +238,5 @@ def test_bad_settings_are_named(changes: dict[str, object], message: str) -> Non
 def test_a_cache_that_cannot_be_made_is_named(tiny_model: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     cache = str(tmp_path / "file" / "cache")
-    with pytest.raises(ConfigError, match=r"compile_cache .*file/cache cannot be used"):
+    with pytest.raises(ConfigError, match=r"compile_cache .*file/cache cannot be written"):
         LLM(str(tiny_model), device="cpu", compile=True, compile_cache=cache)

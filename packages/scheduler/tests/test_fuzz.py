@@ -54,10 +54,12 @@ from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
 from trencadis.scheduler.thermal import (
     POLICIES,
     VICTIM_ORDERS,
+    PhasePowerModel,
     PowerBudgetPolicy,
     PowerModel,
     ProportionalThermalPolicy,
     SchedulerThermalPolicy,
+    TwoPhaseThermalPolicy,
     load_thermal_policy,
 )
 
@@ -110,6 +112,7 @@ BEAM_SEARCH = {"width": "num_seqs", "length_penalty": "seconds", "early_stopping
 CONFIG = {
     "max_num_seqs": "count",
     "max_num_batched_tokens": "many",
+    "max_prefill_tokens": "count",
     "max_model_len": "many",
     "max_chunk_tokens": "count",
     "max_waiting": "many",
@@ -120,10 +123,22 @@ CONFIG = {
 }
 CONTROL = {
     "max_num_seqs": "num_seqs",
+    "max_prefill_tokens": "many",
     "force_evict": "num_seqs",
+    "hold_s": "seconds",
     "target_temp_c": "temperature",
     "policy": "victim_order",
     "dry_run": "flag",
+}
+TWO_PHASE = {
+    "target_temp_c": "temperature",
+    "budget_w": "seconds",
+    "max_ttft_s": "seconds",
+    "max_itl_s": "seconds",
+    "dwell_s": "seconds",
+    "min_prefill_tokens": "count",
+    "min_seqs": "count",
+    "victims": "victim_order",
 }
 PROPORTIONAL = {
     "target_temp_c": "temperature",
@@ -154,6 +169,9 @@ class OddPolicy(SchedulerThermalPolicy):
 
     def get_max_running_seqs(self, scheduler: object) -> Any:
         return self.answer(self.rng.randint(1, 6))
+
+    def get_max_prefill_tokens(self, scheduler: object) -> Any:
+        return self.answer(self.rng.choice([None, 1, 20]))
 
     def select_victims(self, running: Sequence[Any], num_to_evict: int) -> Any:
         return self.answer(self.rng.sample(list(running), self.rng.randint(0, len(running))))
@@ -225,7 +243,11 @@ class Fuzzer:
             clock=lambda: self.now_s,
         )
         self.output: SchedulerOutput | None = None
-        self.policies = [ProportionalThermalPolicy(), PowerBudgetPolicy(budget_w=300.0)]
+        self.policies = [
+            ProportionalThermalPolicy(),
+            PowerBudgetPolicy(budget_w=300.0),
+            TwoPhaseThermalPolicy(budget_w=300.0),
+        ]
         self.source = OddSource()
         self.reader = TemperatureReader(self.source, clock=lambda: self.now_s)
         self.targets: list[Call] = [*self.scheduler_calls(), *self.other_calls()]
@@ -266,6 +288,7 @@ class Fuzzer:
             (new_scheduler, ("config", "manager"), {"defragmenter": "defragmenter"}),
             (ThermalGuard, ("policy", "callable"), {}),
             (ProportionalThermalPolicy, (), PROPORTIONAL),
+            (TwoPhaseThermalPolicy, (), TWO_PHASE),
             (PowerBudgetPolicy, ("seconds",), POWER),
             *[(policy.on_temp_reading, ("count", "temperature"), {}) for policy in self.policies],
             *[(policy.on_power_reading, ("seconds",), {}) for policy in self.policies],
@@ -279,6 +302,7 @@ class Fuzzer:
             (self.retarget, ("temperature",), {}),
             (load_thermal_policy, ("policy_name",), {"min_seqs": "count", "budget_w": "seconds"}),
             (lambda watts: PowerModel().observe(watts, 3), ("seconds",), {}),
+            (PhasePowerModel().observe, ("seconds", "seconds", "seconds"), {}),
             *[(self.poll, ("readings",), {})] * 3,
             (lambda: self.reader.state().power_w, (), {}),
             (ReaderConfig, (), READER),

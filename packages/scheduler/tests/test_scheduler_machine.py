@@ -81,6 +81,7 @@ class Machine(RuleBasedStateMachine):
         num_host_blocks=st.sampled_from([0, 3, 60]),
         max_num_seqs=st.integers(3, 7),
         budget=st.integers(7, 20),
+        max_prefill_tokens=st.none() | st.integers(1, 20),
         sharing=st.booleans(),
         limited=st.booleans(),
         policy=st.sampled_from(["fcfs", "priority"]),
@@ -93,6 +94,7 @@ class Machine(RuleBasedStateMachine):
         num_host_blocks: int,
         max_num_seqs: int,
         budget: int,
+        max_prefill_tokens: int | None,
         sharing: bool,
         limited: bool,
         policy: str,
@@ -113,6 +115,7 @@ class Machine(RuleBasedStateMachine):
         self.config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,
+            max_prefill_tokens=max_prefill_tokens,
             max_model_len=MAX_LEN,
             max_waiting=100,
             policy=policy,
@@ -202,15 +205,25 @@ class Machine(RuleBasedStateMachine):
     @rule(
         max_num_seqs=st.none() | st.integers(1, 6),
         force_evict=st.none() | st.integers(0, 4),
+        max_prefill_tokens=st.none() | st.integers(1, 20),
         policy=st.sampled_from(list(VICTIM_ORDERS)),
         dry_run=st.booleans(),
     )
     def control(
-        self, max_num_seqs: int | None, force_evict: int | None, policy: str, dry_run: bool
+        self,
+        max_num_seqs: int | None,
+        force_evict: int | None,
+        max_prefill_tokens: int | None,
+        policy: str,
+        dry_run: bool,
     ) -> None:
         future: Future[BatchControlResult] = self.scheduler.control(
             BatchControl(
-                max_num_seqs=max_num_seqs, force_evict=force_evict, policy=policy, dry_run=dry_run
+                max_num_seqs=max_num_seqs,
+                force_evict=force_evict,
+                max_prefill_tokens=max_prefill_tokens,
+                policy=policy,
+                dry_run=dry_run,
             )
         )
         while not future.done():
@@ -243,6 +256,8 @@ class Machine(RuleBasedStateMachine):
         self.steady += 0.02
         output = self.scheduler.schedule()
         assert num_scheduled_tokens(output) <= self.config.max_num_batched_tokens
+        num_prefill_tokens = sum(len(chunk.token_ids) for chunk in output.prompts)
+        assert num_prefill_tokens <= output.max_prefill_tokens
         # The running limit holds within two steps: that of this step or that of the last one.
         assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
         self.last_limit = output.max_running_seqs

@@ -25,7 +25,6 @@ from trencadis.scheduler.telemetry import (
     TemperatureReader,
     TemperatureSource,
     TemperatureState,
-    hottest_of_group,
 )
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 
@@ -312,29 +311,6 @@ def test_no_input_raises_or_yields_an_implausible_temperature(script: list[Any])
         healths = [device.health for device in state.devices]
         assert state.health is max(healths, default=state.health)
         assert not (state.may_raise_cap and not healths)
-
-
-def all_reduce_of(*others: list[float]) -> Any:
-    return lambda own: [max(column) for column in zip(own, *others, strict=True)]
-
-
-def test_the_hottest_rank_of_a_group_counts() -> None:
-    own = Bench().says(Reading(0, 60.0))
-    state = hottest_of_group(own, all_reduce_of([85.0, 0.0, 0.2], [59.0, 0.0, 0.1]))
-    assert (state.hottest_c, state.health) == (85.0, Health.FRESH)
-
-
-def test_the_worst_health_of_a_group_counts() -> None:
-    own = Bench().says(Reading(0, 60.0))
-    state = hottest_of_group(own, all_reduce_of([95.0, 2.0, 40.0]))
-    assert (state.hottest_c, state.health, state.may_raise_cap) == (95.0, Health.FAILED, False)
-    assert state.fault == "another rank's sensors are failed"
-
-
-def test_a_group_without_readings_is_unknown() -> None:
-    own = Bench().reader.state()
-    state = hottest_of_group(own, all_reduce_of([-273.15, 1.0, 0.0]))
-    assert state.hottest_c is None
 
 
 @pytest.mark.parametrize(

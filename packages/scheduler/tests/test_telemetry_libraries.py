@@ -33,8 +33,15 @@ UNINITIALIZED, NOT_SUPPORTED, ALREADY_INITIALIZED, IS_LOST = 1, 3, 5, 15
 class Board:
     """One accelerator, as its driver reports it. None: not supported."""
 
-    def __init__(self, chip: int, memory: int | None = 60, milliwatts: int | None = 350_250):
+    def __init__(
+        self,
+        chip: int,
+        memory: int | None = 60,
+        milliwatts: int | None = 350_250,
+        module: int = 0,
+    ):
         self.chip = chip
+        self.module = module
         self.memory = memory
         self.milliwatts = milliwatts
         self.lost = False
@@ -137,6 +144,10 @@ class NativeHlml:
     def hlml_device_get_temperature(self, handle: Any, sensor: int, celsius: Any) -> int:
         board = self.boards[handle.value - 1]
         return put(celsius, {0: board.chip, 3: board.memory}[sensor], board.lost)
+
+    def hlml_device_get_module_id(self, handle: Any, module: Any) -> int:
+        board = self.boards[handle.value - 1]
+        return put(module, board.module, board.lost)
 
     def hlml_device_get_power_usage(self, handle: Any, milliwatts: Any) -> int:
         board = self.boards[handle.value - 1]
@@ -256,6 +267,18 @@ def test_hlml_reads_the_memory_if_the_driver_supports_it(hlml: Callable[[Any], A
     assert HlmlSource(Sensor.MEMORY).read()[0].temperature_c == 72.0
     hlml(NativeHlml([Board(55, memory=None)]))
     assert HlmlSource(Sensor.HOTTEST).read()[0].temperature_c == 55.0
+
+
+def test_hlml_finds_a_device_by_its_module_whatever_its_place(hlml: Callable[[Any], Any]) -> None:
+    native = hlml(NativeHlml([Board(55, module=6), Board(56, module=2), Board(57, module=0)]))
+    source = HlmlSource()
+    assert [source.index_of_module(module) for module in (0, 2, 6, 5)] == [2, 1, 0, None]
+    assert len(source.read()) == 3
+    source.close()
+    assert native.shutdowns == 1
+    native.boards[0].lost = True
+    with pytest.raises(SensorError, match="hlml cannot tell which device is module 2"):
+        source.index_of_module(2)
 
 
 def test_hlml_that_is_already_initialized_is_ready(hlml: Callable[[Any], Any]) -> None:

@@ -29,6 +29,7 @@ from trencadis.scheduler.thermal import (
     PowerModel,
     ProportionalThermalPolicy,
     SchedulerThermalPolicy,
+    TwoPhaseThermalPolicy,
     load_thermal_policy,
 )
 from trencadis.scheduler.thermal.registry import ENTRY_POINT_GROUP
@@ -189,7 +190,9 @@ def test_every_built_in_policy_is_registered_once_and_loads() -> None:
     assert ENTRY_POINT_GROUP not in (Path(__file__).parents[1] / "pyproject.toml").read_text()
 
 
-@pytest.mark.parametrize("policy", [ProportionalThermalPolicy, PowerBudgetPolicy])
+@pytest.mark.parametrize(
+    "policy", [ProportionalThermalPolicy, PowerBudgetPolicy, TwoPhaseThermalPolicy]
+)
 def test_every_setting_of_a_policy_has_a_help_sentence(policy: type) -> None:
     for field in attrs.fields(policy):
         if field.init:

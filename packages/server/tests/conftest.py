@@ -62,6 +62,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        return bytes([token_id]) if token_id != BOS else b""
+
     def render_chat(
         self,
         messages: list[dict[str, Any]],
@@ -98,6 +101,7 @@ class StandInEngine:
         self.hangs = False
         self.running: set[str] = set()
         self.requests: list[tuple[list[int], SamplingParams, str | None, int]] = []
+        self.salts: list[str | None] = []
         self.aborted: list[str] = []
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
@@ -111,6 +115,7 @@ class StandInEngine:
             num_running_reqs=len(self.running),
             num_running_seqs=8,
             max_running_seqs=32,
+            max_prefill_tokens=512,
             num_waiting_reqs=2,
             num_swapped_reqs=6,
             num_preempted_reqs=9,
@@ -156,6 +161,7 @@ class StandInEngine:
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         await self.check_health()
         if self.overloaded:
@@ -164,6 +170,7 @@ class StandInEngine:
             raise self.fails_with
         key = request_id or f"request-{len(self.requests)}"
         self.requests.append((list(prompt_token_ids), params, request_id, priority))
+        self.salts.append(cache_salt)
         self.running.add(key)
         finished = False
         try:
@@ -186,6 +193,7 @@ class StandInEngine:
             evicted_request_ids=("cmpl-1-0",),
             estimated_watts_saved=6.4,
             new_max_num_seqs=order.max_num_seqs or 32,
+            new_max_prefill_tokens=order.max_prefill_tokens or 512,
         )
 
     async def _answers(

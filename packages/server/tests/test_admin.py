@@ -41,8 +41,20 @@ async def test_an_order_reaches_the_engine_and_the_response_is_that_of_the_seed(
         "evicted_request_ids": ["cmpl-1-0"],
         "estimated_watts_saved": 6.4,
         "new_max_num_seqs": 12,
+        "new_max_prefill_tokens": 512,
     }
     assert engine.orders == [BatchControl(**order, dry_run=True)]
+
+
+async def test_an_order_limits_the_prefill_of_a_step(admin, engine):
+    order = {"max_prefill_tokens": 128, "force_evict": 2, "hold_s": 30}
+    response = await admin.post(PATH, json=order, headers=KEY)
+    assert response.json()["new_max_prefill_tokens"] == 128
+    assert engine.orders == [BatchControl(**order)]
+    response = await admin.post(PATH, json={"max_prefill_tokens": 0}, headers=KEY)
+    assert response.status_code in {400, 422}
+    assert "max_prefill_tokens" in response.text
+    assert len(engine.orders) == 1
 
 
 async def test_the_call_of_the_seed_needs_no_content_type(admin, engine):

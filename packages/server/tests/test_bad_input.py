@@ -5,9 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 
+import httpx
 import pytest
 
 from trencadis.engine import BucketMiss, InvalidRequest
+from trencadis.server import ServerSettings, create_app
+from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
+from trencadis.server.routes.admin import BatchControlRequest, DrainRequest
 
 pytestmark = pytest.mark.asyncio
 
@@ -119,6 +123,10 @@ CHAT = [
     ({"stop": "\ud800"}, "stop[0]"),
     ({"chat_template_kwargs": 1}, "chat_template_kwargs"),
     ({"priority": "high"}, "priority"),
+    ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": 5}, "cache_salt"),
+    ({"cache_salt": "s" * 1025}, "cache_salt"),
+    ({"cache_salt": "\ud800"}, "cache_salt"),
     ({"priority": 2**63}, "priority"),
     ({"best_of": 2}, "best_of"),
     ({"tools": [{"type": "function"}]}, "tools[0].function"),
@@ -230,6 +238,41 @@ async def test_a_bad_completion_field_is_named(client, engine, fields, param):
     message = assert_error(response, 400, param)
     assert param in message
     assert not engine.requests
+
+
+HUGE = ("1" + "0" * 400, "-1e400", str(2**64), str(-(2**64)), "1e308", "NaN")
+NUMBERS = [
+    *(("/v1/chat/completions", name) for name in ChatCompletionRequest.model_fields),
+    *(("/v1/completions", name) for name in CompletionRequest.model_fields),
+    *(("/v1/admin/batch", name) for name in BatchControlRequest.model_fields),
+    *(("/v1/admin/drain", name) for name in DrainRequest.model_fields),
+]
+IN_LISTS = {
+    "logit_bias": '{"65": %s}',
+    "prompt": "[[%s]]",
+    "stop_token_ids": "[%s]",
+    "chat_template_kwargs": '{"a": %s}',
+}
+
+
+@pytest.mark.parametrize(("path", "name"), NUMBERS)
+async def test_no_number_is_an_internal_error(engine, path, name):
+    app = create_app(engine, ServerSettings(admin_keys=["boss"], admin_rate_limit=1e6))
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer boss"}
+    usual = {
+        "/v1/chat/completions": {"messages": HELLO, "max_tokens": 1},
+        "/v1/completions": {"prompt": "hello", "max_tokens": 1},
+    }.get(path, {})
+    fields = {key: json.dumps(value) for key, value in usual.items()}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://server", headers=headers
+    ) as client:
+        for number in HUGE:
+            for form in {"%s", IN_LISTS.get(name, "%s")}:
+                spoiled = {**fields, name: form % number}
+                body = ", ".join(f'"{key}": {value}' for key, value in spoiled.items())
+                response = await client.post(path, content=f"{{{body}}}")
+                assert response.status_code in (200, 400), (number, response.text)
 
 
 async def test_an_unknown_model_is_not_found(client):

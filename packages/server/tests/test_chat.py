@@ -186,6 +186,16 @@ async def test_logprobs_report_the_chosen_and_the_most_probable_tokens(client, s
     assert position["top_logprobs"][0]["logprob"] == -1.0
 
 
+async def test_the_bytes_of_parts_of_a_character_make_the_character(client):
+    messages = [{"role": "user", "content": "\u00e9"}]
+    answer = (await chat(client, messages=messages, logprobs=True, max_tokens=8)).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    assert [position["bytes"] for position in content[-2:]] == [[0xC3], [0xA9]]
+    assert (
+        bytes(byte for position in content for byte in position["bytes"]).decode() == "[user]\u00e9"
+    )
+
+
 async def test_logprobs_without_top_logprobs_report_the_chosen_token(client, engine):
     answer = (await chat(client, logprobs=True, max_tokens=1)).json()
     assert answer["choices"][0]["logprobs"]["content"][0]["top_logprobs"] == []

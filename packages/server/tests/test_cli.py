@@ -54,6 +54,7 @@ ENGINE = {
     "fp32_softmax": ("true", True),
     "engine_restarts": ("1", 1),
     "hang_timeout": ("9", 9.0),
+    "hang_restart_timeout": ("90", 90.0),
     "scheduling_policy": ("priority", "priority"),
     "swap_space": ("1.5", 1.5),
     "swap_bandwidth": ("8", 8.0),
@@ -65,6 +66,7 @@ ENGINE = {
 SERVER = {
     "host": ("::1", "::1"),
     "port": ("9", 9),
+    "allowed_hosts": ("a", ("a",)),
     "api_keys": ("a", ("a",)),
     "tool_call_parser": ("hermes", "hermes"),
     "reasoning_parser": ("qwen3", "qwen3"),
@@ -84,6 +86,7 @@ WITH_OTHERS = {
     "enable_admin_api": (("--admin-api-key", "d"), (), True),
     "admin_host": (("--admin-port", "9"), ("::1",), "::1"),
     "ssl_keyfile": (("--ssl-certfile", "c.pem"), ("k.pem",), "k.pem"),
+    "prefix_cache_per_key": (("--api-key", "a"), (), True),
     "ssl_ca_certs": (("--ssl-certfile", "c.pem"), ("a.pem",), "a.pem"),
     "ssl_cert_reqs": (("--ssl-certfile", "c.pem", "--ssl-ca-certs", "a.pem"), ("2",), 2),
 }

@@ -95,6 +95,14 @@ async def test_logprobs_are_parallel_lists(client, stream):
     assert joined["top_logprobs"] == [{"a": -9999.0, "A": -1.0}, {"b": -9999.0, "A": -1.0}]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_parts_of_a_character_have_its_offset(client, stream):
+    response = await complete(client, prompt="a\u00e9b", logprobs=1, max_tokens=4, stream=stream)
+    answers = chunks(response.text) if stream else [response.json()]
+    parts = [answer["choices"][0]["logprobs"] for answer in answers]
+    assert [offset for part in parts for offset in part["text_offset"]] == [0, 1, 1, 2]
+
+
 async def test_a_number_of_answers_past_the_limit_is_refused(client, engine):
     response = await client.post("/v1/completions", json={"prompt": ["a"] * 1024, "n": 2})
     assert response.status_code == 400

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import math
 import os
+import re
 import shutil
 import signal
 import socket
+import ssl
 from typing import ClassVar
 
 import httpx
@@ -17,6 +21,7 @@ from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
 from trencadis.server.http.connections import (
     MAX_CONNECTIONS,
+    LoggedHandshake,
     default_connection_limit,
     quiet_accept_errors,
 )
@@ -158,20 +163,45 @@ async def test_a_running_request_is_finished_first(starting, engine):
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-async def test_a_request_that_does_not_finish_is_given_up(starting, engine, signals):
-    engine.delay = 1.0  # seconds per token
-    run = Run(shutdown_timeout=1 if signals == 1 else 60)
-    async with httpx.AsyncClient(base_url=await run.url()) as client:
-        body = {"prompt": "x" * 100, "max_tokens": 100}
-        request = asyncio.create_task(client.post("/v1/completions", json=body))
+async def test_requests_that_are_left_when_the_server_stops_end_with_an_error(
+    starting, engine, signals
+):
+    engine.delay = 0.4  # seconds per token
+    run = Run(shutdown_timeout=1 if signals == 1 else 60, admin_keys=["boss"])
+    url = await run.url()
+    body = {"prompt": "x" * 100, "max_tokens": 100}
+    async with httpx.AsyncClient(base_url=url, timeout=20) as client:
+        whole = client.post("/v1/completions", json=body)
+        stream = client.post("/v1/completions", json=body | {"stream": True})
+        drain = client.post(
+            "/v1/admin/drain", json={"wait_s": 60}, headers={"Authorization": "Bearer boss"}
+        )
+        requests = [asyncio.create_task(each) for each in (whole, stream)]
+        reader, writer = await connection(url)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            b"Content-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+        await asyncio.sleep(0.6)
+        requests.append(asyncio.create_task(drain))
         await asyncio.sleep(0.2)
         for _ in range(signals - 1):
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
         await run.end()
-        request.cancel()
-        (answer,) = await asyncio.gather(request, return_exceptions=True)
-        assert isinstance(answer, BaseException), "the server did not wait for all 100 seconds"
+        whole, stream, drain = await asyncio.gather(*requests)
+    half_sent = await asyncio.wait_for(reader.read(), 5)
+    writer.close()
+    assert half_sent.startswith(b"HTTP/1.1 503")
+    assert b"server_stopping" in half_sent
+    for answer in (whole, drain):
+        assert answer.status_code == 503
+        assert answer.json()["error"]["code"] == "server_stopping"
+        assert answer.headers["retry-after"] == "1"
+    *_, error, done, end = stream.text.split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
+    assert (done, end) == ("data: [DONE]", "")
+    assert not engine.running
     assert starting.events[-1] == "stop"
 
 
@@ -302,6 +332,50 @@ async def test_the_admin_api_has_a_port_of_its_own(starting):
         ("there", "/v1/admin/state"): 200,
         ("there", "/health"): 200,
     }
+
+
+async def test_a_right_key_without_a_client_certificate_is_refused_and_logged(
+    starting, engine, tmp_path, caplog
+):
+    trustme = pytest.importorskip("trustme")
+    authority, stranger = trustme.CA(), trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
+        tmp_path / "server.pem"
+    )
+    for name, signer in (("operator", authority), ("stranger", stranger)):
+        certificate = signer.issue_cert(f"{name}@example.org").private_key_and_cert_chain_pem
+        certificate.write_to_path(tmp_path / f"{name}.pem")
+    run = Run(
+        admin_keys=["boss"],
+        ssl_certfile=str(tmp_path / "server.pem"),
+        ssl_ca_certs=str(tmp_path / "authority.pem"),
+        ssl_cert_reqs=2,
+    )
+    url = await run.url()
+
+    async def call(certificate):
+        context = ssl.create_default_context(cafile=tmp_path / "authority.pem")
+        if certificate is not None:
+            context.load_cert_chain(tmp_path / certificate)
+        async with httpx.AsyncClient(base_url=url, verify=context) as client:
+            headers = {"Authorization": "Bearer boss"}
+            return await client.post("/v1/admin/batch", json={"max_num_seqs": 3}, headers=headers)
+
+    caplog.set_level("INFO")
+    for certificate, reason in ((None, "did not return a certificate"), ("stranger.pem", "verify")):
+        LoggedHandshake._last_logged_s = -math.inf
+        with pytest.raises(httpx.TransportError):
+            await call(certificate)
+        lines = [record.message for record in caplog.records if "TLS client" in record.message]
+        assert len(lines) == 1
+        assert re.search(reason, lines[0])
+        caplog.clear()
+    assert engine.orders == []
+    assert (await call("operator.pem")).status_code == 200
+    assert len(engine.orders) == 1
+    assert not [record for record in caplog.records if "TLS client" in record.message]
+    await run.end()
 
 
 async def test_an_engine_that_fails_for_good_ends_the_server_with_its_reason(starting, engine):

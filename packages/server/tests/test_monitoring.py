@@ -74,6 +74,7 @@ ENGINE_VALUES = {
     "trencadis:num_requests_preempted": 9,
     "trencadis:running_seqs": 8,
     "trencadis:max_running_seqs": 32,
+    "trencadis:prefill_token_limit": 512,
     "vllm:kv_cache_usage_perc": 0.25,
     "vllm:gpu_cache_usage_perc": 0.25,
     "trencadis:kv_blocks_used": 5,
@@ -249,3 +250,11 @@ async def test_the_api_describes_itself(client):
     paths = (await client.get("/openapi.json")).json()["paths"]
     assert "/v1/chat/completions" in paths
     assert "/v1/completions" in paths
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/live"])
+async def test_probes_may_ask_without_a_body(client, engine, path):
+    response = await client.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+    engine.is_alive = False
+    assert (await client.head(path)).status_code == 503

@@ -408,6 +408,7 @@ def test_the_best_of_several_are_answers(client, model):
     best = client.completions.create(**fields, n=2, best_of=4, logprobs=0)
     means = [sum(one.logprobs.token_logprobs) / 12 for one in best.choices]
     assert len(means) == 2
+    assert best.usage.completion_tokens == 24, "as in vLLM, those of the answers alone"
     assert means == sorted(means, reverse=True)
     again = client.completions.create(**fields, n=2, best_of=4)
     assert [one.text for one in again.choices] == [one.text for one in best.choices]

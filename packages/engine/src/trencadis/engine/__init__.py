@@ -36,6 +36,7 @@ from trencadis.engine.structured_output import StructuredOutput
 if TYPE_CHECKING:
     from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
+    from trencadis.engine.core.request_conversion import MAX_CACHE_SALT
     from trencadis.engine.devices import Device, Graph
     from trencadis.engine.front.async_engine import AsyncEngine
     from trencadis.engine.front.llm import LLM, Completion, Generation
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     __version__: str
 
 _LOADED_ON_USE = {
+    "MAX_CACHE_SALT": ".core.request_conversion",
     "AsyncEngine": ".front.async_engine",
     "BatchControl": "trencadis.scheduler",
     "BatchControlResult": "trencadis.scheduler",
@@ -64,6 +66,7 @@ _LOADED_ON_USE = {
 
 __all__ = [
     "LLM",
+    "MAX_CACHE_SALT",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",

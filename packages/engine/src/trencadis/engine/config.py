@@ -564,8 +564,8 @@ class EngineConfig(CapacitySettings):
             env="VLLM_THERMAL_POLICY",
             metavar="NAME",
             group=HEAT,
-            help="what caps the running sequences by heat or power: none, proportional, power, a "
-            "name that a package offers, or module:Class",
+            help="what limits the running sequences, and the prefill of a step, by heat or power: "
+            "none, proportional, power, two_phase, a name that a package offers, or module:Class",
             default="none",
         ),
     )
@@ -601,6 +601,18 @@ class EngineConfig(CapacitySettings):
             group=FAULTS,
             help="seconds without a message of the engine core after which it counts as hung; half "
             "an hour while it compiles or warms up",
+        ),
+    )
+    hang_restart_timeout: float = attrs.field(
+        default=300.0,
+        validator=number(0, 86_400),
+        metadata=setting(
+            "--hang-restart-timeout",
+            metavar="SECONDS",
+            group=FAULTS,
+            help="seconds without a message of the engine core after which it is killed and "
+            "restarted, as after its death; half an hour while it compiles or warms up; at least "
+            "--hang-timeout; 0: never",
         ),
     )
 

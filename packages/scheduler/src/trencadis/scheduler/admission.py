@@ -183,6 +183,8 @@ class AdmissionControl:
         waiting = self.next_group(self._states.waiting, step)
         if waiting is not None and not self._resumes_first(group, waiting):
             return False
+        if not step.prefill_budget and _needs_prefill(group):
+            return False
         num_spare = self._num_spare_blocks(group)
         if group.status is SequenceStatus.SWAPPED:
             return self._group_blocks.can_swap_in(group, num_spare)
@@ -214,6 +216,8 @@ class AdmissionControl:
             step.schedule([group])
 
     def _can_admit(self, group: SequenceGroup, step: SchedulingStep) -> bool:
+        if not step.prefill_budget and group.request.num_prompt_tokens > 1:
+            return False
         resumed = self.next_group(self._states.resume_queue, step)
         if resumed is not None and self._resumes_first(resumed, group):
             return False
@@ -245,6 +249,15 @@ class AdmissionControl:
             return True
         self._num_free_at_refusal[group.arrival] = num_free
         return False
+
+
+def _needs_prefill(group: SequenceGroup) -> bool:
+    """Whether a preempted group computes a prefill chunk when it resumes."""
+    if group.status is SequenceStatus.PREEMPTED:
+        return True
+    return any(
+        sequence.num_slots - sequence.num_computed_tokens > 1 for sequence in group.allocated_seqs
+    )
 
 
 class PendingPrefixes:

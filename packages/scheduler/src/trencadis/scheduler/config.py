@@ -34,6 +34,14 @@ class SchedulerConfig:
             "help": "Token budget of a step: decodes (one token each) and prefill chunks together."
         },
     )
+    max_prefill_tokens: int | None = attrs.field(
+        default=None,
+        validator=integer(1, optional=True),
+        metadata={
+            "help": "Maximum number of tokens in all prefill chunks of a step together; None: only "
+            "the token budget limits them."
+        },
+    )
     max_model_len: int = attrs.field(
         default=4096,
         validator=integer(1),

@@ -31,6 +31,9 @@ from trencadis.scheduler.validators import check_instance, instance_of, integer,
 _INT64_MAX = 2**63 - 1
 """The largest integer that the engine's messages can carry."""
 
+MAX_HOLD_S = 86_400.0
+"""Longest hold of a control request, seconds: a day. A lower limit for longer is max_num_seqs."""
+
 
 @attrs.frozen(kw_only=True)
 class BatchControl:
@@ -44,13 +47,28 @@ class BatchControl:
         validator=integer(1, _INT64_MAX, optional=True),
         metadata={"help": "New maximum number of sequences that run at once; null: unchanged."},
     )
+    max_prefill_tokens: int | None = attrs.field(
+        default=None,
+        validator=integer(1, _INT64_MAX, optional=True),
+        metadata={
+            "help": "New maximum of tokens in the prefill chunks of a step; that of all tokens of "
+            "a step, or more, ends the limit; null: unchanged."
+        },
+    )
     force_evict: int | None = attrs.field(
         default=None,
         validator=integer(0, _INT64_MAX, optional=True),
         metadata={
             "help": "Number of running sequences to preempt now. The number that is left stays the "
-            "running limit for SchedulerConfig.force_evict_hold_s seconds, or until a request with "
-            "max_num_seqs alone."
+            "running limit for hold_s seconds, or until a request with max_num_seqs alone."
+        },
+    )
+    hold_s: float | None = attrs.field(
+        default=None,
+        validator=number(0, MAX_HOLD_S, optional=True),
+        metadata={
+            "help": "Seconds for which force_evict holds the running limit; null: "
+            "SchedulerConfig.force_evict_hold_s, 5 seconds."
         },
     )
     target_temp_c: float | None = attrs.field(
@@ -82,6 +100,7 @@ class BatchControlResult:
 
     ``previous_running`` and ``new_running`` count sequences: those that ran before the request, and
     those that run when the step is scheduled. ``estimated_watts_saved`` is in watts.
+    ``new_max_prefill_tokens``: the prefill limit in force, without that of a thermal policy.
     """
 
     previous_running: int
@@ -89,6 +108,7 @@ class BatchControlResult:
     evicted_request_ids: tuple[str, ...]
     estimated_watts_saved: float
     new_max_num_seqs: int
+    new_max_prefill_tokens: int
 
 
 @attrs.frozen
@@ -97,6 +117,8 @@ class _ChangedView:
 
     scheduler_config: SchedulerConfig
     num_running_seqs: int
+    num_prefill_tokens: int
+    longest_wait_s: float
     now_s: float
 
 
@@ -176,8 +198,9 @@ class ControlHandler:
         self, control: BatchControl, step: SchedulingStep, view: SchedulerView
     ) -> BatchControlResult:
         """Decide, then change the limits and preempt. Raises `ControlError` before any change."""
-        max_num_seqs = self._max_num_seqs(control)
-        policy_limit = self._policy_limit(control, max_num_seqs, view)
+        config = self._config_under(control)
+        max_num_seqs = config.max_num_seqs
+        policy_limit = self._policy_limit(control, config, view)
         num_to_evict = control.force_evict or 0
         ends_hold = control.max_num_seqs is not None and not num_to_evict
         now = math.inf if ends_hold else step.now
@@ -186,12 +209,12 @@ class ControlHandler:
         num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
             step.carries_out_order = self._was_carried_out = True
-            self._limit.set_max_num_seqs(max_num_seqs)
+            self._limit.set_config(config)
             self._limit.policy_limit = policy_limit
             if ends_hold:
                 self._limit.end_hold()
             if num_to_evict:
-                self._force_evict(victims, step)
+                self._force_evict(victims, step, control.hold_s)
             else:
                 self._preempt(victims, step)
         return BatchControlResult(
@@ -200,10 +223,15 @@ class ControlHandler:
             evicted_request_ids=tuple(group.request_id for group in victims),
             estimated_watts_saved=num_preempted * self._watts_per_sequence(),
             new_max_num_seqs=max_num_seqs,
+            new_max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
         )
 
-    def _max_num_seqs(self, control: BatchControl) -> int:
+    def _config_under(self, control: BatchControl) -> SchedulerConfig:
+        """The settings in force after a control request. Raises `ControlError`."""
         config = self._limit.config
+        max_prefill_tokens = control.max_prefill_tokens or config.max_prefill_tokens
+        if max_prefill_tokens is not None and max_prefill_tokens >= config.max_num_batched_tokens:
+            max_prefill_tokens = None
         max_num_seqs = config.max_num_seqs if control.max_num_seqs is None else control.max_num_seqs
         if max_num_seqs > config.max_num_batched_tokens:
             raise ControlError(
@@ -212,10 +240,12 @@ class ControlHandler:
                 "lower the first",
                 "max_num_seqs",
             )
-        return max_num_seqs
+        return attrs.evolve(
+            config, max_num_seqs=max_num_seqs, max_prefill_tokens=max_prefill_tokens
+        )
 
     def _policy_limit(
-        self, control: BatchControl, max_num_seqs: int, view: SchedulerView
+        self, control: BatchControl, config: SchedulerConfig, view: SchedulerView
     ) -> int | None:
         """Set the target temperature, unless in a dry run; the policy's limit under it."""
         if control.target_temp_c is None:
@@ -226,8 +256,13 @@ class ControlHandler:
                 "start with a temperature source, or set max_num_seqs",
                 "target_temp_c",
             )
-        config = attrs.evolve(self._limit.config, max_num_seqs=max_num_seqs)
-        changed = _ChangedView(config, view.num_running_seqs, view.now_s)
+        changed = _ChangedView(
+            config,
+            view.num_running_seqs,
+            view.num_prefill_tokens,
+            view.longest_wait_s,
+            view.now_s,
+        )
         return self._thermal.retarget(
             control.target_temp_c, control.policy, changed, dry_run=control.dry_run
         )
@@ -236,11 +271,13 @@ class ControlHandler:
         for group in groups:
             self._preemptor.preempt(group, step)
 
-    def _force_evict(self, groups: list[SequenceGroup], step: SchedulingStep) -> None:
+    def _force_evict(
+        self, groups: list[SequenceGroup], step: SchedulingStep, hold_s: float | None = None
+    ) -> None:
         """Preempt groups and hold the running limit at the number of sequences that are left."""
         self._preempt(groups, step)
         if groups:
-            self._limit.hold(step.now)
+            self._limit.hold(step.now, hold_s)
 
     def _watts_per_sequence(self) -> float:
         return PRIOR_W if self._thermal is None else self._thermal.power_model.per_sequence_w

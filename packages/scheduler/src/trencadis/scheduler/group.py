@@ -122,7 +122,8 @@ class SequenceGroup:
     - ``finished_seqs``: finished sequences; of a beam search the hypotheses, best first.
     - ``prefix_keys``: the prefix-cache keys of the prompt, None without prefix caching.
     - ``num_bypasses``: how often later groups were served instead; see `AdmissionControl`.
-    - ``started_at_s``: when the group last began to run, in seconds.
+    - ``added_at_s``, ``started_at_s``: when the request came, and when the group last began to run,
+      in seconds.
     """
 
     request: Request
@@ -138,6 +139,7 @@ class SequenceGroup:
     beam_state: BeamSearchState | None = attrs.field(default=None, repr=False)
     prefix_keys: PrefixKeys | None = attrs.field(default=None, repr=False)
     num_bypasses: int = 0
+    added_at_s: float = 0.0
     started_at_s: float = 0.0
     last_scheduled_step: int = 0
 

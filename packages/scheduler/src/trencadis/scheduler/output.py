@@ -63,6 +63,7 @@ class SchedulerOutput:
       forward passes. There may be moves without anything to compute.
     - ``preempted_seq_ids``: sequences that lost their device blocks in this step.
     - ``max_running_seqs``: the running limit of this step, in sequences.
+    - ``max_prefill_tokens``: the prefill limit of this step, in tokens.
     - ``failed``: requests that were aborted because of an internal error; tell their clients.
     """
 
@@ -73,6 +74,7 @@ class SchedulerOutput:
     preempted_seq_ids: tuple[int, ...] = ()
     max_running_seqs: int = 0
     failed: tuple[FailedRequest, ...] = ()
+    max_prefill_tokens: int = 0
 
     @property
     def is_empty(self) -> bool:
@@ -95,11 +97,14 @@ class SequenceUpdate(NamedTuple):
 
 @attrs.define
 class SchedulingStep:
-    """A step while it is scheduled: its remaining token budget, and the sequences scheduled so far.
+    """A step while it is scheduled: what is left of its budgets, and what was scheduled so far.
 
     - ``now``: time of the step, in seconds.
+    - ``token_budget``, ``prefill_budget``: tokens that may still be scheduled, and those of them
+      that may be in prefill chunks.
     - ``max_chunk_tokens``: maximum length of a prefill chunk; None: the token budget alone.
-    - ``max_running_seqs``: the running limit, in sequences.
+    - ``max_running_seqs``: the running limit, in sequences. ``max_prefill_tokens``: the prefill
+      limit, in tokens.
     - ``max_group_seqs``: the most sequences of a group that may start; above ``max_running_seqs``
       where a thermal limit is lower. Such a group runs alone.
     - ``carries_out_order``: no phase after a control request starts or preempts a group, so that
@@ -112,6 +117,8 @@ class SchedulingStep:
     max_chunk_tokens: int | None
     blocks: BlockManager
     max_running_seqs: int = 0
+    max_prefill_tokens: int = 0
+    prefill_budget: int = 0
     max_group_seqs: int = 0
     carries_out_order: bool = False
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
@@ -133,7 +140,8 @@ class SchedulingStep:
                 elif num_tokens > 1:
                     prefills.append((sequence, num_tokens))
         for sequence, num_tokens in prefills:
-            self._schedule_tokens(sequence, min(num_tokens, self.max_chunk_tokens or num_tokens))
+            longest = min(num_tokens, self.max_chunk_tokens or num_tokens, self.prefill_budget)
+            self.prefill_budget -= self._schedule_tokens(sequence, longest)
 
     def to_output(self, moves: CopyPlan) -> SchedulerOutput:
         return SchedulerOutput(
@@ -144,6 +152,7 @@ class SchedulingStep:
             tuple(self.preempted_seq_ids),
             self.max_running_seqs,
             tuple(self.failed),
+            self.max_prefill_tokens,
         )
 
     def discard(self, group: SequenceGroup) -> None:
@@ -152,11 +161,14 @@ class SchedulingStep:
         for scheduled in (self.prompts, self.decodes):
             scheduled[:] = [item for item in scheduled if item.seq_id not in seq_ids]
 
-    def _schedule_tokens(self, sequence: Sequence, num_tokens: int) -> None:
-        """Schedule at most ``num_tokens`` of a sequence, as the token budget allows."""
+    def _schedule_tokens(self, sequence: Sequence, num_tokens: int) -> int:
+        """Schedule at most ``num_tokens`` of a sequence, as the token budget allows.
+
+        Returns how many were scheduled.
+        """
         num_tokens = min(num_tokens, self.token_budget)
         if num_tokens == 0:
-            return
+            return 0
         group = sequence.group
         start = sequence.num_computed_tokens
         end = start + num_tokens
@@ -178,3 +190,4 @@ class SchedulingStep:
         (self.decodes if num_tokens == 1 else self.prompts).append(scheduled)
         self.token_budget -= num_tokens
         group.last_scheduled_step = self.number
+        return num_tokens

@@ -1,4 +1,4 @@
-"""The running limit: how many sequences may run in a step, enforced by preemption.
+"""How many sequences may run in a step, enforced by preemption, and how much it may prefill.
 
 A lower ``max_num_seqs`` alone does not stop sequences that already run (seed 003, section 2).
 """
@@ -6,8 +6,6 @@ A lower ``max_num_seqs`` alone does not stop sequences that already run (seed 00
 from __future__ import annotations
 
 import logging
-
-import attrs
 
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.group import SequenceGroup
@@ -28,8 +26,12 @@ class RunningLimit:
     sequences: a group that is wider than the limit could not run at all otherwise. The other two
     limits are orders of an operator: such a group waits, and a warning says so if nothing runs.
 
-    ``config`` has the settings in force; control requests change its ``max_num_seqs``.
-    ``policy_limit`` is the last limit of the thermal policy; None without one.
+    The prefill limit is the minimum of ``max_prefill_tokens``, the thermal policy's and the token
+    budget. It is at least 1, so every step with prefill to do computes some of it.
+
+    ``config`` has the settings in force; control requests change its ``max_num_seqs`` and
+    ``max_prefill_tokens``. ``policy_limit`` is the last limit of the thermal policy; None without
+    one.
     """
 
     def __init__(
@@ -55,13 +57,21 @@ class RunningLimit:
         num_first = running.first().num_seqs if running else 0
         return _limit(self._ordered_limit(now), self.policy_limit, num_first)
 
-    def set_max_num_seqs(self, max_num_seqs: int) -> None:
-        self.config = attrs.evolve(self.config, max_num_seqs=max_num_seqs)
+    def max_prefill_tokens(self) -> int:
+        """The most tokens that a step may have in prefill chunks."""
+        policy_limit = None if self._thermal is None else self._thermal.prefill_limit
+        limits = (self.config.max_prefill_tokens, policy_limit)
+        budget = self.config.max_num_batched_tokens
+        return min([budget, *(limit for limit in limits if limit is not None)])
 
-    def hold(self, now: float) -> None:
-        """Limit the batch to its present size for ``force_evict_hold_s`` seconds."""
+    def set_config(self, config: SchedulerConfig) -> None:
+        """Put the settings of a control request in force."""
+        self.config = config
+
+    def hold(self, now: float, seconds: float | None = None) -> None:
+        """Limit the batch to its present size; None: for ``force_evict_hold_s`` seconds."""
         self._hold_limit = self._states.num_running_seqs
-        self._hold_until_s = now + self.config.force_evict_hold_s
+        self._hold_until_s = now + (self.config.force_evict_hold_s if seconds is None else seconds)
 
     def end_hold(self) -> None:
         """The newest order decides: a later ``max_num_seqs`` replaces the hold."""
@@ -98,7 +108,7 @@ class RunningLimit:
         return victims
 
     def enforce(self, step: SchedulingStep) -> None:
-        """Set the limit of a step; preempt victims so that it holds in this step or the next.
+        """Set the limits of a step; preempt victims so that they hold in this step or the next.
 
         The first step above the limit only stops admission if a sequence is expected to finish
         before any victim could resume. So the limit holds within two steps of its decrease. Groups
@@ -107,6 +117,7 @@ class RunningLimit:
         """
         step.max_running_seqs = self.value(step.now)
         step.max_group_seqs = self._ordered_limit(step.now)
+        step.max_prefill_tokens = step.prefill_budget = self.max_prefill_tokens()
         excess = self._states.num_started_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False

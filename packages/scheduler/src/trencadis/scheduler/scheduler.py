@@ -22,7 +22,7 @@ from trencadis.scheduler.clock import SteadyClock
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlHandler
 from trencadis.scheduler.errors import InvalidResults, StepOrderError
-from trencadis.scheduler.group import Sequence, SequenceStatus
+from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.output import SchedulerOutput, SchedulingStep, SequenceUpdate
@@ -84,6 +84,7 @@ class Scheduler:
         self._running_limit = RunningLimit(config, states, self._preemptor, thermal)
         self._control = ControlHandler(states, self._preemptor, self._running_limit, thermal)
         self._results = StepResultProcessor(states, group_blocks, blocks, config.max_model_len)
+        self._num_prefill_tokens = 0
         self._to_finish: set[int] = set()
         self._step = 0
         self._in_flight: SchedulerOutput | None = None
@@ -92,7 +93,8 @@ class Scheduler:
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """The settings in force; control requests change ``max_num_seqs``."""
+        """The settings in force; control requests change ``max_num_seqs`` and
+        ``max_prefill_tokens``."""
         return self._running_limit.config
 
     @property
@@ -114,6 +116,23 @@ class Scheduler:
     def num_running_seqs(self) -> int:
         """Sequences that run. A group counts all its sequences from the start of its prefill."""
         return self._states.num_running_seqs
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prefill chunks that were scheduled since the scheduler was made."""
+        return self._num_prefill_tokens
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds since the oldest request came that has no token yet; 0 without such a request.
+
+        Of those that wait to start or are prefilled; preempted ones do not count.
+        """
+        states = self._states
+        groups = [group for group in states.running if _has_no_token(group)]
+        oldest = states.waiting.oldest(self._config.max_num_seqs)
+        groups += () if oldest is None else (oldest,)
+        return max((self._now - group.added_at_s for group in groups), default=0.0)
 
     @property
     def num_swapped(self) -> int:
@@ -154,6 +173,7 @@ class Scheduler:
         self._admission.check(request)
         prefix_keys = self._group_blocks.hash_prompt(request)
         group = self._states.add(request)
+        group.added_at_s, _ = self._clock.read()
         group.prefix_keys = prefix_keys
         return group.unfinished_seqs[0]
 
@@ -264,6 +284,7 @@ class Scheduler:
         step.schedule(self._states.running)
         self._admission.start_groups(step)
         self._running_limit.warn_if_stalled()
+        self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
         self._in_flight = step.to_output(self._group_blocks.take_moves())
         return self._in_flight
 
@@ -349,3 +370,7 @@ class Scheduler:
                     is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
             except Exception as error:
                 self._admission.fail(group, error, step)
+
+
+def _has_no_token(group: SequenceGroup) -> bool:
+    return not any(sequence.num_output_tokens for sequence in group.unfinished_seqs)

@@ -13,8 +13,10 @@ from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.generation.answer_plan import AnswerPlanner
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
+from trencadis.server.http.allowed_hosts import AllowedHosts
 from trencadis.server.http.auth import BearerAuth
 from trencadis.server.http.body_limit import BodyLimit
+from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.parsers.selection import select_parsers
@@ -22,6 +24,7 @@ from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
 from trencadis.server.routes.context import Drain, ServingContext
+from trencadis.server.routes.docs import docs_router
 from trencadis.server.routes.health import health_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.settings import ServerSettings
@@ -48,7 +51,13 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
         yield
         encoder.close()
 
-    app = FastAPI(title="Trencadís", version=__version__, lifespan=lifespan)
+    app = FastAPI(
+        title="Trencadís",
+        version=__version__,
+        lifespan=lifespan,
+        docs_url=None,  # its page loads scripts from another host
+        redoc_url=None,
+    )
     context = ServingContext(
         engine=engine,
         settings=settings,
@@ -66,12 +75,16 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
         admin_router,
     ):
         app.include_router(router(context))
+    app.include_router(docs_router())
     install_error_handlers(app, settings.retry_after)
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
     # the middleware added last runs first: keys are checked before a body is read
     app.add_middleware(AdminRateLimit, per_second=settings.admin_rate_limit)
     app.add_middleware(BearerAuth, api_keys=settings.api_keys, admin_keys=settings.admin_keys)
+    app.add_middleware(CancelledRequests, retry_after=settings.retry_after)
     app.add_middleware(AdminAudit)
+    if settings.allowed_hosts:
+        app.add_middleware(AllowedHosts, hosts=settings.allowed_hosts)
     if settings.admin_port is not None:
         app.add_middleware(AdminListener, port=settings.admin_port)
     return app

@@ -19,7 +19,7 @@ from trencadis.engine import (
 
 class ServingTokenizer(Protocol):
     """Converts text to token ids and back. The server calls it from several threads: `encode` and
-    `render_chat` from one worker thread, `token_text` also from the event loop."""
+    `render_chat` from worker threads, the others also from the event loop."""
 
     @property
     def vocab_size(self) -> int:
@@ -42,6 +42,13 @@ class ServingTokenizer(Protocol):
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, as log-probabilities report it."""
+        ...
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """Return the UTF-8 bytes that a token adds to a text: those of a part of a character, too.
+
+        No bytes for a special token that is skipped.
+        """
         ...
 
     def min_num_tokens(self, length: int) -> int:
@@ -97,10 +104,12 @@ class ServingEngine(Protocol):
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the deltas of all ``params.n`` choices, interleaved.
 
         Closing the generator aborts the request. A request with a lower ``priority`` runs first.
+        Requests share cached prefixes only if their ``cache_salt`` is the same.
         The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
         `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
         request alone, `BucketMiss`, a shape that the engine refuses to compile for it, or

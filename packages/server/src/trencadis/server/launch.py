@@ -25,6 +25,7 @@ from trencadis.server.app import create_app
 from trencadis.server.http.connections import (
     ConnectionLimits,
     LimitedProtocol,
+    LoggedHandshake,
     default_connection_limit,
     quiet_accept_errors,
     raise_descriptor_limit,
@@ -36,6 +37,9 @@ logger = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 
 BACKLOG = 2048
+ANSWER_TIMEOUT = 1.0
+"""Longest wait, in seconds, until the requests that were cancelled have been answered."""
+
 STOP_TIMEOUT = 30.0
 """Longest wait, in seconds, for the engine to end its core process."""
 
@@ -53,9 +57,9 @@ async def serve(
 ) -> None:
     """Serve a model until SIGINT or SIGTERM.
 
-    On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, and stops
-    the engine. A second signal ends the wait. ``announce`` is called once with a text that says
-    where the server listens; by default the text is printed.
+    On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, answers
+    those that are left with 503, and stops the engine. A second signal ends the wait. ``announce``
+    is called once with a text that says where the server listens; by default the text is printed.
     Raises `LaunchError` where the port is taken, the errors of `AsyncEngine.start`, and
     `EngineDead` once the engine can serve no request any more, so that the process ends.
     """
@@ -190,6 +194,8 @@ class _Server(uvicorn.Server):
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.config.ssl is not None:
+            self.config.ssl.sslobject_class = LoggedHandshake
         try:
             await super().startup(sockets)
         except OSError as error:  # another program took the port while the model was loading
@@ -197,6 +203,17 @@ class _Server(uvicorn.Server):
         handler = quiet_accept_errors(logger.error)
         asyncio.get_running_loop().set_exception_handler(handler)
         self._on_listening()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().shutdown(sockets)
+        # uvicorn cancels requests without waiting for their answers, after a second signal not even
+        # that.
+        tasks = list(self.server_state.tasks)
+        if self.force_exit:
+            for task in tasks:
+                task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=ANSWER_TIMEOUT)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:

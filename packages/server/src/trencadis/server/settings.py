@@ -19,19 +19,20 @@ CHAT = "tools and reasoning"
 _seconds = number(0, 86_400, exclusive_low=True)
 
 
-def _keys(values: str | Iterable[str]) -> tuple[str, ...]:
-    """A single text is one key: as a list, each of its letters would be a key."""
+def _texts(values: str | Iterable[str]) -> tuple[str, ...]:
+    """A single text is one value: as a list, each of its letters would be one."""
     if isinstance(values, str):
         return (values,)
     # What is no list is left to the validator, which names the field.
     return tuple(values) if isinstance(values, Iterable) else (values,)
 
 
-def _no_blank_key(_: object, attribute: attrs.Attribute[Any], keys: tuple[str, ...]) -> None:
-    if not all(isinstance(key, str) and key.strip() for key in keys):
-        flag, env = attribute.metadata["flags"][0], attribute.metadata["env"]
+def _no_blank_text(_: object, attribute: attrs.Attribute[Any], texts: tuple[str, ...]) -> None:
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        sources = (*attribute.metadata["flags"], attribute.metadata["env"])
         raise ConfigError(
-            f"{attribute.name} has a blank key: give {flag} or {env} a value", attribute.name
+            f"{attribute.name} has a blank value: give {' or '.join(filter(None, sources))} a text",
+            attribute.name,
         )
 
 
@@ -55,10 +56,24 @@ class ServerSettings:
             "--port", metavar="N", group=SERVER, help="port to listen on; 0 takes any free port"
         ),
     )
+    allowed_hosts: tuple[str, ...] = attrs.field(
+        default=(),
+        converter=_texts,
+        validator=_no_blank_text,
+        metadata=setting(
+            "--allowed-hosts",
+            metavar="HOST",
+            group=SERVER,
+            repeated=True,
+            help="accept only requests whose Host header is this name or, for *.NAME, ends in it; "
+            "not for probes and metrics",
+            default="all",
+        ),
+    )
     api_keys: tuple[str, ...] = attrs.field(
         default=(),
-        converter=_keys,
-        validator=_no_blank_key,
+        converter=_texts,
+        validator=_no_blank_text,
         repr=False,
         metadata=setting(
             "--api-key",
@@ -102,10 +117,20 @@ class ServerSettings:
             help="refuse to start without a tool call parser, with which models choose tools",
         ),
     )
+    prefix_cache_per_key: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--prefix-cache-per-key",
+            group=SERVER,
+            help="requests of different API keys share no cached prefixes, so that their times "
+            "tell nothing of the prompts of other keys",
+        ),
+    )
     admin_keys: tuple[str, ...] = attrs.field(
         default=(),
-        converter=_keys,
-        validator=_no_blank_key,
+        converter=_texts,
+        validator=_no_blank_text,
         repr=False,
         metadata=setting(
             "--admin-api-key",
@@ -271,6 +296,12 @@ class ServerSettings:
     )
 
     def __attrs_post_init__(self) -> None:
+        if self.prefix_cache_per_key and not self.api_keys:
+            raise ConfigError(
+                "prefix_cache_per_key needs API keys: give --api-key or VLLM_API_KEY, or leave out "
+                "--prefix-cache-per-key",
+                "prefix_cache_per_key",
+            )
         if self.enable_admin_api and not self.admin_keys:
             raise ConfigError(
                 "enable_admin_api needs an admin key: set VLLM_ADMIN_TOKEN, or leave out "

@@ -152,7 +152,13 @@ def _handle(
         _refuse(channel, message)
     elif isinstance(message, Add):
         try:
-            core.add(message.key, message.prompt_token_ids, message.params, message.priority)
+            core.add(
+                message.key,
+                message.prompt_token_ids,
+                message.params,
+                message.priority,
+                message.cache_salt,
+            )
         except EngineOverloaded as error:
             channel.send(Rejected(message.key, str(error), overloaded=True))
         except InvalidRequest as error:

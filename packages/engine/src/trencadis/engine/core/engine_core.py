@@ -88,6 +88,7 @@ class EngineCore:
         self._swapped_bytes = {Direction.OUT: 0, Direction.IN: 0}
         self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
+        self._prefill_limit = self.worker.limits.max_num_batched_tokens
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.worker.limits.num_blocks,
@@ -149,6 +150,7 @@ class EngineCore:
             num_running_reqs=requests[SequenceStatus.RUNNING],
             num_running_seqs=self.scheduler.num_running_seqs,
             max_running_seqs=self._running_limit,
+            max_prefill_tokens=self._prefill_limit,
             num_waiting_reqs=requests[SequenceStatus.WAITING],
             num_swapped_reqs=requests[SequenceStatus.SWAPPED],
             num_preempted_reqs=requests[SequenceStatus.PREEMPTED],
@@ -181,16 +183,18 @@ class EngineCore:
         prompt_token_ids: Sequence[int],
         params: SamplingParams,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> None:
         """Add a request under ``key`` to the waiting queue.
 
+        It shares cached prefixes only with requests of the same ``cache_salt``.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
         compiled beside the steps; if that fails, `take_failures` has the refusal.
         """
-        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority)
+        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority, cache_salt)
         check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        self.requests.add(key, prompt_token_ids, params, priority, limit)
+        self.requests.add(key, prompt_token_ids, params, priority, cache_salt, limit)
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""
@@ -293,6 +297,7 @@ class EngineCore:
         for chunk in output.prompts:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
+        self._prefill_limit = output.max_prefill_tokens
         return self.requests.report(updates, sampled)
 
     def _count_swaps(self, moves: CopyPlan, swap_s: Mapping[Direction, float]) -> None:

@@ -11,12 +11,19 @@ from trencadis.engine.sampling_params import MAX_TOKEN_ID, SamplingParams
 from trencadis.engine.validators import is_text, items_of, plain_number, shown
 from trencadis.scheduler import BatchControl, BeamSearch, Request
 
+MAX_CACHE_SALT = 1024
+"""Most characters of a cache salt."""
+
 _INT64_MAX = 2**63 - 1
 """The largest integer that a message can carry to the core."""
 
 
 def check_arguments(
-    request_id: str, prompt_token_ids: Iterable[int], params: SamplingParams, priority: int
+    request_id: str,
+    prompt_token_ids: Iterable[int],
+    params: SamplingParams,
+    priority: int,
+    cache_salt: str | None,
 ) -> tuple[int, ...]:
     """The token ids of a request whose arguments have the right types.
 
@@ -32,6 +39,8 @@ def check_arguments(
             f"priority must be an integer from -2**63 to 2**63 - 1, got {shown(priority)}",
             "priority",
         )
+    if cache_salt is not None:
+        _check_cache_salt(cache_salt)
     return _token_ids(prompt_token_ids)
 
 
@@ -41,6 +50,15 @@ def check_request_id(request_id: str) -> None:
         raise InvalidRequest(
             f"request_id must be a text that UTF-8 can encode, got {shown(request_id)}",
             "request_id",
+        )
+
+
+def _check_cache_salt(cache_salt: str) -> None:
+    if not is_text(cache_salt) or not 1 <= len(cache_salt) <= MAX_CACHE_SALT:
+        raise InvalidRequest(
+            f"cache_salt must be a text of 1 to {MAX_CACHE_SALT} characters that UTF-8 can encode, "
+            f"got {shown(cache_salt)}",
+            "cache_salt",
         )
 
 
@@ -113,6 +131,7 @@ def as_request(
     prompt_token_ids: tuple[int, ...],
     params: SamplingParams,
     priority: int,
+    cache_salt: str | None,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
 ) -> Request:
@@ -138,6 +157,7 @@ def as_request(
         best_of=None if params.use_beam_search else params.best_of,
         beam_search=beams,
         priority=priority,
+        extra_keys=() if cache_salt is None else (cache_salt,),
     )
 
 

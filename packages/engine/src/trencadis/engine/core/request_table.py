@@ -92,6 +92,7 @@ class _Compiling:
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int
+    cache_salt: str | None
     running_limit: int
     grammar: futures.Future[CompiledGrammar]
 
@@ -164,6 +165,7 @@ class RequestTable:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         priority: int,
+        cache_salt: str | None,
         running_limit: int,
     ) -> None:
         """Add a request to the waiting queue.
@@ -175,7 +177,7 @@ class RequestTable:
         """
         self._check(key, params, priority)
         if params.structured_output is None:
-            self._add(key, prompt_token_ids, params, priority, running_limit, None)
+            self._add(key, prompt_token_ids, params, priority, cache_salt, running_limit, None)
             return
         scheduler = self._scheduler
         num_waiting = len(self._compiling) + scheduler.num_waiting
@@ -187,7 +189,7 @@ class RequestTable:
         # Matchers are made from the compiled grammar: its text, of up to 64 KiB, is not needed.
         params = attrs.evolve(params, structured_output=None)
         self._compiling[key] = _Compiling(
-            prompt_token_ids, params, priority, running_limit, grammar
+            prompt_token_ids, params, priority, cache_salt, running_limit, grammar
         )
         self.add_compiled()
 
@@ -213,6 +215,7 @@ class RequestTable:
                     request.prompt_token_ids,
                     request.params,
                     request.priority,
+                    request.cache_salt,
                     request.running_limit,
                     request.grammar.result(),
                 )
@@ -230,6 +233,7 @@ class RequestTable:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         priority: int,
+        cache_salt: str | None,
         running_limit: int,
         grammar: CompiledGrammar | None,
     ) -> None:
@@ -242,7 +246,9 @@ class RequestTable:
         entry = _Entry(key, params, len(prompt_token_ids))
         self._entries[key] = entry
         try:
-            for request in self._requests(key, prompt_token_ids, params, priority, running_limit):
+            for request in self._requests(
+                key, prompt_token_ids, params, priority, cache_salt, running_limit
+            ):
                 entry.groups.append(self._scheduler.add(request).group)
         except QueueFull as error:
             self.abort(key)
@@ -441,11 +447,14 @@ class RequestTable:
         prompt_token_ids: tuple[int, ...],
         params: SamplingParams,
         priority: int,
+        cache_salt: str | None,
         running_limit: int,
     ) -> list[Request]:
         max_new_tokens = self._max_model_len - len(prompt_token_ids)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        request = as_request(key, prompt_token_ids, params, priority, max_new_tokens, eos)
+        request = as_request(
+            key, prompt_token_ids, params, priority, cache_salt, max_new_tokens, eos
+        )
         # A group above the running limit would wait until temperature or an order raise it.
         # Samples that are compared in the end (best_of, beams) must stay in one group.
         return [request] if params.needs_ranking else split_samples(request, max(1, running_limit))

@@ -16,6 +16,8 @@ import zipfile
 import zlib
 from pathlib import Path
 
+from trencadis.engine.errors import ConfigError
+
 logger = logging.getLogger("trencadis.engine")
 
 _PREFIX = "compiling-"
@@ -28,16 +30,24 @@ _UNREADABLE = (OSError, zipfile.BadZipFile, zlib.error, EOFError, ValueError, No
 class ProgramStore:
     """The programs in ``directory``, which several processes may share.
 
-    ``workplace`` is the directory in which this process compiles. It is removed at exit.
+    ``workplace`` is the directory in which this process compiles. It is removed at exit. Raises
+    `ConfigError` where the directory cannot be written.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _remove_leftovers(directory)
-        self._temporary = tempfile.TemporaryDirectory(
-            prefix=_PREFIX, dir=directory, ignore_cleanup_errors=True
-        )
+        try:
+            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _remove_leftovers(directory)
+            self._temporary = tempfile.TemporaryDirectory(
+                prefix=_PREFIX, dir=directory, ignore_cleanup_errors=True
+            )
+        except OSError as error:
+            raise ConfigError(
+                f"compile_cache {directory} cannot be written ({error.strerror}): name another "
+                "directory",
+                "compile_cache",
+            ) from error
         self.workplace = Path(self._temporary.name)
         self._warned = False
 

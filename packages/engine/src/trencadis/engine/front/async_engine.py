@@ -53,6 +53,7 @@ from trencadis.engine.ipc.messages import (
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
+from trencadis.engine.runner.limits import token_budget
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.engine.structured_output import StructuredOutput
 from trencadis.engine.validators import items_of, shown
@@ -83,9 +84,10 @@ _MAX_BACKOFF_SECONDS = 30.0
 class AsyncEngine:
     """Serves requests on one event loop. Create it with `start`, end it with `stop`.
 
-    When the core dies, every running request ends with `EngineRestarting`, and the core is started
-    again, ``config.engine_restarts`` times in all; `wait_until_failed` returns after the last.
-    Compiled programs are loaded from ``config.compile_cache``.
+    When the core dies, or is killed because it hangs for ``config.hang_restart_timeout``, every
+    running request ends with `EngineRestarting`, and the core is started again,
+    ``config.engine_restarts`` times in all; `wait_until_failed` returns after the last. Compiled
+    programs are loaded from ``config.compile_cache``.
 
     It belongs to the event loop in which it was started. Calls from another one raise
     `EngineError`, except `stop`.
@@ -144,10 +146,12 @@ class AsyncEngine:
         except BaseException:
             await core.end()
             raise
+        tokenizer.start_renderer()
         return cls(config, tokenizer, core, ready, log)
 
     async def stop(self) -> None:
         """End the core. Requests that still run end with `EngineDead`."""
+        self.tokenizer.close()
         if self._loop is not asyncio.get_running_loop():
             await self._core.end()  # the channel belongs to the other loop, which may be closed
             return
@@ -232,11 +236,15 @@ class AsyncEngine:
         params: SamplingParams,
         request_id: str | None = None,
         priority: int = 0,
+        cache_salt: str | None = None,
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the new text and tokens of each sample, until the last sample ends.
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
-        Closing the generator aborts the request. Raises `InvalidRequest` (naming the field),
+        Only requests of the same ``cache_salt`` share cached prefixes, so that the time of a prompt
+        tells nothing of the prompts of others. Closing the generator aborts the request.
+
+        Raises `InvalidRequest` (naming the field),
         `EngineOverloaded`, `BucketMiss` where the engine refuses to compile a shape for it,
         `RequestFailed` where an internal error ends this request alone, or an error of
         `check_health`.
@@ -244,7 +252,7 @@ class AsyncEngine:
         await self.check_health()
         number = next(self._numbers)
         name = request_id if request_id is not None else f"request-{number}"
-        prompt = check_arguments(name, prompt_token_ids, params, priority)
+        prompt = check_arguments(name, prompt_token_ids, params, priority, cache_salt)
         if params.structured_output is not None:
             await self._check_grammar(params.structured_output)
             await self.check_health()  # a check takes up to seconds
@@ -254,7 +262,7 @@ class AsyncEngine:
         stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
         self._requests[key] = _Request(stream, queue)
         try:
-            await self._core.send(Add(key, prompt, params, priority))
+            await self._core.send(Add(key, prompt, params, priority, cache_salt))
             unfinished = params.n
             while unfinished:
                 delta = await queue.get()
@@ -393,7 +401,7 @@ class AsyncEngine:
         """Pass each message to the request that it belongs to; returns why there are no more."""
         try:
             while True:
-                message = await self._core.receive()
+                message = await self._core.receive(self._patience_s)
                 self._last_message_s = time.monotonic()
                 self._busy = message.reason if isinstance(message, Busy) else ""
                 if isinstance(message, StepDone):
@@ -420,11 +428,21 @@ class AsyncEngine:
             logger.exception("The front cannot read the engine core's messages")
             return f"{type(error).__name__}: {error}"
 
+    @property
+    def _patience_s(self) -> float | None:
+        """Seconds of silence after which the core is killed; None: it never is."""
+        config = self.config
+        if not config.hang_restart_timeout:
+            return None
+        busy_s = _BUSY_SECONDS if self._busy else 0.0
+        return max(config.hang_restart_timeout, config.hang_timeout, busy_s)
+
     def _first_stats(self) -> EngineStats:
         """The stats before the core has sent its own."""
         return EngineStats(
             num_total_blocks=self._ready.num_blocks - 1,
             max_running_seqs=self.config.max_num_seqs,
+            max_prefill_tokens=token_budget(self.config),
             num_core_restarts=self._num_restarts,
         )
 

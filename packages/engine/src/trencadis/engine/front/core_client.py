@@ -74,14 +74,23 @@ class CoreClient:
         """Queue a message for the core."""
         await self._channel.send(message)
 
-    async def receive(self) -> FromCore:
-        """The core's next message. Raises `EngineDead` once the process has ended."""
+    async def receive(self, patience_s: float | None = None) -> FromCore:
+        """The core's next message.
+
+        Raises `EngineDead` once the process has ended, or after ``patience_s`` seconds of silence
+        (None: however long). They are counted in polls, so a pause of this process is none of the
+        core.
+        """
+        silent_s = 0.0
         while True:
             message = await self._channel.receive(_POLL_SECONDS)
             if message is not None:
                 return message
             if not self.is_alive:
                 raise EngineDead(f"the engine core ended with exit code {self._process.exitcode}")
+            silent_s += _POLL_SECONDS
+            if patience_s is not None and silent_s >= patience_s:
+                raise EngineDead(f"the engine core hangs: no message for {silent_s:.0f} s")
 
     async def end(self, patience_seconds: float = 0.0) -> None:
         """Wait for the process to end by itself, then kill it and every process it started."""

@@ -64,6 +64,7 @@ class _Job:
     number: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
+    cache_salt: str | None
     completions: tuple[Completion, ...]
 
 
@@ -88,11 +89,13 @@ class LLM:
         self,
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | None = None,
     ) -> list[Generation]:
         """Complete every prompt, given as text or as token ids; results are in prompt order.
 
         A single text is one prompt. ``params`` hold for all prompts, or are a list with those of
-        each prompt. Raises `InvalidRequest`, before anything is generated, if one prompt cannot be
+        each prompt. Only calls with the same ``cache_salt`` share cached prefixes. Raises
+        `InvalidRequest`, before anything is generated, if one prompt cannot be
         served, and `RequestFailed` if an internal error ends one. After any error, or Ctrl-C, no
         request is left running.
         """
@@ -102,12 +105,13 @@ class LLM:
                 self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
                 for prompt in texts
             ]
-            return self._generate(token_ids, params)
+            return self._generate(token_ids, params, cache_salt)
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
+        cache_salt: str | None = None,
     ) -> list[Generation]:
         """Answer every conversation, or a single one. Otherwise as `generate`.
 
@@ -118,7 +122,7 @@ class LLM:
             if listed and isinstance(listed[0], Mapping):
                 listed = [listed]
             rendered = [self.tokenizer.render_chat(_messages(messages)) for messages in listed]
-            return self._generate(rendered, params)
+            return self._generate(rendered, params, cache_salt)
 
     def abort_and_swap(self, prompts: Iterable[int]) -> tuple[int, ...]:
         """Preempt prompts of the call that runs, by their numbers; from any thread.
@@ -135,24 +139,28 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | None,
     ) -> list[Generation]:
         per_prompt = _per_prompt(params, prompts)
         jobs = [
-            self._checked(number, prompt, prompt_params)
+            self._checked(number, prompt, prompt_params, cache_salt)
             for number, (prompt, prompt_params) in enumerate(zip(prompts, per_prompt, strict=True))
         ]
         self._serve(jobs)
         return [Generation(job.prompt_token_ids, job.completions) for job in jobs]
 
-    def _checked(self, number: int, prompt: Sequence[int], params: SamplingParams) -> _Job:
+    def _checked(
+        self, number: int, prompt: Sequence[int], params: SamplingParams, cache_salt: str | None
+    ) -> _Job:
         try:
-            token_ids = check_arguments("", prompt, params, priority=0)
+            token_ids = check_arguments("", prompt, params, 0, cache_salt)
             check_request(token_ids, params, self.core.spec.vocab_size, self.core.max_model_len)
             if params.structured_output is not None:
                 self._grammars.check(params.structured_output)
         except InvalidRequest as error:
             raise InvalidRequest(f"prompt {number}: {error}", error.field) from error
-        return _Job(number, token_ids, params, tuple(Completion() for _ in range(params.n)))
+        completions = tuple(Completion() for _ in range(params.n))
+        return _Job(number, token_ids, params, cache_salt, completions)
 
     def _serve(self, jobs: Sequence[_Job]) -> None:
         """Generate the completions of all jobs; aborts those that an error leaves unfinished."""
@@ -177,7 +185,7 @@ class LLM:
         name, token_ids, params = f"prompt {job.number}", job.prompt_token_ids, job.params
         self._keys[job.number] = key
         running[key] = RequestStream(name, token_ids, params, self.tokenizer, emit)
-        self.core.add(key, token_ids, params)
+        self.core.add(key, token_ids, params, cache_salt=job.cache_salt)
 
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""

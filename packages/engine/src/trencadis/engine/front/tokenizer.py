@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import secrets
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,46 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
 from trencadis.engine.grammars.grammar import tokenizer_json
+from trencadis.engine.line_process import LineProcess
+from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.validators import is_text, shown
 
 _TEMPLATE_ERRORS = (
     *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
     *(RecursionError, MemoryError),
 )
-"""What a template raises for messages and arguments that it cannot take."""
+"""What a template raises for messages that it cannot take."""
+
+_UNSENDABLE = (ValueError, TypeError, RecursionError)
+"""What is raised for messages and arguments that JSON cannot hold."""
+
+
+_OWN_ARGUMENTS = frozenset(
+    {
+        *("chat_template", "conversations", "tools", "return_assistant_tokens_mask"),
+        *("add_generation_prompt", "continue_final_message"),
+    }
+)
+"""Arguments of ``render_jinja_template`` that are no arguments of the template."""
+
+
+def _characters_of_bytes() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for, as in GPT-2.
+
+    Printable characters of Latin-1 stand for themselves; the characters from U+0100 stand for the
+    other bytes, in their order.
+    """
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = (byte for byte in range(256) if byte not in printable)
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + rank): byte for rank, byte in enumerate(others)
+    }
+
+
+_BYTE_OF = _characters_of_bytes()
+
+_BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
+"""A token of a vocabulary with byte fallback that stands for one byte."""
 
 
 class Tokenizer:
@@ -37,6 +72,11 @@ class Tokenizer:
         # A lookahead, because occurrences may overlap.
         self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, special))}))")
         self._has_special = bool(special)
+        self._renderer = LineProcess("trencadis.engine.front.template_process")
+        self._lock = threading.Lock()
+        decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
+        self._decoder = json.dumps(decoder, ensure_ascii=False)
+        """The decoder of ``tokenizer.json``, which says how tokens spell bytes and spaces."""
         self._longest_token = max(map(len, map(str.encode, tokenizer.get_vocab())))
 
     @classmethod
@@ -48,8 +88,8 @@ class Tokenizer:
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
-        except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ModelError(f"{source} has no usable tokenizer: {error}") from error
+        except BROKEN_FILE_ERRORS as error:
+            raise ModelError(f"{source} has no usable tokenizer: {reason_of(error)}") from error
         if not isinstance(tokenizer, PreTrainedTokenizerFast):
             raise ModelError(
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
@@ -58,6 +98,36 @@ class Tokenizer:
             tokenizer.chat_template = _template_text(chat_template)
             _check_syntax(tokenizer)
         return cls(tokenizer)
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        """The UTF-8 bytes that a token adds to a text.
+
+        Several tokens may share the bytes of a character. A special token that is skipped adds
+        none.
+        """
+        added = self._tokenizer.added_tokens_decoder.get(token_id)
+        if added is not None:
+            is_skipped = added.special and skip_special_tokens
+            return b"" if is_skipped else str(added.content).encode()
+        piece = self.backend.id_to_token(token_id) or ""
+        if '"ByteLevel"' in self._decoder:
+            if set(piece) <= _BYTE_OF.keys():
+                return bytes(_BYTE_OF[character] for character in piece)
+        elif '"ByteFallback"' in self._decoder and _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(piece[3:5], 16)])
+        elif "\u2581" in self._decoder:
+            return piece.replace("\u2581", " ").encode()
+        return self.token_text(token_id).encode()
+
+    def start_renderer(self) -> None:
+        """Start the process that renders chat templates, so that no request waits for it."""
+        if self._tokenizer.chat_template:
+            with self._lock:
+                self._renderer.started()
+
+    def close(self) -> None:
+        """End the process that renders chat templates. A later conversation starts it again."""
+        self._renderer.close()
 
     @property
     def backend(self) -> FastTokenizer:
@@ -114,15 +184,25 @@ class Tokenizer:
 
         Special tokens come from the template alone: where a message or an argument spells one, it
         is encoded as ordinary text, so that no content can end its message or begin another.
-        Raises `InvalidRequest` for messages that the template rejects, and for a model without a
-        template.
+        The template is rendered in a process apart, see `template_process`. Raises `InvalidRequest`
+        for messages that the template rejects or that take too long to render, and for a model
+        without a template; `RequestFailed` where the process does not answer.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
                 "this model has no chat template: use the completions endpoint", "messages"
             )
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        if taken := sorted(_OWN_ARGUMENTS & (chat_template_kwargs or {}).keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
+            )
         given = (
-            [dict(message) for message in messages],
+            [_without_none(message) for message in messages],
             None if tools is None else [dict(tool) for tool in tools],
             dict(chat_template_kwargs or {}),
         )
@@ -130,22 +210,26 @@ class Tokenizer:
             # Random digits, so that no content can have it and no filter of a template changes it.
             separator = f"\ue000{secrets.randbits(64)}\ue001"
             listed, listed_tools, named = self._without_special(given, separator)
-            text = self._tokenizer.apply_chat_template(
-                listed,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                continue_final_message=continue_final_message,
-                tools=listed_tools,
-                **named,
-            )
-        except _TEMPLATE_ERRORS as error:
+            fixed = {
+                "chat_template": self._tokenizer.get_chat_template(None, listed_tools),
+                "conversations": [listed],
+                "tools": listed_tools,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+            }
+            with self._lock:
+                answer = self._renderer.ask(self._tokenizer.special_tokens_map | named | fixed)
+        except _UNSENDABLE as error:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", "messages"
             ) from error
+        if "text" not in answer:
+            raise InvalidRequest(
+                f"the chat template rejects these messages: {answer['error']}", "messages"
+            )
         try:
-            parts = [
-                self.encode(part, add_special_tokens=False) for part in str(text).split(separator)
-            ]
+            texts = answer["text"].split(separator)
+            parts = [self.encode(part, add_special_tokens=False) for part in texts]
         except InvalidRequest as error:
             raise InvalidRequest(f"the rendered messages: {error}", "messages") from error
         return list(itertools.chain.from_iterable(parts))
@@ -189,3 +273,8 @@ def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:
         ) from error
     except _TEMPLATE_ERRORS:
         pass  # it may refuse this conversation, which is an example
+
+
+def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
+    """As transformers: templates expect no ``content: None``."""
+    return {name: value for name, value in message.items() if value is not None}

@@ -27,6 +27,7 @@ class Add(msgspec.Struct, frozen=True, tag=True):
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str | None = None
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import os
 import shutil
@@ -10,8 +11,10 @@ import tempfile
 from pathlib import Path
 
 import platformdirs
+from safetensors import SafetensorError
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.broken_files import reason_of
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -29,21 +32,62 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
 
     The conversion is written to a temporary directory and renamed when complete, so a killed
     process leaves no partial result. If two processes convert at once, the first to finish wins
-    and the other uses its result. Raises `ModelError` when transformers cannot read the file.
+    and the other uses its result. A conversion that was damaged later is made again. Raises
+    `ModelError` when transformers cannot read the file, or the conversion cannot be written.
     """
     parent = cache if cache is not None else cache_directory()
-    target = parent / f"{name or gguf.stem}-{_fingerprint(gguf)}"
-    if target.is_dir():
-        return target
-    parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    logger.info("Converting %s to bf16 safetensors in %s (once)", gguf.name, target)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=parent))
+    try:
+        target = parent / f"{name or gguf.stem}-{_fingerprint(gguf)}"
+    except OSError as error:
+        raise ModelError(f"{gguf} cannot be read: {error.strerror}") from error
+    try:
+        if target.is_dir():
+            if _is_whole(target):
+                return target
+            logger.warning("%s is damaged and is converted again", target)
+            shutil.rmtree(target)
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        logger.info("Converting %s to bf16 safetensors in %s (once)", gguf.name, target)
+        _convert_to(target, gguf)
+    except (OSError, SafetensorError) as error:
+        raise ModelError(
+            f"the conversion of {gguf.name} cannot be kept in {parent}: {reason_of(error)}. Make "
+            "free space there, or name another cache directory with XDG_CACHE_HOME"
+        ) from error
+    return target
+
+
+def _convert_to(target: Path, gguf: Path) -> None:
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
     try:
         _convert(gguf, scratch)
         _publish(scratch, target)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return target
+
+
+def _is_whole(target: Path) -> bool:
+    """Whether no file is empty, and those of the weights have the sizes that their headers say."""
+    return all(
+        file.stat().st_size > 0 and (file.suffix != ".safetensors" or _has_all_tensors(file))
+        for file in target.iterdir()
+    )
+
+
+def _has_all_tensors(file: Path) -> bool:
+    """A safetensors file is the length of its header in 8 bytes, the header, and the tensors."""
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        size = file.stat().st_size
+        if length > size:
+            return False
+        try:
+            tensors = json.loads(content.read(length))
+            tensors.pop("__metadata__", None)
+            ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
+        except (ValueError, LookupError, TypeError, AttributeError):
+            return False
+    return size == 8 + length + max(ends, default=0)
 
 
 def _convert(gguf: Path, target: Path) -> None:

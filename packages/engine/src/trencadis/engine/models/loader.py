@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
+from pathlib import Path
 from typing import Any
 
 import attrs
@@ -20,6 +21,7 @@ from transformers.utils import logging as transformers_logging
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import ATTENTION_NAME
+from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
 
 logger = logging.getLogger("trencadis.engine")
@@ -55,7 +57,7 @@ def inspect_model(name: str) -> ModelSpec:
     _check_decoder_only(config, name)
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
-    return ModelSpec(
+    spec = ModelSpec(
         source=source,
         config=config,
         num_layers=text.num_hidden_layers,
@@ -65,6 +67,8 @@ def inspect_model(name: str) -> ModelSpec:
         max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
         eos_token_ids=_eos_token_ids(source, text),
     )
+    _check_sizes(spec, name)
+    return spec
 
 
 def resolve_dtype(
@@ -109,8 +113,8 @@ def load_model(
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-        raise ModelError(f"{spec.source} cannot be loaded: {_first_line(error)}") from error
+    except BROKEN_FILE_ERRORS as error:
+        raise ModelError(f"{spec.source} cannot be loaded: {reason_of(error)}") from error
     model, report = loaded
     _check_complete(spec, report)
     if not getattr(model, "_supports_attention_backend", False):
@@ -124,22 +128,40 @@ def load_model(
 def _read_config(source: str, name: str) -> PreTrainedConfig:
     try:
         config: PreTrainedConfig = AutoConfig.from_pretrained(source, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"{name} is neither a local checkpoint nor a hub id that can be reached: "
-            f"{_first_line(error)}"
-        ) from error
+    except BROKEN_FILE_ERRORS as error:
+        if Path(source).is_dir():
+            message = f"the config.json of {name} cannot be used"
+        else:
+            message = f"{name} is neither a local checkpoint nor a hub id that can be reached"
+        raise ModelError(f"{message}: {reason_of(error)}") from error
     return config
 
 
 def _check_decoder_only(config: PreTrainedConfig, name: str) -> None:
     architectures = getattr(config, "architectures", None) or []
+    if not isinstance(architectures, (list, tuple)):
+        raise ModelError(
+            f"the config.json of {name} cannot be used: architectures is {architectures!r} instead "
+            "of a list"
+        )
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if config.is_encoder_decoder or not any(a in known for a in architectures):
-        found = ", ".join(architectures) or config.model_type
+        found = ", ".join(map(str, architectures)) or config.model_type
         raise ModelError(
             f"{name} is a {found}, not a decoder-only language model: serve a checkpoint of a "
             "...ForCausalLM architecture"
+        )
+
+
+def _check_sizes(spec: ModelSpec, name: str) -> None:
+    for field in ("num_layers", "num_kv_heads", "head_dim", "vocab_size"):
+        size = getattr(spec, field)
+        if not isinstance(size, int) or size < 1:
+            raise ModelError(f"the config.json of {name} cannot be used: {field} is {size!r}")
+    if not all(isinstance(token, int) for token in spec.eos_token_ids):
+        raise ModelError(
+            f"the generation_config.json of {name} cannot be used: eos_token_id names "
+            f"{sorted(map(repr, spec.eos_token_ids))}"
         )
 
 
@@ -172,15 +194,12 @@ def _eos_token_ids(source: str, config: PreTrainedConfig) -> frozenset[int]:
     """End-of-sequence tokens: from the generation config if it has them, else the model config."""
     try:
         eos = GenerationConfig.from_pretrained(source).eos_token_id
-    except OSError:
+    except BROKEN_FILE_ERRORS as error:
+        if (Path(source) / "generation_config.json").exists():
+            logger.warning("generation_config.json is ignored: %s", reason_of(error))
         eos = None
     if eos is None:
         eos = config.eos_token_id
     if eos is None:
         return frozenset()
     return frozenset(eos) if isinstance(eos, (list, tuple)) else frozenset((eos,))
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

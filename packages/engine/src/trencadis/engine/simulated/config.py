@@ -134,8 +134,8 @@ class SimulationConfig(CapacitySettings):
             env="VLLM_THERMAL_POLICY",
             metavar="NAME",
             group=HEAT,
-            help="what caps the running sequences by heat or power: none, proportional, power or "
-            "module:Class",
+            help="what limits the running sequences, and the prefill of a step, by heat or power: "
+            "none, proportional, power, two_phase or module:Class",
         ),
     )
     thermal_options: Mapping[str, Any] = attrs.field(

@@ -98,6 +98,16 @@ class CostModel:
             self._part_s(work.matrices), self._part_s(work.attention), self._part_s(work.head)
         )
 
+    def compute_share(self, phase: Phase, bucket: Bucket) -> float:
+        """The share of a forward pass in which the matrix engines work, 0 to 1.
+
+        The rest waits for memory. A part is bound by one of both, so this is its operations' time
+        over its own.
+        """
+        work = self.work(phase, bucket)
+        parts = (work.matrices, work.attention, work.head)
+        return sum(map(self._compute_s, parts)) / sum(map(self._part_s, parts))
+
     def device_s(self, phase: Phase, bucket: Bucket) -> float:
         """Seconds on the device."""
         return self.forward_times(phase, bucket).total_s
@@ -162,11 +172,11 @@ class CostModel:
         return self.model.vocab_size * LOGIT_BYTES
 
     def _part_s(self, part: Part) -> float:
-        hardware = self.hardware
-        return max(
-            part.flops / hardware.product_flops_per_s(part.element_bytes),
-            part.hbm_bytes / hardware.achieved_bytes_per_s,
-        )
+        memory_s = part.hbm_bytes / self.hardware.achieved_bytes_per_s
+        return max(self._compute_s(part), memory_s)
+
+    def _compute_s(self, part: Part) -> float:
+        return part.flops / self.hardware.product_flops_per_s(part.element_bytes)
 
     def _prompt_work(self, batch: int, query: int, context_blocks: int) -> Work:
         """Each token attends to the padded context and, on average, to half of its own chunk."""

@@ -23,18 +23,29 @@ class SimulatedHeat(TemperatureSource):
         self.joules = 0.0
         self._clock = clock
         self._since_s = clock()
+        self._mean_w = self.model.power_w
+        self._unread_joules = self._unread_s = 0.0
         self._noise = random.Random(seed)
 
     @property
     def name(self) -> str:
         return "simulated"
 
-    def follow(self, num_running: int) -> None:
-        """Advance the heat model: ``num_running`` sequences ran since the last call."""
+    def follow(self, busy_s: float, joules: float) -> None:
+        """Advance the heat model to the clock's time.
+
+        ``busy_s`` and ``joules``: seconds of forward passes since the last call, and their energy.
+        The board idles during the others.
+        """
         now_s = self._clock()
         seconds, self._since_s = now_s - self._since_s, now_s
-        self.model.step(seconds, num_running)
+        if seconds <= 0:
+            return
+        joules += max(0.0, seconds - busy_s) * self.model.board.idle_w
+        self.model.advance(seconds, joules / seconds)
         self.joules += self.model.power_w * seconds
+        self._unread_joules += self.model.power_w * seconds
+        self._unread_s += seconds
         self.hottest_c = max(self.hottest_c, self.model.chip_c)
 
     def reset(self) -> None:
@@ -42,10 +53,14 @@ class SimulatedHeat(TemperatureSource):
         self.hottest_c, self.joules = self.model.chip_c, 0.0
 
     def read(self) -> list[Reading]:
+        """The temperature now, and the mean power since the last reading."""
+        if self._unread_s > 0:
+            self._mean_w = self._unread_joules / self._unread_s
+            self._unread_joules = self._unread_s = 0.0
         return [
             Reading(
                 device=0,
                 temperature_c=self.model.chip_c + self._noise.gauss(0.0, _NOISE_C),
-                power_w=self.model.power_w + self._noise.gauss(0.0, _NOISE_W),
+                power_w=self._mean_w + self._noise.gauss(0.0, _NOISE_W),
             )
         ]

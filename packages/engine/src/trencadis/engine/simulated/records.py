@@ -11,7 +11,8 @@ import attrs
 class Sample(NamedTuple):
     """The state of the simulated server ``at_s`` seconds after the first arrival.
 
-    ``tokens`` were generated since the previous sample. ``running_limit`` is in sequences.
+    ``tokens`` were generated since the previous sample. ``running_limit`` is in sequences,
+    ``prefill_limit`` in tokens of a step.
     """
 
     at_s: float
@@ -24,6 +25,7 @@ class Sample(NamedTuple):
     temperature_c: float
     power_w: float
     running_limit: int
+    prefill_limit: int
 
 
 @attrs.define
@@ -107,6 +109,13 @@ class Records:
         """A sequence has generated its last token."""
         live = self._live.pop(seq_id)
         self.latency_s.append(now_s - live.arrived_s)
+
+    def waits_s(self, now_s: float) -> list[float]:
+        """The time to the first token of each request; of one without a token, its wait so far."""
+        waiting = [
+            now_s - each.arrived_s for each in self._live.values() if each.last_token_s is None
+        ]
+        return [*self.first_token_s, *waiting]
 
     def tokens_since_last_sample(self) -> int:
         """Tokens generated since the previous call."""

@@ -15,7 +15,7 @@ from trencadis.warmup import Phase
 
 @attrs.define
 class _Prepared:
-    """State of a bucket and the times of its forward pass.
+    """State of a bucket, and the times and power of its forward pass.
 
     ``launch_s`` is without a graph. ``graph_bytes`` is None without a captured graph.
     """
@@ -24,6 +24,7 @@ class _Prepared:
     device_s: float
     upload_s: float
     launch_s: float
+    watts: float
     compiled: bool = False
     graph_bytes: int | None = None
 
@@ -33,8 +34,10 @@ class SimulatedRuntime:
 
     A bucket is compiled at its first forward pass, and replayed once a graph was captured.
     ``compilations``, ``replays`` and ``launches`` (forward passes without a graph) count since the
-    start; ``times`` are the seconds of all operations by part. ``free_bytes`` is the initial free
-    memory. With ``samples_on_host``, logits are copied to the host, which samples.
+    start; ``times`` are the seconds of all operations by part. ``busy_s`` and ``joules`` are the
+    seconds of forward passes on the device and their energy, until a reader sets them to 0.
+    ``free_bytes`` is the initial free memory. With ``samples_on_host``, logits are copied to the
+    host, which samples.
     """
 
     def __init__(
@@ -51,6 +54,8 @@ class SimulatedRuntime:
         self.compilations = 0
         self.replays = 0
         self.launches = 0
+        self.busy_s = 0.0
+        self.joules = 0.0
         self._memory = memory
         self._clock = clock
         self._free = free_bytes
@@ -110,6 +115,8 @@ class SimulatedRuntime:
         times.head_s += parts.head_s
         times.launch_s += launch_s
         times.upload_s += prepared.upload_s
+        self.busy_s += prepared.device_s
+        self.joules += prepared.watts * prepared.device_s
         self._clock.advance(prepared.device_s + prepared.upload_s + launch_s)
         return self._clock() - started
 
@@ -156,8 +163,16 @@ class SimulatedRuntime:
                 device_s,
                 costs.upload_s(phase, bucket),
                 costs.launch_s(device_s, captured=False),
+                self._watts(phase, bucket),
             )
         return prepared
+
+    def _watts(self, phase: Phase, bucket: Bucket) -> float:
+        """The power of the board during a forward pass."""
+        board = self.costs.hardware.board
+        if phase is Phase.DECODE:
+            return board.decode_pass_w(bucket.shape[0])
+        return board.prefill_pass_w(self.costs.compute_share(phase, bucket))
 
     def _compile(self, prepared: _Prepared) -> None:
         if not prepared.compiled:

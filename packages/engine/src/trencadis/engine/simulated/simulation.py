@@ -159,7 +159,7 @@ class Simulation:
             memory=self.plan,
             clock=self.clock,
         )
-        self.heat.follow(0)
+        self._follow_heat()
         self.heat.reset()
         self.runtime.times = StepTimes()
         return report
@@ -206,10 +206,9 @@ class Simulation:
         """Run one step; returns the scheduler's decision and the number of finished requests."""
         output = self.scheduler.schedule()
         tokens = self.runner.run(output)
-        running = self.scheduler.num_running_seqs
         updates = self.scheduler.update(output, tokens, timing=self.runner.timing)
         self.steps += 1
-        self.heat.follow(running)
+        self._follow_heat()
         now_s, records, ended = self.clock(), self.records, 0
         for update in updates:
             records.token(update.seq_id, now_s)
@@ -221,7 +220,13 @@ class Simulation:
     def _idle_until(self, then_s: float | None) -> None:
         if then_s is not None:
             self.clock.advance(max(0.0, then_s - self.clock()))
-            self.heat.follow(0)
+            self._follow_heat()
+
+    def _follow_heat(self) -> None:
+        """Heat the board with the forward passes since the last call."""
+        runtime = self.runtime
+        self.heat.follow(runtime.busy_s, runtime.joules)
+        runtime.busy_s = runtime.joules = 0.0
 
     def _sample(self, output: SchedulerOutput) -> Sample:
         scheduler, board = self.scheduler, self.heat.model
@@ -236,6 +241,7 @@ class Simulation:
             temperature_c=board.chip_c,
             power_w=board.power_w,
             running_limit=output.max_running_seqs,
+            prefill_limit=output.max_prefill_tokens,
         )
 
 

@@ -7,6 +7,7 @@ is imported only when a source that needs it is opened.
 
 from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.errors import MissingExtra, SensorError, TelemetryError
+from trencadis.scheduler.telemetry.hlml import HlmlSource
 from trencadis.scheduler.telemetry.reader import TemperatureReader
 from trencadis.scheduler.telemetry.registry import SOURCES, open_source
 from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource
@@ -14,13 +15,13 @@ from trencadis.scheduler.telemetry.temperature_state import (
     DeviceState,
     Health,
     TemperatureState,
-    hottest_of_group,
 )
 
 __all__ = [
     "SOURCES",
     "DeviceState",
     "Health",
+    "HlmlSource",
     "MissingExtra",
     "ReaderConfig",
     "Reading",
@@ -30,6 +31,5 @@ __all__ = [
     "TemperatureReader",
     "TemperatureSource",
     "TemperatureState",
-    "hottest_of_group",
     "open_source",
 ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from trencadis.scheduler.telemetry.device_library import DeviceLibrarySource
+from trencadis.scheduler.telemetry.errors import SensorError
 from trencadis.scheduler.telemetry.source import Sensor, import_extra
 
 ON_CHIP = 0
@@ -34,6 +35,24 @@ class HlmlSource(DeviceLibrarySource):
     @property
     def name(self) -> str:
         return "hlml"
+
+    def index_of_module(self, module: int) -> int | None:
+        """The index of the device with this module id; None if no device has it.
+
+        A process chooses its device by module id, and HLML lists devices in another order.
+        """
+        try:
+            if not self._initialized:
+                self._initialize()
+                self._initialized = True
+            for device in range(self._count()):
+                if int(self._hlml.hlmlDeviceGetModuleID(self._handle(device))) == module:
+                    return device
+        except self._error as error:
+            raise SensorError(
+                f"hlml cannot tell which device is module {module}: {self._describe(error)}"
+            ) from error
+        return None
 
     def _initialize(self) -> None:
         try:

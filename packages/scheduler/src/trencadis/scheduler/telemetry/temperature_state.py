@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 
 import attrs
 
 from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.plausibility import NO_DEVICE, DeviceRecord
-
-ABSOLUTE_ZERO_C = -273.15
-"""Means "unknown" in an all-reduce, which takes only numbers. No temperature is lower."""
 
 
 class Health(IntEnum):
@@ -98,34 +95,6 @@ def assess(
         age_s=max(device.age_s for device in devices),
         fault=_fault_of_worst(worst),
         devices=tuple(device for device in devices if device.device != NO_DEVICE),
-    )
-
-
-def hottest_of_group(
-    state: TemperatureState, all_reduce_max: Callable[[list[float]], Sequence[float]]
-) -> TemperatureState:
-    """``state`` with the hottest temperature and the worst health of a tensor-parallel group.
-
-    Every layer waits for the slowest device, so one hot device slows the group (seed 003, 4.1.3).
-    ``all_reduce_max`` takes this rank's numbers (degrees C, a `Health`, seconds) and returns the
-    element-wise maximum over the ranks; float32 is sufficient. It is a collective: call this
-    function on every rank in every step, from the thread that runs the group's other collectives,
-    not from the reader's thread. An error of the collective is passed on.
-    """
-    own_c = ABSOLUTE_ZERO_C if state.hottest_c is None else state.hottest_c
-    hottest_c, worst, oldest_s = all_reduce_max([own_c, float(state.health), state.age_s])
-    health = Health(round(worst))
-    fault = state.fault
-    if health > state.health:
-        fault = f"another rank's sensors are {health.name.lower()}"
-    # A margin of half a degree, because the all-reduce may round.
-    is_unknown = hottest_c < ABSOLUTE_ZERO_C + 0.5
-    return attrs.evolve(
-        state,
-        health=health,
-        hottest_c=None if is_unknown else float(hottest_c),
-        age_s=float(oldest_s),
-        fault=fault,
     )
 
 

@@ -3,6 +3,7 @@
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.heat_model import BOARDS, Board, HeatModel
 from trencadis.scheduler.thermal.no_policy import NoThermalPolicy
+from trencadis.scheduler.thermal.phase_power import PhasePowerModel
 from trencadis.scheduler.thermal.policy import (
     GROUP_DEVICE,
     SchedulerThermalPolicy,
@@ -13,6 +14,7 @@ from trencadis.scheduler.thermal.power_budget import PowerBudgetPolicy
 from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
 from trencadis.scheduler.thermal.registry import POLICIES, load_thermal_policy
+from trencadis.scheduler.thermal.two_phase import TwoPhaseThermalPolicy
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims
 
 __all__ = [
@@ -23,6 +25,7 @@ __all__ = [
     "Board",
     "HeatModel",
     "NoThermalPolicy",
+    "PhasePowerModel",
     "PowerBudgetPolicy",
     "PowerModel",
     "ProportionalThermalPolicy",
@@ -30,6 +33,7 @@ __all__ = [
     "SchedulerView",
     "ThermalGuard",
     "ThermalState",
+    "TwoPhaseThermalPolicy",
     "first_victims",
     "load_thermal_policy",
 ]

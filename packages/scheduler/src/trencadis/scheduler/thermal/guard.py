@@ -38,8 +38,9 @@ class ThermalGuard:
 
     If the policy raises, or answers with anything but an integer, its last cap stays (no cap before
     the first one), and it is asked again in the next step. An answer below 1 counts as 1, because a
-    cap of 0 would halt serving. Victims that are not running groups are replaced by the least
-    recently scheduled ones.
+    cap of 0 would halt serving. The same holds for ``prefill_limit``, the most prefill tokens of a
+    step, which may also be None, for no limit. Victims that are not running groups are replaced by
+    the least recently scheduled ones.
 
     Without a policy (None) nothing is limited until a control request names a target temperature.
     That starts a control loop: a `ProportionalThermalPolicy`, which is ``policy`` until it limits
@@ -66,6 +67,7 @@ class ThermalGuard:
         self._read = read
         self._alert = alert
         self._cap: int | None = None
+        self._prefill_limit: int | None = None
         self._state: ThermalState | None = None
         self._may_raise = False
         self._control_loop: ProportionalThermalPolicy | None = None
@@ -84,6 +86,11 @@ class ThermalGuard:
         return self._control_loop is not None
 
     @property
+    def prefill_limit(self) -> int | None:
+        """The most prefill tokens of this step; None where the policy does not limit them."""
+        return self._prefill_limit
+
+    @property
     def target_temp_c(self) -> float | None:
         """The target temperature of the policy, degrees C; None if it has none."""
         target = getattr(self.policy, "target_temp_c", None)
@@ -97,8 +104,10 @@ class ThermalGuard:
             self._report("get_max_running_seqs", error)
             return self._cap
         if self.policy is None:
+            self._prefill_limit = None
             return None
         self._cap = self._cap_of(self.policy, scheduler, self._report)
+        self._prefill_limit = self._prefill_limit_of(self.policy, scheduler)
         loop = self._control_loop
         if loop is not None and loop.is_below_target and self._may_raise:
             logger.info("The control loop ends: all devices are below %g C", loop.target_temp_c)
@@ -128,6 +137,7 @@ class ThermalGuard:
             self._control_loop = policy
             logger.info("A control loop starts: target %g C", target_temp_c)
         self._cap = self._cap_of(policy, scheduler, self._report)
+        self._prefill_limit = self._prefill_limit_of(policy, scheduler)
         return self._cap
 
     def victims(self, running: Sequence[SequenceGroup], count: int) -> list[SequenceGroup]:
@@ -217,6 +227,26 @@ class ThermalGuard:
             self._faults.pop("get_max_running_seqs", None)
         may_change = self._cap is None or self._may_raise or cap < self._cap
         return cap if may_change else self._cap
+
+    def _prefill_limit_of(
+        self, policy: SchedulerThermalPolicy, scheduler: SchedulerView
+    ) -> int | None:
+        """The prefill limit that a policy wants now; the last one if its answer is none."""
+        last = self._prefill_limit
+        try:
+            answer = policy.get_max_prefill_tokens(scheduler)
+            limit = None if answer is None else self._checked(answer)
+        except Exception as error:  # as above
+            self._report("get_max_prefill_tokens", error)
+            return last
+        if limit is not None and limit < 1:
+            fault = ValueError(f"the limit must be at least 1, got {limit}")
+            self._report("get_max_prefill_tokens", fault)
+            limit = 1
+        else:
+            self._faults.pop("get_max_prefill_tokens", None)
+        is_rise = last is not None and (limit is None or limit > last)
+        return last if is_rise and not self._may_raise else limit
 
     def _pass_readings(self, num_running: int) -> bool:
         """Pass the newest readings to the policy. Returns whether the cap may rise."""

@@ -10,13 +10,18 @@ import math
 
 import attrs
 
+FULL_DECODE_SEQS = 128
+"""Sequences of a decode pass that draws the most. An assumption: the source gives the range."""
+
 
 @attrs.frozen(kw_only=True)
 class Board:
     """Power and cooling of one accelerator board.
 
     ``idle_w``: power with nothing running. ``sequence_w``: additional power of each running decode
-    sequence. ``limit_w``: power limit. ``chip_k_per_w``: resistance from chip to sink.
+    sequence, where prefill is not modelled. ``first_decode_w``, ``decode_w``: power during a
+    decode pass of a single sequence, and of `FULL_DECODE_SEQS` or more. ``limit_w``: power limit.
+    ``chip_k_per_w``: resistance from chip to sink.
     ``sink_k_per_w``: resistance from sink to air at full fan speed. ``max_c``: TjMax, which a
     policy must not exceed.
     """
@@ -25,11 +30,25 @@ class Board:
     idle_w: float
     limit_w: float
     sequence_w: float
+    first_decode_w: float
+    decode_w: float
     chip_k_per_w: float
     chip_j_per_k: float
     sink_k_per_w: float
     sink_j_per_k: float
     max_c: float
+
+    def decode_pass_w(self, num_sequences: int) -> float:
+        """Watts during a decode pass: it is bound by memory, whatever the number of sequences."""
+        share = min(1.0, num_sequences / FULL_DECODE_SEQS)
+        return self.first_decode_w + share * (self.decode_w - self.first_decode_w)
+
+    def prefill_pass_w(self, compute_share: float) -> float:
+        """Watts during a prefill pass, of which ``compute_share`` is bound by compute, 0 to 1.
+
+        At 1 it draws the power limit: the figures of the decode pass are bound by memory.
+        """
+        return self.decode_w + compute_share * (self.limit_w - self.decode_w)
 
 
 BOARDS = {
@@ -43,6 +62,8 @@ BOARDS = {
             idle_w=110.0,
             limit_w=700.0,
             sequence_w=3.2,
+            first_decode_w=137.0,
+            decode_w=300.0,
             chip_k_per_w=0.022,
             chip_j_per_k=46.0,
             sink_k_per_w=0.040,
@@ -50,12 +71,15 @@ BOARDS = {
             max_c=90.0,
         ),
         # Limit: 700 W (mlcommons/inference_results_v4.1, closed/NVIDIA, H200-SXM-141GBx8).
-        # The other values are those of the H100, which has the same chip.
+        # Decode passes: 137 to 300 W (Ma et al., arXiv 2605.11999, abstract). The other values are
+        # those of the H100, which has the same chip and is assumed to decode with the same power.
         Board(
             name="h200",
             idle_w=110.0,
             limit_w=700.0,
             sequence_w=3.2,
+            first_decode_w=137.0,
+            decode_w=300.0,
             chip_k_per_w=0.022,
             chip_j_per_k=46.0,
             sink_k_per_w=0.040,
@@ -63,12 +87,15 @@ BOARDS = {
             max_c=90.0,
         ),
         # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The other values as above, with the
-        # larger sink of an air-cooled OAM board, and watts per sequence in proportion to the limit.
+        # larger sink of an air-cooled OAM board, and watts per sequence and of decode passes in
+        # proportion to the limit: no measurement by phase is published for Gaudi.
         Board(
             name="gaudi2",
             idle_w=100.0,
             limit_w=600.0,
             sequence_w=2.7,
+            first_decode_w=117.0,
+            decode_w=257.0,
             chip_k_per_w=0.024,
             chip_j_per_k=46.0,
             sink_k_per_w=0.047,
@@ -81,6 +108,8 @@ BOARDS = {
             idle_w=150.0,
             limit_w=900.0,
             sequence_w=4.1,
+            first_decode_w=176.0,
+            decode_w=386.0,
             chip_k_per_w=0.017,
             chip_j_per_k=90.0,
             sink_k_per_w=0.031,
@@ -115,8 +144,12 @@ class HeatModel:
 
     def step(self, seconds: float, num_running: int) -> float:
         """Advance the model by ``seconds``. Returns the temperature of the chip, degrees C."""
+        return self.advance(seconds, self._power(num_running))
+
+    def advance(self, seconds: float, watts: float) -> float:
+        """`step` with the power itself, at most the board's limit."""
         board = self.board
-        self.power_w = self._power(num_running)
+        self.power_w = min(watts, board.limit_w)
         # Well below the smaller time constant, so that the explicit Euler steps are stable.
         shortest_s = board.chip_k_per_w * board.chip_j_per_k / 5
         parts = max(1, math.ceil(seconds / shortest_s))

@@ -1,4 +1,4 @@
-"""The interface of a thermal policy: it limits the running sequences and selects victims.
+"""The interface of a thermal policy: it limits sequences and prefill, and selects victims.
 
 The interface is that of seed 003, section 6. A policy sees readings and a view of the scheduler. It
 never changes queues or blocks.
@@ -29,6 +29,14 @@ class SchedulerView(Protocol):
         """Running sequences."""
 
     @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens of prefill chunks that were scheduled since the scheduler was made."""
+
+    @property
+    def longest_wait_s(self) -> float:
+        """Seconds since the oldest request without a token came; 0 if none waits for its first."""
+
+    @property
     def now_s(self) -> float:
         """Seconds since the scheduler was made; never runs backwards."""
 
@@ -57,7 +65,7 @@ class ThermalState(Protocol):
 
 
 class SchedulerThermalPolicy(ABC):
-    """Decides how many sequences may run, and which groups are evicted.
+    """Decides how many sequences may run, which groups are evicted, and how much is prefilled.
 
     A policy that raises is disabled with an alert; see `ThermalGuard`.
     """
@@ -71,6 +79,14 @@ class SchedulerThermalPolicy(ABC):
         self, running: Sequence[SequenceGroup], num_to_evict: int
     ) -> Sequence[SequenceGroup]:
         """Groups to evict, which have ``num_to_evict`` or more sequences in total."""
+
+    def get_max_prefill_tokens(self, scheduler: SchedulerView) -> int | None:
+        """The limit of prefill tokens in a step; None, as here, for no limit.
+
+        Called after `get_max_running_seqs`, in the same step.
+        """
+        del scheduler
+        return None
 
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:  # noqa: B027  optional
         """Called in every step with the temperature of each device, degrees C, the hottest last.

@@ -14,6 +14,7 @@ POLICIES: Mapping[str, str] = {
     "none": "trencadis.scheduler.thermal.no_policy:NoThermalPolicy",
     "proportional": "trencadis.scheduler.thermal.proportional:ProportionalThermalPolicy",
     "power": "trencadis.scheduler.thermal.power_budget:PowerBudgetPolicy",
+    "two_phase": "trencadis.scheduler.thermal.two_phase:TwoPhaseThermalPolicy",
 }
 """The built-in policies, by name: ``module:Class``.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable
 
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
@@ -21,13 +22,31 @@ def chat_logprobs(
     return [_chat_position(tokenizer, position) for position in positions]
 
 
+class TextOffset:
+    """The position, in characters, of the next token in the text of its choice.
+
+    A token that begins within a character has the position of that character.
+    """
+
+    def __init__(self, tokenizer: ServingTokenizer, skip_special_tokens: bool) -> None:
+        self.position = 0
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def advance(self, token_id: int) -> None:
+        """Move past a token."""
+        new_bytes = self._tokenizer.token_bytes(token_id, self._skip_special)
+        self.position += len(self._decoder.decode(new_bytes))
+
+
 def completion_logprobs(
-    tokenizer: ServingTokenizer, positions: Iterable[PositionLogprobs], text_offset: int
+    tokenizer: ServingTokenizer, positions: Iterable[PositionLogprobs], offset: TextOffset
 ) -> Logprobs:
     """The format of completions: parallel lists with an entry per generated token.
 
-    ``text_offset`` is the position of the first token in the text of its choice, in characters. The
-    top log-probabilities always include the chosen token.
+    ``offset`` is that of the first token, and afterwards that of the next one. The top
+    log-probabilities always include the chosen token.
     """
     texts: list[str] = []
     offsets: list[int] = []
@@ -36,11 +55,14 @@ def completion_logprobs(
     for position in positions:
         text = tokenizer.token_text(position.chosen.token_id)
         texts.append(text)
-        offsets.append(text_offset)
-        text_offset += len(text)
+        offsets.append(offset.position)
+        offset.advance(position.chosen.token_id)
         chosen.append(_finite(position.chosen.logprob))
-        most_probable = {tokenizer.token_text(t.token_id): _finite(t.logprob) for t in position.top}
-        top.append({text: _finite(position.chosen.logprob)} | most_probable)
+        # Several tokens may have a text, such as that of half a character: the first one is kept.
+        by_text = {text: _finite(position.chosen.logprob)}
+        for other in position.top:
+            by_text.setdefault(tokenizer.token_text(other.token_id), _finite(other.logprob))
+        top.append(by_text)
     return Logprobs(text_offset=offsets, token_logprobs=chosen, tokens=texts, top_logprobs=top)
 
 
@@ -50,7 +72,7 @@ def _chat_position(
     text = tokenizer.token_text(position.chosen.token_id)
     return ChatCompletionTokenLogprob(
         token=text,
-        bytes=list(text.encode()),
+        bytes=list(tokenizer.token_bytes(position.chosen.token_id)),
         logprob=_finite(position.chosen.logprob),
         top_logprobs=[_top(tokenizer, token) for token in position.top],
     )
@@ -58,7 +80,8 @@ def _chat_position(
 
 def _top(tokenizer: ServingTokenizer, token: TokenLogprob) -> TopLogprob:
     text = tokenizer.token_text(token.token_id)
-    return TopLogprob(token=text, bytes=list(text.encode()), logprob=_finite(token.logprob))
+    spelling = list(tokenizer.token_bytes(token.token_id))
+    return TopLogprob(token=text, bytes=spelling, logprob=_finite(token.logprob))
 
 
 def _finite(logprob: float) -> float:

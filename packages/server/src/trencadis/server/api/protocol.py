@@ -24,7 +24,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from trencadis.engine import InvalidRequest, SamplingParams, StructuredOutput
+from trencadis.engine import MAX_CACHE_SALT, InvalidRequest, SamplingParams, StructuredOutput
 from trencadis.server.api.attrs_fields import derived_field
 from trencadis.server.api.characters import Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage
@@ -80,7 +80,10 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
         if not is_id or not is_number:
             raise InvalidRequest(f"must map token ids to numbers, got {token!r}: {bias!r}")
-        biases[int(token)] = float(bias)
+        try:
+            biases[int(token)] = float(bias)
+        except OverflowError:
+            raise InvalidRequest(f"has a number for token {token} that no float can hold") from None
     return biases
 
 
@@ -138,6 +141,13 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    cache_salt: Text | None = Field(
+        default=None,
+        min_length=1,
+        max_length=MAX_CACHE_SALT,
+        description="Only requests with the same salt share cached prefixes (of the same API key, "
+        "under --prefix-cache-per-key). Random and secret, so that no other client can send it.",
+    )
     # sampling parameters
     n: int | None = _parameter("n")
     temperature: float | None = _parameter("temperature")

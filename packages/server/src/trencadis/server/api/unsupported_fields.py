@@ -37,7 +37,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_special_tokens": (False,),
     "allowed_token_ids": _NULL_ONLY,
     "bad_words": ([],),
-    "cache_salt": _NULL_ONLY,
     "chat_template": _NULL_ONLY,
     "documents": ([],),
     "guided_whitespace_pattern": _NULL_ONLY,

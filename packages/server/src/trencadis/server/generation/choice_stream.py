@@ -31,11 +31,12 @@ FinishReason = Literal["stop", "length"]
 
 @attrs.frozen
 class EngineRequest:
-    """The arguments of one `ServingEngine.generate` call. A lower ``priority`` runs first."""
+    """The arguments of one `ServingEngine.generate` call. Their meanings are described there."""
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
+    cache_salt: str | None = None
 
 
 @attrs.frozen
@@ -124,7 +125,9 @@ async def _generate(
     timeline = RequestTimeline(metrics, request.params.n, len(request.prompt_token_ids))
     metrics.num_active += 1
     outcome: str | None = "abort"
-    stream = engine.generate(request.prompt_token_ids, request.params, request_id, request.priority)
+    stream = engine.generate(
+        request.prompt_token_ids, request.params, request_id, request.priority, request.cache_salt
+    )
     try:
         async with aclosing(stream):
             async for delta in stream:

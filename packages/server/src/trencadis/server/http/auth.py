@@ -59,10 +59,25 @@ class BearerAuth:
 
 
 def _has_key(headers: Headers, accepted: Sequence[bytes]) -> bool:
-    scheme, _, key = headers.get("authorization", "").partition(" ")
-    received = _digest(key.strip())
+    scheme, key = _bearer_token(headers)
+    received = _digest(key)
     matches = [hmac.compare_digest(received, digest) for digest in accepted]
-    return scheme.lower() == "bearer" and any(matches)
+    return scheme == "bearer" and any(matches)
+
+
+def _bearer_token(headers: Headers) -> tuple[str, str]:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    return scheme.lower(), key.strip()
+
+
+def cache_salt(headers: Headers, salt: str | None) -> str:
+    """The salt of a request whose cached prefixes are for its bearer token alone.
+
+    The digest of the token, and the client's own ``salt``: a client that knows that of another key
+    still shares nothing with it.
+    """
+    digest = _digest(_bearer_token(headers)[1])
+    return digest.hex() if salt is None else hmac.digest(digest, salt.encode(), "sha256").hex()
 
 
 def is_under(scope: Scope, prefix: str) -> bool:

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import resource
+import ssl
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -156,3 +159,25 @@ def _refusal(limits: ConnectionLimits) -> bytes:
         "connection: close",
     )
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
+
+
+class LoggedHandshake(ssl.SSLObject):
+    """The server's side of a TLS connection: logs why a handshake failed, at most once a second.
+
+    Without it, a client that has a right key but no certificate (``--ssl-cert-reqs 2``) leaves no
+    line: asyncio drops errors of a handshake.
+    """
+
+    _last_logged_s = -math.inf
+
+    def do_handshake(self) -> None:
+        try:
+            super().do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            raise  # the handshake goes on
+        except ssl.SSLError as error:
+            now_s = time.monotonic()
+            if now_s - LoggedHandshake._last_logged_s >= 1:
+                LoggedHandshake._last_logged_s = now_s
+                logger.warning("A TLS client is refused: %s", error)
+            raise

@@ -64,7 +64,8 @@ def _invalid_field(error: Mapping[str, Any]) -> ApiError:
     if kind == "json_invalid":
         position = error["loc"][-1]
         reason = error.get("ctx", {}).get("error", "invalid JSON")
-        return ApiError(400, f"the body is not valid JSON: {reason} at character {position}")
+        where = f" at character {position}" if isinstance(position, int) else ""
+        return ApiError(400, f"the body is not valid JSON: {reason}{where}")
     param = _field_path(error["loc"])
     if param is None:
         return ApiError(400, "the body must be a JSON object", code="invalid_type")

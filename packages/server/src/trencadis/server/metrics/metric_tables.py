@@ -72,6 +72,11 @@ ENGINE_METRICS = (
         lambda s: s.max_running_seqs,
     ),
     _gauge(
+        "trencadis:prefill_token_limit",
+        "Maximum number of prompt tokens that a step may compute now.",
+        lambda s: s.max_prefill_tokens,
+    ),
+    _gauge(
         "vllm:kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", lambda s: s.cache_usage
     ),
     _gauge(

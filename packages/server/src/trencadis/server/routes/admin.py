@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from trencadis.engine import BatchControl
 from trencadis.server.api.attrs_fields import derived_field
+from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.routes.context import ServingContext
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
@@ -54,9 +55,12 @@ class DrainRequest(BaseModel):
 def admin_router(context: ServingContext) -> APIRouter:
     """The routes for operators. `BearerAuth` checks the admin key."""
     router = APIRouter(tags=["admin"])
+    errors = error_responses(*BODY_ERRORS, 403, 429, 503)
     body = {"application/json": {"schema": BatchControlRequest.model_json_schema()}}
 
-    @router.post("/v1/admin/batch", openapi_extra={"requestBody": {"content": body}})
+    @router.post(
+        "/v1/admin/batch", openapi_extra={"requestBody": {"content": body}}, responses=errors
+    )
     async def control_batch(request: Request) -> dict[str, Any]:
         """Change how many sequences may run, preempt some, or set the target temperature.
 
@@ -68,7 +72,7 @@ def admin_router(context: ServingContext) -> APIRouter:
         result = await context.engine.control(BatchControl(**order.model_dump()))
         return attrs.asdict(result)
 
-    @router.get("/v1/admin/state")
+    @router.get("/v1/admin/state", responses=error_responses(401, 403, 429))
     async def state() -> dict[str, Any]:
         """The engine's latest statistics, and whether new requests are refused."""
         return {
@@ -79,7 +83,9 @@ def admin_router(context: ServingContext) -> APIRouter:
 
     body = {"application/json": {"schema": DrainRequest.model_json_schema()}}
 
-    @router.post("/v1/admin/drain", openapi_extra={"requestBody": {"content": body}})
+    @router.post(
+        "/v1/admin/drain", openapi_extra={"requestBody": {"content": body}}, responses=errors
+    )
     async def drain(request: Request) -> dict[str, Any]:
         """Refuse new requests, and let the running ones finish. ``/ready`` is 503 meanwhile."""
         order = _parse(DrainRequest, await request.body() or b"{}")

@@ -20,14 +20,22 @@ from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoic
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
-from trencadis.server.routes.generation_response import ResponseWriter, respond
+from trencadis.server.routes.generation_response import (
+    ResponseWriter,
+    generation_responses,
+    respond,
+)
 
 
 def chat_router(context: ServingContext) -> APIRouter:
     """The route for conversations."""
     router = APIRouter(tags=["chat"], dependencies=[Depends(require_json)])
 
-    @router.post("/v1/chat/completions", response_model=None)
+    @router.post(
+        "/v1/chat/completions",
+        response_model=None,
+        responses=generation_responses(ChatCompletion),
+    )
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation, in one response or as a stream of chunks."""
         context.answers.check(body)

@@ -10,19 +10,27 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from trencadis.engine import PositionLogprobs
-from trencadis.server.api.logprobs import completion_logprobs
+from trencadis.server.api.logprobs import TextOffset, completion_logprobs
 from trencadis.server.api.protocol import CompletionRequest
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
-from trencadis.server.routes.generation_response import ResponseWriter, respond
+from trencadis.server.routes.generation_response import (
+    ResponseWriter,
+    generation_responses,
+    respond,
+)
 
 
 def completions_router(context: ServingContext) -> APIRouter:
     """The route for texts and token ids."""
     router = APIRouter(tags=["completions"], dependencies=[Depends(require_json)])
 
-    @router.post("/v1/completions", response_model=None)
+    @router.post(
+        "/v1/completions",
+        response_model=None,
+        responses=generation_responses(Completion),
+    )
     async def create_completion(body: CompletionRequest, request: Request) -> Response:
         """Continue one or several prompts, in one response or as a stream of chunks."""
         encode = context.encoder.completion
@@ -38,8 +46,8 @@ class CompletionWriter(ResponseWriter[Completion]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._text_offsets: dict[int, int] = {}
-        """For each choice that has begun, the number of characters in the tokens so far."""
+        self._text_offsets: dict[int, TextOffset] = {}
+        """For each choice that has begun, where its next token is in its text."""
 
     def completion(self, choices: Sequence[FinishedChoice]) -> Completion:
         return Completion(
@@ -55,7 +63,7 @@ class CompletionWriter(ResponseWriter[Completion]):
     def new_choices(self, delta: ChoiceDelta) -> Iterator[CompletionChoice]:
         text = delta.delta.text
         if delta.choice not in self._text_offsets:
-            self._text_offsets[delta.choice] = 0
+            self._text_offsets[delta.choice] = self._text_offset()
             text = self.prompts[delta.prompt].echo + text
         has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
         if text or has_logprobs or delta.finish_reason:
@@ -67,15 +75,13 @@ class CompletionWriter(ResponseWriter[Completion]):
         return CompletionChoice(
             index=index,
             text=prompt.echo + choice.text,
-            logprobs=self._logprobs(choice.logprobs, text_offset=0),
+            logprobs=self._logprobs(choice.logprobs, self._text_offset()),
             finish_reason=choice.finish_reason,
             **vllm_fields,
         )
 
     def _new_choice(self, item: ChoiceDelta, text: str) -> CompletionChoice:
         logprobs = self._logprobs(item.delta.logprobs, self._text_offsets[item.choice])
-        if logprobs is not None:
-            self._text_offsets[item.choice] += sum(len(token) for token in logprobs.tokens or ())
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": item.delta.stop_reason} if ended else {}
         # not validated: the type requires a finish_reason, which most chunks do not have
@@ -87,7 +93,12 @@ class CompletionWriter(ResponseWriter[Completion]):
             **vllm_fields,
         )
 
-    def _logprobs(self, positions: Sequence[PositionLogprobs], text_offset: int) -> Logprobs | None:
+    def _text_offset(self) -> TextOffset:
+        return TextOffset(self.tokenizer, self.request.skip_special_tokens is not False)
+
+    def _logprobs(
+        self, positions: Sequence[PositionLogprobs], text_offset: TextOffset
+    ) -> Logprobs | None:
         if self.request.num_logprobs is None:
             return None
         return completion_logprobs(self.tokenizer, positions, text_offset)

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
 from trencadis.engine import InvalidRequest
+from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.protocol import GenerationRequest
 from trencadis.server.api.usage import Usage
 from trencadis.server.generation.choice_stream import (
@@ -24,6 +25,7 @@ from trencadis.server.generation.choice_stream import (
     collect,
 )
 from trencadis.server.generation.prompts import Prompt, max_output_tokens
+from trencadis.server.http.auth import cache_salt
 from trencadis.server.http.disconnect import unless_disconnected
 from trencadis.server.http.event_stream import EventStream
 from trencadis.server.routes.context import ServingContext
@@ -79,6 +81,21 @@ class ResponseWriter(ABC, Generic[ChunkT]):
             yield chunk
 
 
+def generation_responses(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
+    """The argument ``responses`` of a route whose response is ``whole``, or a stream of events."""
+    events = {
+        "schema": {"type": "string"},
+        "example": 'data: {"id": "cmpl-1", "choices": [...]}\n\ndata: [DONE]\n\n',
+    }
+    answer = {
+        "model": whole,
+        "content": {"text/event-stream": events},
+        "description": "The answer. With `stream`, server-sent events: one chunk as a JSON object "
+        "each, or an error object, and at the end `[DONE]`.",
+    }
+    return {200: answer, **error_responses(*BODY_ERRORS, 404, 415, 500, 503)}
+
+
 async def respond(
     context: ServingContext,
     http_request: Request,
@@ -87,7 +104,10 @@ async def respond(
     writer_class: type[ResponseWriter[Any]],
 ) -> Response:
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
-    work = _respond(context, request, encode, writer_class)
+    salt = request.cache_salt
+    if context.settings.prefix_cache_per_key:
+        salt = cache_salt(http_request.headers, salt)
+    work = _respond(context, request, salt, encode, writer_class)
     try:
         return await unless_disconnected(http_request.receive, work)
     except InvalidRequest as error:
@@ -100,6 +120,7 @@ async def respond(
 async def _respond(
     context: ServingContext,
     request: RequestT,
+    salt: str | None,
     encode: Callable[[RequestT], Awaitable[list[Prompt]]],
     writer_class: type[ResponseWriter[Any]],
 ) -> Response:
@@ -109,7 +130,7 @@ async def _respond(
     context.check_token_ids(request.sampling_params(request.requested_tokens))
     prompts = await encode(request)
     max_model_len = context.engine.max_model_len
-    requests = [_engine_request(request, prompt, max_model_len) for prompt in prompts]
+    requests = [_engine_request(request, prompt, salt, max_model_len) for prompt in prompts]
     writer = writer_class(context, request, prompts)
     deltas = ChoiceStream(context.engine, context.metrics, requests, writer.id)
     if request.stream:
@@ -122,11 +143,11 @@ async def _respond(
 
 
 def _engine_request(
-    request: GenerationRequest, prompt: Prompt, max_model_len: int
+    request: GenerationRequest, prompt: Prompt, salt: str | None, max_model_len: int
 ) -> EngineRequest:
     field = request.max_tokens_field
     max_tokens = max_output_tokens(request.requested_tokens, field, prompt, max_model_len)
     params = request.sampling_params(max_tokens)
     if prompt.answer is not None:
         params = prompt.answer.apply_to(params)
-    return EngineRequest(prompt.token_ids, params, request.priority or 0)
+    return EngineRequest(prompt.token_ids, params, request.priority or 0, salt)

@@ -10,20 +10,25 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 
 from trencadis.engine import EngineRestarting, EngineUnresponsive
 from trencadis.server import __version__
+from trencadis.server.api.error_responses import error_responses
 from trencadis.server.routes.context import ServingContext
+
+_TEXT = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def health_router(context: ServingContext) -> APIRouter:
     """The routes for monitoring."""
     router = APIRouter(tags=["monitoring"])
 
-    @router.get("/health")
+    @router.head("/health", include_in_schema=False)
+    @router.get("/health", response_class=Response, responses=error_responses(503))
     async def health() -> Response:
         """200 if requests can be served, 503 if the engine has stopped, restarts or hangs."""
         await _check_health(context)
         return Response()
 
-    @router.get("/ready")
+    @router.head("/ready", include_in_schema=False)
+    @router.get("/ready", response_class=Response, responses=error_responses(503))
     async def ready() -> Response:
         """For a readiness probe: 200 if requests should be sent here, otherwise 503.
 
@@ -33,7 +38,8 @@ def health_router(context: ServingContext) -> APIRouter:
         await _check_health(context)
         return Response()
 
-    @router.get("/live")
+    @router.head("/live", include_in_schema=False)
+    @router.get("/live", response_class=Response, responses=error_responses(503))
     async def live() -> Response:
         """For a liveness probe: 503 if only a restart of this process helps, otherwise 200.
 
@@ -43,12 +49,16 @@ def health_router(context: ServingContext) -> APIRouter:
             await _check_health(context)
         return Response()
 
-    @router.get("/version")
+    @router.get("/version", responses=error_responses())
     async def version() -> dict[str, str]:
         """The version of this server."""
         return {"version": __version__}
 
-    @router.get("/metrics")
+    @router.get(
+        "/metrics",
+        response_class=Response,
+        responses={200: {"content": _TEXT}, **error_responses()},
+    )
     async def metrics() -> Response:
         """Metrics in the Prometheus text format, whatever the client accepts.
 

@@ -7,6 +7,7 @@ from typing import Any
 from fastapi import APIRouter, Response
 from openai.types import Model
 
+from trencadis.server.api.error_responses import error_responses
 from trencadis.server.routes.context import ServingContext
 
 
@@ -24,12 +25,14 @@ def models_router(context: ServingContext) -> APIRouter:
             **vllm_fields,
         )
 
-    @router.get("/v1/models")
+    @router.get("/v1/models", responses=error_responses(401))
     async def list_models() -> dict[str, Any]:
         """The list of served models, which has one entry."""
         return {"object": "list", "data": [served_model().model_dump(exclude_unset=True)]}
 
-    @router.get("/v1/models/{name:path}")
+    @router.get(
+        "/v1/models/{name:path}", responses={200: {"model": Model}, **error_responses(401, 404)}
+    )
     async def retrieve_model(name: str) -> Response:
         """A model by its name, which may contain slashes."""
         context.check_model(name)

@@ -8,7 +8,8 @@ the second.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ from trencadis.engine.devices.recorded import check_inputs, own_buffers
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.paged_context import Attention
+from trencadis.scheduler import SchedulerError
+from trencadis.scheduler.telemetry import HlmlSource
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -58,6 +61,7 @@ class HPUDevice(Device):
         self._softmax_mode = "fp32" if fp32_softmax else "fast"
         mode = "lazy mode, with HPU graphs" if lazy else "eager mode"
         logger.info("Gaudi in %s (%s=%d)", mode, LAZY_MODE, lazy)
+        self.sensor_indices = sensor_indices(os.environ)
 
     def free_memory(self) -> int:
         return int(self._bridge.hpu.mem_get_info()[0])
@@ -141,6 +145,44 @@ class HPUDevice(Device):
 
     def num_compilations(self) -> int:
         return self._bridge.num_compilations()
+
+
+def own_module(environ: Mapping[str, str]) -> int | None:
+    """The module id of the Gaudi that this process takes; None if the variables leave it open.
+
+    ``HLS_MODULE_ID``, or the place of the process's local rank in ``HABANA_VISIBLE_MODULES``; a
+    process without a rank takes the only one there, or any that is free
+    (docs.habana.ai, PyTorch/PyTorch_Scaling_Guide/Gaudi_Assignment.html).
+    """
+    module = environ.get("HLS_MODULE_ID", "").strip()
+    visible = environ.get("HABANA_VISIBLE_MODULES", "").split(",")
+    if not module:
+        ranks = (environ.get(name, "") for name in ("OMPI_COMM_WORLD_LOCAL_RANK", "LOCAL_RANK"))
+        rank = next((int(text) for text in ranks if text.isdecimal()), None)
+        if rank is None:
+            rank = 0 if len(visible) == 1 else len(visible)
+        module = visible[rank].strip() if rank < len(visible) else ""
+    return int(module) if module.isdecimal() else None
+
+
+def sensor_indices(environ: Mapping[str, str]) -> tuple[int, ...] | None:
+    """The index of this process's Gaudi in HLML, which lists all in an order of its own.
+
+    None if the module id is unknown, or HLML cannot tell: then all devices count.
+    """
+    module = own_module(environ)
+    if module is None:
+        return None
+    try:
+        source = HlmlSource()
+        try:
+            index = source.index_of_module(module)
+        finally:
+            source.close()
+    except SchedulerError as error:
+        logger.info("The temperatures of all devices count: %s", error)
+        return None
+    return None if index is None else (index,)
 
 
 class HPUGraph(Graph):

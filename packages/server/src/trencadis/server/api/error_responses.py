@@ -1,0 +1,50 @@
+"""The error responses of routes, for the API description."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+
+class ErrorObject(BaseModel):
+    """What went wrong. ``param`` is the field that caused it, ``code`` is for programs."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    """The body of every error."""
+
+    error: ErrorObject
+
+
+_MEANINGS = {
+    400: "A field is missing, has a wrong type, is out of range or is not supported",
+    401: "The key is missing or wrong",
+    403: "The admin API is off",
+    404: "There is no such model",
+    408: "The body arrives too slowly",
+    413: "The body is too large",
+    415: "The body is not declared as JSON",
+    429: "Too many calls; Retry-After gives the delay in seconds",
+    500: "An internal error",
+    503: "The engine cannot serve the request now; Retry-After, if any, gives the delay in seconds",
+}
+
+BODY_ERRORS = (400, 401, 408, 413)
+"""Errors of every route that takes a body and a key."""
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """The argument ``responses`` of routes that answer with these errors.
+
+    ``default`` stands for those of every path, and keeps FastAPI from adding its own form of error.
+    """
+    described: dict[int | str, dict[str, Any]] = {
+        status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in statuses
+    }
+    return described | {"default": {"model": ErrorResponse, "description": "Any other error"}}

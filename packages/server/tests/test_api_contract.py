@@ -1,0 +1,80 @@
+"""Requests that are generated from ``/openapi.json``: every answer is one that it describes.
+
+`CASES` for each operation with the slow tests, `SOAK_CASES` in the soak. A failure prints the
+request as a curl command.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from conftest import StandInEngine
+from hypothesis import HealthCheck, Phase, given, settings
+
+from trencadis.server import ServerSettings, create_app
+
+schemathesis = pytest.importorskip("schemathesis")
+
+CASES = 150
+SOAK_CASES = 1250
+CHECKS = (*("status_code_conformance", "content_type_conformance", "response_schema_conformance"),)
+KEY = {"Authorization": "Bearer boss"}
+OPERATIONS = (
+    *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/admin/batch"),
+    *("POST /v1/admin/drain", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/admin/state"),
+    *("GET /health", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
+)
+
+
+@pytest.fixture
+def schema():
+    app = create_app(StandInEngine(), ServerSettings(admin_keys=["boss"], admin_rate_limit=1e6))
+    return schemathesis.openapi.from_asgi("/openapi.json", app)
+
+
+def check_operation(schema, label: str, cases: int) -> None:
+    """Send requests, valid and mutated. Statuses, media types and bodies must be as described."""
+    (operation,) = (each.ok() for each in schema.get_all_operations() if each.ok().label == label)
+    modes = schemathesis.GenerationMode
+    strategy = operation.as_strategy(generation_mode=modes.POSITIVE)
+    if operation.body:
+        strategy = strategy | operation.as_strategy(generation_mode=modes.NEGATIVE)
+    checks = schemathesis.checks.CHECKS.get_by_names(CHECKS)
+    statuses: Counter[int] = Counter()
+
+    @settings(
+        max_examples=cases,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def send(case) -> None:
+        response = case.call(headers=KEY)
+        statuses[response.status_code] += 1
+        # A schema cannot say which requests this model can serve, so a 400 is always right.
+        case.validate_response(response, checks=checks)
+
+    send()
+    print(label, dict(statuses))
+    assert max(statuses) < 500, "a 503 is described, but this engine serves"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", OPERATIONS)
+def test_every_answer_is_one_that_the_description_has(schema, label: str) -> None:
+    check_operation(schema, label, CASES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("label", [label for label in OPERATIONS if "POST" in label])
+def test_thousands_of_answers_are_as_described(schema, label: str) -> None:
+    check_operation(schema, label, SOAK_CASES)
+
+
+@pytest.mark.slow
+def test_no_operation_is_left_out(schema) -> None:
+    assert {each.ok().label for each in schema.get_all_operations()} == set(OPERATIONS)
