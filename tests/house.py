@@ -209,6 +209,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server": [
         {"engine_protocol", "errors", "settings"},
+        {"parsers"},
         {"api", "http", "metrics"},
         {"generation"},
         {"routes"},
@@ -220,17 +221,20 @@ FLOORS: dict[str, list[set[str]]] = {
     "server.api": [
         {
             "attrs_fields",
-            "chat_messages",
+            "characters",
             "error_responses",
             "logprobs",
             "structured_output",
             "unsupported_fields",
             "usage",
         },
+        {"tools"},
+        {"chat_messages"},
         {"protocol"},
     ],
     "server.generation": [
-        {"choice_stream", "prompts"},
+        {"answer_plan", "choice_stream"},
+        {"answer_writer", "prompts"},
     ],
     "server.http": [
         {"auth", "body_limit", "connections", "content_type", "disconnect", "error_handlers"},
@@ -240,6 +244,14 @@ FLOORS: dict[str, list[set[str]]] = {
     "server.metrics": [
         {"metric_tables"},
         {"serving_metrics"},
+    ],
+    "server.parsers": [
+        {"chat_template", "events", "text_reader"},
+        {"json_text"},
+        {"tool_parser"},
+        {"forced_calls", "reasoning_parsers", "tool_parsers"},
+        {"answer_parser", "registry"},
+        {"selection"},
     ],
     "server.routes": [
         {"context", "docs"},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.sampling_params import SamplingParams
@@ -128,6 +129,36 @@ def test_special_tokens_in_a_message_are_ordinary_text(tokenizer: Tokenizer, con
     assert max(ids) < 256
     assert tokenizer.decode(ids) == f"user:{content}\nassistant:"
     assert max(tokenizer.encode("<eos>")) >= 256, "in a prompt they are special tokens"
+
+
+def test_special_tokens_in_a_tool_are_ordinary_text(tiny_model: Path) -> None:
+    template = "{% for tool in tools %}{{ tool | tojson }}{% endfor %}"
+    tokenizer = Tokenizer.load(str(tiny_model), template)
+    tool = {"function": {"name": "<eos>", "parameters": {"properties": {"<eos>": {}}}}}
+    ids = tokenizer.render_chat([{"role": "user", "content": ""}], tools=[tool])
+    assert max(ids) < 256
+    assert json.loads(tokenizer.decode(ids)) == tool
+
+
+def test_another_chat_template_is_a_file_or_its_text(tiny_model: Path, tmp_path: Path) -> None:
+    text = "{{ messages[0].content }}!"
+    file = tmp_path / "chat.jinja"
+    file.write_text(text)
+    for template in (text, str(file)):
+        tokenizer = Tokenizer.load(str(tiny_model), template)
+        assert tokenizer.chat_template == text
+        assert tokenizer.decode(tokenizer.render_chat([{"role": "user", "content": "hi"}])) == "hi!"
+
+
+@pytest.mark.parametrize("template", ["missing.jinja", "{% if %}", "{{ a", "a\0b"])
+def test_a_chat_template_that_is_none_is_named(tiny_model: Path, template: str) -> None:
+    with pytest.raises(ConfigError, match="chat_template") as refusal:
+        Tokenizer.load(str(tiny_model), template)
+    assert refusal.value.field == "chat_template"
+
+
+def test_a_chat_template_may_refuse_the_first_conversation(tiny_model: Path) -> None:
+    Tokenizer.load(str(tiny_model), "{{ raise_exception('needs a system message') }}")
 
 
 @settings(max_examples=50, deadline=None)

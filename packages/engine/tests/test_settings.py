@@ -196,6 +196,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("swap_bandwidth", value) for value in (0, 1e300, math.nan)),
         *(("model", value) for value in (None, 5, b"m", "\ud800")),
         *(("served_model_name", value) for value in (5, b"m", "\ud800")),
+        *(("chat_template", value) for value in (5, b"m", "\ud800")),
         *(("compile_cache", value) for value in (5, b"m")),
         *(("cpu_threads", value) for value in (0, -1, 1.5, "2", True, 1025)),
         *(("temperature_source", value) for value in (5, ["nvml"])),

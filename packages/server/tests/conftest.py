@@ -44,6 +44,11 @@ class ByteTokenizer:
     """One token per byte, and a beginning-of-sequence token."""
 
     vocab_size = 257
+    chat_template: str | None = None
+
+    def __init__(self) -> None:
+        self.rendered: list[tuple[list[dict[str, Any]], Any]] = []
+        """Messages and tools of each conversation."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -69,7 +74,8 @@ class ByteTokenizer:
         tools: object = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[int]:
-        if any("REJECT" in message["content"] for message in messages):
+        self.rendered.append((messages, tools))
+        if any("REJECT" in str(message["content"]) for message in messages):
             raise InvalidRequest("the template rejects these messages", "messages")
         text = "".join(f"[{message['role']}]{message['content']}" for message in messages)
         text += "".join(f"<{k}={v}>" for k, v in (chat_template_kwargs or {}).items())
@@ -89,6 +95,8 @@ class StandInEngine:
         self.fails_with: Exception | None = None
         self.aborts = False
         self.stop_reason: str | int | None = None
+        self.script: Sequence[str] = ()
+        """The texts of an answer's tokens, in place of the prompt's bytes."""
         self.is_alive = True
         self.hangs = False
         self.running: set[str] = set()
@@ -192,6 +200,9 @@ class StandInEngine:
         self, key: str, prompt: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[CompletionDelta, None]:
         answer = [token for token in prompt if token != BOS] or [ord("!")]
+        texts = self.script or list(map(chr, answer))
+        if self.script:
+            answer = [ord("a")] * len(texts)
         last = min(len(answer), params.max_tokens or math.inf)
         for step in range(1, int(last) + 1):
             await asyncio.sleep(self.delay)
@@ -208,7 +219,7 @@ class StandInEngine:
                 yield CompletionDelta(
                     request_id=key,
                     index=index,
-                    text=chr(token),
+                    text=texts[step - 1],
                     token_ids=(token,),
                     logprobs=_logprobs(token, params),
                     finish_reason=reason,

@@ -33,6 +33,22 @@ def assert_error(response, status, param, code=...):
     return error["message"]
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "a", "arguments": "{}"}}
+BAD_CALL = {**CALL, "function": {"name": "a", "arguments": "[1"}}
+CALLS = "messages[0].tool_calls[0]"
+TOOL_CALL_ID = "messages[0].tool_call_id"
+BEAMS = "use_beam_search"
+LONG = {"type": "object", "properties": {"p": {"enum": ["a" * 70_000]}}}
+
+
+def tool(name, **fields):
+    return {"type": "function", "function": {"name": name, **fields}}
+
+
+def named(name):
+    return {"type": "function", "function": {"name": name}}
+
+
 CHAT = [
     ({"messages": []}, "messages"),
     ({"messages": "hello"}, "messages"),
@@ -42,11 +58,17 @@ CHAT = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "tool"}]}, "messages[0].content"),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
+    ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 1}]}, TOOL_CALL_ID),
+    ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "tool_calls": [{"function": 1}]}]}, f"{CALLS}.function"),
+    ({"messages": [{"role": "assistant", "tool_calls": [BAD_CALL]}]}, f"{CALLS}.function"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": ["a"]}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content"),
-    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, "messages[0]"),
+    ({"messages": [{"role": "assistant", "content": "", "tool_calls": [1]}]}, CALLS),
     ({"messages": [*HELLO, {"role": "user", "content": "\ud800"}]}, "messages[1].content"),
     ({"messages": [{"role": "user", "content": "REJECT"}]}, "messages"),
     ({"model": 5}, "model"),
@@ -107,8 +129,27 @@ CHAT = [
     ({"cache_salt": "\ud800"}, "cache_salt"),
     ({"priority": 2**63}, "priority"),
     ({"best_of": 2}, "best_of"),
-    ({"tools": [{"type": "function"}]}, "tools"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": {}}, "tools"),
+    ({"tools": [{"type": "retrieval", "function": {"name": "a"}}]}, "tools[0].type"),
+    ({"tools": [tool("")]}, "tools[0].function.name"),
+    ({"tools": [tool('a"b')]}, "tools[0].function.name"),
+    ({"tools": [tool("a"), tool("a")]}, "tools"),
+    ({"tools": [tool("a", parameters=[])]}, "tools[0].function.parameters"),
+    ({"tools": [tool("a", parameters={"type": "array"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool("a", parameters={"title": "\ud800"})]}, "tools[0].function.parameters"),
+    ({"tools": [tool("a")]}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": "auto"}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": "any"}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": named("b")}, "tool_choice"),
+    ({"tools": [tool("a")], "tool_choice": "required", "guided_regex": "a"}, "tool_choice"),
+    ({"tools": [tool("a", parameters=LONG)], "tool_choice": "required"}, "tools"),
+    ({"tools": [tool("a")], "tool_choice": "required", "use_beam_search": True}, BEAMS),
     ({"tool_choice": "auto"}, "tool_choice"),
+    ({"tool_choice": "required", "tools": []}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"include_reasoning": 1}, "include_reasoning"),
     ({"functions": [{}]}, "functions"),
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "structural_tag"}}, "response_format.type"),

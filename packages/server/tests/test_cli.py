@@ -30,8 +30,10 @@ from trencadis.warmup import WarmupConfig
 
 ENGINE = {
     "served_model_name": ("name", "name"),
+    "chat_template": ("chat.jinja", "chat.jinja"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
+    "cpu_threads": ("1", 1),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("7", 7),
     "max_num_batched_tokens": ("64", 64),
@@ -67,6 +69,9 @@ SERVER = {
     "port": ("9", 9),
     "allowed_hosts": ("a", ("a",)),
     "api_keys": ("a", ("a",)),
+    "tool_call_parser": ("hermes", "hermes"),
+    "reasoning_parser": ("qwen3", "qwen3"),
+    "enable_auto_tool_choice": (None, True),
     "admin_keys": ("d", ("d",)),
     "admin_rate_limit": ("3", 3.0),
     "admin_port": ("9", 9),
@@ -89,7 +94,8 @@ WITH_OTHERS = {
 """Settings of the server that need others: the flags of those, text and value."""
 
 NO_SETTING = {"-h", "--help", "--version", "--log-level", "--enforce-eager"} | {
-    "--enable-chunked-prefill"
+    "--enable-chunked-prefill",
+    "--exclude-tools-when-tool-choice-none",
 }
 """Flags of no field: `--enforce-eager` belongs to `EngineConfig.graphs`."""
 

@@ -32,10 +32,29 @@ JSON = st.recursive(
     ),
     max_leaves=8,
 )
+ARGUMENTS = JSON | st.sampled_from(["{}", "", "[1]", '{"a": {}}', "{"])
+CALLS = st.fixed_dictionaries(
+    {"function": st.fixed_dictionaries({"name": JSON}, optional={"arguments": ARGUMENTS})},
+    optional={"id": JSON, "type": st.just("function") | JSON},
+)
+SCHEMAS = JSON | st.fixed_dictionaries(
+    {}, optional={"type": st.just("object"), "properties": JSON, "required": JSON, "$defs": JSON}
+)
+FUNCTIONS = st.fixed_dictionaries(
+    {"name": st.sampled_from(["a", "b", "c.d"]) | JSON},
+    optional={"description": JSON, "parameters": SCHEMAS, "strict": JSON},
+)
+TOOLS = st.lists(
+    st.fixed_dictionaries({"type": st.just("function") | JSON, "function": FUNCTIONS | JSON}),
+    max_size=3,
+)
+CHOICES = st.sampled_from(["none", "auto", "required"]) | st.fixed_dictionaries(
+    {"type": st.just("function"), "function": st.fixed_dictionaries({"name": st.just("a") | JSON})}
+)
 MESSAGES = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "system", "assistant"]) | JSON, "content": JSON},
-        optional={"name": JSON, "tool_calls": JSON},
+        {"role": st.sampled_from(["user", "system", "assistant", "tool"]) | JSON, "content": JSON},
+        optional={"name": JSON, "tool_calls": JSON | st.lists(CALLS), "tool_call_id": JSON},
     ),
     max_size=3,
 )
@@ -59,6 +78,9 @@ def bodies(path):
         "n": st.integers(0, 3),
         "stream": st.booleans(),
         "logprobs": st.booleans() | st.integers(-1, 3),
+        "tools": TOOLS,
+        "tool_choice": CHOICES | JSON,
+        "parallel_tool_calls": st.booleans() | JSON,
     }
     varied = st.fixed_dictionaries({}, optional=special).map(lambda fields: GOOD[path] | fields)
     return spoiled | varied | JSON

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -179,6 +180,166 @@ def test_texts_are_continued_in_a_form(client, model):
         )
         choice = answer.choices[0]
         assert (choice.text, choice.finish_reason) == (expected, "stop")
+
+
+class Units(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    temperature: Literal["celsius", "fahrenheit"]
+
+
+class Weather(pydantic.BaseModel):
+    """The weather in a city."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    city: Literal["Paris", "Rome", "Tokyo"]
+    days: int = pydantic.Field(ge=1, le=9)
+    units: Units
+
+
+class Remind(pydantic.BaseModel):
+    """Remind the user of something."""
+
+    model_config = pydantic.ConfigDict(extra="forbid")
+
+    text: str = pydantic.Field(max_length=30)
+    tags: list[Literal["a", "b"]] = pydantic.Field(max_length=2)
+
+
+TOOL_TYPES = {"Weather": Weather, "Remind": Remind}
+TOOLS = [openai.pydantic_function_tool(kind) for kind in TOOL_TYPES.values()]
+
+
+def check_calls(choice) -> list[str]:
+    """The names of the calls of an answer, whose arguments are valid."""
+    assert choice.finish_reason == "tool_calls"
+    assert not choice.message.content
+    for call in choice.message.tool_calls:
+        TOOL_TYPES[call.function.name].model_validate_json(call.function.arguments)
+    return [call.function.name for call in choice.message.tool_calls]
+
+
+@needs_llguidance
+def test_every_demanded_call_is_valid(client, model):
+    answer = client.chat.completions.create(
+        model=model,
+        messages=[{"role": "user", "content": "What is the weather in Rome?"}],
+        tools=TOOLS,
+        tool_choice="required",
+        parallel_tool_calls=False,
+        max_tokens=250,
+        temperature=1.5,
+        seed=1,
+        n=8,
+    )
+    assert len(answer.choices) == 8
+    assert all(len(check_calls(choice)) == 1 for choice in answer.choices)
+    assert answer.usage.completion_tokens > 8
+
+
+@needs_llguidance
+def test_a_named_function_is_called(client, model):
+    name = "Remind"
+    fields = {
+        "model": model,
+        "messages": [{"role": "user", "content": "Remind me of the weather in Rome."}],
+        "tools": TOOLS,
+        "tool_choice": {"type": "function", "function": {"name": name}},
+        "max_tokens": 250,
+        "temperature": 0,
+    }
+    (whole,) = client.chat.completions.create(**fields).choices
+    assert check_calls(whole) == [name]
+    with client.chat.completions.stream(**fields) as stream:
+        (streamed,) = stream.get_final_completion().choices
+    assert check_calls(streamed) == [name]
+    arguments = [choice.message.tool_calls[0].function.arguments for choice in (whole, streamed)]
+    assert arguments[0] == arguments[1]
+
+
+def test_results_of_tools_are_part_of_the_conversation(client, model):
+    function = {"name": "Weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "What is the weather in Rome?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "It is 21 degrees C and sunny."},
+    ]
+    answer = client.chat.completions.create(
+        model=model, messages=messages, tools=TOOLS, tool_choice="none", max_tokens=8, temperature=0
+    )
+    assert answer.choices[0].message.content
+
+
+TOOL_TEMPLATE = """\
+{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls or () %}
+<tool_call>
+{{ call.function | tojson }}
+</tool_call>{% endfor %}<|im_end|>
+{% endfor %}{% if tools %}<|im_start|>system
+{{ tools | tojson }}
+<think> first. Then write <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
+{% endif %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@needs_llguidance
+@pytest.mark.slow
+def test_a_chat_template_of_ones_own_chooses_the_parsers(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text(TOOL_TEMPLATE)
+    server = ServerProcess(
+        *("--max-model-len", "2048", "--warmup", "none", "--enable-auto-tool-choice"),
+        *("--chat-template", str(file)),
+    )
+    try:
+        server.wait_for(r"tool call parser is hermes, because .* <tool_call>", START_SECONDS)
+        server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
+        fields = {"messages": QUESTION, "tools": TOOLS, "max_tokens": 250, "temperature": 0}
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+            fields["model"] = client.models.list().data[0].id
+            (choice,) = client.chat.completions.create(
+                tool_choice="required", parallel_tool_calls=False, **fields
+            ).choices
+            check_calls(choice)
+            call = choice.message.tool_calls[0]
+            result = {"role": "tool", "tool_call_id": call.id, "content": "21 C"}
+            fields["messages"] = [*QUESTION, choice.message, result]
+            form = {"type": "json_schema", "json_schema": {"name": "c", "schema": ANSWER}}
+            (choice,) = client.chat.completions.create(response_format=form, **fields).choices
+            if choice.finish_reason == "tool_calls":
+                check_calls(choice)
+            else:
+                assert set(json.loads(choice.message.content)) == {"city"}
+    finally:
+        server.kill()
+
+
+ANSWER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Paris", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+def test_auto_without_a_parser_names_the_flag(client, model):
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser") as refusal:
+        client.chat.completions.create(model=model, messages=QUESTION, tools=TOOLS)
+    assert refusal.value.param == "tool_choice"
+
+
+@needs_llguidance
+def test_a_tool_whose_arguments_cannot_be_guaranteed_is_a_bad_request(client, model):
+    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": unique}}
+    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refusal:
+        client.chat.completions.create(
+            model=model, messages=QUESTION, tools=[tool], tool_choice="required"
+        )
+    assert refusal.value.param == "tools"
 
 
 @needs_llguidance
@@ -365,7 +526,7 @@ def test_a_client_that_disconnects_aborts_its_request(http, client, model, strea
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"stop_token_ids": [99999999]}, 400, "stop_token_ids"),
         ({"seed": 2**80}, 400, "seed"),
-        ({"tools": [{}]}, 400, "tools"),
+        ({"tools": [{}]}, 400, "tools[0].type"),
     ],
     ids=str,
 )

@@ -314,6 +314,18 @@ class EngineConfig(CapacitySettings):
             default="MODEL",
         ),
     )
+    chat_template: str | None = attrs.field(
+        default=None,
+        converter=_optional_path,
+        validator=text(optional=True),
+        metadata=setting(
+            "--chat-template",
+            metavar="FILE",
+            group=MODEL,
+            help="Jinja template of conversations, as a file or as its text",
+            default="that of the model",
+        ),
+    )
     dtype: DType = attrs.field(
         default="auto",
         validator=one_of(*get_args(DType)),

@@ -10,6 +10,7 @@ from fastapi import FastAPI
 
 from trencadis.server import __version__
 from trencadis.server.engine_protocol import ServingEngine
+from trencadis.server.generation.answer_plan import AnswerPlanner
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
 from trencadis.server.http.allowed_hosts import AllowedHosts
@@ -18,6 +19,7 @@ from trencadis.server.http.body_limit import BodyLimit
 from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.metrics.serving_metrics import ServingMetrics
+from trencadis.server.parsers.selection import select_parsers
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
@@ -33,9 +35,16 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
 
     Any ASGI server runs the app; `serve` uses uvicorn. The app ignores the ``settings`` of that
     server: ``host``, ``port``, ``admin_host``, ``ssl_*``, ``shutdown_timeout``, ``access_log``.
+    Raises `ConfigError` for a parser that does not exist.
     """
     settings = settings or ServerSettings()
-    encoder = PromptEncoder(engine, settings.max_pending_prompts)
+    parsers = select_parsers(
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+        engine.tokenizer.chat_template,
+        needs_tools=settings.enable_auto_tool_choice,
+    )
+    encoder = PromptEncoder(engine, settings.max_pending_prompts, parsers.traits)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -54,6 +63,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
         settings=settings,
         metrics=ServingMetrics(engine),
         encoder=encoder,
+        answers=AnswerPlanner(parsers, engine.tokenizer),
         created=int(time.time()),
         drain=Drain(),
     )

@@ -24,7 +24,7 @@ from trencadis.engine.settings import (
     warn_of_misspelt_variables,
 )
 from trencadis.server import __version__
-from trencadis.server.settings import ServerSettings
+from trencadis.server.settings import CHAT, ServerSettings
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 """Served name of the default model, whose directory has a name for the cache alone."""
@@ -49,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from trencadis.engine import EngineError, LogSettings  # noqa: PLC0415
     from trencadis.server.launch import LaunchError, check_address, serve  # noqa: PLC0415
+    from trencadis.server.parsers.selection import check_parsers  # noqa: PLC0415
 
     log = LogSettings(level=logging.getLogger().level, format=LOG_FORMAT, datefmt=LOG_TIME)
     try:
         settings = server_settings(args, os.environ)
+        check_parsers(settings.tool_call_parser, settings.reasoning_parser)
         check_address(settings)
         config = engine_config(args, os.environ)
         asyncio.run(serve(config, settings, log=log))
@@ -96,7 +98,12 @@ def flag_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accepted for vLLM's command lines: prefill is always chunked",
     )
-    add_flags(parser, ServerSettings)
+    groups |= add_flags(parser, ServerSettings)
+    groups[CHAT].add_argument(
+        "--exclude-tools-when-tool-choice-none",
+        action="store_true",
+        help="accepted for vLLM's command lines: tools that may not be called are always left out",
+    )
     return parser
 
 

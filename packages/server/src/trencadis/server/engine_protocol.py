@@ -26,6 +26,12 @@ class ServingTokenizer(Protocol):
         """Number of token ids; ids are 0 to ``vocab_size - 1``."""
         ...
 
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template in Jinja, which tells how the model writes tool calls and reasoning;
+        None if there is none."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
         ...

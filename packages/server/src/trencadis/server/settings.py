@@ -13,7 +13,8 @@ from trencadis.engine.validators import boolean, integer, number, text
 
 MIB = 1024 * 1024
 SERVER = "server"
-"""Group of flags in ``--help``."""
+CHAT = "tools and reasoning"
+"""Groups of flags in ``--help``."""
 
 _seconds = number(0, 86_400, exclusive_low=True)
 
@@ -83,6 +84,37 @@ class ServerSettings:
             secret=True,
             help="accept only requests to /v1 that carry this bearer token",
             default="none: accept all",
+        ),
+    )
+    tool_call_parser: str = attrs.field(
+        default="auto",
+        validator=text(),
+        metadata=setting(
+            "--tool-call-parser",
+            metavar="NAME",
+            group=CHAT,
+            help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
+            "granite, module:Class, auto (what its chat template tells) or none",
+        ),
+    )
+    reasoning_parser: str = attrs.field(
+        default="auto",
+        validator=text(),
+        metadata=setting(
+            "--reasoning-parser",
+            metavar="NAME",
+            group=CHAT,
+            help="how the model writes its reasoning: qwen3, deepseek_r1, granite, module:Class, "
+            "auto (what its chat template tells) or none",
+        ),
+    )
+    enable_auto_tool_choice: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--enable-auto-tool-choice",
+            group=CHAT,
+            help="refuse to start without a tool call parser, with which models choose tools",
         ),
     )
     prefix_cache_per_key: bool = attrs.field(

@@ -141,7 +141,7 @@ class AsyncEngine:
         log = log or LogSettings()
         core = CoreClient(config, log)
         try:
-            loading = asyncio.to_thread(_load_tokenizer, source)
+            loading = asyncio.to_thread(_load_tokenizer, source, config.chat_template)
             tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
         except BaseException:
             await core.end()
@@ -521,7 +521,7 @@ class _Request:
     queue: asyncio.Queue[CompletionDelta | EngineError]
 
 
-def _load_tokenizer(source: str) -> Tokenizer:
+def _load_tokenizer(source: str, chat_template: str | None) -> Tokenizer:
     from trencadis.engine.front.tokenizer import Tokenizer  # noqa: PLC0415  (imports transformers)
 
-    return Tokenizer.load(source)
+    return Tokenizer.load(source, chat_template)

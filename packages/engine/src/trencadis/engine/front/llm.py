@@ -77,7 +77,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
         self.core = EngineCore(EngineConfig(model=model, **settings))
-        self.tokenizer = Tokenizer.load(self.core.spec.source)
+        self.tokenizer = Tokenizer.load(self.core.spec.source, self.core.config.chat_template)
         self._grammars = GrammarChecker(self.tokenizer.to_json)
         self._lock = threading.Lock()
         self._numbers = itertools.count()

@@ -8,16 +8,24 @@ import re
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from trencadis.engine.errors import InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
 from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.line_process import LineProcess
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.validators import is_text, shown
+
+_TEMPLATE_ERRORS = (
+    *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
+    *(RecursionError, MemoryError),
+)
+"""What a template raises for messages that it cannot take."""
 
 _UNSENDABLE = (ValueError, TypeError, RecursionError)
 """What is raised for messages and arguments that JSON cannot hold."""
@@ -72,8 +80,12 @@ class Tokenizer:
         self._longest_token = max(map(len, map(str.encode, tokenizer.get_vocab())))
 
     @classmethod
-    def load(cls, source: str) -> Tokenizer:
-        """The tokenizer in a directory or of a hub id. Raises `ModelError` when there is none."""
+    def load(cls, source: str, chat_template: str | None = None) -> Tokenizer:
+        """The tokenizer in a directory or of a hub id, with another chat template if one is given.
+
+        Raises `ModelError` when there is none, and `ConfigError` for a template that cannot be read
+        or parsed.
+        """
         try:
             tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
         except BROKEN_FILE_ERRORS as error:
@@ -82,6 +94,9 @@ class Tokenizer:
             raise ModelError(
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
             )
+        if chat_template is not None:
+            tokenizer.chat_template = _template_text(chat_template)
+            _check_syntax(tokenizer)
         return cls(tokenizer)
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
@@ -123,6 +138,14 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Number of tokens, added tokens included."""
         return len(self._tokenizer)
+
+    @property
+    def chat_template(self) -> str | None:
+        """The chat template in Jinja, for conversations with tools; None if there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, Mapping):  # templates by name, as transformers chooses them
+            template = template.get("tool_use", template.get("default"))
+        return str(template) if template else None
 
     def to_json(self) -> str:
         """The text of ``tokenizer.json``, without padding and truncation."""
@@ -222,8 +245,34 @@ class Tokenizer:
         if isinstance(value, (list, tuple)):
             return [self._without_special(item, separator) for item in value]
         if isinstance(value, Mapping):
-            return {key: self._without_special(item, separator) for key, item in value.items()}
+            return {
+                self._without_special(key, separator): self._without_special(item, separator)
+                for key, item in value.items()
+            }
         return value
+
+
+def _template_text(template: str) -> str:
+    """The text of a template that is given as itself, or as the name of its file."""
+    if "{{" in template or "{%" in template:
+        return template
+    try:
+        return Path(template).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
+        raise ConfigError(
+            f"chat_template {shown(template)} cannot be read: {error}", "chat_template"
+        ) from error
+
+
+def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:
+    try:
+        tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"chat_template is no Jinja template: {error}, in line {error.lineno}", "chat_template"
+        ) from error
+    except _TEMPLATE_ERRORS:
+        pass  # it may refuse this conversation, which is an example
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
+from trencadis.server.api.characters import Text
+from trencadis.server.api.tools import EarlierCall
 
-_UNSUPPORTED = ("tool_calls", "function_call", "audio")
+_UNSUPPORTED = ("function_call", "audio")
 """Fields of a message that are not passed to the chat template."""
-
-
-def check_characters(text: str) -> str:
-    """Return the text.
-
-    Raises `InvalidRequest` for a lone surrogate, which JSON allows and UTF-8 does not.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidRequest("holds a lone surrogate, which is no character") from None
-    return text
-
-
-Text = Annotated[str, AfterValidator(check_characters)]
 
 
 def _joined_text(content: Any) -> Any:
@@ -47,24 +44,72 @@ def _part_text(position: int, part: Any) -> str:
     return text
 
 
+def _content_or_calls(content: str | None, info: ValidationInfo) -> str | None:
+    if content is None and not info.data.get("tool_calls"):
+        raise PydanticCustomError("missing", "only a message with tool_calls has no content")
+    return content
+
+
 class ChatMessage(BaseModel):
-    """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``."""
+    """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``.
+
+    A message of the assistant may have ``tool_calls``, and the reasoning of its answer; a message
+    of a ``tool`` answers the call ``tool_call_id``.
+    """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[Text, BeforeValidator(_joined_text, str | list[dict[str, Any]])]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: list[EarlierCall] | None = None
+    content: Annotated[
+        Text | None,
+        BeforeValidator(_joined_text, str | list[dict[str, Any]] | None),
+        AfterValidator(_content_or_calls),
+    ] = Field(default=None, validate_default=True)
     name: Text | None = None
+    tool_call_id: Text | None = None
+    reasoning: Text | None = None
+    reasoning_content: Text | None = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
         for name in _UNSUPPORTED:
             if (self.model_extra or {}).get(name):
                 raise InvalidRequest(f"{name} in a message is not supported")
+        if self.tool_calls and self.role != "assistant":
+            raise InvalidRequest(f"a message of role {self.role!r} has no tool_calls")
         return self
 
-    def for_template(self) -> dict[str, Any]:
-        """The message as the chat template takes it."""
+    def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
+        """The message as the chat template takes it; see `TemplateTraits`.
+
+        Missing content is empty: many templates look for a tag in it, or join it with their text.
+        """
         role = "system" if self.role == "developer" else self.role
-        message = {"role": role, "content": self.content}
-        return message if self.name is None else {**message, "name": self.name}
+        message: dict[str, Any] = {"role": role, "content": self.content or ""}
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template(text_arguments) for call in self.tool_calls]
+        optional = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content or self.reasoning,
+        }
+        return message | {name: text for name, text in optional.items() if text is not None}
+
+
+def messages_for_template(
+    messages: Sequence[ChatMessage], *, text_arguments: bool = False
+) -> list[dict[str, Any]]:
+    """The messages as the chat template takes them; see `TemplateTraits`.
+
+    A tool's message gets the name of the tool, which some templates need and OpenAI's API leaves
+    out: that of the call it answers.
+    """
+    names = {call.id: call.function.name for m in messages for call in m.tool_calls or ()}
+    rendered = []
+    for message in messages:
+        fields = message.for_template(text_arguments=text_arguments)
+        if message.role == "tool" and message.tool_call_id in names:
+            fields.setdefault("name", names[message.tool_call_id])
+        rendered.append(fields)
+    return rendered

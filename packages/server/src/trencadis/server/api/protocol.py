@@ -26,13 +26,15 @@ from typing_extensions import Self
 
 from trencadis.engine import MAX_CACHE_SALT, InvalidRequest, SamplingParams, StructuredOutput
 from trencadis.server.api.attrs_fields import derived_field
-from trencadis.server.api.chat_messages import ChatMessage, Text, check_characters
+from trencadis.server.api.characters import Text, check_characters
+from trencadis.server.api.chat_messages import ChatMessage
 from trencadis.server.api.structured_output import (
     ResponseFormat,
     Schema,
     StructuredOutputs,
     requested_form,
 )
+from trencadis.server.api.tools import FunctionTool, ToolChoice, ToolChoiceField
 from trencadis.server.api.unsupported_fields import refuse_unsupported
 
 MAX_CHOICES = 1024
@@ -218,6 +220,11 @@ class GenerationRequest(BaseModel):
         return value
 
     @property
+    def structured_output(self) -> StructuredOutput | None:
+        """The form of the answers that the request asks for."""
+        return self._structured_output
+
+    @property
     def structured_output_field(self) -> str:
         """The field that asks for a form of the answer; "" without any."""
         return self._structured_output_field
@@ -260,7 +267,11 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = _parameter("max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = _parameter("logprobs")
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
     # vLLM extensions
+    include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = (
@@ -274,6 +285,40 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def structured_output_field(self) -> str:
+        return self._structured_output_field or ("tools" if self.tools else "")
+
+    @property
+    def choice_of_tools(self) -> ToolChoice:
+        """Whether the model may call tools: by default, if there are any."""
+        if not self.tools:
+            return ToolChoice("none")
+        return self.tool_choice or ToolChoice("auto")
+
+    @model_validator(mode="after")
+    def _check_tools(self) -> Self:
+        names = [tool.function.name for tool in self.tools or ()]
+        for name in names:
+            if names.count(name) > 1:
+                raise InvalidRequest(f"tools has {name!r} more than once", "tools")
+        choice = self.tool_choice
+        if choice is None:
+            return self
+        if (choice.mode == "required" and not names) or (
+            choice.mode == "auto" and self.tools is None
+        ):
+            raise InvalidRequest("tool_choice needs tools", "tool_choice")
+        if choice.name is not None and choice.name not in names:
+            raise InvalidRequest(f"tool_choice names {choice.name!r}, not in tools", "tool_choice")
+        if choice.mode == "required" and self._structured_output is not None:
+            raise InvalidRequest(
+                f"{self._structured_output_field} and a tool_choice that demands a call exclude "
+                "each other",
+                "tool_choice",
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_chat(self) -> Self:

@@ -10,9 +10,12 @@ from typing import TypeVar
 import attrs
 
 from trencadis.engine import EngineOverloaded, InvalidRequest
+from trencadis.server.api.chat_messages import messages_for_template
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
+from trencadis.server.generation.answer_plan import AnswerPlan
+from trencadis.server.parsers.chat_template import TemplateTraits
 
 T = TypeVar("T")
 
@@ -22,21 +25,29 @@ _LONG = 65_536
 
 @attrs.frozen
 class Prompt:
-    """Token ids of a prompt. ``echo`` is the text that each choice repeats before its output."""
+    """Token ids of a prompt. ``echo`` is the text that each choice repeats before its output.
+
+    ``answer`` says how the answers to a conversation are read.
+    """
 
     token_ids: Sequence[int]
     echo: str = ""
+    answer: AnswerPlan | None = None
 
 
 class PromptEncoder:
     """Tokenises prompts in worker threads, so that a long prompt does not block the event loop.
 
     Long prompts have a thread of their own, so that short ones do not wait for them. At most
-    ``max_pending`` requests wait; a further one raises `EngineOverloaded`.
+    ``max_pending`` requests wait; a further one raises `EngineOverloaded`. ``traits`` are those of
+    the model's chat template.
     """
 
-    def __init__(self, engine: ServingEngine, max_pending: int) -> None:
+    def __init__(
+        self, engine: ServingEngine, max_pending: int, traits: TemplateTraits | None = None
+    ) -> None:
         self._engine = engine
+        self._traits = traits or TemplateTraits()
         self._max_pending = max_pending
         self._pending = 0
         self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
@@ -48,7 +59,13 @@ class PromptEncoder:
         Raises `InvalidRequest` if the chat template rejects it or the model cannot take it, and
         `ApiError` if it leaves no token of the context for the output.
         """
-        messages = [message.for_template() for message in request.messages]
+        messages = messages_for_template(
+            request.messages,
+            text_arguments=self._traits.text_arguments,
+        )
+        # Without them where no call is wanted: no model calls a tool that it does not know.
+        may_call = request.choice_of_tools.mode != "none"
+        tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
         continues = bool(request.continue_final_message)
         generation_prompt = request.add_generation_prompt
         if generation_prompt is None:
@@ -59,12 +76,13 @@ class PromptEncoder:
                 messages,
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continues,
+                tools=tools,
                 chat_template_kwargs=request.chat_template_kwargs,
             )
 
-        length = sum(len(message.content) for message in request.messages)
+        length = sum(len(message.content or "") for message in request.messages)
         self._check_length(length, "messages")
-        token_ids = await self._run(render, length)
+        token_ids = await self._run(render, length + len(str(tools)))
         self._check(token_ids, "messages")
         return [Prompt(token_ids)]
 

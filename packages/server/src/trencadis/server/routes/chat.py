@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import attrs
 from fastapi import APIRouter, Depends, Request, Response
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessage
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import chat_completion as complete
 from openai.types.chat import chat_completion_chunk as chunk
 
 from trencadis.engine import InvalidRequest
 from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
+from trencadis.server.generation.answer_plan import AnswerPlan
+from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, ChatFinishReason
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
+from trencadis.server.generation.prompts import Prompt
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
@@ -34,8 +38,17 @@ def chat_router(context: ServingContext) -> APIRouter:
     )
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation, in one response or as a stream of chunks."""
+        context.answers.check(body)
+
+        async def encode(body: ChatCompletionRequest) -> list[Prompt]:
+            prompts = await context.encoder.chat(body)
+            return [
+                attrs.evolve(prompt, answer=context.answers.plan(body, prompt.token_ids))
+                for prompt in prompts
+            ]
+
         try:
-            return await respond(context, request, body, context.encoder.chat, ChatWriter)
+            return await respond(context, request, body, encode, ChatWriter)
         except InvalidRequest as error:
             if error.field == "prompt":  # the engine's name for the rendered messages
                 raise InvalidRequest(str(error), "messages") from error
@@ -52,6 +65,7 @@ class ChatWriter(ResponseWriter[ChatCompletionChunk]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._begun: set[int] = set()
+        self._answers: dict[int, AnswerWriter] = {}
 
     def completion(self, choices: Sequence[FinishedChoice]) -> ChatCompletion:
         return ChatCompletion(
@@ -67,11 +81,17 @@ class ChatWriter(ResponseWriter[ChatCompletionChunk]):
     def new_choices(self, delta: ChoiceDelta) -> Iterator[chunk.Choice]:
         if delta.choice not in self._begun:
             self._begun.add(delta.choice)
+            self._answers[delta.choice] = self._new_answer()
             role = chunk.ChoiceDelta(role="assistant", content="")
             yield chunk.Choice(index=delta.choice, delta=role, logprobs=None, finish_reason=None)
+        answer = self._answers[delta.choice]
+        new = answer.add(delta.delta.text, is_last=delta.finish_reason is not None)
         has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
-        if delta.delta.text or has_logprobs or delta.finish_reason:
-            yield self._new_choice(delta)
+        if new or has_logprobs or delta.finish_reason:
+            yield self._new_choice(delta, new, answer.finish_reason(delta.finish_reason))
+
+    def _new_answer(self) -> AnswerWriter:
+        return AnswerWriter(self.prompts[0].answer or AnswerPlan())
 
     def _choice(self, index: int, choice: FinishedChoice) -> complete.Choice:
         logprobs = None
@@ -79,15 +99,20 @@ class ChatWriter(ResponseWriter[ChatCompletionChunk]):
             content = chat_logprobs(self.tokenizer, choice.logprobs)
             logprobs = complete.ChoiceLogprobs(content=content)
         vllm_fields: dict[str, Any] = {"stop_reason": choice.stop_reason}
+        answer = self._new_answer()
+        new = answer.add(choice.text, is_last=True)
+        reason = answer.finish_reason(choice.finish_reason)
         return complete.Choice(
             index=index,
-            message=ChatCompletionMessage(role="assistant", content=choice.text, refusal=None),
+            message=new.message(),
             logprobs=logprobs,
-            finish_reason=choice.finish_reason,
+            finish_reason=reason or choice.finish_reason,
             **vllm_fields,
         )
 
-    def _new_choice(self, item: ChoiceDelta) -> chunk.Choice:
+    def _new_choice(
+        self, item: ChoiceDelta, new: AnswerText, finish_reason: ChatFinishReason | None
+    ) -> chunk.Choice:
         delta = item.delta
         logprobs = None
         if self.request.num_logprobs is not None and delta.logprobs:
@@ -97,8 +122,8 @@ class ChatWriter(ResponseWriter[ChatCompletionChunk]):
         vllm_fields: dict[str, Any] = {"stop_reason": delta.stop_reason} if ended else {}
         return chunk.Choice(
             index=item.choice,
-            delta=chunk.ChoiceDelta(content=delta.text) if delta.text else chunk.ChoiceDelta(),
+            delta=new.delta(),
             logprobs=logprobs,
-            finish_reason=item.finish_reason,
+            finish_reason=finish_reason,
             **vllm_fields,
         )

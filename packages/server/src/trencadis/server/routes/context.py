@@ -7,6 +7,7 @@ import attrs
 from trencadis.engine import InvalidRequest, SamplingParams
 from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import ApiError
+from trencadis.server.generation.answer_plan import AnswerPlanner
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.settings import ServerSettings
@@ -30,6 +31,7 @@ class ServingContext:
     settings: ServerSettings
     metrics: ServingMetrics
     encoder: PromptEncoder
+    answers: AnswerPlanner
     created: int
     drain: Drain
 

@@ -148,4 +148,6 @@ def _engine_request(
     field = request.max_tokens_field
     max_tokens = max_output_tokens(request.requested_tokens, field, prompt, max_model_len)
     params = request.sampling_params(max_tokens)
+    if prompt.answer is not None:
+        params = prompt.answer.apply_to(params)
     return EngineRequest(prompt.token_ids, params, request.priority or 0, salt)

@@ -1,0 +1,159 @@
+"""Grammars that force an answer to be tool calls, in the format that a parser reads.
+
+Each call has the name of a tool, and arguments that the JSON schema of its parameters accepts.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import attrs
+
+from trencadis.engine import StructuredOutput
+from trencadis.server.parsers.tool_parser import CallFormat
+
+_WHITESPACE = r"[ \n]{0,40}"
+"""Whitespace between the tokens of arguments, as in other structured outputs."""
+
+_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
+"""Keywords that no value depends on."""
+
+_SUBSCHEMAS = ("properties", "$defs", "definitions")
+_NOT_CLOSED = frozenset(
+    {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
+) | {"anyOf", "oneOf", "not", "if"}
+
+
+@attrs.frozen
+class Thought:
+    """Reasoning that comes before what is forced: its markers, and whether the prompt opens it."""
+
+    begins: tuple[str, ...]
+    ends: tuple[str, ...]
+    is_open: bool
+
+
+SpecialTokens = Mapping[str, int]
+"""Markers that are special tokens of the model, with their ids. No text has them, so a grammar
+that only had their text would forbid them."""
+
+
+def forced_calls(
+    tools: Mapping[str, Mapping[str, Any]],
+    call_format: CallFormat,
+    *,
+    max_calls: int | None = None,
+    thought: Thought | None = None,
+    or_json: Mapping[str, Any] | bool | None = None,
+    special: SpecialTokens = MappingProxyType({}),
+) -> StructuredOutput:
+    """At least one call of one of ``tools``, names with the schemas of their parameters.
+
+    ``max_calls``: 1, or None for no limit. ``or_json``: JSON that this schema accepts may come in
+    place of the calls. ``special``: markers that the model writes as special tokens.
+    Raises `InvalidRequest` for schemas that are too long.
+    """
+    begin = _literal(call_format.begin, special)
+    end = _literal(call_format.end, special)
+    separator = _literal(call_format.separator, special)
+    after = _literal(call_format.after, special)
+    more = "" if max_calls == 1 else f" ({separator} call)*"
+    rules = [
+        f"calls: {begin} call{more} {end}".rstrip(),
+        f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
+    ]
+    for number, (name, schema) in enumerate(tools.items()):
+        # What allOf refers to must accept the properties of the other schemas, too.
+        may_close = '"allOf"' not in json.dumps(schema)
+        before = f"{call_format.before_name}{name}{call_format.before_arguments}"
+        rules += [
+            f"call_{number}: {_literal(before, special)} arguments_{number} {after}",
+            f"arguments_{number}: %json {_json(_closed(schema, may_close))}",
+        ]
+    if or_json is None:
+        return StructuredOutput(grammar=_grammar("calls", rules, thought, special))
+    rules.append(f"answer: %json {_json(or_json)}")
+    return StructuredOutput(grammar=_grammar("(calls | answer)", rules, thought, special))
+
+
+def after_thought(
+    schema: Mapping[str, Any] | bool,
+    thought: Thought,
+    special: SpecialTokens = MappingProxyType({}),
+) -> StructuredOutput:
+    """JSON that a schema accepts, after the model's reasoning. Raises as `forced_calls`."""
+    rules = [f"answer: %json {_json(schema)}"]
+    return StructuredOutput(grammar=_grammar("answer", rules, thought, special))
+
+
+def _grammar(
+    start: str, rules: Sequence[str], thought: Thought | None, special: SpecialTokens
+) -> str:
+    if thought is None:
+        return "\n".join([f"start: {start}", *rules])
+    begins = " | ".join(_literal(begin, special) for begin in thought.begins)
+    opened = "thought gap" if thought.is_open else f"(({begins}) thought gap)?"
+    tokens = [_literal(end, special) for end in thought.ends if end in special]
+    texts = "|".join(_regex(end) for end in thought.ends if end not in special)
+    thoughts = ([f"any_text ({' | '.join(tokens)})"] if tokens else []) + (
+        ["text_to_end"] if texts else []
+    )
+    lines = [f"start: {opened} {start}", f"thought: {' | '.join(thoughts)}"]
+    if texts:
+        lines.append(f"text_to_end[lazy]: /(.|\\n)*({texts})/")
+    if tokens:
+        lines.append(r"any_text: /(.|\n)*/")
+    return "\n".join([*lines, r"gap: /[ \n]{0,4}/", *rules])
+
+
+def _json(schema: Any) -> str:
+    if isinstance(schema, Mapping):
+        schema = {**schema, "x-guidance": {"whitespace_pattern": _WHITESPACE}}
+    return json.dumps(schema, ensure_ascii=False)
+
+
+def _closed(schema: Any, may_close: bool) -> Any:
+    """A schema without annotations, whose objects have no other properties than it names.
+
+    A small model would otherwise add properties until its tokens end.
+    """
+    if isinstance(schema, list):
+        return [_closed(item, may_close) for item in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    closed: dict[str, Any] = {}
+    for key, value in schema.items():
+        if key in _SUBSCHEMAS and isinstance(value, Mapping):
+            closed[key] = {name: _closed(item, may_close) for name, item in value.items()}
+        elif key in ("const", "enum"):
+            closed[key] = value
+        elif key not in _ANNOTATIONS:
+            closed[key] = _closed(value, may_close)
+    properties = schema.get("properties")
+    if may_close and isinstance(properties, Mapping) and not _NOT_CLOSED & schema.keys():
+        required = schema.get("required", [])
+        if isinstance(required, list) and all(name in properties for name in required):
+            closed["additionalProperties"] = False
+    return closed
+
+
+def _literal(text: str, special: SpecialTokens) -> str:
+    """A text in the grammar, its special tokens as tokens; "" for no text."""
+    if not special:
+        return _quoted(text)
+    pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
+    parts = re.split(f"({pattern})", text)
+    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _regex(text: str) -> str:
+    # Not re.escape: in Rust's syntax, some escapes of plain characters are assertions.
+    return "".join(f"\\{letter}" if letter in "\\.+*?()|[]{}^$/" else letter for letter in text)

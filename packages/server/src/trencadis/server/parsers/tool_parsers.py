@@ -1,0 +1,203 @@
+"""The tool parsers: one class for each format in which models write calls.
+
+The formats are those of the models' chat templates.
+"""
+
+from __future__ import annotations
+
+import secrets
+import string
+
+from trencadis.server.parsers.text_reader import Reading
+from trencadis.server.parsers.tool_parser import CallEnd, CallFormat, TextToolParser
+
+
+class HermesToolParser(TextToolParser):
+    """Hermes 2 and 3, Qwen 2.5 and 3: each call is an object between ``<tool_call>`` tags."""
+
+    call_format = CallFormat(
+        before_name='<tool_call>\n{"name": "',
+        before_arguments='", "arguments": ',
+        after="}\n</tool_call>",
+        separator="\n",
+    )
+    markers = ("<tool_call>", "</tool_call>")
+    ends = ("</tool_call>",)
+
+    def parse(self) -> Reading[None]:
+        while (yield from self.content_until("<tool_call>")):
+            yield from self.reader.skip()
+            if (yield from self.call_object()) is CallEnd.COMPLETE:
+                yield from self.close("</tool_call>")
+
+
+class LlamaToolParser(TextToolParser):
+    """Llama 3.1 and later: the whole answer is one object with ``name`` and ``parameters``.
+
+    ``<|python_tag|>`` may come before it, and further calls after a semicolon. Without the tag, an
+    object is a call only if its name is that of a tool: an answer in JSON is none.
+    """
+
+    call_format = CallFormat(
+        before_name='{"name": "', before_arguments='", "parameters": ', after="}", separator="; "
+    )
+    markers = ("<|python_tag|>",)
+    ends = ("<|python_tag|>",)
+
+    def parse(self) -> Reading[None]:
+        self.reader.record()
+        yield from self.reader.skip()
+        tag = yield from self.reader.accept("<|python_tag|>")
+        if tag or (yield from self.reader.peek()) == "{":
+            yield from self._calls(is_tagged=bool(tag))
+        else:
+            self.no_call()
+        while (yield from self.content_until("<|python_tag|>")):
+            yield from self._calls(is_tagged=True)
+
+    def _calls(self, is_tagged: bool) -> Reading[None]:
+        names = None if is_tagged else self.tool_names
+        while True:
+            yield from self.reader.skip()
+            if (yield from self.call_object(names)) is not CallEnd.COMPLETE:
+                return
+            yield from self.close()
+            self.reader.record()
+            if not (yield from self.reader.accept(";", ",")):
+                self.reader.forget()
+                return
+
+
+class MistralToolParser(TextToolParser):
+    """Mistral: ``[TOOL_CALLS]``, then a list of objects or, in newer models, a name and arguments.
+
+    The newer models write ``[TOOL_CALLS]name[ARGS]{…}`` for each call. Their chat templates take
+    only ids of nine letters and digits.
+    """
+
+    call_format = CallFormat(
+        begin="[TOOL_CALLS][",
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after="}",
+        separator=", ",
+        end="]",
+    )
+    markers = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]")
+    ends = ("[TOOL_CALLS]",)
+
+    def parse(self) -> Reading[None]:
+        marker = yield from self.content_until("[TOOL_CALLS]")
+        while marker:
+            yield from self.reader.skip()
+            if (yield from self.reader.accept("[")):
+                end = yield from self.call_list()
+            else:
+                end = yield from self._named_call()
+            if end is CallEnd.COMPLETE:
+                yield from self.close()
+            if end is CallEnd.BROKEN and not self.reader.at_end:
+                self.reader.record("[TOOL_CALLS]")  # it ended the arguments, and begins a call
+            else:
+                marker = yield from self.content_until("[TOOL_CALLS]")
+
+    def _named_call(self) -> Reading[CallEnd]:
+        name = yield from self.reader.name()
+        if (yield from self.reader.accept("[CALL_ID]")):
+            yield from self.reader.name()
+        yield from self.reader.accept("[ARGS]")
+        yield from self.reader.skip()
+        if not name or (yield from self.reader.peek()) != "{":
+            return self.no_call()
+        return (yield from self.arguments(name))
+
+    @staticmethod
+    def new_call_id() -> str:
+        alphabet = string.ascii_letters + string.digits
+        return "".join(secrets.choice(alphabet) for _ in range(9))
+
+
+class DeepSeekToolParser(TextToolParser):
+    """DeepSeek V3, R1 and V3.1: each call is between tags, its arguments in a code block.
+
+    V3.1 has no code block, and the name before the separator instead of ``function``.
+    """
+
+    call_format = CallFormat(
+        begin="<｜tool▁calls▁begin｜>",
+        before_name="<｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+        before_arguments="\n```json\n",
+        after="\n```<｜tool▁call▁end｜>",
+        separator="\n",
+        end="<｜tool▁calls▁end｜>",
+    )
+    markers = (
+        *("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>"),
+        *("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    )
+    ends = ("<｜tool▁call▁end｜>",)
+
+    def parse(self) -> Reading[None]:
+        while (yield from self.content_until("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>")):
+            is_first_read = self.reader.recorded().endswith("<｜tool▁call▁begin｜>")
+            yield from self._calls(is_first_read)
+
+    def _calls(self, begin_was_read: bool) -> Reading[None]:
+        while True:
+            yield from self.reader.skip()
+            if not begin_was_read and not (yield from self.reader.accept("<｜tool▁call▁begin｜>")):
+                if not (yield from self.reader.accept("<｜tool▁calls▁end｜>")):
+                    self.no_call()
+                self.reader.forget()
+                yield from self.reader.skip()
+                return
+            begin_was_read = False
+            end = yield from self._call()
+            if end is CallEnd.NO_CALL:
+                return
+            if end is CallEnd.COMPLETE:
+                yield from self.reader.skip()
+                yield from self.reader.accept("```")
+                yield from self.close("<｜tool▁call▁end｜>")
+            self.reader.record()
+
+    def _call(self) -> Reading[CallEnd]:
+        yield from self.reader.skip()
+        name = yield from self.reader.name()
+        if not (yield from self.reader.accept("<｜tool▁sep｜>")):
+            return self.no_call()
+        yield from self.reader.skip()
+        if (yield from self.reader.peek()) != "{":
+            name = yield from self.reader.name()
+            yield from self.reader.skip()
+            yield from self.reader.accept("```json")
+            yield from self.reader.skip()
+        if not name or (yield from self.reader.peek()) != "{":
+            return self.no_call()
+        return (yield from self.arguments(name))
+
+
+class GraniteToolParser(TextToolParser):
+    """Granite 3: ``<|tool_call|>`` or ``<tool_call>``, then a list of objects.
+
+    A single object between ``<tool_call>`` tags, as of Granite 4, is read too.
+    """
+
+    call_format = CallFormat(
+        begin="<|tool_call|>[",
+        before_name='{"name": "',
+        before_arguments='", "arguments": ',
+        after="}",
+        separator=", ",
+        end="]",
+    )
+    markers = ("<|tool_call|>", "<tool_call>", "</tool_call>")
+    ends = ("</tool_call>",)
+
+    def parse(self) -> Reading[None]:
+        while (yield from self.content_until("<|tool_call|>", "<tool_call>")):
+            yield from self.reader.skip()
+            is_list = yield from self.reader.accept("[")
+            end = yield from (self.call_list() if is_list else self.call_object())
+            if end is CallEnd.COMPLETE:
+                yield from self.close("</tool_call>")

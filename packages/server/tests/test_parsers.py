@@ -1,0 +1,338 @@
+"""What parsers find in an answer, however its text is cut into deltas."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from trencadis.engine import ConfigError
+from trencadis.server.parsers.answer_parser import AnswerParser
+from trencadis.server.parsers.events import CallArguments, CallBegin, Content, Reasoning
+from trencadis.server.parsers.reasoning_parsers import GraniteReasoningParser
+from trencadis.server.parsers.registry import (
+    REASONING_PARSERS,
+    TOOL_PARSERS,
+    find_reasoning_parser,
+    find_tool_parser,
+)
+from trencadis.server.parsers.tool_parsers import HermesToolParser
+
+TOOLS = {"get", "put"}
+
+EXAMPLES = {
+    "hermes": (
+        'Sure!\n<tool_call>\n{"name": "get", "arguments": {"a": "x\\"}"}}\n</tool_call>\n'
+        '<tool_call>\n{"name": "put", "arguments": {"b": [1, {}]}}\n</tool_call>'
+    ),
+    "llama3_json": (
+        '{"name": "get", "parameters": {"a": "x\\"}"}}; '
+        '{"name": "put", "parameters": {"b": [1, {}]}}'
+    ),
+    "mistral": (
+        'Sure![TOOL_CALLS] [{"name": "get", "arguments": {"a": "x\\"}"}, "id": "abcdefghi"}, '
+        '{"name": "put", "arguments": {"b": [1, {}]}}]'
+    ),
+    "deepseek_v3": (
+        "Sure!<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get\n```json\n"
+        '{"a": "x\\"}"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>put\n'
+        '```json\n{"b": [1, {}]}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>'
+    ),
+    "granite": (
+        'Sure!<|tool_call|>[{"name": "get", "arguments": {"a": "x\\"}"}}, '
+        '{"name": "put", "arguments": {"b": [1, {}]}}]'
+    ),
+}
+"""Two calls in each format, as the models' chat templates write them."""
+
+PIECES = [
+    *("<tool_call>", "</tool_call>", "<|tool_call|>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]"),
+    *(
+        "<｜tool▁calls▁begin｜>",
+        "<｜tool▁call▁begin｜>",
+        "<｜tool▁sep｜>",
+        "function",
+        "\n```json\n",
+    ),
+    *("\n```", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>", "<think>", "</think>", "[CALL_ID]"),
+    *("Here is my thought process:", "Here's my response:", "Here ", "is my "),
+    *(
+        '{"name": "get", ',
+        '"arguments": ',
+        '{"a": "b", "c": [1, null, {"d": -1e3}]}',
+        '"parameters": ',
+    ),
+    *(
+        "{",
+        "}",
+        "[",
+        "]",
+        ",",
+        ":",
+        ";",
+        '"',
+        "\\",
+        '"name"',
+        '"get"',
+        "get",
+        "12",
+        " ",
+        "\n",
+        "é",
+        "<",
+    ),
+    *(" " * 70, '"{\\"a\\": 1}"', "null", "</tool", "_call>"),
+]
+TEXTS = st.lists(
+    st.sampled_from(PIECES) | st.sampled_from(list(EXAMPLES.values())) | st.text(max_size=3),
+    max_size=14,
+).map("".join)
+PARSERS = st.tuples(
+    st.sampled_from([None, *REASONING_PARSERS]),
+    st.sampled_from([None, True, False]),
+    st.sampled_from([None, *TOOL_PARSERS]),
+    st.sampled_from([None, 1]),
+)
+
+
+def new_parser(reasoning, is_open, tools, max_calls=None):
+    return AnswerParser(
+        None if reasoning is None else find_reasoning_parser(reasoning)(is_open),
+        None if tools is None else find_tool_parser(tools)(TOOLS),
+        max_calls,
+    )
+
+
+def found(events):
+    """Content, reasoning, and the name and arguments of each call."""
+    content, reasoning, calls = "", "", []
+    for event in events:
+        if isinstance(event, Content):
+            content += event.text
+        elif isinstance(event, Reasoning):
+            reasoning += event.text
+        elif isinstance(event, CallBegin):
+            assert event.index == len(calls)
+            calls.append((event.name, ""))
+        else:
+            name, arguments = calls[event.index]
+            calls[event.index] = (name, arguments + event.text)
+    return content, reasoning, calls
+
+
+def parse(parser, deltas):
+    events = [event for delta in deltas for event in parser.push(delta)]
+    return found(events + parser.finish())
+
+
+def cut(text, positions):
+    bounds = [0, *sorted(position % (len(text) + 1) for position in positions), len(text)]
+    return [text[low:high] for low, high in itertools.pairwise(bounds)]
+
+
+@settings(max_examples=400, deadline=None)
+@given(TEXTS, PARSERS, st.lists(st.integers(0, 10_000), max_size=12))
+@example(
+    '<tool_call>{"name": "get", "arguments": {"a" 1}}</tool_call>b',
+    (None, None, "hermes", None),
+    [],
+)
+@example(" " * 80 + "<tool_call>", (None, None, "hermes", None), [3, 70, 75, 81])
+def test_a_stream_is_the_whole_answer_wherever_it_is_cut(text, parsers, positions):
+    whole = parse(new_parser(*parsers), [text])
+    assert parse(new_parser(*parsers), cut(text, positions)) == whole
+    assert parse(new_parser(*parsers), text) == whole  # character by character
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_calls_are_found_in_each_format(name):
+    content, _, calls = parse(new_parser(None, None, name), [EXAMPLES[name]])
+    assert calls == [("get", '{"a": "x\\"}"}'), ("put", '{"b": [1, {}]}')]
+    assert content == ("" if name == "llama3_json" else "Sure!")
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_no_part_of_a_marker_is_content_and_arguments_come_bit_by_bit(name):
+    parser = new_parser(None, None, name)
+    events = [event for letter in EXAMPLES[name] for event in parser.push(letter)]
+    content, _, _ = found(events + parser.finish())
+    assert content in ("", "Sure!")
+    assert sum(isinstance(event, CallArguments) for event in events) > 20
+
+
+OTHER_FORMS = [
+    ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "get"}</tool_call>', '{"a": 1}'),
+    ("hermes", '<tool_call>{"name": "get", "arguments": "{\\"a\\": 1}"}</tool_call>', '{"a": 1}'),
+    ("hermes", '<tool_call>{"name": "get"}</tool_call>', "{}"),
+    ("hermes", '<tool_call>{"name": "get", "arguments": null}</tool_call>', "{}"),
+    ("hermes", '<tool_call>{"name": "get", "arguments": {}}}</tool_call>\n', "{}"),
+    ("hermes", '<tool_call>{"id": [1], "name": "get", "arguments": {}}', "{}"),
+    ("llama3_json", '<|python_tag|>{"name": "get", "parameters": {}}', "{}"),
+    ("mistral", '[TOOL_CALLS]get[ARGS]{"a": 1}', '{"a": 1}'),
+    ("mistral", '[TOOL_CALLS]get[CALL_ID]abcdefghi[ARGS]{"a": 1}', '{"a": 1}'),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+        "{}",
+    ),
+    ("granite", '<tool_call>[{"name": "get", "arguments": {}}]', "{}"),
+    ("granite", '<tool_call>{"name": "get", "arguments": {}}</tool_call>', "{}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "arguments"), OTHER_FORMS)
+def test_other_ways_to_write_a_call_are_read(name, text, arguments):
+    assert parse(new_parser(None, None, name), [text]) == ("", "", [("get", arguments)])
+
+
+def test_newer_mistral_models_write_a_marker_for_each_call():
+    text = '[TOOL_CALLS]get[ARGS]{"a": 1}[TOOL_CALLS]put{"b": 2}'
+    _, _, calls = parse(new_parser(None, None, "mistral"), [text])
+    assert calls == [("get", '{"a": 1}'), ("put", '{"b": 2}')]
+
+
+NO_CALLS = [
+    ("hermes", "<tool_call>get()</tool_call> or not"),
+    ("hermes", '<tool_call>{"name": "get", "arg'),
+    ("hermes", '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "get", "arguments": [1]}</tool_call>'),
+    ("hermes", '<tool_call>{"arguments": {}}</tool_call>'),
+    ("hermes", "a < b <tool"),
+    ("llama3_json", '{"name": "Bob", "parameters": {}}'),
+    ("llama3_json", '{"answer": 42}'),
+    ("llama3_json", 'I call {"name": "get", "parameters": {}}'),
+    ("llama3_json", '<|python_tag|>search.call(query="x")'),
+    ("mistral", "[TOOL_CALLS] none"),
+    ("mistral", "[TOOL_CALLS] []"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>"),
+    ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function get"),
+    ("granite", "<|tool_call|>[1]"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), NO_CALLS)
+def test_what_is_no_call_is_content(name, text):
+    assert parse(new_parser(None, None, name), [text]) == (text, "", [])
+
+
+def test_a_call_after_a_malformed_one_is_found():
+    text = '<tool_call>oops<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    assert parse(new_parser(None, None, "hermes"), [text]) == (
+        "<tool_call>oops", "", [("get", "{}")]
+    )  # fmt: skip
+
+
+def test_arguments_that_are_no_json_are_passed_on_to_their_end():
+    text = '<tool_call>{"name": "get", "arguments": {"a": 1 2}}</tool_call>Done'
+    content, _, calls = parse(new_parser(None, None, "hermes"), [text])
+    assert (content, calls) == ("Done", [("get", '{"a": 1 2}}')])
+
+
+def test_one_call_at_most_where_calls_are_not_parallel():
+    text = EXAMPLES["hermes"]
+    content, _, calls = parse(new_parser(None, None, "hermes", 1), [text])
+    assert (content, [name for name, _ in calls]) == ("Sure!", ["get"])
+
+
+THOUGHTS = [
+    ("qwen3", None, "<think>\nHm.\n</think>\n\nYes", ("Yes", "Hm.", [])),
+    ("qwen3", None, "Yes", ("Yes", "", [])),
+    ("qwen3", True, "Hm.\n</think>\n\nYes", ("Yes", "Hm.", [])),
+    ("qwen3", True, "Hm", ("", "Hm", [])),
+    ("qwen3", False, "Yes </think>", ("Yes </think>", "", [])),
+    ("deepseek_r1", None, "Hm.\n</think>\n\nYes", ("Yes", "Hm.", [])),
+    ("deepseek_r1", None, "<think>\nHm.\n</think>\n\nYes", ("Yes", "Hm.", [])),
+    ("deepseek_r1", False, "Yes", ("Yes", "", [])),
+    ("granite", None, "Here's my thought process: Hm. Here is my response: Y", ("Y", "Hm.", [])),
+]
+
+
+@pytest.mark.parametrize(("name", "is_open", "text", "expected"), THOUGHTS)
+def test_reasoning_is_separated_from_the_answer(name, is_open, text, expected):
+    assert parse(new_parser(name, is_open, None), [text]) == expected
+
+
+def test_calls_are_found_only_after_the_reasoning():
+    call = '<tool_call>{"name": "get", "arguments": {}}</tool_call>'
+    text = f"<think>I could {call}</think>{call}"
+    assert parse(new_parser("qwen3", None, "hermes"), text) == (
+        "", f"I could {call}", [("get", "{}")]
+    )  # fmt: skip
+
+
+HOSTILE = [
+    *(
+        "<tool_call>",
+        '<tool_call>{"a":[',
+        '<tool_call>{"name": "get", "arguments": {',
+        "[",
+        "<",
+        " ",
+    ),
+    *(
+        '{"name":',
+        "[TOOL_CALLS][{",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+        '<tool_call>{"x":"',
+    ),
+    *("<|python_tag|>", "[TOOL_CALLS]a", "Here is my ", "\\", '"', "<tool_call>\n", "x" * 40),
+]
+
+
+@pytest.mark.parametrize("tools", TOOL_PARSERS)
+def test_little_text_is_held_back_between_deltas(tools):
+    """What is held back is read again with each delta, so it bounds the time of a long answer."""
+    for piece in HOSTILE:
+        parser = find_tool_parser(tools)(TOOLS)
+        for letter in piece * (1500 // len(piece)):
+            parser.push(letter)
+            unread = parser.reader._text[parser.reader._position :]
+            assert len(unread) < 128
+
+
+def test_long_answers_are_read_at_once():
+    """Not so in quadratic time: each of these would take minutes."""
+    for tools in TOOL_PARSERS:
+        for piece in HOSTILE:
+            find_tool_parser(tools)(TOOLS).push(piece * (100_000 // len(piece)))
+
+
+class OwnParser(HermesToolParser):
+    """A parser of the user's own."""
+
+
+class OwnReasoning(GraniteReasoningParser):
+    """A parser of the user's own."""
+
+
+def test_own_parsers_are_named_by_module_and_class():
+    assert find_tool_parser(f"{__name__}:OwnParser") is OwnParser
+    assert find_reasoning_parser(f"{__name__}:OwnReasoning") is OwnReasoning
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["nope", "json:nope", "nope:Nope", "json:loads", f"{__name__}:OwnReasoning", "a:b:c", ":"],
+)
+def test_a_parser_that_is_none_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match="tool_call_parser") as refusal:
+        find_tool_parser(name)
+    assert name in str(refusal.value)
+
+
+def test_ids_of_calls_have_the_form_that_templates_want():
+    assert len({HermesToolParser.new_call_id() for _ in range(9)}) == 9
+    for _ in range(9):
+        new = find_tool_parser("mistral").new_call_id()
+        assert len(new) == 9
+        assert new.isalnum()
+
+
+def test_arguments_are_the_json_that_the_model_wrote():
+    written = {"text": 'a "b" \\ {é}', "n": [1, -2.5e3, None, True], "o": {"p": {}}}
+    text = f'<tool_call>{{"name": "get", "arguments": {json.dumps(written)}}}</tool_call>'
+    _, _, [(_, arguments)] = parse(new_parser(None, None, "hermes"), text)
+    assert json.loads(arguments) == written
