@@ -26,6 +26,7 @@ class Letters:
     """A tokenizer of the user's own: it implements `ServingTokenizer` without deriving from it."""
 
     vocab_size = 256
+    chat_template: str | None = None
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())

@@ -53,7 +53,6 @@ ENGINE = {
     "compile_cache": ("/cache", "/cache"),
     "fp32_softmax": ("true", True),
     "engine_restarts": ("1", 1),
-    "cpu_threads": ("3", 3),
     "hang_timeout": ("9", 9.0),
     "hang_restart_timeout": ("90", 90.0),
     "scheduling_policy": ("priority", "priority"),
