@@ -215,6 +215,7 @@ def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
     limited(body)
 
 
+@pytest.mark.slow
 def test_a_core_that_dies_is_restarted_and_the_requests_that_it_loses_are_told(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -287,6 +288,7 @@ def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> No
     limited(body)
 
 
+@pytest.mark.slow
 def test_a_core_that_hangs_for_long_is_killed_and_restarted(tiny_model: Path) -> None:
     async def body() -> None:
         timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 3.0}

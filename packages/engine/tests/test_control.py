@@ -79,6 +79,7 @@ async def generate(engine: AsyncEngine, name: str) -> list[list[int]]:
     return tokens
 
 
+@pytest.mark.slow
 def test_a_core_under_orders_and_in_heat(
     tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -332,6 +332,7 @@ ENFORCED_BUCKETS = attrs.evolve(
 )
 
 
+@pytest.mark.slow
 def test_a_warm_engine_in_eager_mode_consists_of_programs_and_compiles_nothing(
     eager_gaudi, tiny_model
 ):

@@ -112,7 +112,7 @@ def save_tiny_model(directory: Path) -> Path:
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=512,
+        max_position_embeddings=2048,
         bos_token_id=256,
         eos_token_id=257,
         initializer_range=0.6,

@@ -29,10 +29,12 @@ from server_process import ServerProcess, core_of, save_tiny_model, session_memb
 
 START_SECONDS = 120
 FLAGS = (
-    *("--dtype", "float32", "--max-model-len", "512", "--max-num-seqs", "8"),
-    *("--block-size", "8", "--num-gpu-blocks-override", "400", "--warmup", "none"),
+    *("--dtype", "float32", "--max-model-len", "2048", "--max-num-seqs", "8"),
+    *("--block-size", "8", "--num-gpu-blocks-override", "1600", "--warmup", "none"),
 )
 RESTARTS = 2
+LONG = 1500
+"""Output tokens of requests that run for a second or more."""
 
 
 TOKEN = "over-temperature"  # noqa: S105
@@ -89,7 +91,7 @@ def complete(http: httpx.Client, max_tokens: int = 8) -> httpx.Response:
 
 def complete_eight(http: httpx.Client) -> list[str]:
     """The answers to eight requests, which run at once for a second or more."""
-    body = {"prompt": ["a b c"] * 8, "temperature": 0, "max_tokens": 400, "ignore_eos": True}
+    body = {"prompt": ["a b c"] * 8, "temperature": 0, "max_tokens": LONG, "ignore_eos": True}
     response = http.post("/v1/completions", json=body, timeout=60)
     return [choice["text"] for choice in response.json()["choices"]]
 
@@ -141,7 +143,7 @@ def test_the_call_of_the_seed_cools_a_server_without_a_policy(
         f'cacert = "{certificates / "authority.pem"}"\nsilent\nmax-time = 20\n'
     )
     environ = {**os.environ, "CURL_HOME": str(certificates), "VLLM_ADMIN_TOKEN": TOKEN}
-    expected = complete(http, 400).json()["choices"][0]["text"]
+    expected = complete(http, LONG).json()["choices"][0]["text"]
     wait_until(lambda: metric(http, "trencadis:temperature_celsius") > 90)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(complete_eight, http)

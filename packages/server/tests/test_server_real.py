@@ -568,6 +568,7 @@ def test_extreme_but_valid_sampling_is_served(http):
     assert http.get("/health").status_code == 200
 
 
+@pytest.mark.slow
 def test_a_core_that_dies_is_replaced_and_answers_are_right_again(server, http, client, model):
     before = ask(client, model, "red")
     os.kill(core_of(server), signal.SIGKILL)
@@ -581,6 +582,7 @@ def test_a_core_that_dies_is_replaced_and_answers_are_right_again(server, http, 
     assert metric(http, "trencadis:core_restarts_total") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
 )
