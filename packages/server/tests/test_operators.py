@@ -33,7 +33,7 @@ FLAGS = (
     *("--block-size", "8", "--num-gpu-blocks-override", "1600", "--warmup", "none"),
 )
 RESTARTS = 2
-LONG = 1500
+LONG = 900
 """Output tokens of requests that run for a second or more."""
 
 
