@@ -1,0 +1,98 @@
+"""Time of decode attention of one layer on the CPU: the kernel beside PyTorch's operations.
+
+    python benchmarks/decode_attention.py [--threads N]
+
+Both compute the same layer in turns, in bf16 with the heads of SmolLM2-135M (9 query heads, 3 KV
+heads of 64) and blocks of 32 tokens. Figures are medians of 60 turns, and the keys and values that
+the kernel reads per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+
+import attrs
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from trencadis.engine.devices.cpu.attention import CPUAttention, decode_kernel
+from trencadis.engine.models.paged_context import MASKED, DecodeContext
+
+HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 32
+TURNS = 60
+LOADS = ((32, 288), (32, 128), (8, 512), (1, 1024), (1, 64))
+"""Sequences, and tokens of context of each."""
+
+
+@attrs.frozen(eq=False)
+class Cache:
+    """The KV cache of one layer, ``[2, blocks, K, S, D]``."""
+
+    held: torch.Tensor
+    block_size: int = BLOCK_SIZE
+
+    def key(self, layer: int) -> torch.Tensor:
+        del layer
+        return self.held[0]
+
+    def value(self, layer: int) -> torch.Tensor:
+        del layer
+        return self.held[1]
+
+
+def make_batch(batch: int, context: int) -> DecodeContext:
+    """Sequences with ``context`` tokens, whose blocks are shuffled."""
+    per_sequence = -(-context // BLOCK_SIZE)
+    blocks = 1 + batch * per_sequence
+    owners = torch.full((blocks,), batch)
+    shuffled = 1 + torch.randperm(blocks - 1).view(batch, per_sequence)
+    owners[shuffled] = torch.arange(batch)[:, None]
+    bias = torch.zeros(blocks, 1, 1, BLOCK_SIZE)
+    last = (context - 1) % BLOCK_SIZE
+    bias[shuffled[:, -1], ..., last + 1 :] = MASKED
+    held = torch.randn(2, blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM).bfloat16()
+    return DecodeContext(
+        *(Cache(held), blocks, shuffled[:, -1], torch.full((batch,), last)),
+        *(owners, owners.clamp_max(batch - 1), bias),
+    )
+
+
+def measure(batch: int, context: int, attentions: list[CPUAttention]) -> list[float]:
+    """Median seconds of each."""
+    paged = make_batch(batch, context)
+    heads = (HEADS, KV_HEADS, KV_HEADS)
+    tensors = [torch.randn(1, n, batch, HEAD_DIM).bfloat16() for n in heads]
+    seconds: list[list[float]] = [[] for _ in attentions]
+    for _ in range(TURNS):
+        for times, attention in zip(seconds, attentions, strict=True):
+            start = time.perf_counter()
+            attention.attend(*tensors, 0, paged, HEAD_DIM**-0.5)
+            times.append(time.perf_counter() - start)
+    return [statistics.median(times) for times in seconds]
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    torch.set_num_threads(parser.parse_args().threads)
+    torch.manual_seed(0)
+    kernel = decode_kernel(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+    table = Table("sequences", "context", "operations", "kernel", "ratio", "read by the kernel")
+    for batch, context in LOADS:
+        operations, own = measure(batch, context, [CPUAttention(), CPUAttention(kernel)])
+        bytes_read = 2 * 2 * batch * context * KV_HEADS * HEAD_DIM
+        table.add_row(
+            *(str(batch), str(context), f"{operations * 1e6:,.0f} µs", f"{own * 1e6:,.0f} µs"),
+            *(f"{operations / own:.1f}", f"{bytes_read / own / 1e9:.1f} GB/s"),
+        )
+    console = Console(width=100)
+    console.print(table)
+    console.print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+
+
+if __name__ == "__main__":
+    main()
