@@ -101,7 +101,7 @@ def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
     pytest.fail(f"did not happen within {seconds} seconds")
 
 
-def save_tiny_model(directory: Path) -> Path:
+def save_tiny_model(directory: Path, max_model_len: int = 512) -> Path:
     """A two-layer Llama over bytes with random weights, in fp32."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -112,7 +112,7 @@ def save_tiny_model(directory: Path) -> Path:
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=16,
-        max_position_embeddings=2048,
+        max_position_embeddings=max_model_len,
         bos_token_id=256,
         eos_token_id=257,
         initializer_range=0.6,

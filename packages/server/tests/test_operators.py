@@ -63,7 +63,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, certificates: Path) -> Iter
     lines = [f"{second},0,{91 + second % 2 / 10},600" for second in range(3600)]
     heat.write_text("\n".join(["time_s,device,temperature_c,power_w", *lines]))
     server = ServerProcess(
-        *(str(save_tiny_model(directory / "model")), *FLAGS),
+        *(str(save_tiny_model(directory / "model", 2048)), *FLAGS),
         *("--enable-admin-api", "--enable-chunked-prefill", "--admin-rate-limit", "20"),
         *("--temperature-source", f"recorded:{heat}", "--swap-space", "0.1"),
         *("--ssl-certfile", str(certificates / "server.pem")),
