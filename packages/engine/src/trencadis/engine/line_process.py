@@ -9,6 +9,8 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import IO, Any
@@ -19,19 +21,30 @@ _ANSWER_SECONDS = 60.0
 """Longest wait for an answer, on a machine that is busy. The work itself has a limit of processor
 time."""
 
+_SLICE_SECONDS = 0.2
+"""Period in which a question that waits notices that the process was closed."""
+
+_PART_BYTES = 1 << 16
+
 
 class LineProcess:
-    """``python -m module``, which answers each line of JSON with a line of JSON.
+    """A process that runs ``main()`` of a module, and answers lines of JSON with lines of JSON.
 
-    It starts with the first question, and again after its end. ``first_line``, if any, is sent
-    before the questions and not answered. Not thread-safe.
+    A question is ``[number, question]`` and its answer ``[number, answer]``: an answer that nobody
+    waits for any more is never taken for that to another question. The process starts with the
+    first question, and again after its end. ``first_line``, if any, is sent before the questions
+    and not answered. Not thread-safe, but for `close`.
     """
 
     def __init__(self, module: str, first_line: Callable[[], object] | None = None) -> None:
         self._module = module
         self._first_line = first_line
-        self._process: subprocess.Popen[str] | None = None
-        self._end: Callable[[], object] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._number = 0
+        self._asked: subprocess.Popen[bytes] | None = None
+        """The process that a question waits for: its pipes are closed by that thread."""
+        self._end: weakref.finalize[[subprocess.Popen[bytes]], LineProcess] | None = None
+        self._lock = threading.Lock()
 
     def ask(self, question: object) -> Any:
         """The answer to a question.
@@ -39,71 +52,120 @@ class LineProcess:
         Raises `RequestFailed` where the process cannot be started or does not answer, and as
         ``json.dumps`` for what JSON cannot hold.
         """
-        line = json.dumps(question)
+        self._number += 1
+        line = f"[{self._number}, {json.dumps(question)}]\n".encode()
         try:
-            inbox, outbox = _pipes(self.started())
-            _send(inbox, line)
-            # An answer is written at once, so the rest of its line follows the first bytes.
-            answer = json.loads(outbox.readline() or "null") if _has_answer(outbox) else None
-        except (OSError, ValueError) as error:  # ValueError: closed meanwhile
+            process = self._asked = self.started()
+            try:
+                return self._exchange(process, line, self._number)
+            finally:
+                self._end_question(process)
+        except (OSError, ValueError, EOFError) as error:
             self.close()
-            raise RequestFailed(f"the process {self._module} cannot be asked: {error}") from error
-        if answer is None:
+            raise RequestFailed(
+                f"the process {self._module} has failed ({error}): send the request again"
+            ) from error
+        except BaseException:  # Ctrl-C while it waits
             self.close()
-            raise RequestFailed(f"the process {self._module} has failed: send the request again")
-        return answer
+            raise
 
-    def started(self) -> subprocess.Popen[str]:
+    def started(self) -> subprocess.Popen[bytes]:
         """The process; starts it without waiting until it can answer."""
-        if self._process is None or self._process.poll() is not None:
-            # Not multiprocessing, which would import the program's main module again. A session
-            # of its own: Ctrl-C does not reach it, the end of its input ends it.
-            self._process = subprocess.Popen(  # noqa: S603  (modules of this package)
-                [sys.executable, "-m", self._module],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                encoding="utf-8",
-                start_new_session=True,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            )
-            self._end = weakref.finalize(self, _end_process, self._process)
+        process = self._process
+        if process is None or process.poll() is not None:
+            self.close()
+            process = self._start()
             if self._first_line is not None:
-                inbox, _ = _pipes(self._process)
-                _send(inbox, json.dumps(self._first_line()))
-        return self._process
+                inbox, _ = _pipes(process)
+                inbox.write(json.dumps(self._first_line()).encode() + b"\n")
+                inbox.flush()
+            for pipe in _pipes(process):
+                os.set_blocking(pipe.fileno(), False)
+        return process
 
     def close(self) -> None:
-        """End the process. A later question starts it again."""
-        if self._end is not None:
-            self._end()
-        self._process = self._end = None
+        """End the process. A later question starts it again. Thread-safe."""
+        with self._lock:
+            process, self._process = self._process, None
+            if self._end is not None:
+                self._end.detach()
+            is_asked = process is self._asked
+        if process is not None:
+            _kill(process)
+            if not is_asked:
+                _close_pipes(process)
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        # Not multiprocessing, which would import the program's main module again, and not
+        # ``python -m``, which would import from the working directory first. A session of its own:
+        # Ctrl-C does not reach it, the end of its input ends it.
+        path = [entry for entry in sys.path if entry]
+        code = f"import sys; sys.path[:] = {path!r}; from {self._module} import main; main()"
+        process = subprocess.Popen(  # noqa: S603  (modules of this package)
+            [sys.executable, "-c", code],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        self._process = process
+        self._end = weakref.finalize(self, _kill, process)
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], line: bytes, number: int) -> Any:
+        """Send a line and wait for the answer with its number.
+
+        Neither waits longer than the limit. Raises `EOFError` at the end of the process.
+        """
+        inbox, outbox = _pipes(process)
+        deadline = time.monotonic() + _ANSWER_SECONDS
+        unsent, received = memoryview(line), bytearray()
+        # Not select(), which takes no descriptor above 1023: a busy server has more connections.
+        with selectors.DefaultSelector() as selector:
+            selector.register(outbox, selectors.EVENT_READ)
+            selector.register(inbox, selectors.EVENT_WRITE)
+            while time.monotonic() < deadline:
+                ready = {key.fileobj for key, _ in selector.select(_SLICE_SECONDS)}
+                if self._process is not process:
+                    raise EOFError("it was closed")
+                if inbox in ready:
+                    unsent = unsent[os.write(inbox.fileno(), unsent[:_PART_BYTES]) :]
+                    if not unsent:
+                        selector.unregister(inbox)
+                if outbox in ready:
+                    part = os.read(outbox.fileno(), _PART_BYTES)
+                    if not part:
+                        raise EOFError("it has ended")
+                    received += part
+                    if b"\n" in part:
+                        *answers, received = received.split(b"\n")
+                        for answered, answer in map(json.loads, answers):
+                            if answered == number:
+                                return answer
+        raise EOFError(f"no answer within {_ANSWER_SECONDS:.0f} s")
+
+    def _end_question(self, process: subprocess.Popen[bytes]) -> None:
+        with self._lock:
+            self._asked = None
+            was_closed = self._process is not process
+        if was_closed:
+            _close_pipes(process)
 
 
-def _end_process(process: subprocess.Popen[str]) -> None:
+def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)  # with its forks
         process.wait()
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
     # Not communicate(), which would wait for a fork that still works.
     for pipe in _pipes(process):
         with contextlib.suppress(OSError):
             pipe.close()
 
 
-def _pipes(process: subprocess.Popen[str]) -> tuple[IO[str], IO[str]]:
+def _pipes(process: subprocess.Popen[bytes]) -> tuple[IO[bytes], IO[bytes]]:
     assert process.stdin is not None  # noqa: S101  (made by Popen)
     assert process.stdout is not None  # noqa: S101
     return process.stdin, process.stdout
-
-
-def _has_answer(outbox: IO[str]) -> bool:
-    # Not select(), which takes no descriptor above 1023: a busy server has more connections.
-    with selectors.DefaultSelector() as selector:
-        selector.register(outbox, selectors.EVENT_READ)
-        return bool(selector.select(_ANSWER_SECONDS))
-
-
-def _send(inbox: IO[str], line: str) -> None:
-    inbox.write(line + "\n")
-    inbox.flush()

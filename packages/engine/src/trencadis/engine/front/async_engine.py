@@ -143,10 +143,10 @@ class AsyncEngine:
         try:
             loading = asyncio.to_thread(_load_tokenizer, source, config.chat_template)
             tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
+            tokenizer.start_renderer()
         except BaseException:
             await core.end()
             raise
-        tokenizer.start_renderer()
         return cls(config, tokenizer, core, ready, log)
 
     async def stop(self) -> None:

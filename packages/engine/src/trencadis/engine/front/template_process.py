@@ -4,13 +4,14 @@ A template is a program that comes with the model, and clients choose what it wo
 sandbox bounds neither its time nor its memory, and a thread cannot be ended. So a fork with limits
 renders, and is replaced when it ends at one.
 
-Reads lines of JSON with the arguments of transformers' ``render_jinja_template``; answers each with
-a line, ``{"text": ...}`` or ``{"error": ...}``.
+Reads questions of `LineProcess`, the arguments of transformers' ``render_jinja_template``; answers
+each with ``{"text": ...}`` or ``{"error": ...}``.
 """
 
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import resource
 import signal
@@ -38,30 +39,39 @@ _EXIT_MEMORY = 3
 
 def main() -> None:
     """Serve until the end of the input."""
+    # The number of the question that the fork works on; 0 before and after. In shared memory, which
+    # outlives a fork: what ends it between two questions must not be the answer to the next.
+    current = memoryview(mmap.mmap(-1, 8)).cast("q")
     while True:
+        current[0] = 0
         fork = os.fork()
         if fork == 0:
             # Exit whatever happens: this copy must not fork again.
             try:
-                _serve()
+                _serve(current)
                 os._exit(0)
             except MemoryError:
                 os._exit(_EXIT_MEMORY)
             finally:
                 os._exit(1)
         _, status = os.waitpid(fork, 0)
-        if status == 0:
+        exit_code = os.waitstatus_to_exitcode(status)
+        # Ended by the end of the input, or from outside: the questions in its buffer are lost.
+        if current[0] == 0 or exit_code in (0, -signal.SIGKILL):
             return
-        _answer({"error": _cause(os.waitstatus_to_exitcode(status))})
+        _answer(current[0], {"error": _cause(exit_code)})
 
 
-def _serve() -> None:
+def _serve(current: memoryview[int]) -> None:
     _set_limits()
     for line in sys.stdin:
+        number, arguments = json.loads(line)
+        current[0] = number
         signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process
-        answer = _render(json.loads(line))
+        answer = _render(arguments)
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _answer(answer)
+        current[0] = 0
+        _answer(number, answer)
 
 
 def _set_limits() -> None:
@@ -91,8 +101,8 @@ def _cause(exit_code: int) -> str:
     return f"the process that renders it ended with exit code {exit_code}"
 
 
-def _answer(answer: dict[str, str]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")
+def _answer(number: int, answer: dict[str, str]) -> None:
+    sys.stdout.write(json.dumps([number, answer]) + "\n")
     sys.stdout.flush()
 
 

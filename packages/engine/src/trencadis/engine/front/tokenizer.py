@@ -7,7 +7,7 @@ import json
 import re
 import secrets
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +55,9 @@ def _characters_of_bytes() -> dict[str, int]:
 
 _BYTE_OF = _characters_of_bytes()
 
+_SLICE_CHARACTERS = 1 << 14
+"""Characters that are searched for special tokens at once: milliseconds with 256 of them."""
+
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 """A token of a vocabulary with byte fallback that stands for one byte."""
 
@@ -72,6 +75,7 @@ class Tokenizer:
         # A lookahead, because occurrences may overlap.
         self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, special))}))")
         self._has_special = bool(special)
+        self._longest_special = max(map(len, special), default=0)
         self._renderer = LineProcess("trencadis.engine.front.template_process")
         self._lock = threading.Lock()
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
@@ -234,12 +238,21 @@ class Tokenizer:
             raise InvalidRequest(f"the rendered messages: {error}", "messages") from error
         return list(itertools.chain.from_iterable(parts))
 
+    def _special_starts(self, text: str) -> Iterator[int]:
+        """Where a special token begins. A search keeps all threads of the process waiting, so it
+        goes through a long text in slices."""
+        for low in range(0, len(text), _SLICE_CHARACTERS):
+            high = low + _SLICE_CHARACTERS
+            for found in self._special.finditer(text, low, high + self._longest_special):
+                if found.start() < high:
+                    yield found.start()
+
     def _without_special(self, value: Any, separator: str) -> Any:
         """``value`` with a separator after the first character of each special token in a text."""
         if isinstance(value, str):
             if not self._has_special:
                 return value
-            cuts = [found.start() + 1 for found in self._special.finditer(value)]
+            cuts = [start + 1 for start in self._special_starts(value)]
             bounds = itertools.pairwise([0, *cuts, len(value)])
             return separator.join(value[low:high] for low, high in bounds)
         if isinstance(value, (list, tuple)):

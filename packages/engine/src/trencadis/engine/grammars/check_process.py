@@ -4,7 +4,8 @@ llguidance bounds the work of most grammars, not of all: a schema of a thousand 
 overflows the stack, ``a?`` thirty thousand times compiles for minutes. So each grammar is compiled
 in a fork with limits of processor time, memory and stack, and some tokens are generated with it.
 
-Reads a line of JSON with the tokenizer, then one line for each grammar; answers each with a line.
+Reads a line of JSON with the tokenizer, then questions of `LineProcess`, one for each grammar;
+answers each with the reason to refuse it, "" for none.
 """
 
 from __future__ import annotations
@@ -47,25 +48,31 @@ def main() -> None:
     except ValueError as error:
         failure = f"llguidance cannot use this model's tokenizer: {error}"
     for line in sys.stdin:
+        number, fields = json.loads(line)
         if tokenizer is None:
-            _answer(failure)
+            _answer(number, failure)
         else:
-            _check_in_fork(tokenizer, json.loads(line))
+            _check_in_fork(tokenizer, number, fields)
 
 
-def _check_in_fork(tokenizer: LLTokenizer, fields: dict[str, Any]) -> None:
+def _check_in_fork(tokenizer: LLTokenizer, number: int, fields: dict[str, Any]) -> None:
     fork = os.fork()
     if fork == 0:
         # Exit at once whatever happens: this copy must not read the next grammar.
         try:
             _set_limits()
-            _answer(_check(tokenizer, StructuredOutput(**fields)))
+            verdict = _check(tokenizer, StructuredOutput(**fields))
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _answer(number, verdict)
             os._exit(0)
         finally:
             os._exit(1)
     _, status = os.waitpid(fork, 0)
-    if status != 0:
-        _answer(_cause(os.waitstatus_to_exitcode(status)))
+    exit_code = os.waitstatus_to_exitcode(status)
+    if exit_code == -signal.SIGKILL:
+        sys.exit("the check was killed")  # from outside, so it says nothing about the grammar
+    if exit_code != 0:
+        _answer(number, _cause(exit_code))
 
 
 def _set_limits() -> None:
@@ -120,8 +127,8 @@ def _cause(exit_code: int) -> str:
     return f"it is too large: it takes more than {MEMORY_BYTES >> 20} MiB to compile"
 
 
-def _answer(error: str) -> None:
-    sys.stdout.write(json.dumps(error) + "\n")
+def _answer(number: int, error: str) -> None:
+    sys.stdout.write(json.dumps([number, error]) + "\n")
     sys.stdout.flush()
 
 

@@ -143,6 +143,8 @@ class AnswerPlanner:
             )
         except InvalidRequest as error:
             raise InvalidRequest(f"tools: {error}", "tools") from error
+        except RecursionError as error:
+            raise InvalidRequest("tools: their parameters are nested too deep", "tools") from error
         return attrs.evolve(plan, form=form)
 
     def _with_form_after_reasoning(

@@ -82,7 +82,8 @@ class PromptEncoder:
 
         length = sum(len(message.content or "") for message in request.messages)
         self._check_length(length, "messages")
-        token_ids = await self._run(render, length + len(str(tools)))
+        work = (messages, tools, request.chat_template_kwargs)
+        token_ids = await self._run(render, sum(len(str(part)) for part in work))
         self._check(token_ids, "messages")
         return [Prompt(token_ids)]
 

@@ -136,7 +136,9 @@ def _closed(schema: Any, may_close: bool) -> Any:
     properties = schema.get("properties")
     if may_close and isinstance(properties, Mapping) and not _NOT_CLOSED & schema.keys():
         required = schema.get("required", [])
-        if isinstance(required, list) and all(name in properties for name in required):
+        if isinstance(required, list) and all(
+            isinstance(name, str) and name in properties for name in required
+        ):
             closed["additionalProperties"] = False
     return closed
 

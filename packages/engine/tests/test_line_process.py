@@ -1,0 +1,177 @@
+"""A process that answers questions: each caller gets the answer to its own, or an error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from trencadis.engine import line_process
+from trencadis.engine.errors import RequestFailed
+from trencadis.engine.line_process import LineProcess
+
+WORKER = """
+import json, os, sys, time
+
+def main():
+    for line in sys.stdin:
+        number, question = json.loads(line)
+        if question == "die":
+            os._exit(1)
+        if question == "twice":
+            print(json.dumps([number, question]), flush=True)
+        if isinstance(question, list):
+            time.sleep(question[0])
+        print(json.dumps([number, question]), flush=True)
+"""
+RENDERER = "trencadis.engine.front.template_process"
+
+
+def conversation(text: str, template: str = "{{ messages[0].content }}") -> dict[str, Any]:
+    return {
+        "chat_template": template,
+        "conversations": [[{"role": "user", "content": text}]],
+        "tools": None,
+    }
+
+
+@pytest.fixture
+def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LineProcess]:
+    (tmp_path / "echo_worker.py").write_text(WORKER)
+    monkeypatch.syspath_prepend(tmp_path)
+    process = LineProcess("echo_worker")
+    yield process
+    process.close()
+
+
+@pytest.fixture
+def renderer() -> Iterator[LineProcess]:
+    process = LineProcess(RENDERER)
+    yield process
+    process.close()
+
+
+def ask(process: LineProcess, text: str) -> str | None:
+    """The rendered text; None where the process had failed."""
+    try:
+        return process.ask(conversation(text))["text"]
+    except RequestFailed:
+        return None
+
+
+def num_open_files() -> int:
+    return psutil.Process().num_fds()
+
+
+def wait_until_gone(pid: int) -> None:
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    pytest.fail(f"process {pid} lives on")
+
+
+def fork_of(process: LineProcess) -> int:
+    (fork,) = psutil.Process(process.started().pid).children()
+    return fork.pid
+
+
+@pytest.mark.parametrize("kill_outer", [False, True])
+def test_no_client_gets_the_answer_of_another_after_a_process_was_killed(
+    renderer: LineProcess, kill_outer: bool
+) -> None:
+    assert renderer.ask(conversation("first")) == {"text": "first"}
+    outer, fork = renderer.started().pid, fork_of(renderer)
+    os.kill(outer if kill_outer else fork, signal.SIGKILL)
+    time.sleep(0.3)
+    names = ("alice", "bob", "carol", "dave")
+    answers = [ask(renderer, name) for name in names]
+    assert answers[1:] == [*names[1:]]
+    assert answers[0] in ("alice", None)
+    wait_until_gone(outer)
+    wait_until_gone(fork)
+
+
+def test_a_fork_that_is_killed_at_work_blames_no_conversation(renderer: LineProcess) -> None:
+    renderer.ask(conversation("first"))
+    fork = fork_of(renderer)
+    threading.Timer(0.3, os.kill, (fork, signal.SIGKILL)).start()
+    endless = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(RequestFailed, match="send the request again"):
+        renderer.ask(conversation("slow", endless))
+    assert renderer.ask(conversation("next")) == {"text": "next"}
+
+
+def test_an_answer_that_came_twice_is_not_that_to_the_next_question(echo: LineProcess) -> None:
+    assert echo.ask("twice") == "twice"
+    time.sleep(0.2)
+    assert [echo.ask(name) for name in ("a", "b")] == ["a", "b"]
+
+
+def test_an_interrupted_question_leaves_no_answer_behind(
+    echo: LineProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    echo.ask("warm")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(KeyboardInterrupt):
+            echo.ask([1, "first conversation"])
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert echo.ask("second conversation") == "second conversation"
+
+
+def test_closing_ends_a_question_at_once(echo: LineProcess) -> None:
+    echo.ask("warm")
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(echo.ask, [30])
+        time.sleep(0.3)
+        echo.close()
+        with pytest.raises(RequestFailed):
+            asked.result(timeout=5)
+    assert echo.ask("again") == "again"
+
+
+@pytest.mark.parametrize("question", ["short", "long" * 100_000])
+def test_a_stopped_process_is_given_up_after_the_limit(
+    echo: LineProcess, monkeypatch: pytest.MonkeyPatch, question: str
+) -> None:
+    monkeypatch.setattr(line_process, "_ANSWER_SECONDS", 0.5)
+    echo.started()
+    with pytest.raises(RequestFailed, match="no answer within"):
+        os.kill(echo.started().pid, signal.SIGSTOP)
+        echo.ask(question)
+    monkeypatch.setattr(line_process, "_ANSWER_SECONDS", 30.0)
+    assert echo.ask(question) == question
+
+
+def test_a_process_that_ends_is_replaced(echo: LineProcess) -> None:
+    num_open = num_open_files()
+    for _ in range(3):
+        with pytest.raises(RequestFailed, match="it has ended"):
+            echo.ask("die")
+    assert echo.ask("x" * 3_000_000) == "x" * 3_000_000
+    echo.close()
+    assert num_open_files() <= num_open
+
+
+def test_modules_in_the_working_directory_are_not_imported(
+    renderer: LineProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "jinja2.py").write_text("raise SystemExit")
+    monkeypatch.chdir(tmp_path)
+    assert renderer.ask(conversation("safe")) == {"text": "safe"}
