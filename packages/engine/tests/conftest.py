@@ -70,6 +70,12 @@ def make_tiny_model() -> Callable[..., Path]:
 
 
 @pytest.fixture(scope="session")
+def add_tokenizer() -> Callable[[Path], None]:
+    """Adds the tokenizer of `save_tiny_model` to a checkpoint."""
+    return save_byte_tokenizer
+
+
+@pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_model(tmp_path_factory.mktemp("tiny"))
 

@@ -266,6 +266,7 @@ def test_an_engine_is_stopped_while_its_core_is_restarted(tiny_model: Path) -> N
     limited(body)
 
 
+@pytest.mark.slow
 def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> None:
     async def body() -> None:
         async with running(tiny_model, hang_timeout=2.0) as engine:

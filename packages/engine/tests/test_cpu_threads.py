@@ -110,13 +110,23 @@ def test_the_engine_adapts_while_it_serves(
     assert caplog.text.count("other processes use the cores (--cpu-threads fixes the number)") == 1
 
 
-def test_figures_from_before_a_pause_are_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_figures_the_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(threads, "PERIOD_SECONDS", 0.0)
     torch.set_num_threads(2)
-    readings = iter([BEFORE, after(60, waited=1.0, idle=0.0), None, BEFORE])
+    readings = iter([BEFORE, None, after(1, waited=0.9, idle=0.0), None])
     adaptive = AdaptiveThreads(2, lambda: next(readings))
     for _ in range(4):
         adaptive.begin_step()
+    assert torch.get_num_threads() == 2
+
+
+def test_a_step_of_many_seconds_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(1)
+    readings = iter([BEFORE, after(30, waited=0.0, idle=1.0)])
+    monkeypatch.setattr(threads, "PERIOD_SECONDS", 0.0)
+    adaptive = AdaptiveThreads(2, lambda: next(readings))
+    adaptive.begin_step()
+    adaptive.begin_step()
     assert torch.get_num_threads() == 2
 
 

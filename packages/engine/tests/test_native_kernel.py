@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 
@@ -53,7 +54,19 @@ def test_a_kernel_is_compiled_once(
     assert load_kernel(source, ["ANSWER=42"], directory).answer() == 43
     assert len(compilations) == 3
     assert directory.stat().st_mode & 0o077 == 0
-    assert len(list(directory.iterdir())) == 3, "nothing but libraries is left"
+    assert len(list(directory.glob("*"))) == 2 * 3, "libraries and their checksums are left"
+
+
+@pytest.mark.parametrize("length", [0, 8_000])
+def test_a_truncated_kernel_is_compiled_again(source: Path, tmp_path: Path, length: int) -> None:
+    directory = tmp_path / "kernels"
+    load_kernel(source, ["ANSWER=42"], directory)
+    (library,) = directory.glob("*.so")
+    whole = library.read_bytes()
+    library.unlink()  # this process has loaded it
+    library.write_bytes(whole[:length])
+    assert load_kernel(source, ["ANSWER=42"], directory).answer() == 42
+    assert library.read_bytes() != whole[:length]
 
 
 def test_a_kernel_of_another_user_is_not_loaded(source: Path, tmp_path: Path) -> None:
@@ -132,8 +145,14 @@ def test_without_a_right_kernel_the_tokens_are_the_same(
     else:
         right = attention.decode_kernel
 
-        def wrong(heads: int, kv_heads: int, *others: object) -> object:
-            return right(heads // 3, kv_heads, *others)
+        def wrong(*model: object) -> object:
+            kernel = right(*model)
+
+            def compute(*given: object) -> None:
+                *others, scale, num_threads = given
+                kernel.compute(*others, 2 * scale, num_threads)
+
+            return attrs.evolve(kernel, compute=compute)
 
         monkeypatch.setattr(attention, "decode_kernel", wrong)
     assert tokens(tiny_model) == expected

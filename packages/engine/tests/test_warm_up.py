@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import attrs
 import numpy as np
 import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPTNeoXConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    SmolLM3Config,
+)
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
-from trencadis.engine import LLM, ConfigError, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import (
+    LLM,
+    ConfigError,
+    EngineConfig,
+    EngineCore,
+    ModelError,
+    SamplingParams,
+)
 from trencadis.engine.devices import CPUDevice
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
@@ -121,6 +136,38 @@ def test_shapes_of_as_many_tokens_share_a_program(
     assert core.device.num_compilations() == len({16, 32, 4})
     assert serve(core) == expected
     assert core.stats.num_compilations == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [GPTNeoXConfig, PhiConfig])
+def test_attention_whose_result_is_a_view_is_compiled_right(
+    tmp_path: Path, family: type[PreTrainedConfig], add_tokenizer: Callable[[Path], None]
+) -> None:
+    """These models join rotated and other parts of a query: its memory is by head."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    settings = {"num_attention_heads": 4, "vocab_size": 258, "initializer_range": 0.6, **sizes}
+    AutoModelForCausalLM.from_config(family(**settings)).save_pretrained(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    found = []
+    for changes in ({"compile": False}, {"compile": True, "compile_cache": str(tmp_path / "c")}):
+        core = EngineCore(config(tmp_path / "model", device="cpu", **changes))
+        core.warm_up()
+        found.append(serve(core))
+    assert found[0] == found[1]
+
+
+def test_layers_with_different_settings_are_not_compiled_as_one(
+    tmp_path: Path, add_tokenizer: Callable[[Path], None]
+) -> None:
+    """Every second layer of this model has no rotary embedding."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 258}
+    family = SmolLM3Config(no_rope_layer_interval=2, pad_token_id=0, **sizes, **heads)
+    AutoModelForCausalLM.from_config(family).save_pretrained(tmp_path)
+    add_tokenizer(tmp_path)
+    with pytest.raises(ModelError, match="decoder layer 1 differs from layer 0"):
+        EngineCore(config(tmp_path, device="cpu", compile=True))
 
 
 @pytest.mark.slow

@@ -433,6 +433,7 @@ def test_a_device_of_the_users_own_is_named_by_its_class(checkpoint, tmp_path, m
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(find_spec("habana_frameworks") is not None, reason="software for it is there")
 def test_a_device_that_is_not_there_is_one_line_that_says_what_to_install(checkpoint):
     done = run(str(checkpoint), "--device", "hpu", "--port", "0", "--log-level", "error")

@@ -133,6 +133,7 @@ def test_evicted_requests_stay_away_although_max_num_seqs_has_a_place_for_them(
         assert len(set(running.result())) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 def test_the_call_of_the_seed_cools_a_server_without_a_policy(
     server: ServerProcess, http: httpx.Client, certificates: Path

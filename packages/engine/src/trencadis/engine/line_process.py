@@ -30,8 +30,8 @@ _PART_BYTES = 1 << 16
 class LineProcess:
     """A process that runs ``main()`` of a module, and answers lines of JSON with lines of JSON.
 
-    A question is ``[number, question]`` and its answer ``[number, answer]``: an answer that nobody
-    waits for any more is never taken for that to another question. The process starts with the
+    A question is ``[number, question]`` and its answer ``[number, answer]``: an answer that no
+    question waits for is never taken for that to another question. The process starts with the
     first question, and again after its end. ``first_line``, if any, is sent before the questions
     and not answered. Not thread-safe, but for `close`.
     """

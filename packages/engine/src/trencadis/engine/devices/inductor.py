@@ -18,6 +18,8 @@ _SETTINGS = {
     # A packed weight has no strides to compare; all other inputs are the engine's own.
     "size_asserts": False,
     "alignment_asserts": False,
+    # Not the number of threads at the time of compilation, which may be adapted to a busy machine.
+    "cpp.dynamic_threads": True,
 }
 
 

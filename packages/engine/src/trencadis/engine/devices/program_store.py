@@ -48,7 +48,11 @@ class ProgramStore:
             with zipfile.ZipFile(archive) as packed:
                 if packed.testzip() is not None:
                     raise zipfile.BadZipFile("a checksum differs")
-                packed.extractall(self.workplace)
+                # A library that this process has loaded must not be overwritten.
+                missing = [
+                    name for name in packed.namelist() if not (self.workplace / name).exists()
+                ]
+                packed.extractall(self.workplace, missing)
         except FileNotFoundError:
             return
         except _UNREADABLE as error:

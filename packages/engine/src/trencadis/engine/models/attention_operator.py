@@ -56,7 +56,8 @@ def _attend(
     paged = _CURRENT.paged
     if paged is None or paged.attention is None:
         raise RuntimeError("a program with attention runs outside of `forward_pass`")
-    return paged.attention.attend(query, key, value, _CURRENT.layer, paged, scale)
+    # The program was compiled for the strides of `_shape` and does not check them.
+    return paged.attention.attend(query, key, value, _CURRENT.layer, paged, scale).contiguous()
 
 
 # The KV cache that the operator writes is not among its arguments. Nothing else in a program reads

@@ -34,7 +34,8 @@ Program = Callable[..., Any]
 class DecoderLayers:
     """Finds a model's decoder layers and makes them use ``paged.layer_run``.
 
-    Raises `ModelError` if the layers differ in type or shapes, since they cannot share a program.
+    Raises `ModelError` if the layers differ in type, shapes or settings (as where some layers alone
+    have rotary embeddings), since they cannot share a program.
     """
 
     def __init__(self, model: nn.Module, caches: LayerCaches) -> None:
@@ -111,9 +112,11 @@ class DecoderLayers:
 
     def _check_alike(self, layers: Sequence[nn.Module]) -> None:
         first = [(tensor.shape, tensor.dtype) for tensor in self._weights[0]]
+        first_values = _plain_values(layers[0])
         for number, layer in enumerate(layers):
             shapes = [(tensor.shape, tensor.dtype) for tensor in self._weights[number]]
-            if type(layer) is not type(layers[0]) or shapes != first:
+            is_alike = type(layer) is type(layers[0]) and shapes == first
+            if not is_alike or _plain_values(layer) != first_values:
                 raise ModelError(
                     f"decoder layer {number} differs from layer 0, and one compiled program "
                     "cannot serve both: serve this model without --compile"
@@ -204,6 +207,16 @@ def _replaced(value: Any, tensors: Iterator[torch.Tensor], caches: LayerCaches) 
         changes: dict[str, Any] = {name: next(tensors) for name in paged_tensors(value)}
         return attrs.evolve(value, cache=caches, layer_run=None, **changes)
     return value
+
+
+def _plain_values(layer: nn.Module) -> dict[tuple[str, str], Any]:
+    """The settings that are attributes of a layer and its modules, without the layer's index."""
+    return {
+        (module_name, name): value
+        for module_name, module in layer.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, (bool, int, float, str, type(None))) and name != "layer_idx"
+    }
 
 
 def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:

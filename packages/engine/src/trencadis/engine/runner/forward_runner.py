@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
@@ -70,6 +71,7 @@ class ForwardRunner:
         self._layer_runs: dict[Hashable, LayerRun] = {}
         self._programs: dict[ForwardShape, CompiledForward] = {}
         self._graphs: dict[ForwardShape, Graph] = {}
+        self._compiling = threading.Lock()
         self._serving = False
         self._shares_programs = compiled and device.attention.as_operator
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
@@ -126,13 +128,10 @@ class ForwardRunner:
     @torch.inference_mode()
     def prepare(self, batch: ModelInput) -> None:
         """Compile for the shape of ``batch``, then run it once."""
-        if self._layers is not None and not self._is_compiled(batch.shape):
-            if self._device.compiles_forward:
-                self._programs[batch.shape] = self._compile_forward(batch, self._layers)
-            else:
-                self._layer_runs[self._program_key(batch.shape)] = self._compile_layers(
-                    batch, self._layers
-                )
+        if self._layers is not None:
+            # Not two threads at once: the layer that is traced is one, and so is a program's key.
+            with self._compiling:
+                self._compile(batch, self._layers)
         # What a lazy device collected before, such as the zeros of a new cache, would become part
         # of this shape's recipe, and the shape alone would be compiled in live traffic.
         self._device.mark_step()
@@ -154,6 +153,15 @@ class ForwardRunner:
     def release(self, shape: ForwardShape) -> None:
         """Release the graph of this shape."""
         self._graphs.pop(shape).release()
+
+    def _compile(self, batch: ModelInput, layers: DecoderLayers) -> None:
+        if self._is_compiled(batch.shape):
+            return
+        if self._device.compiles_forward:
+            self._programs[batch.shape] = self._compile_forward(batch, layers)
+        else:
+            layer_run = self._compile_layers(batch, layers)
+            self._layer_runs[self._program_key(batch.shape)] = layer_run
 
     def _is_compiled(self, shape: ForwardShape) -> bool:
         return self._program_key(shape) in self._layer_runs or shape in self._programs

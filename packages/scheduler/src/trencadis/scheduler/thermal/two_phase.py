@@ -138,7 +138,9 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     _measured_w: float | None = attrs.field(init=False, default=None)
     """The reading that was last given to the model: a value that repeats is no new measurement."""
     _highest_w: float = attrs.field(init=False, default=0.0)
-    """The highest power that was believed."""
+    """The highest power that was believed in two windows in a row."""
+    _last_w: float = attrs.field(init=False, default=0.0)
+    """The power that was believed in the last window."""
     _prefill_limit: int | None = attrs.field(init=False, default=None)
     _cap: int | None = attrs.field(init=False, default=None)
     """None: neither limits anything."""
@@ -215,7 +217,9 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
 
     def _decide(self, load: _Load, scheduler: SchedulerView) -> None:
         watts = self._believed_watts(load)
-        self._highest_w = max(self._highest_w, watts)
+        # Two windows in a row: one wrong reading must not be the power that the device can draw.
+        self._highest_w = max(self._highest_w, min(watts, self._last_w))
+        self._last_w = watts
         allowed_w = self._allowed_w()
         has_dwelled = scheduler.now_s - self._changed_at_s >= self.dwell_s
         may_cut = has_dwelled or not self._last_was_rise
@@ -246,9 +250,15 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         allowed_w = math.inf if self.budget_w is None else self.budget_w
         if self._temp_c is None:
             return allowed_w
-        base_w = min(self._model.base_w, self._highest_w)
         share = (self._temp_c - self.target_temp_c) / PROPORTIONAL_BAND_C
-        return min(allowed_w, self._highest_w - share * (self._highest_w - base_w))
+        if share <= -1:
+            return allowed_w
+        base_w = min(self._model.base_w, self._highest_w)
+        span_w = self._highest_w - base_w
+        if share < 0:
+            # What a light load has drawn says little about what the device may draw.
+            span_w = max(span_w, base_w)
+        return min(allowed_w, self._highest_w - share * span_w)
 
     def _affordable_prefill(self, allowed_w: float, load: _Load) -> float:
         """The most prefill tokens of a step, if every step has as many, under ``allowed_w``."""
@@ -262,7 +272,9 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         most = scheduler.scheduler_config.max_num_batched_tokens
         limit = most if self._prefill_limit is None else self._prefill_limit
         lowest = min(self.min_prefill_tokens, limit)
-        affordable = min(limit, self._affordable_prefill(allowed_w, load))
+        affordable = self._affordable_prefill(allowed_w, load)
+        if affordable >= limit:
+            return False
         target = max(lowest, self._rounded(max(affordable, limit / MAX_CUT)))
         is_guarded = load.step_s < self.max_itl_s and scheduler.longest_wait_s > self.max_ttft_s
         if is_guarded or limit == lowest or target > max(lowest, (1 - _MIN_CHANGE) * limit):

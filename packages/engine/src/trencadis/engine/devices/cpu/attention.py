@@ -33,8 +33,27 @@ _ARGUMENTS: tuple[Any, ...] = (
     *(ctypes.c_float, _INTEGER),
 )
 
-DecodeKernel = Callable[..., None]
-"""``decode_attention`` of the source; its arguments are those of the source, in order."""
+
+@attrs.frozen(eq=False)
+class DecodeKernel:
+    """``decode_attention`` of the source, compiled for the heads and the type of a model.
+
+    ``compute`` takes the arguments of the source, in order. ``groups`` are the query heads of each
+    KV head.
+    """
+
+    compute: Callable[..., None]
+    groups: int
+    head_dim: int
+    dtype: torch.dtype
+
+    def fits(self, query: torch.Tensor, keys: torch.Tensor) -> bool:
+        """Whether it can compute these queries with this cache of a layer."""
+        return (
+            query.shape[3] == keys.shape[3] == self.head_dim
+            and query.shape[1] == self.groups * keys.shape[1]
+            and query.dtype is keys.dtype is self.dtype
+        )
 
 
 class CPUAttention:
@@ -62,15 +81,16 @@ class CPUAttention:
         scale: float,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
-        if self._kernel is None or not isinstance(paged, DecodeContext):
+        keys, values = paged.cache.key(layer), paged.cache.value(layer)
+        kernel = self._kernel
+        if kernel is None or not isinstance(paged, DecodeContext) or not kernel.fits(query, keys):
             return self._blocks.attend(query, key, value, layer, paged, scale)
         _, heads, batch, size = query.shape
-        keys, values = paged.cache.key(layer), paged.cache.value(layer)
         extra = paged.extra_blocks
         # The kernel reads heads as rows of contiguous values.
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
         out = query.new_empty((1, batch, heads, size))
-        self._kernel(
+        kernel.compute(
             *(query.data_ptr(), query.stride(1), query.stride(2)),
             *(key.data_ptr(), value.data_ptr()),
             *(key.stride(1), key.stride(2), value.stride(1), value.stride(2)),
@@ -108,9 +128,9 @@ def decode_kernel(
     if head_dim % _LANES:
         raise NoKernel(f"a head of {head_dim} is no multiple of {_LANES}")
     definitions = (f"D={head_dim}", f"G={heads // kv_heads}", f"BF16={_DTYPES[dtype]}")
-    kernel = load_kernel(_SOURCE, definitions, directory).decode_attention
-    kernel.argtypes, kernel.restype = _ARGUMENTS, None
-    return kernel
+    compute = load_kernel(_SOURCE, definitions, directory).decode_attention
+    compute.argtypes, compute.restype = _ARGUMENTS, None
+    return DecodeKernel(compute, heads // kv_heads, head_dim, dtype)
 
 
 def _try(kernel: DecodeKernel, groups: int, head_dim: int, dtype: torch.dtype) -> None:

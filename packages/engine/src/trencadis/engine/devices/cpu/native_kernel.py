@@ -26,6 +26,7 @@ _FLAGS = (
     *("-std=c++17", "-O3", "-march=native", "-fno-math-errno"),
     *("-fopenmp", "-shared", "-fPIC"),
 )
+_DIGEST = ".sha256"
 _COMPILERS = ("g++", "clang++")
 _LIMIT_SECONDS = 60.0
 """Time limit of the compiler. A kernel takes about a second."""
@@ -51,7 +52,7 @@ def load_kernel(
         flags = (*_FLAGS, *(f"-D{definition}" for definition in definitions))
         named = "\n".join((source.read_text(), compiler, *flags, _processor()))
         library = parent / f"{source.stem}-{hashlib.sha256(named.encode()).hexdigest()[:32]}.so"
-        if not library.exists():
+        if not _is_whole(library):
             _compile(compiler, flags, source, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
@@ -72,7 +73,22 @@ def _compile(compiler: str, flags: Sequence[str], source: Path, library: Path) -
         if done.returncode:
             lines = done.stderr.strip().splitlines() or [f"exit status {done.returncode}"]
             raise NoKernel(f"{compiler} failed: {lines[0]}")
+        digest = made.with_suffix(_DIGEST)
+        digest.write_text(_digest(made))
         made.replace(library)
+        digest.replace(library.with_suffix(_DIGEST))
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether a library is as it was written: a truncated one ends the process that loads it."""
+    try:
+        return library.with_suffix(_DIGEST).read_text() == _digest(library)
+    except (OSError, ValueError):
+        return False
+
+
+def _digest(library: Path) -> str:
+    return hashlib.sha256(library.read_bytes()).hexdigest()
 
 
 def _find_compiler() -> str:

@@ -25,9 +25,6 @@ logger = logging.getLogger("trencadis.engine")
 PERIOD_SECONDS = 0.5
 """Period of the readings: a hundred time slices of the kernel's scheduler."""
 
-_LONGEST_PERIOD_SECONDS = 2.0
-"""A reading that is older tells nothing: the engine was idle meanwhile."""
-
 _WAITED = 0.3
 """Threads wait for so much of a core's time or more: there is one too many."""
 
@@ -81,8 +78,6 @@ class AdaptiveThreads:
             return
         self._before = after = self._read()
         if before is None or after is None:
-            return
-        if after.clock_s - before.clock_s > _LONGEST_PERIOD_SECONDS:
             return
         num_threads = torch.get_num_threads()
         adapted = next_num_threads(num_threads, self._most, before, after)
