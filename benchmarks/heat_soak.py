@@ -101,7 +101,7 @@ SETTINGS: dict[tuple[str, str, str], float] = {
     ("h200", "fan failure", "two_phase"): 80.5,
     ("h200", "hot neighbour", "proportional"): 77.5,
     ("h200", "hot neighbour", "power"): 646.0,
-    ("h200", "hot neighbour", "two_phase"): 80.0,
+    ("h200", "hot neighbour", "two_phase"): 79.0,
     ("gaudi3", "warm air", "proportional"): 76.5,
     ("gaudi3", "warm air", "power"): 802.0,
     ("gaudi3", "warm air", "two_phase"): 80.0,
