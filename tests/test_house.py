@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from drawing import import_circles, imports_of_itself, missing_from_drawing, upward_imports
 from house import ALLOWED, APART, CEILING_DIVISION, FLOORS, LIGHT, OPTIONAL, VAGUE_NAMES
-from structure import packages
+from structure import import_statements, packages
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = packages(ROOT)
@@ -28,11 +28,11 @@ def modules(package: str) -> list[Path]:
 
 def imports(path: Path) -> Iterator[tuple[str, str | None]]:
     """Pairs of imported module and imported name (None for a whole module)."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in import_statements(path.read_text()):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 yield alias.name, None
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: relative imports hide the arrow"
             for alias in node.names:
                 yield node.module or "", alias.name

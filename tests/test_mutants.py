@@ -43,6 +43,7 @@ def test_each_listed_mutation_can_be_applied_to_the_code(listed: Mutation, tmp_p
         assert (mutants.ROOT / "packages" / listed.package / "tests" / listed.tests).is_file()
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_killed_and_an_equal_one_survives(hall: Path):
     assert is_killed(mutation("// 2", "// 3"))
     assert is_killed(mutation("// 2", "// 3", tests="test_sums.py"))

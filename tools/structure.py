@@ -24,7 +24,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 NAMESPACE = "trencadis"
@@ -137,15 +137,22 @@ def packages(root: Path) -> dict[str, Folder]:
     return dict(sorted(found.items(), key=lambda item: len(item[1].modules)))
 
 
+@cache
+def import_statements(source: str) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """All import statements of a file's text, which is parsed once, however many ask."""
+    nodes = ast.walk(ast.parse(source))
+    return tuple(node for node in nodes if isinstance(node, ast.Import | ast.ImportFrom))
+
+
 def imports_of(module: str, path: Path, modules: Mapping[str, Path]) -> Iterator[Import]:
     """The imports in one file that reach ``modules``, relative ones included."""
     package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in import_statements(path.read_text()):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name in modules:
                     yield Import(module, alias.name, path, node.lineno)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             source = node.module or ""
             if node.level:
                 above = package.split(".")[: len(package.split(".")) - node.level + 1]

@@ -18,6 +18,7 @@ from trencadis.engine import (
     BatchControlResult,
     CompletionDelta,
     Device,
+    Embedding,
     EngineConfig,
     EngineCore,
     EngineOverloaded,
@@ -83,6 +84,13 @@ def batch() -> list[str]:
         for position in completion.logprobs:
             assert_type(position.chosen.logprob, float)
     return [answer.completions[0].text for answer in answers]
+
+
+def similarity() -> float:
+    llm = LLM("./embedding-model", runner="pooling")
+    first, second = embeddings = llm.embed(["a text", [1, 2]])
+    assert_type(embeddings, list[Embedding])
+    return float(first.vector @ second.vector)
 
 
 async def stream() -> None:

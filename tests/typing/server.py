@@ -51,6 +51,7 @@ class Letters:
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        quick: bool | None = None,
     ) -> list[int]:
         return self.encode(str(messages[-1]["content"]))
 
@@ -76,6 +77,7 @@ class Echo:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[CompletionDelta, None]:
         text = self.tokenizer.decode(prompt_token_ids)
         ids = tuple(prompt_token_ids)

@@ -103,7 +103,10 @@ def test_a_fitted_file_holds_every_prompt_alone_within_the_servers_limits(
     output = str(tmp_path / "buckets.txt")
     flags = [f"--{name.replace('_', '-')}={size}" for name, size in given.items()]
     assert main(["fit", str(trace), *window, *flags, "--output", output]) == 0
-    limits = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": 128, **given}
+    limits = {"max_num_seqs": 16, "block_size": 128, **given}
+    lengths = [int(line.split(",")[1]) for line in trace.read_text().splitlines()[1:]]
+    whole_blocks = math.ceil(max(lengths) / limits["block_size"]) * limits["block_size"]
+    limits = {"max_model_len": whole_blocks, **limits}
     limits = {"max_num_batched_tokens": limits["max_model_len"], **limits}
     grid = prompt_grid(BucketingConfig.from_env({"VLLM_BUCKETING_FROM_FILE": output}), **limits)
     assert not caplog.records, "no bucket of the file is lowered to the limits or left out"
@@ -161,6 +164,21 @@ def test_fit_collects_batches_or_reads_recorded_ones(
     assert "no end to hold out: omit --holdout" in capsys.readouterr().err
 
 
+def test_the_step_of_a_fit_is_the_block_size_of_the_server(tmp_path: Path) -> None:
+    """With blocks of 16 tokens, a prompt of 20 was padded to 128."""
+    recorder = TrafficRecorder(("context_blocks", "query", "batch"))
+    for query in (20, 40, 200):
+        recorder.record((0, query, 1), 100)
+    recorder.save(tmp_path / "traffic.json")
+    output = str(tmp_path / "b.txt")
+    arguments = ["fit", str(tmp_path / "traffic.json"), "--block-size", "16", "--output", output]
+    for step, longest in ([], 208), (["--step", "64"], 256):
+        assert main([*arguments, *step]) == 0
+        queries = {query for _, query, _ in read_bucket_file(output).prompt}
+        assert max(queries) == longest
+        assert (32 in queries) == (not step)
+
+
 def test_plot_writes_a_picture(trace: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     for extra in ([], ["--window", "1"], ["--limit", "6"]):
@@ -212,12 +230,20 @@ def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
         (["show", "--block-size", "0"], "block_size 0 must be an integer"),
         (["fit", "{trace}", "--max-model-len", "100"], "above --max-model-len 100: raise it"),
         (["fit", "{trace}", "--window", "-1"], "in windows of -1.0: raise them"),
+        (["fit", "{decodes}"], "t.decode.json has no prompts, but batches by batch, blocks: name"),
+        (["plot", "{decodes}", "--output", "p.png"], "has no prompts, but batches by batch,"),
     ],
 )
 def test_an_error_is_a_single_line(
     trace: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([argument.format(trace=trace) for argument in arguments]) == 2
+    if "plot" in arguments:
+        pytest.importorskip("matplotlib")
+    decodes = trace.with_name("t.decode.json")
+    recorder = TrafficRecorder(("batch", "blocks"))
+    recorder.record((4, 300), 100)
+    recorder.save(decodes)  # `fit` made prompt buckets of 300 tokens of them
+    assert main([argument.format(trace=trace, decodes=decodes) for argument in arguments]) == 2
     error = capsys.readouterr().err
     assert error.startswith("trencadis-buckets: ")
     assert message in error

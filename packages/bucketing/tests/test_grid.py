@@ -229,6 +229,11 @@ def test_a_grid_describes_itself() -> None:
     grid = BucketGrid({"batch": (1, 2), "seq": (128,)}, phase="prompt", settings_line="From here")
     assert grid.describe() == ("From here", "Generated 2 prompt buckets: [(1, 128), (2, 128)]")
     assert BucketGrid({"n": [1]}).describe() == ("Generated 1 buckets: [(1,)]",)
+    (whole,) = BucketGrid({"n": range(1000)}).describe()
+    assert whole.endswith(", (998,), (999,)]")
+    (line,) = BucketGrid({"n": range(300_000)}).describe()
+    assert line.startswith("Generated 300000 buckets: [(0,), (1,), ")
+    assert line.endswith(", (998,), (999,), …]")
     assert repr(grid) == "<BucketGrid prompt: 2 buckets, 2 batch × 1 seq>"
     assert (len(grid), list(grid)) == (2, list(grid.buckets))
     assert Bucket(("batch", "seq"), (2, 128)) in grid

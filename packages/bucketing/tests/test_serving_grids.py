@@ -577,3 +577,47 @@ def test_sizes_of_a_file_that_are_lowered_are_told(
     caplog.clear()
     file.decode()
     assert not caplog.records
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    configs,
+    limits,
+    st.sampled_from(["images", "adapter"]),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4, unique=True).map(sorted),
+    st.data(),
+)
+def test_a_caller_adds_a_named_axis_to_both_grids(
+    config: BucketingConfig,
+    limits: dict[str, int],
+    name: str,
+    sizes: list[int],
+    data: st.DataObject,
+) -> None:
+    """Such as the images of a batch, or the largest rank of its adapters."""
+    of_decodes = {key: size for key, size in limits.items() if key != "max_num_batched_tokens"}
+    both = (prompt_grid(config, **limits), decode_grid(config, num_blocks=40, **of_decodes))
+    for base, phase in zip(both, ("prompt", "decode"), strict=True):
+        wider = BucketGrid.from_shapes(
+            (*base.axes, name),
+            [(*bucket.shape, size) for bucket in base for size in sizes],
+            phase=phase,
+        )
+        assert wider.axes == (*base.axes, name)
+        assert wider.values(name) == tuple(sizes)
+        assert len(wider) == len(base) * len(sizes)
+        assert f"Generated {len(wider)} {phase} buckets" in wider.describe()[-1]
+        shape = tuple(data.draw(st.integers(0, base.values(axis)[-1] + 1)) for axis in base.axes)
+        needed = data.draw(st.integers(0, sizes[-1] + 1))
+        found = wider.find((*shape, needed))
+        if base.find(shape) is None or needed > sizes[-1]:
+            assert found is None
+            assert all(map(operator.ge, wider.fallback((*shape, needed)).shape, (*shape, needed)))
+        else:
+            assert found is not None
+            assert found[name] == least_at_or_above(tuple(sizes), needed)
+            assert Bucket(base.axes, found.shape[:-1]) in base.buckets
+            assert all(map(operator.ge, found.shape, (*shape, needed)))
+        recorder = TrafficRecorder(wider.axes)
+        recorder.record((*shape, needed))
+        assert recorder.shapes()[0].tolist() == [[*shape, needed]]

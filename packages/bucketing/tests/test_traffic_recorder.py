@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -127,6 +128,35 @@ def test_a_bad_entry_or_byte_is_named(tmp_path: Path) -> None:
     path.write_bytes(start.encode() + b"[]}\xff")
     with pytest.raises(BucketingError, match=r"traffic\.json, line 2 is not UTF-8 text"):
         TrafficRecorder.load(path)
+
+
+def test_a_saved_file_keeps_its_link_and_its_permissions(tmp_path: Path) -> None:
+    kept, link = tmp_path / "kept.json", tmp_path / "link.json"
+    made = TrafficRecorder(AXES)
+    made.save(kept)
+    assert kept.stat().st_mode & 0o777 == 0o666 & ~_umask()
+    kept.chmod(0o400)
+    link.symlink_to(kept)
+    made.record((1, 1))
+    made.save(link)
+    assert link.is_symlink()
+    assert kept.stat().st_mode & 0o777 == 0o400
+    assert TrafficRecorder.load(kept).total == 1
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["kept.json", "link.json"]
+
+
+def test_a_file_that_cannot_be_saved_stays_as_it_was(tmp_path: Path) -> None:
+    place = tmp_path / "place"
+    (place / "in it").mkdir(parents=True)
+    with pytest.raises(OSError, match="directory"):
+        TrafficRecorder(AXES).save(place)
+    assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def test_bad_arguments_are_an_error() -> None:

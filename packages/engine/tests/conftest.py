@@ -16,6 +16,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import is_torch_hpu_available
 
+sys.path.insert(0, str(Path(__file__).parent))  # for the helper modules of these tests
+
+from child_processes import own_processes  # noqa: F401  (a fixture)
+
 STANDIN = Path(__file__).parent / "habana_standin"
 SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
 """``hpu-lazy`` or ``hpu-eager``: the whole suite runs on the stand-in for a Gaudi."""
@@ -119,6 +123,23 @@ def _unload_stand_in() -> None:
             del sys.modules[name]
 
 
+@contextmanager
+def stand_in_for_cores(mode: str) -> Generator[None, None, None]:
+    """The stand-in for a Gaudi in the cores that start now, and not in this process."""
+    if SESSION_DEVICE is not None:
+        if f"hpu-{mode}" != SESSION_DEVICE:
+            pytest.skip(f"the session runs on {SESSION_DEVICE}")
+        yield
+        return
+    is_torch_hpu_available()  # as above: it is to find none here
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GAUDI_STANDIN_ENGINE_TESTS", "1")
+        patch.setenv("PT_HPU_LAZY_MODE", {"lazy": "1", "eager": "0"}[mode])
+        patch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", ",false,1024,false")
+        patch.syspath_prepend(STANDIN)
+        yield
+
+
 @pytest.fixture(scope="session", autouse=SESSION_DEVICE is not None)
 def session_device() -> Generator[None, None, None]:
     """The device of the whole session, also for the processes that it starts."""
@@ -134,6 +155,11 @@ def session_device() -> Generator[None, None, None]:
 @pytest.fixture(scope="session", name="stand_in")
 def stand_in_fixture() -> Callable[..., Any]:
     return stand_in
+
+
+@pytest.fixture(scope="session", name="stand_in_for_cores")
+def stand_in_for_cores_fixture() -> Callable[..., Any]:
+    return stand_in_for_cores
 
 
 @pytest.fixture

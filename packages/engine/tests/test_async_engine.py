@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import attrs
-import psutil
 import pytest
+from child_processes import children, core_process
 
 from trencadis.engine import (
     AsyncEngine,
@@ -32,8 +32,11 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.core.core_process import _loop
-from trencadis.engine.front import async_engine
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.front import core_supervisor
 from trencadis.engine.ipc.messages import Busy, StepDone, Stop
+
+pytestmark = pytest.mark.usefixtures("own_processes")
 
 QUIET = LogSettings(level=logging.CRITICAL)
 LIMIT_SECONDS = 300 if "TRENCADIS_TEST_DEVICE" in os.environ else 60
@@ -61,21 +64,6 @@ async def running(model: Path, **changes: object) -> AsyncIterator[AsyncEngine]:
     finally:
         await engine.stop()
         assert not children(), "no process is left behind"
-
-
-def children() -> list[psutil.Process]:
-    return [
-        child
-        for child in psutil.Process().children(recursive=True)
-        # multiprocessing's resource tracker stays by design, for the life of this process.
-        if "resource_tracker" not in " ".join(child.cmdline())
-    ]
-
-
-def core_process() -> psutil.Process:
-    """The process of the engine core; another one renders chat templates."""
-    (core,) = (child for child in children() if "spawn_main" in " ".join(child.cmdline()))
-    return core
 
 
 def limited(body: Callable[[], Awaitable[None]]) -> None:
@@ -115,6 +103,7 @@ def test_life_of_an_engine(tiny_model: Path) -> None:
             await abort_ends_the_stream(engine)
             await stop_string_ends_the_stream_and_the_core_hears_of_it(engine)
             await bad_requests_are_refused_and_serving_goes_on(engine)
+            await a_flood_of_one_client_does_not_delay_another(engine)
         with pytest.raises(EngineDead):
             await collect(engine, [1, 2])
 
@@ -131,6 +120,23 @@ async def streams_join_to_the_same_text(engine: AsyncEngine) -> None:
     assert [d.finish_reason for d in first[:-1]] == [None] * (len(first) - 1)
     assert first[-1].finish_reason in ("stop", "length")
     assert first[-1].num_prompt_tokens == len(prompt)
+
+
+async def a_flood_of_one_client_does_not_delay_another(engine: AsyncEngine) -> None:
+    ended: list[str] = []
+
+    async def send(client: str) -> None:
+        params = SamplingParams(max_tokens=20, ignore_eos=True)
+        async for _ in engine.generate([5, 6, 7], params, client=client):
+            pass
+        ended.append(client)
+
+    # All are sent before any answer is read, so that the core alone decides their order.
+    tasks = [asyncio.create_task(send(client)) for client in [*["flood"] * 60, "trickle"]]
+    await asyncio.gather(*tasks)
+    # First come first served would end it last. At most 4 run at a time; those that ran before it
+    # came end before it, and those of its own step.
+    assert ended.index("trickle") <= 30
 
 
 async def samples_interleave_and_all_end(engine: AsyncEngine) -> None:
@@ -206,11 +212,13 @@ def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
                     break
                 await asyncio.sleep(0.01)
             os.kill(core_process().pid, signal.SIGKILL)
-            with pytest.raises(EngineDead, match="exit code"):
+            with pytest.raises(EngineDead, match="exit code") as lost:
                 await task
+            assert not lost.value.is_refusal
             assert not engine.is_alive
-            with pytest.raises(EngineDead):
+            with pytest.raises(EngineDead) as refused:
                 await engine.check_health()
+            assert refused.value.is_refusal
 
     limited(body)
 
@@ -219,15 +227,16 @@ def test_killed_core_ends_every_stream_with_an_error(tiny_model: Path) -> None:
 def test_a_core_that_dies_is_restarted_and_the_requests_that_it_loses_are_told(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(async_engine, "_MAX_BACKOFF_SECONDS", 0.2)
+    monkeypatch.setattr(core_supervisor, "_MAX_BACKOFF_SECONDS", 0.2)
 
     async def body() -> None:
         async with running(tiny_model, engine_restarts=1) as engine:
             calm = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
             failed = asyncio.create_task(engine.wait_until_failed())
             await kill_while_serving(engine, EngineRestarting, "this request is lost")
-            with pytest.raises(EngineRestarting, match="is being restarted"):
+            with pytest.raises(EngineRestarting, match="is being restarted") as refused:
                 await engine.check_health()
+            assert refused.value.is_refusal
             with pytest.raises(EngineRestarting):
                 await engine.control(BatchControl())
             await until(lambda: engine.is_alive)
@@ -258,7 +267,7 @@ def test_an_engine_is_stopped_while_its_core_is_restarted(tiny_model: Path) -> N
     async def body() -> None:
         async with running(tiny_model) as engine:
             os.kill(core_process().pid, signal.SIGKILL)
-            await until(lambda: engine._restarting)
+            await until(lambda: engine._core.restarting)
             await asyncio.sleep(1.5)  # it has waited, and starts the process
         with pytest.raises(EngineDead, match="was stopped"):
             await engine.check_health()
@@ -279,7 +288,7 @@ def test_a_core_that_hangs_is_unhealthy_until_it_goes_on(tiny_model: Path) -> No
                 await engine.check_health()
             with pytest.raises(EngineUnresponsive):
                 await collect(engine, [1, 2])
-            engine._busy = "the engine core compiles a shape"
+            engine._core.busy = Busy("the engine core compiles a shape")
             await engine.check_health()
             core.resume()
             await until(lambda: engine.silence_s < 1.0)
@@ -295,7 +304,7 @@ def test_a_core_that_hangs_for_long_is_killed_and_restarted(tiny_model: Path) ->
         timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 3.0}
         async with running(tiny_model, engine_restarts=1, **timeouts) as engine:
             calm = await collect(engine, [1, 2, 3], max_tokens=9, temperature=0.0)
-            core = children()[0]
+            core = core_process()
             task = asyncio.create_task(collect(engine, [1, 2], max_tokens=120, ignore_eos=True))
             await until(lambda: engine.stats.num_running_seqs > 0)
             core.suspend()
@@ -314,14 +323,16 @@ def test_a_core_that_compiles_or_may_hang_is_not_killed(tiny_model: Path) -> Non
     async def body() -> None:
         timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 5.0}
         async with running(tiny_model, **timeouts) as engine:
-            assert engine._patience_s == 5.0
-            engine._busy = "the engine core compiles a shape"
-            assert engine._patience_s == 1800.0
-            engine._busy = ""
-            engine.config = attrs.evolve(engine.config, hang_restart_timeout=1.0)
-            assert engine._patience_s == 2.0, "it counts as hung before it is killed"
-            engine.config = attrs.evolve(engine.config, hang_restart_timeout=0)
-            assert engine._patience_s is None
+            assert engine._core.patience_s == 5.0
+            engine._core.busy = Busy("the engine core compiles a shape")
+            assert engine._core.patience_s == 1800.0
+            engine._core.busy = Busy("the engine core switches models: pause", 0.0)
+            assert engine._core.patience_s == 5.0
+            engine._core.busy = None
+            engine._core.config = attrs.evolve(engine.config, hang_restart_timeout=1.0)
+            assert engine._core.patience_s == 2.0, "it counts as hung before it is killed"
+            engine._core.config = attrs.evolve(engine.config, hang_restart_timeout=0)
+            assert engine._core.patience_s is None
 
     limited(body)
 
@@ -357,10 +368,11 @@ class WarmingCore:
 
 def test_a_core_says_that_it_warms_up_before_it_falls_silent() -> None:
     channel = Channel()
-    _loop(WarmingCore(), channel, os.getppid())
+    _loop(WarmingCore(), channel, os.getppid(), ModelSwitcher(WarmingCore()))
     assert [type(message) for message in channel.sent] == [StepDone, *[Busy, StepDone] * 3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "error"),
     [
@@ -387,6 +399,7 @@ def test_missing_model_fails_before_a_process_is_started() -> None:
     limited(body)
 
 
+@pytest.mark.slow
 def test_an_engine_belongs_to_its_event_loop(tiny_model: Path) -> None:
     engine = asyncio.run(AsyncEngine.start(config(tiny_model), QUIET))
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+import itertools
 import types
 from typing import Any
 
@@ -15,19 +17,36 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.devices import CPUDevice
-from trencadis.engine.devices.cpu.attention import CPUAttention, DecodeKernel, decode_kernel
+from trencadis.engine.devices.cpu import attention as attention_module
+from trencadis.engine.devices.cpu import native_kernel
+from trencadis.engine.devices.cpu.attention import AttentionKernel, CPUAttention, attention_kernel
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.paged_context import MASKED, Attention, DecodeContext, PagedContext
+from trencadis.engine.models.paged_context import (
+    MASKED,
+    Attention,
+    DecodeContext,
+    PagedContext,
+    RaggedContext,
+)
+from trencadis.engine.runner import model_input
 from trencadis.engine.runner.model_input import (
     ModelInput,
     build_decode,
+    build_mixed,
     build_prompt,
     lay_out_decodes,
 )
-from trencadis.engine.runner.shapes import DecodeShape, PromptShape
+from trencadis.engine.runner.shapes import (
+    ChunkSize,
+    DecodeShape,
+    MixedShape,
+    PromptShape,
+    RaggedShape,
+    ragged_shape,
+)
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
@@ -36,12 +55,12 @@ MODULE = types.SimpleNamespace(layer_idx=0)
 
 
 @functools.cache
-def kernel(groups: int, head_dim: int, dtype: torch.dtype) -> DecodeKernel:
-    return decode_kernel(groups, 1, head_dim, dtype)
+def kernel(groups: int, head_dim: int, dtype: torch.dtype) -> AttentionKernel:
+    return attention_kernel(groups, 1, head_dim, dtype)
 
 
 class KernelAttention(CPUAttention):
-    """The CPU's attention with the decode kernel for the heads that it is called with."""
+    """The CPU's attention with the kernels for the heads that it is called with."""
 
     def attend(
         self,
@@ -76,11 +95,12 @@ class Sequences:
         dtype: torch.dtype,
         attention: Attention = FORMULATIONS[0],
         block_size: int = 4,
+        head_dim: int = 16,
     ) -> None:
         self.attention = attention
         self.rng = np.random.default_rng(sum(lengths))
         torch.manual_seed(sum(lengths))
-        self.block_size, self.head_dim = block_size, 16
+        self.block_size, self.head_dim = block_size, head_dim
         counts = [-(-length // self.block_size) for length in lengths]
         ids = self.rng.permutation(sum(counts)) + 1
         self.tables = np.split(ids, np.cumsum(counts)[:-1])
@@ -209,6 +229,268 @@ def test_prompt_chunk_equals_plain_attention(
         )
 
 
+@pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
+@settings(max_examples=60, deadline=None)
+@given(shapes, st.integers(0, 5), st.sampled_from([1, 4, 512]), st.data())
+def test_ragged_chunks_equal_plain_attention(
+    attention: Attention,
+    shape: tuple[list[int], tuple[int, int]],
+    spare: int,
+    mask_rows: int,
+    data: st.DataObject,
+) -> None:
+    lengths, (heads, kv_heads) = shape
+    case = Sequences(lengths, heads, kv_heads, torch.float32, attention)
+    parts = []
+    for row, length in enumerate(lengths):
+        start = data.draw(st.integers(0, length - 1))
+        parts.append((row, start, data.draw(st.integers(1, length - start))))
+        case.fill(row, start)
+    chunks = [case.scheduled(*part) for part in parts]
+    exact = ragged_shape(chunks, case.block_size)
+    padded = attrs.evolve(exact, num_tokens=exact.num_tokens + spare)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_input, "MASK_ROWS", mask_rows)
+        tensors = build_prompt(chunks, padded, case.cache, upload).unpack()
+
+    def flat(source: list[torch.Tensor]) -> torch.Tensor:
+        rows = [source[row][:, start : start + count] for row, start, count in parts]
+        return torch.cat((*rows, torch.randn(len(rows[0]), spare, case.head_dim)), dim=1)[None]
+
+    given_tensors = (flat(source) for source in (case.q, case.k, case.v))
+    paged = attention.prepare(tensors.paged, torch.float32)
+    out, _ = paged_attention(MODULE, *given_tensors, None, paged=paged)
+    assert torch.isfinite(out).all()
+    end = 0
+    for (row, start, count), last in zip(parts, tensors.logit_rows.tolist(), strict=True):
+        begin, end = end, end + count
+        assert last == end - 1
+        assert tensors.position_ids[0, begin:end].tolist() == list(range(start, start + count))
+        expected = case.expected(row)[start : start + count]
+        torch.testing.assert_close(out[0, begin:end], expected, atol=1e-5, rtol=1e-4)
+        for position in range(start, start + count):
+            held = case.slot(case.cache.key(0), row, position)
+            torch.testing.assert_close(held, case.k[row][:, position])
+
+
+def prefill(case: Sequences, parts: list[tuple[int, int, int]], spare: int = 0) -> torch.Tensor:
+    """Attention of (row, start, count) chunks in one ragged batch, ``[T, H, D]``."""
+    chunks = [case.scheduled(*part) for part in parts]
+    exact = ragged_shape(chunks, case.block_size)
+    padded = attrs.evolve(exact, num_tokens=exact.num_tokens + spare)
+    paged = build_prompt(chunks, padded, case.cache, upload).unpack().paged
+    tensors = []
+    for source in (case.q, case.k, case.v):
+        rows = [source[row][:, start : start + count] for row, start, count in parts]
+        padding = torch.randn(len(rows[0]), spare, case.head_dim).to(rows[0].dtype)
+        tensors.append(torch.cat((*rows, padding), dim=1)[None])
+    paged = case.attention.prepare(paged, tensors[0].dtype)
+    return paged_attention(MODULE, *tensors, None, paged=paged)[0][0]
+
+
+def exact(case: Sequences, row: int) -> torch.Tensor:
+    """Causal attention of the whole sequence, ``[T, H, D]``, in fp64."""
+    q, k, v = (x[row].double() for x in (case.q, case.k, case.v))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    scores = (q @ k.mT) / case.head_dim**0.5
+    causal = torch.ones(scores.shape[1:], dtype=torch.bool).tril()
+    return (scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
+@settings(max_examples=25, deadline=None)
+@given(
+    st.lists(st.integers(1, 300), min_size=1, max_size=3),
+    st.sampled_from([(1, 1, 64), (9, 3, 64), (8, 1, 16), (4, 2, 80)]),
+    st.sampled_from([4, 32]),
+    st.integers(0, 3),
+    st.data(),
+)
+def test_chunks_in_bf16_stay_within_its_rounding(
+    attention: Attention,
+    lengths: list[int],
+    heads: tuple[int, int, int],
+    block_size: int,
+    spare: int,
+    data: st.DataObject,
+) -> None:
+    case = Sequences(lengths, *heads[:2], torch.bfloat16, attention, block_size, heads[2])
+    parts = []
+    for row, length in enumerate(lengths):
+        start = data.draw(st.integers(0, length - 1))
+        parts.append((row, start, data.draw(st.integers(1, length - start))))
+        case.fill(row, start)
+    out = prefill(case, parts, spare)
+    end = 0
+    for row, start, count in parts:
+        begin, end = end, end + count
+        expected = exact(case, row)[start : start + count]
+        torch.testing.assert_close(out[begin:end].double(), expected, atol=2e-2, rtol=2e-2)
+        for position in range(start, start + count):
+            for held, given_rows in ((case.cache.key(0), case.k), (case.cache.value(0), case.v)):
+                assert torch.equal(case.slot(held, row, position), given_rows[row][:, position])
+    assert not out[end:].any()
+
+
+@pytest.mark.parametrize("cuts", [(1,), (64,), (100, 130), (31, 64, 65, 199)])
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(cuts: tuple[int, ...]) -> None:
+    if kernel(3, 64, torch.bfloat16).prefill is None:
+        pytest.skip("this processor prefills with PyTorch's operations")
+    case = Sequences([200], 6, 2, torch.bfloat16, KernelAttention(), 16, 64)
+    whole = prefill(case, [(0, 0, 200)])
+    edges = (0, *cuts, 200)
+    parts = [prefill(case, [(0, start, end - start)]) for start, end in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+class ScatteredHeads(KernelAttention):
+    """Gives the kernels tensors in which the values of a head are not adjacent."""
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer: int,
+        paged: Any,
+        scale: float,
+    ) -> torch.Tensor:
+        given = (x.mT.contiguous().mT for x in (query, key, value))
+        return super().attend(*given, layer, paged, scale)
+
+
+def test_values_of_a_head_that_are_not_adjacent_are_read_in_order() -> None:
+    outs = []
+    for attention in (KernelAttention(), ScatteredHeads()):
+        case = Sequences([40, 9], 6, 2, torch.bfloat16, attention, 16, 64)
+        case.fill(0, 20)
+        case.fill(1, 8)
+        built = decode_input(case, [(1, 8, 1)], DecodeShape(1, case.cache.num_blocks))
+        decoded = case.attend([(1, 8, 1)], 1, 1, built.unpack().paged)[0]
+        outs.append(torch.cat((prefill(case, [(0, 20, 20)]), decoded)))
+    assert torch.equal(*outs)
+
+
+def test_a_processor_without_products_of_bf16_prefills_with_operations(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(native_kernel, "_FLAGS", (*native_kernel._FLAGS, "-U__AVX512BF16__"))
+    plain = attention_kernel(2, 1, 32, torch.bfloat16)
+    assert plain.prefill is None
+    case = Sequences([150], 2, 1, torch.bfloat16, CPUAttention(plain), 16, 32)
+    out = prefill(case, [(0, 0, 150)]).double()
+    torch.testing.assert_close(out, exact(case, 0), atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("wrong", ["narrow values", "one head", "fp32"])
+def test_rows_that_the_cache_does_not_hold_are_not_read_by_a_kernel(wrong: str) -> None:
+    """It would read beyond them."""
+    own = kernel(2, 32, torch.bfloat16)
+    query, keys = torch.zeros(1, 4, 5, 32).bfloat16(), torch.zeros(3, 2, 16, 32).bfloat16()
+    key = value = torch.zeros(1, 2, 5, 32).bfloat16()
+    assert own.fits(query, key, value, keys)
+    if wrong == "narrow values":
+        value = value[..., :16]
+    elif wrong == "one head":
+        key = value = key[:, :1]
+    else:
+        key = key.float()
+    assert not own.fits(query, key, value, keys)
+
+
+def test_a_kernel_without_memory_raises_and_writes_nothing() -> None:
+    """An exception of C++ that leaves a kernel would end the process."""
+    case = Sequences([40], 2, 1, torch.bfloat16, KernelAttention(), 16, 32)
+    before = [case.cache.key(0).clone(), case.cache.value(0).clone()]
+    own = kernel(2, 32, torch.bfloat16)
+    found = {"decode": own.decode, "prefill": own.prefill}
+    for name, compute in found.items():
+        if compute is None:
+            continue
+        # A batch of so many tokens that its lists cannot be allocated.
+        tokens = 1 << 50
+        chunk = (ctypes.c_int64 * 4)(0, tokens, 0, 0)
+        last = {
+            "decode": (None, None, None, 0, 0, tokens, 1, 16, 1.0, 2),
+            "prefill": (chunk, 1, tokens, 1, 16, 1.0, 2),
+        }[name]
+        cache = (case.cache.key(0).data_ptr(), case.cache.value(0).data_ptr())
+        status = compute(None, 0, 0, None, None, 0, 0, 0, 0, None, *cache, None, None, *last)
+        with pytest.raises(MemoryError, match="found no memory"):
+            attention_module._check(status)
+    assert torch.equal(case.cache.key(0), before[0])
+    assert torch.equal(case.cache.value(0), before[1])
+
+
+def test_masks_of_long_chunks_are_small() -> None:
+    """Those of these chunks, each beside a context of a block, had a gigabyte."""
+    sizes = (ChunkSize(20_000, 16, 1), ChunkSize(20_000, 16, 1), ChunkSize(20_000, 900, 57))
+    cache = Sequences([1], 1, 1, torch.float32, FORMULATIONS[2]).cache
+    paged = build_prompt((), RaggedShape(60_000, sizes), cache, upload).unpack().paged
+    assert isinstance(paged, RaggedContext)
+    storages = {
+        chunk.mask.untyped_storage().data_ptr(): chunk.mask.untyped_storage().nbytes()
+        for chunk in paged.chunks
+        if chunk.mask is not None
+    }
+    assert sum(storages.values()) < 16 << 20
+
+
+@pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=3),
+    st.lists(st.integers(2, 30), min_size=1, max_size=3),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1)]),
+    st.integers(0, 5),
+    st.data(),
+)
+def test_decodes_and_chunks_in_one_row_equal_plain_attention(
+    attention: Attention,
+    decoded: list[int],
+    chunked: list[int],
+    heads: tuple[int, int],
+    spare: int,
+    data: st.DataObject,
+) -> None:
+    case = Sequences([*decoded, *chunked], *heads, torch.float32, attention)
+    parts = [(row, length - 1, 1) for row, length in enumerate(decoded)]
+    for row, length in enumerate(chunked, len(decoded)):
+        start = data.draw(st.integers(0, length - 2))
+        parts.append((row, start, data.draw(st.integers(2, length - start))))
+    for row, start, _ in parts:
+        case.fill(row, start)
+    scheduled = [case.scheduled(*part) for part in parts]
+    decodes, chunks = scheduled[: len(decoded)], scheduled[len(decoded) :]
+    layout = lay_out_decodes(decodes, case.cache.num_blocks, case.block_size)
+    exact = ragged_shape(chunks, case.block_size)
+    shape = MixedShape(
+        DecodeShape(len(decodes), case.cache.num_blocks, layout.num_extra),
+        attrs.evolve(exact, num_tokens=exact.num_tokens + spare),
+    )
+    tensors = build_mixed(decodes, layout, chunks, shape, case.cache, upload).unpack()
+
+    def flat(source: list[torch.Tensor]) -> torch.Tensor:
+        rows = [source[row][:, start : start + count] for row, start, count in parts]
+        return torch.cat((*rows, torch.randn(len(rows[0]), spare, case.head_dim)), dim=1)[None]
+
+    given_tensors = (flat(source) for source in (case.q, case.k, case.v))
+    paged = attention.prepare(tensors.paged, torch.float32)
+    out, _ = paged_attention(MODULE, *given_tensors, None, paged=paged)
+    assert torch.isfinite(out).all()
+    assert out.shape[1] == tensors.token_ids.shape[1] == shape.num_tokens
+    end = 0
+    for (row, start, count), last in zip(parts, tensors.logit_rows.tolist(), strict=True):
+        begin, end = end, end + count
+        assert last == end - 1
+        assert tensors.position_ids[0, begin:end].tolist() == list(range(start, start + count))
+        expected = case.expected(row)[start : start + count]
+        torch.testing.assert_close(out[0, begin:end], expected, atol=1e-5, rtol=1e-4)
+        for position in range(start, start + count):
+            held = case.slot(case.cache.key(0), row, position)
+            torch.testing.assert_close(held, case.k[row][:, position])
+
+
 @formulations
 def test_new_keys_land_in_their_slots_and_padding_in_block_0_alone(attention: Attention) -> None:
     case = Sequences([6, 3], 4, 2, torch.float32, attention)
@@ -279,6 +561,24 @@ def test_bf16_is_as_exact_in_every_formulation() -> None:
         expected = torch.stack([case.expected(row)[-1] for row in range(4)])
         errors.append(float((out - expected).abs().max() / expected.abs().max()))
     assert max(errors) < 0.01, errors
+
+
+@pytest.mark.parametrize("heads", [(1, 1, 64), (9, 3, 64), (4, 2, 80), (4, 2, 32)])
+@pytest.mark.parametrize("block_size", [16, 30])
+def test_decode_in_bf16_is_as_exact_for_every_size_of_heads(
+    heads: tuple[int, int, int], block_size: int
+) -> None:
+    """Where a head is a multiple of 32, keys are scored four at a time, and the last one by one."""
+    case = Sequences(
+        [157, 90, 3], *heads[:2], torch.bfloat16, KernelAttention(), block_size, heads[2]
+    )
+    for row, length in enumerate(case.lengths):
+        case.fill(row, length - 1)
+    parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+    built = decode_input(case, parts, DecodeShape(3, case.cache.num_blocks))
+    out = case.attend(parts, 1, 3, built.unpack().paged)[0].double()
+    expected = torch.stack([exact(case, row)[-1] for row in range(3)])
+    assert (out - expected).abs().max() < 0.005 * expected.abs().max()
 
 
 @formulations

@@ -86,12 +86,12 @@ def test_a_default_start_says_how_its_buckets_are_made(
     tiny_model: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO):
-        core = started(tiny_model, {})
+        core = started(tiny_model, {}, device="cpu")
     lines = [message for message in caplog.messages if "bucket" in message]
     prompt, decode = core.worker.grids.prompt, core.worker.grids.decode
     assert lines[:4] == [
-        "Prompt bucket config (min, step, max_warmup) bs:[1, 4, 4], query:[32, 32, 32], "
-        "blocks:[0, x4, 16]",
+        "Prompt bucket config (min, step, max_warmup) bs:[1, 1, 1], query:[32, 32, 32], "
+        "blocks:[0, 1, 0]",
         f"Generated {len(prompt)} prompt buckets: {[bucket.shape for bucket in prompt.buckets]}",
         "Decode bucket config (min, step, max_warmup) bs:[1, 4, 4], blocks:[4, x4, 61]",
         f"Generated {len(decode)} decode buckets: {[bucket.shape for bucket in decode.buckets]}",
@@ -271,6 +271,13 @@ def test_a_grid_of_sequence_lengths_gives_the_same_tokens(
 
 
 def test_a_grid_of_sequence_lengths_takes_the_strategy_that_is_set(tiny_model: Path) -> None:
-    for environ, first in (({}, "lin"), ({"VLLM_BUCKETING_STRATEGY": "exp"}, "exp")):
+    """``lin``, that of seed 002, where no variable names another."""
+    longest = {"VLLM_DECODE_SEQ_BUCKET_MAX": "64"}
+    for environ, strategy in (
+        (longest, "lin"),
+        ({**longest, "VLLM_BUCKETING_STRATEGY": "exp"}, "exp"),
+        ({**longest, "VLLM_EXPONENTIAL_BUCKETING": "true"}, "exp"),
+    ):
         config = EngineConfig.from_env(environ, model=str(tiny_model), bucket_grid="seq")
-        assert (config.bucketing.strategy if config.bucketing else "lin") == first
+        assert config.bucketing is not None
+        assert config.bucketing.strategy == strategy

@@ -14,6 +14,7 @@ import pytest
 
 from trencadis.engine import (
     BatchControl,
+    EngineDead,
     EngineStats,
     InvalidRequest,
     PositionLogprobs,
@@ -149,3 +150,18 @@ def test_text_of_the_core_that_utf_8_cannot_encode_reaches_the_front() -> None:
             assert await front.receive(5.0) == Rejected("a", "no file ?", field="prompt")
 
     asyncio.run(body())
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("ends_first", [True, False])
+async def test_a_message_to_a_core_that_has_ended_is_an_error(ends_first: bool) -> None:
+    """Without a reader a message waits, and closing the channel cancels it."""
+    front = FrontChannel()
+    if ends_first:
+        front.close()
+    sending = asyncio.ensure_future(front.send(GOOD))
+    await asyncio.sleep(0.01)
+    if not ends_first:
+        front.close()
+    with pytest.raises(EngineDead, match="core ended"):
+        await asyncio.wait_for(sending, 10)

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import attrs
-import psutil
 import pytest
+from child_processes import core_process
 
 from trencadis.engine import (
     AsyncEngine,
@@ -172,7 +172,7 @@ async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:
 async def an_order_is_not_waited_for_without_end(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (core,) = (one for one in psutil.Process().children() if "spawn_main" in str(one.cmdline()))
+    core = core_process()
     core.suspend()
     try:
         with monkeypatch.context() as patch:

@@ -23,6 +23,8 @@ from trencadis.engine import (
     NewToken,
     SamplingParams,
 )
+from trencadis.engine.runner.model_input import ModelInput
+from trencadis.scheduler import SchedulerOutput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -111,6 +113,38 @@ def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[
     stats = llm.core.stats
     assert stats.num_bucket_misses == 0
     assert stats.num_padded_tokens > stats.num_prefill_tokens
+
+
+@pytest.mark.parametrize("tokens", [32, 96])
+def test_all_that_a_step_computes_is_one_forward_pass(
+    tiny_model: Path, expected: list[list[int]], tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(str(tiny_model), **settings(device="cpu", max_num_batched_tokens=tokens))
+    runner = llm.core.worker.runner
+    run_step, run_forward = runner.run, runner.forward_runner.run
+    passes: list[int] = []
+    chunks: list[int] = []
+    mixed: list[int] = []
+
+    def step(output: SchedulerOutput, *args: object) -> object:
+        passes.append(0)
+        chunks.append(len(output.prompts))
+        mixed.append(min(len(output.prompts), len(output.decodes)))
+        return run_step(output, *args)
+
+    def forward(batch: ModelInput) -> object:
+        passes[-1] += 1
+        return run_forward(batch)
+
+    monkeypatch.setattr(runner, "run", step)
+    monkeypatch.setattr(runner.forward_runner, "run", forward)
+    results = llm.generate(prompts(), GREEDY)
+    assert [list(result.completions[0].token_ids) for result in results] == expected
+    assert set(passes) == {1}
+    assert max(chunks) > 1
+    assert max(mixed) > 0
+    # Prefill is padded to a multiple of 16 tokens, decodes are not padded.
+    assert llm.core.stats.num_padded_tokens <= 15 * sum(count > 0 for count in chunks)
 
 
 def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
@@ -331,6 +365,61 @@ def test_what_swaps_take_is_learned(tiny_model: Path) -> None:
     assert learned.swap_in_s_per_block != before.swap_in_s_per_block
 
 
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=6)],
+    ids=["samples", "beams"],
+)
+def test_the_first_token_tells_how_long_its_request_waited(
+    tiny_model: Path, params: SamplingParams
+) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(max_num_seqs=2)))
+    for key in ("a", "b", "c"):
+        core.add(key, (1, 2, 3), params)
+    core.control(BatchControl(max_num_seqs=params.num_seqs))
+    tokens: dict[tuple[str, int], list[NewToken]] = {}
+    while core.has_work:
+        for token in core.step():
+            tokens.setdefault((token.key, token.index), []).append(token)
+    assert all(token.queue_s is None for sample in tokens.values() for token in sample[1:])
+    waited = [tokens[key, 0][0].queue_s for key in ("a", "b", "c")]
+    assert None not in waited
+    assert 0 <= waited[0] < waited[1] < waited[2]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [GREEDY, SamplingParams(use_beam_search=True, n=2, temperature=0, max_tokens=6)],
+    ids=["samples", "beams"],
+)
+def test_a_request_that_was_parked_before_its_first_token_tells_no_time_in_the_queue(
+    tiny_model: Path, params: SamplingParams
+) -> None:
+    """The core knows the wait since its return alone: the rest would count as prefill."""
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(max_num_seqs=2)))
+    core.add("parked", (1, 2, 3), params, is_resumed=True)
+    tokens = []
+    while core.has_work:
+        tokens += core.step()
+    assert tokens
+    assert all(token.queue_s is None for token in tokens)
+
+
+@pytest.mark.parametrize("caches", [True, False])
+def test_prefix_hits_are_counted_by_the_tokens_of_prompts(tiny_model: Path, caches: bool) -> None:
+    changes = settings(enable_prefix_caching=caches)
+    core = EngineCore(EngineConfig(model=str(tiny_model), **changes))
+    for key in ("a", "b"):
+        core.add(key, tuple(range(2, 32)), GREEDY)
+        while core.has_work:
+            core.step()
+    stats = core.stats
+    assert stats.num_prompt_tokens == 60
+    assert stats.num_prefix_query_tokens == (60 if caches else 0)
+    assert stats.num_prefix_hit_tokens == (24 if caches else 0), "three full blocks of 8 tokens"
+    assert stats.block_size == 8
+
+
 @pytest.mark.parametrize("num_host_blocks", [0, 64])
 def test_a_request_that_is_preempted_by_its_key_keeps_its_tokens_which_say_so(
     tiny_model: Path, num_host_blocks: int
@@ -357,6 +446,7 @@ def test_a_request_that_is_preempted_by_its_key_keeps_its_tokens_which_say_so(
     assert {token.request_status for token in calm} == {"normal"}
     status = "swapped" if num_host_blocks else "preempted"
     assert {token.request_status for token in tokens} == {status}
+    assert tokens[0].queue_s is not None
     stats = core.stats
     assert stats.num_swap_out_bytes == stats.num_swap_in_bytes
     assert stats.num_swap_out_bytes % core.worker.block_bytes == 0

@@ -6,6 +6,7 @@ import contextlib
 import json
 import resource
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,13 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
+from trencadis.engine.errors import (
+    ConfigError,
+    InvalidRequest,
+    ModelError,
+    RequestFailed,
+    SlowConversation,
+)
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.sampling_params import SamplingParams
@@ -226,6 +233,30 @@ def test_a_harmful_chat_template_ends_its_request_alone(tokenizer: Tokenizer, na
     assert tokenizer.decode(tokenizer.render_chat(messages)) == "user:hi\nassistant:"
 
 
+def test_a_slow_conversation_delays_no_quick_one(tiny_model: Path) -> None:
+    """It gets a tenth of a second before the others, and the rest beside them."""
+    template = f"{{% if messages[0].content == 'slow' %}}{ENDLESS}{{% endif %}}ok"
+    tokenizer = Tokenizer.load(str(tiny_model), template)
+    slow, usual = ([{"role": "user", "content": text}] for text in ("slow", "usual"))
+    try:
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(2):
+                with pytest.raises(SlowConversation):
+                    tokenizer.render_chat(slow, quick=True)
+            rest = pool.submit(tokenizer.render_chat, slow, quick=False)
+            for _ in range(3):
+                assert tokenizer.decode(tokenizer.render_chat(usual, quick=True)) == "ok"
+            assert not rest.done()
+            with pytest.raises(InvalidRequest, match="takes more than 2 s"):
+                rest.result(timeout=60)
+        assert tokenizer.decode(tokenizer.render_chat(usual, quick=False)) == "ok"
+    finally:
+        tokenizer.close()
+    for quick in (None, True, False):
+        with pytest.raises(RequestFailed):
+            tokenizer.render_chat(usual, quick=quick)
+
+
 def test_a_conversation_is_rendered_as_by_transformers(tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "h\u00e4"}, {"role": "assistant", "content": "and "}]
     for options in ({"add_generation_prompt": True}, {"continue_final_message": True}):
@@ -261,8 +292,15 @@ def test_conversations_are_rendered_beside_thousands_of_connections(tiny_model: 
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def test_a_renderer_that_was_closed_for_good_says_so_when_it_is_started(tiny_model: Path) -> None:
+    tokenizer = Tokenizer.load(str(tiny_model))
+    tokenizer.close()
+    with pytest.raises(RequestFailed, match="cannot be started: it was closed for good"):
+        tokenizer.start_renderer()
+
+
 def test_a_renderer_whose_process_was_killed_starts_another(tokenizer: Tokenizer) -> None:
-    process = tokenizer._renderer.started()
+    process = tokenizer._renderer._quick.started()
     process.kill()
     process.wait()
     assert tokenizer.render_chat([{"role": "user", "content": "hi"}])

@@ -89,7 +89,8 @@ def my_device() -> Device:
     return device
 
 
-@pytest.mark.parametrize("by_name", [True, False])
+@pytest.mark.slow
+@pytest.mark.parametrize("by_name", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_core_of_a_server_runs_on_it(tiny_model: Path, by_name: bool) -> None:
     async def body() -> None:
         device = "my_device:HalfMachine" if by_name else my_device()

@@ -171,6 +171,7 @@ SETTINGS: dict[str, Any] = {
 }
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 QUICK = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+GENERATE = ("prompt_token_ids", "params", "request_id", "priority", "client")
 
 
 def odd_params(rng: random.Random) -> Any:
@@ -229,7 +230,7 @@ class EngineFuzzer:
 
     async def _generate(self, rng: random.Random) -> None:
         arguments: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], "params": QUICK}
-        for name in rng.sample(("prompt_token_ids", "params", "request_id", "priority"), 2):
+        for name in rng.sample(GENERATE, 2):
             arguments[name] = odd_params(rng) if name == "params" else odd(rng)
         stream = self.engine.generate(**arguments)
         closes_after = rng.choice((0, 1, 99, 99))

@@ -21,6 +21,9 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.ipc.messages import NewToken
+from trencadis.engine.runner.forward_runner import ForwardOutput
+from trencadis.engine.runner.model_input import ModelInput
+from trencadis.engine.runner.shapes import DecodeShape, MixedShape
 
 PROMPT = tuple(range(40, 75))
 SAMPLED = SamplingParams(temperature=1.0, seed=7, max_tokens=10, ignore_eos=True)
@@ -238,6 +241,39 @@ def test_a_request_in_any_state_is_aborted_whole(tiny_model: Path) -> None:
             core.step()
             assert not core.has_work
             assert core.stats.num_used_blocks == 0
+
+
+@pytest.mark.parametrize("num_blocks", [16, 80])
+def test_samples_of_a_long_prompt_gather_no_more_than_was_profiled(
+    tiny_model: Path, num_blocks: int
+) -> None:
+    """On the CPU no bucket bounds the blocks that samples share; a prompt comes beside them."""
+    config = settings(device="cpu", max_model_len=64, num_blocks=num_blocks)
+    core = EngineCore(EngineConfig(model=str(tiny_model), **config))
+    forward_runner, shapes = core.worker.runner.forward_runner, []
+    run = forward_runner.run
+
+    def recording(batch: ModelInput) -> ForwardOutput:
+        shapes.append(batch.shape)
+        return run(batch)
+
+    forward_runner.run = recording  # type: ignore[method-assign]
+    found: dict[object, list[int]] = {}
+    core.add("samples", PROMPT, attrs.evolve(SAMPLED, n=7, max_tokens=5))
+    for step in range(100):
+        if step == 4:
+            core.add("beside", tuple(range(100, 120)), SamplingParams(temperature=0, max_tokens=2))
+        for token in core.step():
+            found.setdefault((token.key, token.index), []).append(token.token_id)
+    parts = [shape.decode if isinstance(shape, MixedShape) else shape for shape in shapes]
+    decodes = [shape for shape in parts if isinstance(shape, DecodeShape)]
+    assert max(shape.blocks + shape.extra for shape in decodes) <= 2 * num_blocks
+    assert (max(shape.batch for shape in decodes) < 7) == (num_blocks == 16)
+    assert any(isinstance(shape, MixedShape) for shape in shapes) == (num_blocks == 80)
+    llm = LLM(str(tiny_model), **settings())
+    (alone,) = llm.generate([PROMPT], attrs.evolve(SAMPLED, n=7, max_tokens=5))
+    assert [found["samples", i] for i in range(7)] == tokens(alone.completions)
+    assert len(found["beside", 0]) == 2
 
 
 @pytest.mark.parametrize(

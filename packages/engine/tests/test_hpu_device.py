@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 
 import attrs
@@ -20,6 +21,7 @@ from transformers.models.llama import modeling_llama
 from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
 from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
+from trencadis.engine.devices.hpu import bridge
 from trencadis.engine.devices.hpu import device as hpu_device
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.device import own_module, sensor_indices
@@ -807,6 +809,52 @@ def test_a_recipe_cache_that_the_bridge_could_not_use_is_refused(
     with pytest.raises(DeviceError, match="name a directory that can be written"):
         HPUDevice(recipe_cache=tmp_path / directory)  # "/proc" stays: it is absolute
     assert "PT_HPU_RECIPE_CACHE_CONFIG" not in os.environ
+
+
+@alone
+def test_recipes_are_read_from_a_directory_that_cannot_be_written(
+    lazy_gaudi, monkeypatch, tmp_path, caplog
+):
+    """The bridge writes beside what it reads: it gets a directory of its own, with the recipes.
+
+    Without those that it would write anew, because their metadata is empty.
+    """
+    caplog.set_level(logging.INFO)
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    for name in ("a.recipe", "a.metadata", "unfinished.recipe"):
+        (tmp_path / name).write_text(f"the {name}")
+    (tmp_path / "unfinished.metadata").touch()
+    temporary_file = bridge.tempfile.TemporaryFile
+
+    def read_only(dir):
+        if dir == tmp_path:
+            raise OSError(30, "Read-only file system")
+        return temporary_file(dir=dir)
+
+    monkeypatch.setattr(bridge.tempfile, "TemporaryFile", read_only)
+    HPUDevice(recipe_cache=tmp_path)
+    place = Path(os.environ["PT_HPU_RECIPE_CACHE_CONFIG"].split(",")[0])
+    assert place != tmp_path
+    assert {path.name: path.read_text() for path in place.iterdir()} == {
+        "a.recipe": "the a.recipe",
+        "a.metadata": "the a.metadata",
+    }
+    assert not (place / "a.metadata").is_symlink(), "the bridge locks it"
+    assert f"Recipes are read from {tmp_path}, which is read-only" in caplog.text
+
+
+@alone
+def test_recipes_that_another_user_may_have_made_are_not_loaded(
+    lazy_gaudi, monkeypatch, tmp_path, caplog
+):
+    monkeypatch.delenv("PT_HPU_RECIPE_CACHE_CONFIG", raising=False)
+    tmp_path.chmod(0o777)
+    HPUDevice(recipe_cache=tmp_path)
+    assert "PT_HPU_RECIPE_CACHE_CONFIG" not in os.environ
+    assert f"Recipes in {tmp_path} are not loaded" in caplog.text
+    assert "--trust-compile-cache" in caplog.text
+    HPUDevice(recipe_cache=tmp_path, trusted=True)
+    assert os.environ["PT_HPU_RECIPE_CACHE_CONFIG"].startswith(f"{tmp_path},false,")
 
 
 @alone

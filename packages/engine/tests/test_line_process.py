@@ -35,12 +35,13 @@ def main():
 RENDERER = "trencadis.engine.front.template_process"
 
 
-def conversation(text: str, template: str = "{{ messages[0].content }}") -> dict[str, Any]:
-    return {
+def conversation(text: str, template: str = "{{ messages[0].content }}") -> list[Any]:
+    arguments = {
         "chat_template": template,
         "conversations": [[{"role": "user", "content": text}]],
         "tools": None,
     }
+    return [2.0, arguments]
 
 
 @pytest.fixture
@@ -110,6 +111,19 @@ def test_a_fork_that_is_killed_at_work_blames_no_conversation(renderer: LineProc
     assert renderer.ask(conversation("next")) == {"text": "next"}
 
 
+def test_a_template_that_is_slow_to_compile_renders_quick_conversations(
+    renderer: LineProcess,
+) -> None:
+    """Also after a slow conversation has ended the fork that had compiled it."""
+    slow_to_compile = "{{ messages[0].content }}" + "{% if 0 %}{{ a[b] + c(d) }}{% endif %}" * 1000
+    _, quick = conversation("quick", slow_to_compile)
+    loop = "{% for _ in range(99999) %}"
+    _, slow = conversation("slow", loop + loop + "{% endfor %}{% endfor %}")
+    assert renderer.ask([0.1, quick]) == {"text": "quick"}
+    assert "timed_out" in renderer.ask([0.01, slow])
+    assert renderer.ask([0.1, quick]) == {"text": "quick"}
+
+
 def test_an_answer_that_came_twice_is_not_that_to_the_next_question(echo: LineProcess) -> None:
     assert echo.ask("twice") == "twice"
     time.sleep(0.2)
@@ -144,6 +158,28 @@ def test_closing_ends_a_question_at_once(echo: LineProcess) -> None:
         with pytest.raises(RequestFailed):
             asked.result(timeout=5)
     assert echo.ask("again") == "again"
+
+
+def test_a_question_after_the_end_starts_no_process(echo: LineProcess) -> None:
+    """Also one that has waited for another, which was answered by the end."""
+    echo.ask("warm")
+    process, turn = echo.started(), threading.Lock()
+
+    def ask(question: object) -> object:
+        with turn:
+            return echo.ask(question)
+
+    with ThreadPoolExecutor(2) as pool:
+        asked = [pool.submit(ask, question) for question in ([30], "waits")]
+        time.sleep(0.3)
+        echo.close_for_good()
+        for question in asked:
+            with pytest.raises(RequestFailed):
+                question.result(timeout=5)
+    assert process.poll() is not None
+    assert echo._process is None
+    with pytest.raises(RequestFailed, match="closed for good"):
+        echo.ask("later")
 
 
 @pytest.mark.parametrize("question", ["short", "long" * 100_000])

@@ -111,10 +111,13 @@ def test_sliding_window_is_refused_unless_it_is_never_left(
 
 def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:
     from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+    from trencadis.engine.devices.cpu.tiled_linear import TiledLinear
 
     model = load_model(inspect_model(str(tiny_model)), CPU, torch.bfloat16, 128)
     CPUDevice().optimize(model)
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    packed = [
+        module for module in model.modules() if isinstance(module, (PackedLinear, TiledLinear))
+    ]
     assert len(packed) == 2 * 7 + 1
     plain = torch.nn.Linear(40, 24, dtype=torch.bfloat16)
     rows = torch.randn(5, 40, dtype=torch.bfloat16)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +15,7 @@ import torch
 
 from trencadis.engine import LLM, SamplingParams
 from trencadis.engine.devices.cpu import attention, native_kernel
-from trencadis.engine.devices.cpu.attention import decode_kernel
+from trencadis.engine.devices.cpu.attention import attention_kernel
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
@@ -69,12 +71,53 @@ def test_a_truncated_kernel_is_compiled_again(source: Path, tmp_path: Path, leng
     assert library.read_bytes() != whole[:length]
 
 
-def test_a_kernel_of_another_user_is_not_loaded(source: Path, tmp_path: Path) -> None:
-    directory = tmp_path / "kernels"
+@pytest.mark.parametrize("place", ["kernels", "."])
+def test_a_directory_that_others_can_write_is_not_used(
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    place: str,
+) -> None:
+    """Nor one below it: who can write there can replace it."""
+    home = tmp_path / "home"
+    monkeypatch.setattr(native_kernel.platformdirs, "user_cache_dir", lambda _: str(home))
+    directory = tmp_path / "shared" / "kernels"
     load_kernel(source, ["ANSWER=42"], directory)
-    directory.chmod(0o777)
-    with pytest.raises(NoKernel, match="other users can write in"):
-        load_kernel(source, ["ANSWER=42"], directory)
+    for library in directory.glob("*.so"):
+        library.unlink()  # this process has loaded it
+        library.write_bytes(b"not to be loaded")
+    (directory.parent / place).chmod(0o777)
+    assert load_kernel(source, ["ANSWER=42"], directory).answer() == 42
+    assert len(list(home.glob("kernels/*.so"))) == 1
+    assert "another user may have made what is in" in caplog.text
+    assert "can be written by everyone" in caplog.text
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give files to another user")
+def test_a_library_of_another_user_is_compiled_again(
+    source: Path, tmp_path: Path, compilations: list[list[str]]
+) -> None:
+    load_kernel(source, ["ANSWER=42"], tmp_path)
+    (library,) = tmp_path.glob("answer-*.so")
+    shutil.copy(library, tmp_path / "copy")
+    (tmp_path / "copy").replace(library)  # this process has loaded the other
+    os.chown(library, 65534, 65534)
+    assert load_kernel(source, ["ANSWER=42"], tmp_path, trusted=True).answer() == 42
+    assert len(compilations) == 1
+    load_kernel(source, ["ANSWER=42"], tmp_path)
+    assert len(compilations) == 2
+    assert library.stat().st_uid == 0
+
+
+def test_without_room_or_right_to_write_the_users_own_cache_serves(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / "home"
+    monkeypatch.setattr(native_kernel.platformdirs, "user_cache_dir", lambda _: str(home))
+    (tmp_path / "file").touch()
+    assert load_kernel(source, ["ANSWER=42"], tmp_path / "file" / "below").answer() == 42
+    assert len(list(home.glob("kernels/*.so"))) == 1
 
 
 @pytest.mark.parametrize(
@@ -98,7 +141,7 @@ def test_what_cannot_be_compiled_is_told_and_leaves_nothing(
         monkeypatch.setenv("CXX", compiler)
     with pytest.raises(NoKernel, match=reason):
         load_kernel(source, ["ANSWER=42"], tmp_path / "kernels")
-    assert list((tmp_path / "kernels").iterdir()) == []
+    assert list(tmp_path.glob("kernels/*")) == []
 
 
 def test_a_compiler_that_hangs_is_stopped(
@@ -121,7 +164,7 @@ def test_a_model_without_a_kernel_is_refused(
     head_dim: int, dtype: torch.dtype, reason: str
 ) -> None:
     with pytest.raises(NoKernel, match=reason):
-        decode_kernel(4, 2, head_dim, dtype)
+        attention_kernel(4, 2, head_dim, dtype)
 
 
 def tokens(model: Path) -> list[tuple[int, ...]]:
@@ -143,18 +186,18 @@ def test_without_a_right_kernel_the_tokens_are_the_same(
     if fault == "no compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
     else:
-        right = attention.decode_kernel
+        right = attention.attention_kernel
 
-        def wrong(*model: object) -> object:
-            kernel = right(*model)
+        def wrong(*model: object, **where: object) -> object:
+            kernel = right(*model, **where)
 
-            def compute(*given: object) -> None:
+            def decode(*given: object) -> int:
                 *others, scale, num_threads = given
-                kernel.compute(*others, 2 * scale, num_threads)
+                return kernel.decode(*others, 2 * scale, num_threads)
 
-            return attrs.evolve(kernel, compute=compute)
+            return attrs.evolve(kernel, decode=decode)
 
-        monkeypatch.setattr(attention, "decode_kernel", wrong)
+        monkeypatch.setattr(attention, "attention_kernel", wrong)
     assert tokens(tiny_model) == expected
-    assert "Decode attention has no kernel of its own and is slower: " in caplog.text
+    assert "Attention has no kernel of its own and is slower: " in caplog.text
     assert ("off by" in caplog.text) == (fault == "wrong results")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+import msgspec
 import pytest
 
 from trencadis.engine import (
@@ -60,6 +61,20 @@ def test_samples_are_told_of_as_they_grow(tokenizer: Tokenizer) -> None:
     answers.push(1, "z", ends=True)
     assert answers.texts == [(1, "x", None), (0, "y", "length"), (1, "z", "length")]
     assert answers.stream.finished
+
+
+@pytest.mark.parametrize("params", [{"n": 1}, {"n": 1, "best_of": 2}], ids=["grows", "ranked"])
+def test_the_first_delta_tells_how_long_the_request_waited(
+    tokenizer: Tokenizer, params: dict[str, int]
+) -> None:
+    answers = Answers(tokenizer, **params)
+    (token_id,) = tokenizer.encode("x")
+    position = PositionLogprobs(TokenLogprob(token_id, -1.0))
+    token = NewToken("key", 0, token_id, None, 0, position, queue_s=1.5)
+    for index in range(max(params.values())):
+        answers.stream.push(msgspec.structs.replace(token, index=index))
+        answers.push(index, "y", ends=True)
+    assert [delta.queue_s for delta in answers.deltas] in ([1.5, None], [1.5])
 
 
 def test_the_best_are_told_of_in_the_end_and_in_their_order(tokenizer: Tokenizer) -> None:

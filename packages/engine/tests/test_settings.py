@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
@@ -198,6 +199,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("served_model_name", value) for value in (5, b"m", "\ud800")),
         *(("chat_template", value) for value in (5, b"m", "\ud800")),
         *(("compile_cache", value) for value in (5, b"m")),
+        *(("trust_compile_cache", value) for value in ("no", 1, None)),
         *(("cpu_threads", value) for value in (0, -1, 1.5, "2", True, 1025)),
         *(("temperature_source", value) for value in (5, ["nvml"])),
         *(("thermal_devices", value) for value in (0, "0,1", (), (-1,), (1, 1), (True,), (0.5,))),
@@ -208,6 +210,8 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("compile", value) for value in ("no", 1)),
         *(("fp32_softmax", value) for value in ("no", None)),
         *(("on_bucket_miss", value) for value in (5, "crash")),
+        *(("runner", value) for value in (True, "embed", None)),
+        *(("quantization", value) for value in (8, "int4", None)),
         *(("engine_restarts", value) for value in (-1, 1.5, None)),
         *(("hang_timeout", value) for value in (0, -1, "long", None)),
         *(("hang_restart_timeout", value) for value in (-1, "long", None, 90_000)),
@@ -351,7 +355,7 @@ def test_the_libraries_have_their_own_defaults() -> None:
 
 def test_every_public_name_can_be_imported() -> None:
     for name in trencadis.engine.__all__:
-        is_value = name in {"FinishReason", "MAX_CACHE_SALT", "RequestStatus"}
+        is_value = name in {"FinishReason", "MAX_CACHE_SALT", "POOLING", "RequestStatus"}
         assert is_value or getattr(trencadis.engine, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Motor'"):
         _ = trencadis.engine.Motor  # type: ignore[attr-defined, unused-ignore]
@@ -378,15 +382,22 @@ def test_the_scheduling_policies_are_those_of_the_scheduler() -> None:
 @pytest.mark.parametrize("name", [field.name for field in attrs.fields(EngineConfig)])
 def test_every_setting_is_read_somewhere(name: str) -> None:
     """A setting that is parsed and never read has no effect, and no other test may notice."""
+    assert name in attributes_read() or name == "served_model_name", (
+        f"nothing reads EngineConfig.{name}"
+    )
+
+
+@cache
+def attributes_read() -> set[str]:
+    """Names of all attributes that the engine's modules use, without those that make settings."""
     source = Path(trencadis.engine.__file__).parent
     modules = [path for path in source.rglob("*.py") if path.name not in {"config.py", "cli.py"}]
-    read = {
+    return {
         node.attr
         for path in modules
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute)
     }
-    assert name in read or name == "served_model_name", f"nothing reads EngineConfig.{name}"
 
 
 def test_the_core_fills_every_statistic() -> None:

@@ -238,11 +238,12 @@ def test_a_thermal_policy_keeps_the_board_cooler() -> None:
     assert cool.seconds > hot.seconds
 
 
+@pytest.mark.slow
 def test_at_the_same_peak_less_prefill_costs_less_than_fewer_sequences() -> None:
     """The law of `benchmarks/heat_soak.py`, with less traffic; its targets give equal peaks."""
     bursts = made_up(*((3.2 * (i // 50) + 0.01 * (i % 50), 1200, 150) for i in range(1500)))
     reports = []
-    for policy, target_c in (("proportional", 76.0), ("two_phase", 78.4)):
+    for policy, target_c in (("proportional", 76.0), ("two_phase", 78.6)):
         simulation, report = serve(
             bursts,
             device="h200",
@@ -257,7 +258,7 @@ def test_at_the_same_peak_less_prefill_costs_less_than_fewer_sequences() -> None
     assert min(sample.prefill_limit for sample in two_phase.samples) < 2048
     assert min(sample.prefill_limit for sample in proportional.samples) == 2048
     assert two_phase.preemptions == 0 < proportional.preemptions
-    assert two_phase.first_token_s.p99 < proportional.first_token_s.p99
+    assert two_phase.first_token_s.p99 < 0.8 * proportional.first_token_s.p99
     assert two_phase.between_tokens_s.p99 < proportional.between_tokens_s.p99
     assert two_phase.seconds < proportional.seconds
 

@@ -27,6 +27,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     EngineDead,
+    EngineOverloaded,
     InvalidRequest,
     SamplingParams,
     StructuredOutput,
@@ -604,6 +605,20 @@ def test_too_many_requests_that_wait_for_a_grammar_are_refused(tiny_model, monke
 
 
 @needs_llguidance
+def test_grammars_of_one_client_refuse_no_other(tiny_model, monkeypatch) -> None:
+    core = make_core(tiny_model, max_waiting=4)
+    monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: Future())
+    params = SamplingParams(structured_output=YES_NO)
+    core.add("plain", (1,), SamplingParams(), client="trickle")
+    for number in range(3):
+        core.add(f"flood {number}", (1,), params, client="flood")
+    with pytest.raises(EngineOverloaded, match="4 requests are waiting"):
+        core.add("flood 3", (1,), params, client="flood")
+    core.add("trickle", (1,), params, client="trickle")
+    core.close()
+
+
+@needs_llguidance
 def test_padding_of_the_vocabulary_is_never_sampled(make_tiny_model, tmp_path, tokenizer) -> None:
     """Logits are wider than the tokenizer; without an end token, the grammar alone ends."""
     for eos in (257, 300):
@@ -739,6 +754,7 @@ def test_a_hostile_schema_hurts_its_sender_alone(tiny_model: Path) -> None:
     asyncio.run(asyncio.wait_for(body(), 60))
 
 
+@pytest.mark.slow
 @needs_llguidance
 def test_an_engine_that_stops_during_a_check_fails_its_request(tiny_model, monkeypatch) -> None:
     """The request is not known to the engine yet, so only a second look tells that it stopped."""

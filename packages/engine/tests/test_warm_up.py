@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 import torch
+from torch import fx, nn
 from transformers import (
     AutoModelForCausalLM,
     GPTNeoXConfig,
+    Olmo3Config,
     PhiConfig,
     PreTrainedConfig,
     SmolLM3Config,
@@ -28,6 +31,9 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.hpu.attention import RowAttention
+from trencadis.engine.models import decoder_layers
+from trencadis.engine.models.decoder_layers import DecoderLayers
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 FEW_BUCKETS = BucketingConfig(
@@ -110,7 +116,7 @@ def test_after_a_full_warm_up_nothing_is_compiled(
 ) -> None:
     core, _ = compiled
     ready = core.device.num_compilations()
-    assert ready == 2, "32 tokens of a prompt; 4 of a decode, with and without shared blocks"
+    assert ready == 1, "32 tokens of a prompt, and 4 of a decode"
     assert serve(core) == expected
     assert core.device.num_compilations() == ready
     stats = core.stats
@@ -119,21 +125,32 @@ def test_after_a_full_warm_up_nothing_is_compiled(
 
 
 @pytest.mark.slow
-def test_shapes_of_as_many_tokens_share_a_program(
-    tiny_model: Path, tmp_path: Path, expected: dict[str, list[int]]
+@pytest.mark.parametrize("layers_depend_on_tokens", [False, True])
+def test_shapes_share_programs(
+    tiny_model: Path,
+    tmp_path: Path,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    layers_depend_on_tokens: bool,
 ) -> None:
-    """32 tokens with no, little and much context; 4 sequences with few and with many blocks."""
+    """Prompts with no, little and much context; 1 and 4 sequences with few and many blocks.
+
+    Those of all numbers of tokens but 1 share one, or if layers depend on it, those of each number.
+    """
+    if layers_depend_on_tokens:
+        monkeypatch.setattr(DecoderLayers, "trace_for_any_tokens", lambda *_: None)
     buckets = BucketingConfig(
         prompt_batch=AxisConfig(min=1, step=1, max=2),
         prompt_query=AxisConfig(min=16, step=16, max=32),
         prompt_context=AxisConfig(min=0, step=4, max=16),
-        decode_batch=AxisConfig(min=4, step=4, max=4),
+        decode_batch=AxisConfig(min=1, step=4, max=4),
         decode_blocks=AxisConfig(min=20, step=20, max=60),
     )
     core = EngineCore(on_cpu(tiny_model, tmp_path / "empty", bucketing=buckets))
     core.warm_up()
     assert core.stats.num_ready_buckets > 12
-    assert core.device.num_compilations() == len({16, 32, 4})
+    programs = {16, 32, 4, 1} if layers_depend_on_tokens else {"any number", 1}
+    assert core.device.num_compilations() == len(programs)
     assert serve(core) == expected
     assert core.stats.num_compilations == 0
 
@@ -157,17 +174,135 @@ def test_attention_whose_result_is_a_view_is_compiled_right(
     assert found[0] == found[1]
 
 
-def test_layers_with_different_settings_are_not_compiled_as_one(
+class Tracing(CPUDevice):
+    """Compiles nothing: the program of a layer is what was traced of it."""
+
+    def compiler_missing(self) -> None:
+        return None
+
+    def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        self._programs.compiled += 1
+        return module
+
+
+def smollm3(directory: Path, add_tokenizer: Callable[[Path], None], num_layers: int) -> Path:
+    """A model of which every second layer has no rotary embedding."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": num_layers}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 258}
+    family = SmolLM3Config(
+        no_rope_layer_interval=2, pad_token_id=0, initializer_range=0.6, **sizes, **heads
+    )
+    AutoModelForCausalLM.from_config(family).save_pretrained(directory)
+    add_tokenizer(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(CPUDevice, marks=pytest.mark.slow), Tracing], ids=["compiled", "traced"]
+)
+def test_layers_of_two_kinds_have_a_program_each(
+    tmp_path: Path, add_tokenizer: Callable[[Path], None], device: type[CPUDevice]
+) -> None:
+    model = smollm3(tmp_path / "model", add_tokenizer, num_layers=4)
+    plain = EngineCore(config(model, device="cpu", compile=False))
+    plain.warm_up()
+    core = EngineCore(on_cpu(model, tmp_path / "cache"), device())
+    core.warm_up()
+    assert core.device.num_compilations() == 2, "for any number of tokens"
+    assert serve(core) == serve(plain)
+    assert core.stats.num_compilations == 0
+
+
+@pytest.mark.slow
+def test_a_gaudi_compiles_layers_of_two_kinds(
+    eager_gaudi: object, tmp_path: Path, add_tokenizer: Callable[[Path], None]
+) -> None:
+    model = smollm3(tmp_path, add_tokenizer, num_layers=3)
+    plain = EngineCore(config(model, device="cpu", compile=False))
+    plain.warm_up()
+    core = EngineCore(config(model, device="hpu", compile=True))
+    core.warm_up()
+    assert serve(core) == serve(plain)
+    assert core.stats.num_compilations == 0
+
+
+class TracingForward(Tracing):
+    """Its programs are whole forward passes, as a Gaudi's."""
+
+    compiles_forward = True
+
+    def optimize(self, model: nn.Module) -> None:
+        del model
+        self.attention = RowAttention()
+
+
+def test_layers_with_rotary_embeddings_of_their_own_are_refused_where_one_serves_all(
     tmp_path: Path, add_tokenizer: Callable[[Path], None]
 ) -> None:
-    """Every second layer of this model has no rotary embedding."""
-    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4}
+    """All layers of such a model would rotate as the first one does."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 258}
-    family = SmolLM3Config(no_rope_layer_interval=2, pad_token_id=0, **sizes, **heads)
-    AutoModelForCausalLM.from_config(family).save_pretrained(tmp_path)
-    add_tokenizer(tmp_path)
-    with pytest.raises(ModelError, match="decoder layer 1 differs from layer 0"):
-        EngineCore(config(tmp_path, device="cpu", compile=True))
+    rotary = {
+        kind: {"rope_type": "default", "rope_theta": theta}
+        for kind, theta in (("full_attention", 1e4), ("sliding_attention", 1e6))
+    }
+    family = Olmo3Config(
+        layer_types=["full_attention", "sliding_attention"],
+        rope_parameters=rotary,
+        sliding_window=None,
+        pad_token_id=0,
+        **sizes,
+        **heads,
+    )
+    AutoModelForCausalLM.from_config(family).save_pretrained(tmp_path / "model")
+    add_tokenizer(tmp_path / "model")
+    core = EngineCore(on_cpu(tmp_path / "model", tmp_path / "cache"), TracingForward())
+    with pytest.raises(ModelError, match="decoder layer 1 is given other tensors than the first"):
+        core.warm_up()
+
+
+def test_layers_of_many_kinds_are_not_compiled(
+    tmp_path: Path, add_tokenizer: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = smollm3(tmp_path, add_tokenizer, num_layers=2)
+    monkeypatch.setattr(decoder_layers, "MAX_KINDS", 1)
+    with pytest.raises(ModelError, match="the decoder layers are of 2 kinds, and 1 at most"):
+        EngineCore(config(model, compile=True), Tracing())
+
+
+@pytest.mark.parametrize("who", ["the trace", "the compiler"])
+def test_a_program_that_holds_for_some_sizes_is_not_shared(
+    tiny_model: Path, expected: dict[str, list[int]], who: str
+) -> None:
+    """A guard on the number of tokens, of either, gives each number its own program."""
+    sizes = []
+
+    class Guarding(CPUDevice):
+        def compiler_missing(self) -> None:
+            return None
+
+        def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            sizes.append(inputs[0].shape[1])
+            if isinstance(sizes[-1], torch.SymInt):
+                assert bool(sizes[-1] > 3)  # sets a guard
+            return module
+
+    core = EngineCore(config(tiny_model, compile=True), Guarding())
+    if who == "the trace":
+        layers = core.worker.runner.forward_runner._layers
+        layer = layers._example
+
+        def guarded(recording: object, kind: int) -> Callable[..., torch.Tensor]:
+            run = layer(recording, kind)
+            return lambda *given: run(*given) if given[0].shape[1] > 3 else given[0]
+
+        layers._example = guarded
+    core.warm_up()
+    assert [size for size in sizes if not isinstance(size, torch.SymInt)] == [32, 4]
+    assert len(sizes) == (2 if who == "the trace" else 3)
+    assert serve(core) == expected
 
 
 @pytest.mark.slow
@@ -196,8 +331,32 @@ def test_without_warm_up_live_traffic_compiles_and_says_so(
     core = EngineCore(settings)
     core.warm_up()
     assert serve(core) == expected
-    assert core.stats.num_cold_forwards == 2
-    assert caplog.text.count("was not warmed up") == 2
+    assert core.stats.num_cold_forwards == 1
+    assert caplog.text.count("was not warmed up") == 1
+
+
+def test_a_device_that_compiles_each_shape_runs_those_of_its_buckets(tiny_model: Path) -> None:
+    """Programs that are shared do not help where the rest of a forward pass is compiled, too."""
+
+    class Compiling(CPUDevice):
+        dynamic_shapes = False
+
+        def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+            return module
+
+    core = EngineCore(config(tiny_model, compile=True, bucketing=None), Compiling())
+    forward_runner, sizes = core.worker.runner.forward_runner, set()
+    run = forward_runner._run
+
+    def recording(batch: Any) -> Any:
+        sizes.add(batch.shape.num_tokens)
+        return run(batch)
+
+    forward_runner._run = recording
+    core.warm_up()
+    warmed_up = set(sizes)
+    serve(core)
+    assert sizes == warmed_up
 
 
 def test_without_a_compiler_the_layers_run_as_they_are(
@@ -216,7 +375,13 @@ def test_without_a_compiler_the_layers_run_as_they_are(
 def test_shapes_become_ready_behind_traffic(
     tiny_model: Path, expected: dict[str, list[int]]
 ) -> None:
-    core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
+    ended: list[int] = []
+
+    class Noting(CPUDevice):
+        def end_warm_up(self) -> None:
+            ended.append(core.stats.num_ready_buckets)
+
+    core = EngineCore(config(tiny_model, warmup="background", bucketing=None), Noting())
     core.warm_up()
     first = core.stats
     assert 2 <= first.num_ready_buckets < first.num_buckets
@@ -224,7 +389,9 @@ def test_shapes_become_ready_behind_traffic(
     deadline = time.monotonic() + 60
     while core.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
+    core.worker.background.wait()
     assert core.stats.num_ready_buckets == first.num_buckets
+    assert ended == [first.num_buckets], "not before, and once"
     assert serve(core) == expected
 
 

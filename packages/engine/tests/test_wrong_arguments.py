@@ -88,6 +88,8 @@ async def settled(engine: AsyncEngine) -> None:
         ({"priority": "high"}, "priority"),
         ({"priority": 1.0}, "priority"),
         ({"priority": 2**63}, "priority"),
+        ({"client": 7}, "client"),
+        ({"client": "x" * 257}, "client"),
         ({"request_id": 7}, "request_id"),
         ({"request_id": "\ud800"}, "request_id"),
     ],
@@ -157,7 +159,7 @@ def test_numbers_of_numpy_are_accepted(served: Served) -> None:
     ("name", "value"),
     [
         *(("priority", "high"), ("prompt_token_ids", (1.5,)), ("params", None), ("params", [])),
-        ("cache_salt", 5),
+        *(("cache_salt", 5), ("client", 5)),
     ],
     ids=str,
 )
@@ -166,8 +168,8 @@ def test_a_message_that_the_core_cannot_read_is_answered_and_the_core_serves_on(
 ) -> None:
     """As if the checks in the front had a gap."""
 
-    def add(*arguments: Any) -> Add:
-        return msgspec.structs.replace(Add(*arguments), **{name: value})
+    def add(*arguments: Any, **fields: Any) -> Add:
+        return msgspec.structs.replace(Add(*arguments, **fields), **{name: value})
 
     async def body(engine: AsyncEngine) -> None:
         with monkeypatch.context() as patch:

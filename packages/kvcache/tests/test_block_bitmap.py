@@ -24,3 +24,5 @@ def test_agrees_with_a_set(toggled: list[int], bounds: tuple[int, int], start: i
     assert list(ids.iter_descending()) == sorted(expected, reverse=True)
     missing = [member for member in ids.iter_missing(start) if member < SIZE]
     assert missing == [member for member in range(start, SIZE) if member not in expected]
+    assert ids.count_between(low, high) == len(expected & set(range(low, high)))
+    assert ids.count_runs() == sum(member - 1 not in expected for member in expected)

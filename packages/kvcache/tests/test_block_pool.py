@@ -4,8 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from trencadis.kvcache import BlockPool, InvalidBlock, OutOfBlocks
+from trencadis.kvcache import BlockPool, InvalidBlock, InvalidSetting, OutOfBlocks
 from trencadis.kvcache.prefix_cache import BlockKey
 
 
@@ -182,3 +184,40 @@ def test_the_integers_of_a_block_table_are_block_ids() -> None:
     assert pool.highest_used_block == 2
     assert pool.allocate() == 1
     assert pool.ref_count(np.int32(2)) == 1  # type: ignore[arg-type]
+
+
+@given(
+    num_blocks=st.integers(2, 1200),
+    max_cells=st.integers(1, 600),
+    released=st.sets(st.integers(1, 1199)),
+    cached=st.sets(st.integers(1, 1199)),
+)
+def test_a_map_shows_each_block_once_in_a_bounded_number_of_cells(
+    num_blocks: int, max_cells: int, released: set[int], cached: set[int]
+) -> None:
+    pool = BlockPool(num_blocks)
+    blocks = take(pool, num_blocks - 1)
+    for block in blocks:
+        if block in cached:
+            cache(pool, block)
+        elif block in released:
+            pool.release(block)
+    used = set(blocks) - cached - released
+
+    shown = pool.block_map(max_cells)
+
+    assert len(shown.used) == len(shown.cached) <= max_cells
+    for i, (num_used, num_cached) in enumerate(zip(shown.used, shown.cached, strict=True)):
+        start = 1 + i * shown.blocks_per_cell
+        cell = set(blocks) & set(range(start, start + shown.blocks_per_cell))
+        assert (num_used, num_cached) == (len(cell & used), len(cell & cached))
+    assert sum(shown.used) == pool.num_used_blocks
+    assert sum(shown.cached) == pool.num_cached_blocks
+    assert shown.num_used_runs == sum(block - 1 not in used for block in used)
+    assert (shown.num_blocks, shown.highest_used_block) == (num_blocks - 1, max(used, default=0))
+
+
+@pytest.mark.parametrize("cells", [0, -1, True, "8", 1.5])
+def test_a_map_without_cells_is_refused(cells: Any) -> None:
+    with pytest.raises(InvalidSetting, match="max_cells must be an integer from 1"):
+        BlockPool(8).block_map(cells)

@@ -64,6 +64,7 @@ def test_the_used_blocks_become_contiguous_by_the_fewest_copies(
     assert manager.pool.highest_used_block == plan.highest_after == plan.num_used == len(used)
     # Lower bound: each block above n must move to 1..n, and a copy moves a single block.
     assert len(plan.copies) == plan.num_moved == sum(block > len(used) for block in used)
+    assert defragmenter.num_moved == plan.num_moved
     assert all(src > len(used) >= dst for src, dst in plan.copies)
     assert defragmenter.defragment() is None
     for seq_id in used:

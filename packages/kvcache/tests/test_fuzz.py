@@ -139,6 +139,7 @@ class Fuzzer:
                 (pool.allocate, (), {}),
                 (pool.share, ("block",), {}),
                 (pool.release, ("block",), {}),
+                (pool.block_map, ("number",), {}),
             ],
             (lambda *move: pool.relocate(*move[:2], keep=move[2]), ("block", "block", "flag"), {}),
             (lambda: host_pool.allocate(None), (), {}),

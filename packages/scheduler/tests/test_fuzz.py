@@ -107,6 +107,7 @@ REQUEST = {
     "beam_search": "beam_search",
     "priority": "count",
     "extra_keys": "extra_keys",
+    "client": "client",
 }
 BEAM_SEARCH = {"width": "num_seqs", "length_penalty": "seconds", "early_stopping": "flag"}
 CONFIG = {
@@ -262,6 +263,7 @@ class Fuzzer:
             *[(self.update, (), {})] * 3,
             *[(scheduler.update, ("output", "sampled"), results)] * 3,
             (scheduler.add, ("request",), {}),
+            (scheduler.check_queue, (), {"client": "client", "others": "request_ids"}),
             *[(scheduler.abort, ("request_id",), {})] * 2,
             *[(scheduler.finish, ("seq_id",), {})] * 2,
             (scheduler.abort_and_swap, ("request_ids",), {}),
@@ -454,6 +456,9 @@ class Fuzzer:
 
     def some_extra_keys(self) -> tuple[Any, ...]:
         return self.rng.choice(((), ("a",), ("a", 1)))
+
+    def some_client(self) -> str:
+        return self.rng.choice(("", "a", "b"))
 
     def some_queue_policy(self) -> str:
         return self.rng.choice(("fcfs", "priority"))

@@ -152,6 +152,20 @@ def test_a_target_evicts_at_once_in_the_order_that_was_asked_for() -> None:
     assert running == ["a"], "the policy goes on in that order: it evicts b and e before a"
 
 
+def test_the_limit_after_a_large_first_victim_is_that_of_those_who_are_left() -> None:
+    """A group that runs first may exceed the policy's limit; once it is evicted, nobody may."""
+    bench = Bench.of(ProportionalThermalPolicy(target_temp_c=90.0, victims="lru"))
+    bench.add("a", 40, n=4)
+    for name in "bcde":
+        bench.add(name)
+    bench.heat.hottest_c = 85.0
+    bench.steps(4)
+    assert bench.scheduler.num_running_seqs == 8
+    answer = bench.order(target_temp_c=79.0, policy="largest_kv")
+    assert answer.evicted_request_ids[0] == "a"
+    assert answer.new_running == 2
+
+
 @pytest.mark.parametrize("senses", [True, False])
 def test_a_dry_run_gives_the_errors_of_the_order(senses: bool) -> None:
     bench = Bench.of(NoThermalPolicy(), senses=senses)

@@ -149,6 +149,7 @@ class Machine(RuleBasedStateMachine):
         min_tokens=st.integers(0, 2),
         branches=branching,
         priority=st.integers(0, 2),
+        client=st.sampled_from(["", "", "a", "b"]),
     )
     def arrive(
         self,
@@ -157,6 +158,7 @@ class Machine(RuleBasedStateMachine):
         min_tokens: int,
         branches: dict[str, object],
         priority: int,
+        client: str,
     ) -> None:
         self.names += 1
         request = Request(
@@ -166,6 +168,7 @@ class Machine(RuleBasedStateMachine):
             min_tokens=min_tokens,
             stop_token_ids=frozenset({STOP}),
             priority=priority,
+            client=client,
             **branches,
         )
         self.unfinished[request.request_id] = self.runner.add(request)

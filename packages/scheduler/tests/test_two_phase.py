@@ -96,6 +96,35 @@ def test_a_budget_is_kept_by_prefill_alone_where_that_suffices() -> None:
     assert 440 < sum(settled) / len(settled) < 520
 
 
+def test_an_idle_minute_after_the_start_does_not_suspend_the_budget() -> None:
+    """The time until the next request is no step: long steps would allow all prefill tokens."""
+    device = Device(TwoPhaseThermalPolicy(budget_w=500.0))
+    for _ in range(5):
+        device.step()
+    device.view.num_running_seqs = 0
+    device.view.now_s += 60
+    device.step()
+    device.view.num_running_seqs = SEQUENCES
+    device.serve(15)
+    assert min(device.limits) < BUDGET
+    settled = device.powers[-100:]
+    assert sum(settled) / len(settled) < 520
+
+
+def test_an_idle_minute_does_not_count_as_long_steps_for_the_guard() -> None:
+    policy = TwoPhaseThermalPolicy(budget_w=300.0, max_ttft_s=10.0, max_itl_s=0.2)
+    view = View(num_running_seqs=40, longest_wait_s=11.0)
+    for step in range(5):
+        view.now_s = 0.1 * step
+        view.num_prefill_tokens += 500
+        policy.on_power_reading(600.0)
+        policy.get_max_running_seqs(view)
+    view.now_s, view.num_running_seqs = 60.0, 0
+    policy.on_power_reading(601.0)
+    policy.get_max_running_seqs(view)
+    assert policy.get_max_prefill_tokens(view) is None
+
+
 def test_sequences_follow_when_prefill_is_at_its_minimum() -> None:
     device = Device(TwoPhaseThermalPolicy(budget_w=260.0, min_prefill_tokens=32))
     device.serve(180)
@@ -185,6 +214,25 @@ def test_a_hot_board_stays_below_its_limit_with_and_without_a_power_sensor(
     assert min(device.limits) < BUDGET
     assert (device.limits[-1], device.caps[-1]) == (BUDGET, SEQUENCES)
     assert device.preempted == 0, "decode alone cools the board enough"
+
+
+@pytest.mark.parametrize("wrong_w", [65_535.0, 2_000.0, 1.0])
+@pytest.mark.parametrize("second", [0, 2, 5, 9, 30])
+def test_one_wrong_power_reading_does_not_lift_the_limits_of_a_hot_board(
+    second: int, wrong_w: float
+) -> None:
+    highest = []
+    for wrong_second in (None, second):
+        device = Device(TwoPhaseThermalPolicy(target_temp_c=82.0), temperature=lambda _: 86.0)
+        while device.view.now_s < 120:
+            if int(device.view.now_s) == wrong_second:
+                device.watts = wrong_w
+            device.step()
+        late = [i for i, at_s in enumerate(device.at_s) if at_s > 40]
+        highest.append(max(device.powers[i] for i in late))
+        assert max(device.limits[i] for i in late) < BUDGET / 4
+        assert max(device.caps[i] for i in late) <= SEQUENCES
+    assert highest[1] <= 1.1 * highest[0]
 
 
 def test_nothing_is_limited_without_readings_and_below_the_target() -> None:
@@ -290,8 +338,9 @@ def test_whatever_is_read_limits_stay_in_bounds_and_reverse_once_per_dwell_time(
         assert all(b - a >= DWELL_S for a, b in pairwise(times))
 
 
-def test_a_budget_is_kept_although_the_device_is_cool() -> None:
-    device = Device(TwoPhaseThermalPolicy(budget_w=500.0), temperature=lambda _: 50.0)
+@pytest.mark.parametrize("temp_c", [50.0, 75.0])
+def test_a_budget_is_kept_although_the_device_is_cool(temp_c: float) -> None:
+    device = Device(TwoPhaseThermalPolicy(budget_w=500.0), temperature=lambda _: temp_c)
     device.serve(60)
     assert min(device.limits) < BUDGET
     assert sum(device.powers[-500:]) / 500 < 520
@@ -312,10 +361,12 @@ def test_a_hold_that_ended_does_not_shorten_the_next() -> None:
 
 def test_an_order_that_asks_twice_in_a_step_changes_nothing() -> None:
     def limits(num_asked: int) -> list[int | None]:
-        policy, view = TwoPhaseThermalPolicy(budget_w=500.0), View()
+        # Requests wait, and steps are as long as the guard allows: on average half as long, with
+        # steps of 0 s among them, it would spare prefill.
+        policy, view = TwoPhaseThermalPolicy(budget_w=500.0), View(longest_wait_s=11.0)
         found = []
-        for step in range(300):
-            view.now_s += 0.05
+        for step in range(100):
+            view.now_s += 0.25
             view.num_prefill_tokens += 600 * (step % 2)
             policy.on_power_reading(600.0 + step % 7)
             for _ in range(num_asked):

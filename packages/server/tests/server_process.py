@@ -81,14 +81,20 @@ def session_members(leader: int) -> list[int]:
     return members
 
 
+def cores_of(server: ServerProcess) -> list[int]:
+    """The processes of the engine core: none while it is restarted."""
+    cores = []
+    for pid in session_members(server.process.pid):
+        with suppress(OSError):
+            command = Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
+            if pid != server.process.pid and "spawn_main" in command:
+                cores.append(pid)
+    return cores
+
+
 def core_of(server: ServerProcess) -> int:
     """The process of the engine core."""
-    (core,) = (
-        pid
-        for pid in session_members(server.process.pid)
-        if pid != server.process.pid
-        and "spawn_main" in Path(f"/proc/{pid}/cmdline").read_text(encoding="utf-8")
-    )
+    (core,) = cores_of(server)
     return core
 
 
@@ -101,23 +107,26 @@ def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
     pytest.fail(f"did not happen within {seconds} seconds")
 
 
-def save_tiny_model(directory: Path, max_model_len: int = 512) -> Path:
-    """A two-layer Llama over bytes with random weights, in fp32."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=258,
-        hidden_size=48,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        max_position_embeddings=max_model_len,
-        bos_token_id=256,
-        eos_token_id=257,
-        initializer_range=0.6,
-    )
-    LlamaForCausalLM(config).save_pretrained(directory)
+def save_tiny_model(
+    directory: Path, max_model_len: int = 512, seed: int = 0, **changes: int
+) -> Path:
+    """A two-layer Llama over bytes with random weights, in fp32; ``changes`` are of its config."""
+    torch.manual_seed(seed)
+    config = {
+        "vocab_size": 258,
+        "hidden_size": 48,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": max_model_len,
+        "bos_token_id": 256,
+        "eos_token_id": 257,
+        "initializer_range": 0.6,
+        **changes,
+    }
+    LlamaForCausalLM(LlamaConfig(**config)).save_pretrained(directory)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE({**vocabulary, "<bos>": 256, "<eos>": 257}, []))

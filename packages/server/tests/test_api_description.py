@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.asyncio
 
-GENERATION = ("/v1/chat/completions", "/v1/completions")
+GENERATION = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages")
 
 
 async def test_errors_have_the_form_that_is_sent(client):
@@ -20,7 +20,8 @@ async def test_errors_have_the_form_that_is_sent(client):
             for status, response in operation["responses"].items():
                 if status != "200":
                     (content,) = response["content"].items()
-                    reference = {"$ref": "#/components/schemas/ErrorResponse"}
+                    name = "MessagesErrorResponse" if "messages" in path else "ErrorResponse"
+                    reference = {"$ref": f"#/components/schemas/{name}"}
                     assert content == ("application/json", {"schema": reference}), path
     sent = (await client.post("/v1/completions", json={})).json()
     described = description["components"]["schemas"]

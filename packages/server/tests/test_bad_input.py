@@ -54,6 +54,11 @@ CHAT = [
     ({"messages": "hello"}, "messages"),
     ({"messages": None}, "messages"),
     ({"messages": [1]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": ""}] * 8193}, "messages"),
+    (
+        {"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(1025)]},
+        "tools",
+    ),
     ({"messages": [{"content": "a"}]}, "messages[0].role"),
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),

@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import attrs
 import pytest
@@ -14,8 +15,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
-from trencadis.bucketing import AxisConfig, describe_variables
-from trencadis.engine import ConfigError, EngineConfig
+from trencadis.bucketing import AxisConfig, Bucket, describe_variables
+from trencadis.engine import CompileCacheReport, ConfigError, EngineConfig
 from trencadis.engine.models import default_model
 from trencadis.kvcache import DefragConfig
 from trencadis.server import ServerSettings
@@ -25,8 +26,10 @@ from trencadis.server.cli import (
     flag_parser,
     main,
     server_settings,
+    warmup_parser,
 )
-from trencadis.warmup import WarmupConfig
+from trencadis.server.commands import warmup
+from trencadis.warmup import Phase, WarmupConfig
 
 ENGINE = {
     "served_model_name": ("name", "name"),
@@ -51,6 +54,9 @@ ENGINE = {
     "record_traffic": ("f.json", "f.json"),
     "compile": (None, True),
     "compile_cache": ("/cache", "/cache"),
+    "trust_compile_cache": (None, True),
+    "runner": ("pooling", "pooling"),
+    "quantization": ("int8", "int8"),
     "fp32_softmax": ("true", True),
     "engine_restarts": ("1", 1),
     "hang_timeout": ("9", 9.0),
@@ -68,25 +74,40 @@ SERVER = {
     "port": ("9", 9),
     "allowed_hosts": ("a", ("a",)),
     "api_keys": ("a", ("a",)),
+    "api_key_file": ("keys", "keys"),
     "tool_call_parser": ("hermes", "hermes"),
     "reasoning_parser": ("qwen3", "qwen3"),
     "enable_auto_tool_choice": (None, True),
     "admin_keys": ("d", ("d",)),
     "admin_rate_limit": ("3", 3.0),
     "admin_port": ("9", 9),
+    "otlp_traces_endpoint": ("http://a:4318/v1/traces", "http://a:4318/v1/traces"),
     "ssl_certfile": ("c.pem", "c.pem"),
     "max_body_size": ("1KiB", 1024),
     "max_connections": ("7", 7),
     "shutdown_timeout": ("3", 3.0),
     "access_log": (None, False),
+    "server_dev_mode": ("1", True),
+    "multi_model_config": ("models.yaml", "models.yaml"),
+    "model_stash_gib": ("1.5", 1.5),
+    "min_model_stay": ("3", 3.0),
+    "max_switch_waiting": ("3", 3),
 }
 """The text of a flag, and the value it gives its field."""
 
 WITH_OTHERS = {
+    "auto_switch": (("--multi-model-config", "models.yaml"), (), True),
     "enable_admin_api": (("--admin-api-key", "d"), (), True),
+    "admin_signature_window": (
+        ("--admin-api-key", "d", "--allowed-hosts", "server"),
+        ("60",),
+        60.0,
+    ),
     "admin_host": (("--admin-port", "9"), ("::1",), "::1"),
     "ssl_keyfile": (("--ssl-certfile", "c.pem"), ("k.pem",), "k.pem"),
     "prefix_cache_per_key": (("--api-key", "a"), (), True),
+    "fair_share": (("--api-key", "a"), ("key",), "key"),
+    "max_requests_per_key": (("--api-key-file", "keys"), ("3",), 3),
     "ssl_ca_certs": (("--ssl-certfile", "c.pem"), ("a.pem",), "a.pem"),
     "ssl_cert_reqs": (("--ssl-certfile", "c.pem", "--ssl-ca-certs", "a.pem"), ("2",), 2),
 }
@@ -214,6 +235,12 @@ def test_a_certificate_that_cannot_be_used_is_one_line(capsys):
     assert "--ssl-certfile, --ssl-keyfile and --ssl-ca-certs cannot be" in capsys.readouterr().err
 
 
+def test_a_collector_that_is_no_url_is_one_line_before_the_model_is_loaded(capsys):
+    assert main(["m", "--otlp-traces-endpoint", "collector:4317", "--port", "0"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "otlp_traces_endpoint 'collector:4317' is no URL" in line
+
+
 def test_defragmentation_and_its_warm_up_are_switched_off_by_variables(caplog):
     environ = {"VLLM_DEFRAG": "false", "VLLM_DEFRAG_WARMUP": "0", "VLLM_DEFRAG_WITH_GRAPHS": "1"}
     config = engine_config(parse("m"), environ)
@@ -325,6 +352,65 @@ def test_a_bad_flag_is_explained(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "one of the arguments --output --check is required"),
+        (["--output", "a", "--check", "a"], "not allowed with argument"),
+        (["--output", "a", "--compile-cache", "b"], "leave --compile-cache out"),
+        (["--output", "a", "--port", "80"], "unrecognized arguments: --port"),
+    ],
+)
+def test_a_warm_up_without_serving_has_one_task(capsys, argv, message):
+    with pytest.raises(SystemExit) as exit_:
+        main(["warmup", "m", *argv])
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_check_of_a_directory_that_is_not_there_is_one_line(capsys, tmp_path):
+    missing = tmp_path / "no such directory"
+    assert main(["warmup", "m", "--check", str(missing), "--log-level", "error"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"engine-serve warmup: error: {missing} is no directory")
+    assert error.count("\n") == 1
+
+
+def test_a_warm_up_without_serving_has_every_flag_of_the_engine():
+    engine = [action.dest for action in warmup_parser()._actions]
+    assert {"output", "check"} < set(engine)
+    assert set(ENGINE) - {"fp32_softmax"} <= set(engine), "which is a variable alone"
+    assert not set(SERVER) & set(engine)
+
+
+@pytest.mark.parametrize(
+    ("missing", "code", "printed"),
+    [
+        ((), 0, "2 compiled in 3 s. /d has the programs of all 2 buckets\n"),
+        (None, 0, "2 compiled in 3 s. Programs of 2 buckets were made for /d\n"),
+        (
+            ((Phase.DECODE, Bucket(("batch", "blocks"), (4, 60))),),
+            1,
+            "missing: decode bucket (4, 60)\n"
+            "2 compiled in 3 s. /d lacks programs of 1 of 2 buckets\n",
+        ),
+    ],
+)
+def test_what_a_cache_lacks_is_listed_and_is_the_exit_code(
+    monkeypatch, capsys, missing, code, printed
+):
+    asked = []
+
+    def fill(config):
+        asked.append(config)
+        return CompileCacheReport(Path("/d"), 2, missing, 2, 3.2)
+
+    monkeypatch.setattr(warmup, "fill_compile_cache", fill)
+    assert main(["warmup", "m", "--output", "/d", "--max-num-seqs", "7"]) == code
+    assert capsys.readouterr().out == printed
+    assert (asked[0].model, asked[0].compile_cache, asked[0].max_num_seqs) == ("m", "/d", 7)
+
+
 def test_a_taken_port_is_one_line_before_any_model_is_loaded(capsys):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -422,6 +508,7 @@ def checkpoint(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_device_of_the_users_own_is_named_by_its_class(checkpoint, tmp_path, monkeypatch):
     (tmp_path / "own_device.py").write_text("Wrong = int\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -449,3 +536,46 @@ def test_a_wrong_path_is_one_line_and_no_traceback():
     assert "no-such-model" in done.stderr
     assert "Traceback" not in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("argv", "text", "message"),
+    [
+        (["m"], "models: {a: {model: m}}", "MODEL 'm' and a file of models exclude each other"),
+        (["--served-model-name", "x"], "models: {a: {model: m}}", "--served-model-name 'x'"),
+        ([], "models: {a: {model: m, seed: x}}", "line 1: models.a.seed"),
+        ([], "models: {a: {model: m, tool_call_parser: no}}", "tool_call_parser"),
+        ([], "models: {a: {model: m, tool_call_parser: x}}", "line 1: models.a.tool_call_parser"),
+        ([], "models: {a: {model: m, ttl: 5}}", "a has a ttl, and without --auto-switch"),
+    ],
+)
+def test_a_bad_file_of_models_is_told_before_a_model_is_loaded(
+    capsys, tmp_path, argv, text, message
+):
+    file = tmp_path / "models.yaml"
+    file.write_text(text)
+    flags = ("--multi-model-config", str(file), "--port", "0", "--log-level", "error")
+    assert main([*argv, *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("engine-serve: error: ")
+    assert message in error
+
+
+def test_all_faults_of_a_file_of_models_are_told_at_once_with_their_lines(capsys, tmp_path):
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        """\
+models:
+  a:
+    model: m
+    tool_call_parser: x
+    reasoning_parser: y
+  b: {model: m, maxmodellen: 5, ttl: -1}
+"""
+    )
+    assert main(["--multi-model-config", str(file), "--port", "0", "--log-level", "error"]) == 1
+    error = capsys.readouterr().err
+    assert "has 4 faults" in error
+    places = ("4: models.a.tool_call_parser: ", "5: models.a.reasoning_parser: ")
+    for place in (*places, "6: models.b.maxmodellen is unknown", "6: models.b.ttl: "):
+        assert f"line {place}" in error, place

@@ -11,7 +11,11 @@ import pytest
 from trencadis.server.parsers.answer_parser import AnswerParser
 from trencadis.server.parsers.events import CallArguments, CallBegin, Content, Reasoning
 from trencadis.server.parsers.forced_calls import Thought, after_thought, forced_calls
-from trencadis.server.parsers.reasoning_parsers import Qwen3ReasoningParser
+from trencadis.server.parsers.harmony import MARKERS
+from trencadis.server.parsers.reasoning_parsers import (
+    HarmonyReasoningParser,
+    Qwen3ReasoningParser,
+)
 from trencadis.server.parsers.registry import TOOL_PARSERS, find_tool_parser
 
 llguidance = pytest.importorskip("llguidance", reason="needs the engine's extra `structured`")
@@ -142,7 +146,7 @@ def test_markers_that_are_special_tokens_are_forced_as_tokens(name):
     """No text has them. In this test, bytes that UTF-8 does not have are the special tokens."""
     tools = find_tool_parser(name)
     markers = [*tools.markers, "<think>", "</think>"]
-    special = {marker: 0xF8 + number for number, marker in enumerate(markers)}
+    special = {marker: 0xF5 + number for number, marker in enumerate(markers)}
     plain = written_by_chance(forced_calls(TOOLS, tools.call_format), 1)
     form = forced_calls(TOOLS, tools.call_format, thought=POSSIBLE, special=special)
     for text in (plain, f"<think>Hm, {{}}.</think>\n{plain}"):
@@ -161,6 +165,41 @@ def test_an_answer_in_json_may_come_after_reasoning():
     sentences = Thought(("Here is my thought process:",), ("Here is my response:",), is_open=False)
     form = after_thought({"enum": ["a"]}, sentences)
     assert accepts(form, 'Here is my thought process: Hm. Here is my response: "a"')
+
+
+GPT_OSS = Thought(
+    HarmonyReasoningParser.begins,
+    HarmonyReasoningParser.ends,
+    is_open=False,
+    before_answer=HarmonyReasoningParser.before_answer,
+)
+ANALYSIS = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant"
+
+
+@pytest.mark.parametrize("has_special", [False, True])
+def test_gpt_oss_writes_json_into_the_final_channel(has_special):
+    special = {marker: 0xF5 + i for i, marker in enumerate(MARKERS)} if has_special else {}
+
+    def is_accepted(text):
+        pieces = re.split(f"({'|'.join(map(re.escape, special))})", text) if special else [text]
+        tokens = [[special[part]] if part in special else part.encode() for part in pieces]
+        matcher = matcher_of(after_thought({"enum": ["a"]}, GPT_OSS, special))
+        ids = [token for part in tokens for token in part]
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    assert is_accepted('<|channel|>final<|message|>"a"')
+    assert is_accepted(f'{ANALYSIS}<|channel|>final<|message|>"a"')
+    assert not is_accepted('"a"')
+    assert not is_accepted(f'{ANALYSIS}"a"')
+
+
+def test_gpt_oss_may_reason_before_calls_that_are_demanded():
+    tools = find_tool_parser("openai")
+    form = forced_calls(TOOLS, tools.call_format, thought=GPT_OSS)
+    call = written_by_chance(forced_calls(TOOLS, tools.call_format), 1)
+    for text in (call, ANALYSIS + call):
+        assert accepts(form, text)
+        assert calls_in(text, tools, HarmonyReasoningParser())
 
 
 def test_schemas_that_refer_to_each_other_stay_open():

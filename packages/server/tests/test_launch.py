@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import httpx
 import pytest
+from switching_engine import SwitchingStandIn
 
 from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
@@ -96,6 +97,20 @@ async def test_a_signal_ends_it_and_the_engine(starting, number):
             await client.get("/health")
 
 
+async def test_a_dashboard_that_is_watched_does_not_delay_the_end(starting):
+    run = Run(shutdown_timeout=60)
+    url = await run.url()
+    assert f"Dashboard: {url}/dashboard" in run.said[0].splitlines()
+    async with (
+        httpx.AsyncClient(base_url=url) as client,
+        client.stream("GET", "/dashboard/events") as response,
+    ):
+        parts = response.aiter_text()
+        await anext(parts)
+        await run.end()  # waits less than the server does for running requests
+        assert "event: end" in "".join([part async for part in parts])
+
+
 @pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
 async def test_the_greeting_can_be_pasted_into_a_shell(starting, engine):
     engine.model_name = "it's"
@@ -108,6 +123,15 @@ async def test_the_greeting_can_be_pasted_into_a_shell(starting, engine):
     answer, _ = await asyncio.wait_for(process.communicate(), 20)
     await run.end()
     assert b"capital of France" in answer, answer
+
+
+@pytest.mark.parametrize("engine", [SwitchingStandIn()])
+async def test_the_greeting_names_the_other_models(starting, engine):
+    run = Run()
+    await run.url()
+    await run.end()
+    assert run.said[0].startswith("Serving a at ")
+    assert run.said[0].endswith("\nOther models: b, c")
 
 
 async def test_the_greeting_never_shows_a_key(starting):
@@ -176,7 +200,9 @@ async def test_requests_that_are_left_when_the_server_stops_end_with_an_error(
         drain = client.post(
             "/v1/admin/drain", json={"wait_s": 60}, headers={"Authorization": "Bearer boss"}
         )
-        requests = [asyncio.create_task(each) for each in (whole, stream)]
+        message = {"messages": [{"role": "user", "content": "x" * 100}], "max_tokens": 100}
+        message = client.post("/v1/messages", json=message | {"stream": True})
+        requests = [asyncio.create_task(each) for each in (whole, stream, message)]
         reader, writer = await connection(url)
         writer.write(
             b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
@@ -189,7 +215,7 @@ async def test_requests_that_are_left_when_the_server_stops_end_with_an_error(
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
         await run.end()
-        whole, stream, drain = await asyncio.gather(*requests)
+        whole, stream, message, drain = await asyncio.gather(*requests)
     half_sent = await asyncio.wait_for(reader.read(), 5)
     writer.close()
     assert half_sent.startswith(b"HTTP/1.1 503")
@@ -201,6 +227,10 @@ async def test_requests_that_are_left_when_the_server_stops_end_with_an_error(
     *_, error, done, end = stream.text.split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "server_stopping"
     assert (done, end) == ("data: [DONE]", "")
+    *_, error, end = message.text.split("\n\n")
+    assert error.startswith("event: error\n")
+    assert json.loads(error.partition("data: ")[2])["error"]["code"] == "server_stopping"
+    assert end == ""
     assert not engine.running
     assert starting.events[-1] == "stop"
 

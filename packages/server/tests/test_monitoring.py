@@ -83,6 +83,11 @@ ENGINE_VALUES = {
     "trencadis:swap_queue_blocks": 23,
     "trencadis:buckets": 31,
     "trencadis:ready_buckets": 30,
+    "trencadis:graphs": 25,
+    "vllm:cache_config_info": 1,
+    "vllm:prefix_cache_queries_total": 10,
+    "vllm:prefix_cache_hits_total": 8,
+    "trencadis:defragmented_blocks_total": 14,
     "vllm:num_preemptions_total": 3,
     "trencadis:swaps_total": 1,
     "trencadis:recomputes_total": 2,
@@ -115,6 +120,12 @@ async def test_engine_metrics_are_read_from_the_latest_statistics(client):
     assert found == ENGINE_VALUES
 
 
+async def test_endpoint_pickers_read_the_size_of_the_cache_as_from_vllm(client):
+    text = (await client.get("/metrics")).text
+    (line,) = re.findall(r"^vllm:cache_config_info{(.*)} 1.0$", text, re.MULTILINE)
+    assert {'block_size="16"', 'num_gpu_blocks="20"'} <= set(line.split(","))
+
+
 async def test_every_statistic_has_a_metric(engine):
     """A field of EngineStats that no metric reads is dead, or its metric was forgotten."""
 
@@ -130,6 +141,7 @@ async def test_every_statistic_has_a_metric(engine):
     stats = attrs.evolve(engine.stats, thermal=ThermalStats())
     for metric in ENGINE_METRICS:
         metric.read(Recorder(stats))
+        metric.labels(Recorder(stats))
     read |= {"num_used_blocks", "num_total_blocks"} if "cache_usage" in read else set()
     assert read - {"cache_usage"} == set(attrs.fields_dict(EngineStats))
 

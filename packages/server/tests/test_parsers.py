@@ -45,6 +45,11 @@ EXAMPLES = {
         'Sure!<|tool_call|>[{"name": "get", "arguments": {"a": "x\\"}"}}, '
         '{"name": "put", "arguments": {"b": [1, {}]}}]'
     ),
+    "openai": (
+        "Sure!<|start|>assistant<|channel|>commentary to=functions.get <|constrain|>json"
+        '<|message|>{"a": "x\\"}"}<|call|><|start|>assistant to=functions.put<|channel|>commentary '
+        'json<|message|>{"b": [1, {}]}<|call|>'
+    ),
 }
 """Two calls in each format, as the models' chat templates write them."""
 
@@ -83,6 +88,16 @@ PIECES = [
         "\n",
         "é",
         "<",
+    ),
+    *("<|start|>", "assistant", "<|channel|>", "analysis", "final", "commentary", "<|message|>"),
+    *(
+        " to=functions.get",
+        "to=python",
+        "<|constrain|>",
+        "json",
+        "<|end|>",
+        "<|call|>",
+        "<|return|>",
     ),
     *(" " * 70, '"{\\"a\\": 1}"', "null", "</tool", "_call>"),
 ]
@@ -178,6 +193,10 @@ OTHER_FORMS = [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
         "{}",
     ),
+    ("openai", ' to=functions.get<|channel|>commentary json<|message|>{"a": 1}', '{"a": 1}'),
+    ("openai", "<|channel|>analysis to=functions.get code<|message|>{}<|call|>", "{}"),
+    ("openai", "<|channel|>commentary to=functions.get<|constrain|>json<|message|>", "{}"),
+    ("openai", "<|start|>assistant to=get<|channel|>commentary<|message|>\n{}<|call|>", "{}"),
     ("granite", '<tool_call>[{"name": "get", "arguments": {}}]', "{}"),
     ("granite", '<tool_call>{"name": "get", "arguments": {}}</tool_call>', "{}"),
 ]
@@ -210,6 +229,12 @@ NO_CALLS = [
     ("deepseek_v3", "<｜tool▁calls▁begin｜>none<｜tool▁calls▁end｜>"),
     ("deepseek_v3", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function get"),
     ("granite", "<|tool_call|>[1]"),
+    ("openai", "<|channel|>final<|message|>Yes"),
+    ("openai", "<|channel|>commentary to=functions.get"),
+    ("openai", "<|channel|>commentary to=functions.<|message|>{}"),
+    ("openai", "<|channel|>commentary to=functions.get<|message|>print(1)"),
+    ("openai", "<|channel|>analysis to=python code<|message|>{}"),
+    ("openai", " to be or not"),
 ]
 
 
@@ -247,12 +272,94 @@ THOUGHTS = [
     ("deepseek_r1", None, "<think>\nHm.\n</think>\n\nYes", ("Yes", "Hm.", [])),
     ("deepseek_r1", False, "Yes", ("Yes", "", [])),
     ("granite", None, "Here's my thought process: Hm. Here is my response: Y", ("Y", "Hm.", [])),
+    (
+        "openai_gptoss",
+        True,
+        "Hm.<|end|><|start|>assistant<|channel|>final<|message|>Y",
+        ("Y", "Hm.", []),
+    ),
+    ("openai_gptoss", False, "Yes<|return|>", ("Yes", "", [])),
+    ("openai_gptoss", None, "Yes", ("Yes", "", [])),
+    ("openai_gptoss", None, "<|channel|>final<|message|> Yes ", (" Yes ", "", [])),
+    ("openai_gptoss", None, "<|channel|>anal", ("", "", [])),
 ]
 
 
 @pytest.mark.parametrize(("name", "is_open", "text", "expected"), THOUGHTS)
 def test_reasoning_is_separated_from_the_answer(name, is_open, text, expected):
     assert parse(new_parser(name, is_open, None), [text]) == expected
+
+
+ARITHMETIC = 'User asks: "What is 2 + 2?" Simple arithmetic. Provide answer.'
+END = "<|end|><|start|>assistant"
+HARMONY = [
+    (
+        f"<|channel|>analysis<|message|>{ARITHMETIC}{END}<|channel|>final<|message|>2 + 2 = 4."
+        "<|return|>",
+        ("2 + 2 = 4.", ARITHMETIC, []),
+    ),
+    (
+        f"<|channel|>analysis<|message|>Need to use function get_weather.{END}<|channel|>"
+        "commentary to=functions.get_weather <|constrain|>json<|message|>"
+        '{"location":"San Francisco"}<|call|>',
+        (
+            "",
+            "Need to use function get_weather.",
+            [("get_weather", '{"location":"San Francisco"}')],
+        ),
+    ),
+    (
+        f"<|channel|>analysis<|message|>{{long chain of thought}}{END}<|channel|>commentary"
+        "<|message|>**Action plan**:\n1. Generate an HTML file\n---\nWill start executing the plan "
+        f"step by step{END}<|channel|>commentary to=functions.generate_file<|constrain|>json"
+        '<|message|>{"template": "basic_html", "path": "index.html"}<|call|>',
+        (
+            "**Action plan**:\n1. Generate an HTML file\n---\n"
+            "Will start executing the plan step by step",
+            "{long chain of thought}",
+            [("generate_file", '{"template": "basic_html", "path": "index.html"}')],
+        ),
+    ),
+    (
+        "<|start|>assistant to=functions.get_weather<|channel|>commentary<|constrain|>json"
+        '<|message|>{"location": "Tokyo"}<|call|>',
+        ("", "", [("get_weather", '{"location": "Tokyo"}')]),
+    ),
+    (
+        "<|channel|>analysis<|message|>We need to use lookup_weather tool.<|end|><|start|>assistant"
+        '<|channel|>analysis to=lookup_weather code<|message|>{"location": "Tokyo"}<|call|>',
+        (
+            "",
+            "We need to use lookup_weather tool.",
+            [("lookup_weather", '{"location": "Tokyo"}')],
+        ),
+    ),
+]
+"""Answers and their messages, from docs/format.md and tests/test_harmony.py of
+github.com/openai/harmony (Apache 2.0), the second of them shortened."""
+
+
+@pytest.mark.parametrize(("text", "expected"), HARMONY)
+def test_the_published_examples_of_harmony_are_read(text, expected):
+    for deltas in ([text], text, text.removesuffix("<|call|>").removesuffix("<|return|>")):
+        assert parse(new_parser("openai_gptoss", None, "openai"), deltas) == expected
+
+
+def test_messages_of_gpt_oss_without_an_end_or_with_another_recipient():
+    text = (
+        "<|channel|>analysis<|message|>One<|channel|>analysis to=python code<|message|>2+2<|call|>"
+        "<|start|>assistant<|channel|>commentary to=functions.get<|message|>{}<|start|>assistant"
+        "<|channel|>final<|message|>Done<|end|>"
+    )
+    assert parse(new_parser("openai_gptoss", None, "openai"), text) == (
+        "Done", "One\n2+2", [("get", "{}")]
+    )  # fmt: skip
+
+
+def test_a_call_of_gpt_oss_is_content_where_no_tools_were_sent():
+    call = "<|start|>assistant<|channel|>commentary to=functions.get<|message|>{}<|call|>"
+    text = f"<|channel|>final<|message|>Y{call}"
+    assert parse(new_parser("openai_gptoss", None, None), [text]) == (f"Y{call}", "", [])
 
 
 def test_calls_are_found_only_after_the_reasoning():
@@ -278,6 +385,7 @@ HOSTILE = [
         "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
         '<tool_call>{"x":"',
     ),
+    *("<|channel|>", "<|start|>assistant ", "<|channel|>commentary to=functions.a<|message|>{"),
     *("<|python_tag|>", "[TOOL_CALLS]a", "Here is my ", "\\", '"', "<tool_call>\n", "x" * 40),
 ]
 

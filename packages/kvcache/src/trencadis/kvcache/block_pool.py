@@ -20,10 +20,32 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from operator import index
 
+import attrs
+
 from trencadis.kvcache.config import MAX_NUM_BLOCKS, PADDING_BLOCK, as_tuple
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
+from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.validators import require_ascending, require_between
+
+
+@attrs.frozen
+class BlockMap:
+    """Which device blocks are used, cached and empty, in cells of neighbouring blocks.
+
+    - ``num_blocks``: blocks without the padding block; their ids begin at 1.
+    - ``blocks_per_cell``: blocks of a cell; the last cell has those that are left.
+    - ``used``, ``cached``: how many blocks of each cell are; the others are empty.
+    - ``num_used_runs``: runs of neighbouring used blocks.
+    - ``highest_used_block``: highest id of a used block, 0 if none is used.
+    """
+
+    num_blocks: int
+    blocks_per_cell: int
+    used: tuple[int, ...]
+    cached: tuple[int, ...]
+    num_used_runs: int
+    highest_used_block: int
 
 
 class BlockPool:
@@ -158,6 +180,29 @@ class BlockPool:
         free = self._used.iter_missing(PADDING_BLOCK + 1)
         return takewhile(lambda block: block < self.num_blocks, free)
 
+    def block_map(self, max_cells: int) -> BlockMap:
+        """Which blocks are used and cached, in at most ``max_cells`` cells of equal size.
+
+        Takes O(num_blocks / 512 + max_cells). Raises `InvalidSetting` for less than one cell.
+        """
+        remedy = "a map has one cell or more, and a block is in one of them"
+        require_between("max_cells", max_cells, 1, MAX_NUM_BLOCKS, remedy)
+        first, end = PADDING_BLOCK + 1, self.num_blocks
+        blocks_per_cell = ceil_div(end - first, index(max_cells))
+        used, cached = [], []
+        for start in range(first, end, blocks_per_cell):
+            stop = min(start + blocks_per_cell, end)
+            used.append(self._used.count_between(start, stop))
+            cached.append(stop - start - used[-1] - self._empty.count_between(start, stop))
+        return BlockMap(
+            num_blocks=self.num_usable_blocks,
+            blocks_per_cell=blocks_per_cell,
+            used=tuple(used),
+            cached=tuple(cached),
+            num_used_runs=self._used.count_runs(),
+            highest_used_block=self.highest_used_block,
+        )
+
     def reset_prefix_cache(self) -> None:
         """Clear the prefix index. Every cached block becomes empty; used blocks stay used."""
         for bucket in self._cached:
@@ -280,6 +325,23 @@ class BlockBitmap:
             self._leaves[leaf] |= bits
             self._summary |= bool(bits) << leaf
         self.count += stop - start
+
+    def count_between(self, start: int, stop: int) -> int:
+        """The number of members from ``start`` to ``stop - 1``."""
+        count = 0
+        for leaf in range(start >> _SHIFT, (stop + _MASK) >> _SHIFT):
+            low = max(start - (leaf << _SHIFT), 0)
+            high = min(stop - (leaf << _SHIFT), _LEAF_IDS)
+            count += (self._leaves[leaf] >> low & (1 << (high - low)) - 1).bit_count()
+        return count
+
+    def count_runs(self) -> int:
+        """The number of runs of neighbouring members."""
+        runs = preceding = 0
+        for bits in self._leaves:
+            runs += (bits & ~(bits << 1 | preceding)).bit_count()
+            preceding = bits >> _MASK
+        return runs
 
     def lowest(self) -> int:
         """The lowest member, or -1 for an empty set."""

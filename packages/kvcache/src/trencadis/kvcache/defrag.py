@@ -54,14 +54,15 @@ class Defragmenter:
 
     Call `defragment` once per step, after the scheduler's allocations and before the batch is
     built. Add its copies to the step's `CopyPlan` at that point. Mark the slots of earlier steps
-    as computed before, because blocks without computed slots move without a copy. Raises
-    `InvalidSetting` for arguments of other types.
+    as computed before, because blocks without computed slots move without a copy. ``num_moved``
+    counts the blocks of all plans. Raises `InvalidSetting` for arguments of other types.
     """
 
     def __init__(self, manager: BlockManager, config: DefragConfig | None = None) -> None:
         require_instance("manager", manager, BlockManager)
         self.config = DefragConfig() if config is None else config
         require_instance("config", self.config, DefragConfig)
+        self.num_moved = 0
         self._manager = manager
 
     def is_due(self) -> bool:
@@ -95,6 +96,7 @@ class Defragmenter:
             highest_after=pool.highest_used_block,
             num_used=pool.num_used_blocks,
         )
+        self.num_moved += plan.num_moved
         if self.config.debug:
             _log(plan)
         return plan

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Collection, Sequence
 
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.errors import DuplicateRequest, QueueFull, UnservableRequest
+from trencadis.scheduler.fair_share import RESERVE, Client
 from trencadis.scheduler.group import SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupQueue, GroupStates
@@ -29,6 +31,13 @@ class AdmissionControl:
     the later groups start, whatever their priority, and then it runs to its end. Only a lower
     running limit, or an order to preempt it, stops it.
 
+    A group that starts because its client got less service bypasses none of another client: these
+    clients come first as soon as its own was charged for it. Where the first group of the queue
+    cannot start and that of another client does, the first is bypassed, too. While there are
+    several clients, the last eighth of the running limit is for those that run less than their
+    part of it, so that their requests need not wait for those of others to end. An overdue group
+    may have it, too, and one whose priority precedes that of the last running group.
+
     A group with more sequences than a thermal limit allows runs alone: it starts, in its order or
     when it is overdue, once nothing else runs. One with more than ``max_num_seqs``, or than a
     forced eviction has left, waits until that limit rises.
@@ -43,19 +52,24 @@ class AdmissionControl:
         self._pending_prefixes = PendingPrefixes(group_blocks)
         self._num_free_at_refusal: dict[int, int] = {}
 
-    def check(self, request: Request) -> None:
+    def check(self, request: Request, *, is_resumed: bool) -> None:
         """Raises `DuplicateRequest`, `QueueFull` or `UnservableRequest`."""
         if not isinstance(request, Request):
             raise UnservableRequest(f"add() needs a Request, got {request!r}")
         if request.request_id in self._states.groups:
             raise DuplicateRequest(f"request id {request.request_id!r} is already in the scheduler")
-        num_waiting = len(self._states.waiting)
-        if num_waiting >= self._config.max_waiting:
-            raise QueueFull(
-                f"the waiting queue has {num_waiting} requests and max_waiting is "
-                f"{self._config.max_waiting}: try again later"
-            )
+        if not is_resumed:
+            self.check_queue(request.client)
         self._check_size(request)
+
+    def check_queue(self, client: str, others: Sequence[str] = ()) -> None:
+        """Raises `QueueFull` where ``client`` may have no request wait, beside ``others``."""
+        num_waiting = len(self._states.waiting) + len(others)
+        limit = self._config.max_waiting
+        if num_waiting >= limit and not self._states.shares.may_wait(client, limit, others):
+            raise QueueFull(
+                f"{num_waiting} requests are waiting and max_waiting is {limit}: try again later"
+            )
 
     def start_swapped_in(self, step: SchedulingStep) -> None:
         """Start the groups whose swap-in has completed."""
@@ -66,9 +80,9 @@ class AdmissionControl:
     def start_groups(self, step: SchedulingStep) -> None:
         """Resume swapped and preempted groups, then admit waiting ones.
 
-        A waiting group is not admitted while a group of its or a higher priority waits to resume,
-        and none is resumed before a waiting group that is older and overdue. A step that carries
-        out a control request starts none.
+        A waiting group is not admitted while a group of a higher priority waits to resume, or one
+        of its priority whose client got no more service; and none is resumed before a waiting group
+        that is older and overdue. A step that carries out a control request starts none.
         """
         self._pending_prefixes.discard_computed()
         if step.carries_out_order:
@@ -78,6 +92,44 @@ class AdmissionControl:
             self._start_groups(states.resume_queue, step, self._can_resume, self._resume)
         if states.waiting:
             self._start_groups(states.waiting, step, self._can_admit, self._admit)
+
+    def clients_at_share(self, step: SchedulingStep) -> set[Client]:
+        """The clients that run their part of the running limit or more, while there are several."""
+        share, started = self._share_and_started(step)
+        return {client for client, num_seqs in started.items() if sum(num_seqs) >= share}
+
+    def clients_above_share(self, step: SchedulingStep) -> set[Client]:
+        """The clients that run several groups and more than their part, while there are several.
+
+        A client with a single group is none of them, however many clients share the limit: else
+        its prompt would wait for those of all others.
+        """
+        share, started = self._share_and_started(step)
+        return {
+            client
+            for client, num_seqs in started.items()
+            if len(num_seqs) > 1 and sum(num_seqs) > share
+        }
+
+    def start_ahead(
+        self, step: SchedulingStep, above_share: Collection[Client], priority: float
+    ) -> None:
+        """Admit the waiting groups that precede prefill chunks of the clients ``above_share``.
+
+        As long as the first group of the queue is of another client and not below ``priority``:
+        the order in which groups are admitted does not change.
+        """
+        states = self._states
+        if step.carries_out_order or not states.waiting:
+            return
+        self._pending_prefixes.discard_computed()
+        self._start_groups(
+            states.waiting,
+            step,
+            self._can_admit,
+            self._admit,
+            lambda group: group.client not in above_share and group.queue_key.priority <= priority,
+        )
 
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
         """The group of a queue that starts next."""
@@ -126,19 +178,35 @@ class AdmissionControl:
         step: SchedulingStep,
         can_start: Callable[[SequenceGroup, SchedulingStep], bool],
         start: Callable[[SequenceGroup, SchedulingStep], None],
+        is_ahead: Callable[[SequenceGroup], bool] | None = None,
     ) -> None:
+        """Start groups of a queue in its order; with ``is_ahead`` while that holds for the first,
+        and only those for which it holds."""
         while queue and step.token_budget > 0 and (num_free := self._num_free_seqs(step)) > 0:
             candidates = self._next_groups(queue, step, self._config.lookahead)
+            first = candidates[0] if candidates else None
+            if is_ahead is not None:
+                if first is None or not is_ahead(first):
+                    return
+                candidates = [group for group in candidates if is_ahead(group)]
+            is_admission = queue is self._states.waiting
+            if is_admission and candidates:
+                candidates = self._leave_rest(candidates, num_free, step)
             group = self._start_first(candidates, num_free, step, can_start, start)
             if group is None:
                 return
             self._num_free_at_refusal.pop(group.arrival, None)
             step.max_running_seqs = max(step.max_running_seqs, group.num_seqs)
-            self._count_bypasses(group, step)
+            self._count_bypasses(group, candidates[0], step)
+            if is_admission:  # a resumed group has been charged for before
+                if group is first and not self._states.is_overdue(group):
+                    self._states.shares.serve_in_turn(group.client)
+                num_cached = group.allocated_seqs[0].num_cached_tokens
+                group.client.service += group.request.num_prompt_tokens - num_cached
 
     def _start_first(
         self,
-        candidates: Iterable[SequenceGroup],
+        candidates: Sequence[SequenceGroup],
         num_free_seqs: int,
         step: SchedulingStep,
         can_start: Callable[[SequenceGroup, SchedulingStep], bool],
@@ -166,6 +234,41 @@ class AdmissionControl:
             return first
         return queue.first(count, self._max_group_seqs(step))
 
+    def _leave_rest(
+        self, candidates: list[SequenceGroup], num_free_seqs: int, step: SchedulingStep
+    ) -> list[SequenceGroup]:
+        """The first waiting groups that may have the sequences that may still start.
+
+        The last ones are not for clients that run their part. A client that floods the queue would
+        otherwise always run as many as there may be, and the next request of each other client
+        would wait until one of them ends. An overdue group, and those that precede the last running
+        group by their priority, may have them whosever they are.
+        """
+        limit, states = step.max_running_seqs, self._states
+        if num_free_seqs > limit // RESERVE or states.is_overdue(candidates[0]):
+            return candidates
+        served = self.clients_at_share(step)
+        if not served:
+            return candidates
+        lowest = states.running.last().queue_key.priority if states.running else -math.inf
+        urgent = [group for group in candidates if group.queue_key.priority < lowest]
+        others = states.waiting.first(len(candidates), self._max_group_seqs(step), served)
+        return [*urgent, *(group for group in others if group not in urgent)]
+
+    def _share_and_started(self, step: SchedulingStep) -> tuple[int, dict[Client, list[int]]]:
+        """Each client's part of the running limit, and how many sequences its started groups have.
+
+        Without groups while there is a single client.
+        """
+        states = self._states
+        started: dict[Client, list[int]] = {}
+        num_clients = states.shares.num_active(step.now)
+        if num_clients > 1:
+            for group in (*states.running, *states.swapping_in):
+                started.setdefault(group.client, []).append(group.num_seqs)
+        share = max(1, step.max_running_seqs // max(1, num_clients))
+        return share, started
+
     def _num_free_seqs(self, step: SchedulingStep) -> int:
         return self._max_group_seqs(step) - self._states.num_started_seqs
 
@@ -173,11 +276,24 @@ class AdmissionControl:
         """The most sequences of a group that may start now: above a thermal limit only alone."""
         return step.max_running_seqs if self._states.num_started_seqs else step.max_group_seqs
 
-    def _count_bypasses(self, started: SequenceGroup, step: SchedulingStep) -> None:
+    def _count_bypasses(
+        self, started: SequenceGroup, first: SequenceGroup, step: SchedulingStep
+    ) -> None:
+        """Count the bypasses by a group that has started, while ``first`` was first in its queue.
+
+        Called before its client is charged for it.
+        """
+        bypassed = []
         for queue in (self._states.resume_queue, self._states.waiting):
             oldest = queue.oldest(step.max_group_seqs)
-            if oldest is not None and oldest.arrival < started.arrival:
-                self._states.count_bypass(oldest)
+            is_earlier = oldest is not None and oldest.arrival < started.arrival
+            if oldest is not None and is_earlier and not _has_fairer_share(started, oldest):
+                bypassed.append(oldest)
+        is_unfinished = first.finish_reason is None  # a group that fails to start is aborted
+        if first.client is not started.client and is_unfinished and first not in bypassed:
+            bypassed.append(first)
+        for group in bypassed:
+            self._states.count_bypass(group)
 
     def _can_resume(self, group: SequenceGroup, step: SchedulingStep) -> bool:
         waiting = self.next_group(self._states.waiting, step)
@@ -219,7 +335,11 @@ class AdmissionControl:
         if not step.prefill_budget and group.request.num_prompt_tokens > 1:
             return False
         resumed = self.next_group(self._states.resume_queue, step)
-        if resumed is not None and self._resumes_first(resumed, group):
+        if (
+            resumed is not None
+            and self._resumes_first(resumed, group)
+            and not _has_fairer_share(group, resumed)
+        ):
             return False
         if self._pending_prefixes.has_next_block(group) and not self._states.is_overdue(group):
             return False
@@ -249,6 +369,12 @@ class AdmissionControl:
             return True
         self._num_free_at_refusal[group.arrival] = num_free
         return False
+
+
+def _has_fairer_share(group: SequenceGroup, other: SequenceGroup) -> bool:
+    """Whether a group starts before another because its client got less service."""
+    is_equal = group.queue_key.priority == other.queue_key.priority
+    return is_equal and group.client.service < other.client.service
 
 
 def _needs_prefill(group: SequenceGroup) -> bool:

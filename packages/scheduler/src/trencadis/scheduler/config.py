@@ -58,7 +58,10 @@ class SchedulerConfig:
     max_waiting: int = attrs.field(
         default=2048,
         validator=integer(1),
-        metadata={"help": "Maximum number of requests in the waiting queue."},
+        metadata={
+            "help": "Maximum number of requests in the waiting queue. Each of n clients that wait "
+            "may have the n-th part of it there, also when others have filled it."
+        },
     )
     policy: QueuePolicy = attrs.field(
         default="fcfs",

@@ -18,6 +18,7 @@ from trencadis.kvcache import PrefixKeys, ceil_div
 from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.config import QueuePolicy
 from trencadis.scheduler.errors import IllegalTransition
+from trencadis.scheduler.fair_share import Client
 from trencadis.scheduler.request import FinishReason, Request
 
 
@@ -90,11 +91,10 @@ class Sequence:
 
 
 class QueueKey(NamedTuple):
-    """The position of a group in a queue: groups with a lower key run first.
+    """The position of a group among those of its client: groups with a lower key run first.
 
-    ``priority`` is 0 for every group under the ``fcfs`` policy. Under ``priority``, an overdue
-    group precedes all that are not: its priority is minus infinity. To add a queue order: a value
-    of `QueuePolicy`, and its key in `of`.
+    Under the ``fcfs`` policy ``priority`` is 0. An overdue group precedes all that are not: its
+    priority is minus infinity. To add a queue order: a value of `QueuePolicy`, and its key in `of`.
     """
 
     priority: float
@@ -105,9 +105,9 @@ class QueueKey(NamedTuple):
         cls, request: Request, arrival: int, policy: QueuePolicy, *, is_overdue: bool
     ) -> QueueKey:
         """The key of a request; ``arrival`` is its number in order of arrival."""
-        if policy == "fcfs":
-            return cls(0, arrival)
-        return cls(-math.inf if is_overdue else request.priority, arrival)
+        if is_overdue:
+            return cls(-math.inf, arrival)
+        return cls(0 if policy == "fcfs" else request.priority, arrival)
 
 
 @attrs.define(eq=False)
@@ -115,6 +115,7 @@ class SequenceGroup:
     """The sequences of one request: a single sequence, n samples, or beams.
 
     - ``arrival``: the number of requests that were added before this one.
+    - ``client``: who pays for its tokens with its share.
     - ``unfinished_seqs``: sequences that have not finished.
     - ``allocated_seqs``: unfinished sequences that have blocks. While the group computes the
       common prefix of its sequences (at first the prompt), only one of them, the leader, has.
@@ -124,12 +125,14 @@ class SequenceGroup:
     - ``num_bypasses``: how often later groups were served instead; see `AdmissionControl`.
     - ``added_at_s``, ``started_at_s``: when the request came, and when the group last began to run,
       in seconds.
+    - ``queue_s``: seconds from the request's arrival until the group first ran; None before that.
     """
 
     request: Request
     arrival: int
     block_size: int
     queue_key: QueueKey
+    client: Client = attrs.field(factory=Client, repr=False)
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: FinishReason | None = None
     unfinished_seqs: list[Sequence] = attrs.field(factory=list, repr=False)
@@ -141,6 +144,7 @@ class SequenceGroup:
     num_bypasses: int = 0
     added_at_s: float = 0.0
     started_at_s: float = 0.0
+    queue_s: float | None = None
     last_scheduled_step: int = 0
 
     @property
@@ -157,6 +161,18 @@ class SequenceGroup:
         if self.beam_state is not None:
             return self.beam_state.search.width
         return len(self.unfinished_seqs)
+
+    @property
+    def order(self) -> tuple[float, int, int, int]:
+        """The position among all groups of a queue now: those with a lower one start first.
+
+        Of equal priority, groups of the client that got the least service; of equal service, of the
+        client with the fewest that wait. Overdue ones in order of arrival, whosever they are.
+        """
+        priority, arrival = self.queue_key
+        if priority == -math.inf:
+            return priority, 0, 0, arrival
+        return priority, self.client.service, self.client.num_waiting, arrival
 
     @property
     def results(self) -> list[Sequence]:

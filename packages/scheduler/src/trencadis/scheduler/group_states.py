@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from heapq import merge
 from itertools import count, islice
 from operator import attrgetter, itemgetter
@@ -11,10 +11,12 @@ from typing import Any
 
 from trencadis.scheduler.beams import BeamSearchState
 from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.fair_share import Client, ClientShares
 from trencadis.scheduler.group import QueueKey, Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.request import FinishReason, Request
 
 _queue_key = attrgetter("queue_key")
+_order = attrgetter("order")
 _arrival = attrgetter("arrival")
 _group_of = itemgetter(1)
 
@@ -68,25 +70,32 @@ class SortedGroups:
 
 
 class GroupQueue:
-    """Groups that wait to run, in the order of `QueueKey` and in the order of arrival.
+    """Groups that wait to run, in the order of `SequenceGroup.order` and in the order of arrival.
 
     Groups of more than ``max_num_seqs`` sequences cannot run under the current running limit:
     `first` and `oldest` skip them. Groups of one number of sequences are kept together, so a step
-    skips all groups of that number at once: its cost does not grow with the queue.
+    skips all groups of that number at once: its cost does not grow with the queue, but with the
+    number of clients in it.
     """
 
     def __init__(self) -> None:
-        self._by_key: dict[int, SortedGroups] = {}
+        self._by_key: dict[tuple[int, Client], SortedGroups] = {}
         self._by_arrival: dict[int, SortedGroups] = {}
         self._num_groups = 0
 
     def __len__(self) -> int:
         return self._num_groups
 
-    def first(self, count: int, max_num_seqs: int) -> list[SequenceGroup]:
-        """The first groups of the queue, at most ``count``."""
-        eligible = [groups for size, groups in self._by_key.items() if size <= max_num_seqs]
-        return list(islice(merge(*eligible, key=_queue_key), count))
+    def first(
+        self, count: int, max_num_seqs: int, without: Collection[Client] = ()
+    ) -> list[SequenceGroup]:
+        """The first groups of the queue, at most ``count``, of clients other than ``without``."""
+        eligible = [
+            groups
+            for (size, client), groups in self._by_key.items()
+            if size <= max_num_seqs and client not in without
+        ]
+        return list(islice(merge(*eligible, key=_order), count))
 
     def oldest(self, max_num_seqs: int) -> SequenceGroup | None:
         """The group that arrived first."""
@@ -97,18 +106,20 @@ class GroupQueue:
 
     def add(self, group: SequenceGroup) -> None:
         """Insert a group. Its number of sequences must not change while it is in the queue."""
-        size = group.num_seqs
-        self._by_key.setdefault(size, SortedGroups(_queue_key)).add(group)
+        size, key = group.num_seqs, (group.num_seqs, group.client)
+        self._by_key.setdefault(key, SortedGroups(_queue_key)).add(group)
         self._by_arrival.setdefault(size, SortedGroups(_arrival)).add(group)
         self._num_groups += 1
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group that is in the queue."""
-        size = group.num_seqs
-        self._by_key[size].remove(group)
+        size, key = group.num_seqs, (group.num_seqs, group.client)
+        self._by_key[key].remove(group)
+        if not self._by_key[key]:
+            del self._by_key[key]
         self._by_arrival[size].remove(group)
-        if not self._by_key[size]:
-            del self._by_key[size], self._by_arrival[size]
+        if not self._by_arrival[size]:
+            del self._by_arrival[size]
         self._num_groups -= 1
 
 
@@ -117,6 +128,7 @@ class GroupStates:
 
     - ``resume_queue``: groups that wait to run again, SWAPPED and PREEMPTED ones.
     - ``swapping_in``: SWAPPED groups that have device blocks again and wait for their content.
+    - ``shares``: the clients of all groups, with the service that they got.
     - ``groups``, ``sequences``: all that have not finished, by request id and sequence id.
     - ``num_running_seqs``, ``num_swapping_in_seqs``: sequences of the running groups and of those
       in ``swapping_in``; both count against the running limit.
@@ -131,6 +143,7 @@ class GroupStates:
         self.running = SortedGroups(_queue_key)
         self.resume_queue = GroupQueue()
         self.swapping_in: list[SequenceGroup] = []
+        self.shares = ClientShares()
         self.groups: dict[str, SequenceGroup] = {}
         self.sequences: dict[int, Sequence] = {}
         self.num_running_seqs = 0
@@ -148,10 +161,13 @@ class GroupStates:
         """Sequences that count against the running limit: they run or are being swapped in."""
         return self.num_running_seqs + self.num_swapping_in_seqs
 
-    def add(self, request: Request) -> SequenceGroup:
-        """Create the group of a request and put it into the waiting queue."""
+    def add(self, request: Request, now_s: float) -> SequenceGroup:
+        """Create the group of a request that comes now, and put it into the waiting queue."""
         arrival = next(self._arrivals)
-        group = SequenceGroup(request, arrival, self._block_size, self._key(request, arrival, 0))
+        key = self._key(request, arrival, 0)
+        client = self.shares.enter_queue(request.client, now_s)
+        group = SequenceGroup(request, arrival, self._block_size, key, client)
+        group.added_at_s = now_s
         search = request.beam_search
         if search is not None:
             max_output = self._config.max_model_len - request.num_prompt_tokens
@@ -186,6 +202,8 @@ class GroupStates:
         self.running.add(group)
         self.num_running_seqs += group.num_seqs
         group.started_at_s = now
+        if group.queue_s is None:
+            group.queue_s = max(0.0, now - group.added_at_s)
 
     def preempt(self, group: SequenceGroup, *, swapped: bool) -> None:
         """Change the status from RUNNING to SWAPPED, or to PREEMPTED for recomputation.
@@ -275,6 +293,7 @@ class GroupStates:
         """Remove a group that has, or had until now, a ``status`` other than RUNNING."""
         if status is SequenceStatus.WAITING:
             self.waiting.remove(group)
+            self.shares.leave_queue(group.client)
         elif group in self.swapping_in:
             self.swapping_in.remove(group)
             self.num_swapping_in_seqs -= group.num_seqs
@@ -284,6 +303,7 @@ class GroupStates:
 
     def _remove(self, group: SequenceGroup) -> None:
         del self.groups[group.request_id]
+        self.shares.remove(group.client)
         self.num_scored -= group.request.is_scored
         for sequence in group.unfinished_seqs:
             del self.sequences[sequence.seq_id]

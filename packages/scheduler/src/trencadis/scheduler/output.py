@@ -57,8 +57,8 @@ class SchedulerOutput:
     """The decision of one step.
 
     - ``prompts``: prefill chunks of two or more tokens.
-    - ``decodes``: single tokens whose context is in the KV cache. Run them as a forward pass of
-      their own.
+    - ``decodes``: single tokens whose context is in the KV cache. They and the chunks may be
+      forward passes apart or one: none reads what another writes in this step.
     - ``moves``: copy-on-write, swaps and defragmentation, to carry out in this order before the
       forward passes. There may be moves without anything to compute.
     - ``preempted_seq_ids``: sequences that lost their device blocks in this step.
@@ -131,17 +131,32 @@ class SchedulingStep:
 
         A sequence with one token to compute is a decode, one with more gets a prefill chunk.
         """
-        prefills: list[tuple[Sequence, int]] = []
+        self.schedule_prefills(self.schedule_decodes(groups))
+
+    def schedule_decodes(self, groups: abc.Iterable[SequenceGroup]) -> list[SequenceGroup]:
+        """Schedule the decodes of running groups. Returns the groups that have more to compute."""
+        prefills: list[SequenceGroup] = []
         for group in groups:
+            is_prefill = False
             for sequence in group.allocated_seqs:
                 num_tokens = sequence.num_slots - sequence.num_computed_tokens
                 if num_tokens == 1:
                     self._schedule_tokens(sequence, 1)
                 elif num_tokens > 1:
-                    prefills.append((sequence, num_tokens))
-        for sequence, num_tokens in prefills:
-            longest = min(num_tokens, self.max_chunk_tokens or num_tokens, self.prefill_budget)
-            self.prefill_budget -= self._schedule_tokens(sequence, longest)
+                    is_prefill = True
+            if is_prefill:
+                prefills.append(group)
+        return prefills
+
+    def schedule_prefills(self, groups: abc.Iterable[SequenceGroup]) -> None:
+        """Schedule prefill chunks of running groups, in this order."""
+        for group in groups:
+            for sequence in group.allocated_seqs:
+                num_tokens = sequence.num_slots - sequence.num_computed_tokens
+                if num_tokens > 1:
+                    longest = self.max_chunk_tokens or num_tokens
+                    longest = min(num_tokens, longest, self.prefill_budget)
+                    self.prefill_budget -= self._schedule_tokens(sequence, longest)
 
     def to_output(self, moves: CopyPlan) -> SchedulerOutput:
         return SchedulerOutput(

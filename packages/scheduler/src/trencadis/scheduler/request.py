@@ -55,6 +55,8 @@ class Request:
 
     The client gets ``n`` results, chosen from ``best_of`` samples (None: n) or from
     ``beam_search``. Under the ``priority`` policy, requests with a lower ``priority`` run first.
+    Of equal priority, those of the ``client`` run first that got the least service
+    (`ClientShares`); by default all requests are of the same one.
     ``extra_keys`` (adapter id, cache salt): prompts share cached prefixes only if these are equal.
     Raises `UnservableRequest`.
     """
@@ -75,6 +77,7 @@ class Request:
     extra_keys: tuple[Hashable, ...] = attrs.field(
         default=(), validator=instance_of(tuple, error=UnservableRequest)
     )
+    client: str = attrs.field(default="", validator=instance_of(str, error=UnservableRequest))
 
     def __attrs_post_init__(self) -> None:
         if self.n > self.num_seqs:

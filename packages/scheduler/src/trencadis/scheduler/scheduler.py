@@ -11,6 +11,7 @@ The scheduler knows no model and no device. `Scheduler` connects its parts:
 
 from __future__ import annotations
 
+import math
 import time
 from collections import abc
 from concurrent.futures import Future
@@ -21,7 +22,8 @@ from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlHandler
-from trencadis.scheduler.errors import InvalidResults, StepOrderError
+from trencadis.scheduler.errors import InvalidResults, StepOrderError, UnservableRequest
+from trencadis.scheduler.fair_share import Client
 from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
@@ -40,7 +42,9 @@ class Scheduler:
 
     When blocks run out, it preempts the last running group in (priority, arrival) order, so the
     first group always advances. A request that later ones have bypassed ``max_bypasses`` times
-    precedes them, so every admitted request finishes, whatever arrives (`AdmissionControl`). Once
+    precedes them, so every admitted request finishes, whatever arrives (`AdmissionControl`).
+    Requests of different clients start in the order of the service that these got, and a full queue
+    is closed to a client that has its part of it (`ClientShares`). Once
     nothing arrives, the requests take at most as many steps together as one after another with one
     token a step, each recomputed once.
 
@@ -85,6 +89,8 @@ class Scheduler:
         self._control = ControlHandler(states, self._preemptor, self._running_limit, thermal)
         self._results = StepResultProcessor(states, group_blocks, blocks, config.max_model_len)
         self._num_prefill_tokens = 0
+        self._num_deferrals = 0
+        """Steps in a row in which a prefill got no tokens because of its client."""
         self._to_finish: set[int] = set()
         self._step = 0
         self._in_flight: SchedulerOutput | None = None
@@ -162,20 +168,32 @@ class Scheduler:
 
     # Requests.
 
-    def add(self, request: Request) -> Sequence:
+    def add(self, request: Request, *, is_resumed: bool = False) -> Sequence:
         """Queue a request and return its first sequence, which the caller must not change.
 
         The others are in its ``group``. Raises `DuplicateRequest`, `QueueFull`, or
         `UnservableRequest` for a request that could not run to its end even alone: an empty
         prompt, a prompt of ``max_model_len`` or more, more sequences than ``max_num_seqs``, or more
-        blocks than the KV cache has. Nothing is queued then.
+        blocks than the KV cache has. Nothing is queued then. ``is_resumed``: it was accepted
+        before, by another scheduler, so ``max_waiting`` does not bind it.
         """
-        self._admission.check(request)
+        self._admission.check(request, is_resumed=is_resumed)
         prefix_keys = self._group_blocks.hash_prompt(request)
-        group = self._states.add(request)
-        group.added_at_s, _ = self._clock.read()
+        now_s, _ = self._clock.read()
+        group = self._states.add(request, now_s)
         group.prefix_keys = prefix_keys
         return group.unfinished_seqs[0]
+
+    def check_queue(self, client: str = "", others: abc.Sequence[str] = ()) -> None:
+        """Raise `QueueFull` where `add` would refuse a request of ``client`` as one too many.
+
+        ``others``: the clients of requests that the caller will add before it, one for each.
+        """
+        check_instance("client", client, str, error=UnservableRequest)
+        is_sequence = isinstance(others, abc.Sequence) and not isinstance(others, str)
+        if not is_sequence or not all(isinstance(other, str) for other in others):
+            raise UnservableRequest(f"others must be a list of clients, got {others!r}")
+        self._admission.check_queue(client, others)
 
     def abort(self, request_id: str) -> bool:
         """Remove a request in any state and free its blocks; False for an unknown id.
@@ -281,7 +299,7 @@ class Scheduler:
             plan = self._defragmenter.defragment()
             if plan is not None:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
-        step.schedule(self._states.running)
+        self._schedule_running(step)
         self._admission.start_groups(step)
         self._running_limit.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
@@ -353,6 +371,38 @@ class Scheduler:
                 self._results.finish_sample(sequence, FinishReason.STOP)
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
 
+    def _schedule_running(self, step: SchedulingStep) -> None:
+        """Schedule the decodes of running groups, then prefill chunks.
+
+        While there are several clients, those of a client that runs several groups and more than
+        its part of the running limit come last in their priority: after the chunks of other
+        clients, and of the requests of these that are admitted before. Otherwise a request would
+        wait until the prompts of a flood before it are computed. After ``max_bypasses`` such steps
+        in a row, one has the order of arrival, so every prefill advances.
+        """
+        prefills = step.schedule_decodes(self._states.running)
+        above_share: set[Client] = set()
+        if prefills and self._num_deferrals < self._config.max_bypasses:
+            above_share = self._admission.clients_above_share(step)
+
+        def order(group: SequenceGroup) -> tuple[float, bool]:
+            return group.queue_key.priority, _is_deferred(group, above_share)
+
+        prefills.sort(key=order)
+        num_first = next(
+            (i for i, group in enumerate(prefills) if _is_deferred(group, above_share)),
+            len(prefills),
+        )
+        first, later = prefills[:num_first], prefills[num_first:]
+        step.schedule_prefills(first)
+        if later:
+            self._admission.start_ahead(step, above_share, later[0].queue_key.priority)
+        budget = step.prefill_budget
+        step.schedule_prefills(later)
+        # Not whether a group was scheduled: a sibling that decodes is, too.
+        is_deferred = bool(later) and step.prefill_budget == budget
+        self._num_deferrals = self._num_deferrals + 1 if is_deferred else 0
+
     def _append_slots(self, step: SchedulingStep) -> None:
         """Reserve slots for the newest tokens of running groups; preempt if blocks run out."""
         states, blocks = self._states, self._group_blocks
@@ -370,6 +420,11 @@ class Scheduler:
                     is_ample = blocks.pool.num_free_blocks >= 2 * states.num_running_seqs
             except Exception as error:
                 self._admission.fail(group, error, step)
+
+
+def _is_deferred(group: SequenceGroup, above_share: abc.Collection[Client]) -> bool:
+    """Whether the prefill of a running group comes after those of clients not ``above_share``."""
+    return group.client in above_share and group.queue_key.priority != -math.inf  # not overdue
 
 
 def _has_no_token(group: SequenceGroup) -> bool:

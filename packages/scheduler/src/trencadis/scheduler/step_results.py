@@ -13,6 +13,7 @@ import attrs
 from trencadis.kvcache import BlockManager
 from trencadis.scheduler.beams import BeamSearchState, Candidate, Continuation
 from trencadis.scheduler.errors import InvalidResults
+from trencadis.scheduler.fair_share import OUTPUT_WEIGHT
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
@@ -172,6 +173,7 @@ class StepResultProcessor:
     ) -> None:
         token_id = results.tokens[sequence.seq_id]
         sequence.token_ids.append(token_id)
+        sequence.group.client.service += OUTPUT_WEIGHT
         if results.logprobs:
             sequence.cumulative_logprob += results.logprobs.get(sequence.seq_id, 0.0)
         request = sequence.request
@@ -222,6 +224,7 @@ class BeamResultProcessor:
 
     def _continue(self, beams: list[Sequence], continuations: list[Continuation]) -> None:
         """Append the first continuation of each beam to it, and fork the beam for the others."""
+        beams[0].group.client.service += OUTPUT_WEIGHT * len(continuations)
         by_beam: dict[int, list[Continuation]] = {}
         for continuation in continuations:
             by_beam.setdefault(continuation.beam, []).append(continuation)

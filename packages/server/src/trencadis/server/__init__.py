@@ -12,27 +12,39 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trencadis.server.app import create_app
-    from trencadis.server.engine_protocol import ServingEngine, ServingTokenizer
+    from trencadis.server.engine_protocol import (
+        InspectableEngine,
+        ServingEngine,
+        ServingTokenizer,
+        SleepingEngine,
+        SwitchingEngine,
+    )
     from trencadis.server.launch import LaunchError, serve
     from trencadis.server.settings import ServerSettings
 
     __version__: str
 
 __all__ = [
+    "InspectableEngine",
     "LaunchError",
     "ServerSettings",
     "ServingEngine",
     "ServingTokenizer",
+    "SleepingEngine",
+    "SwitchingEngine",
     "__version__",
     "create_app",
     "serve",
 ]
 
 _MODULES = {
+    "InspectableEngine": "engine_protocol",
     "LaunchError": "launch",
     "ServerSettings": "settings",
     "ServingEngine": "engine_protocol",
     "ServingTokenizer": "engine_protocol",
+    "SleepingEngine": "engine_protocol",
+    "SwitchingEngine": "engine_protocol",
     "create_app": "app",
     "serve": "launch",
 }

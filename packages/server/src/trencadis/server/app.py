@@ -3,88 +3,169 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 from fastapi import FastAPI
 
 from trencadis.server import __version__
-from trencadis.server.engine_protocol import ServingEngine
-from trencadis.server.generation.answer_plan import AnswerPlanner
+from trencadis.server.dashboard.feed import DashboardFeed
+from trencadis.server.engine_protocol import ServingEngine, as_switching
 from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.generation.served_model import ServedModels
 from trencadis.server.http.admin_calls import AdminAudit, AdminListener, AdminRateLimit
+from trencadis.server.http.admin_signatures import AdminSignatures
 from trencadis.server.http.allowed_hosts import AllowedHosts
-from trencadis.server.http.auth import BearerAuth
+from trencadis.server.http.api_keys import ApiKeys
+from trencadis.server.http.auth import AdminCalls, BearerAuth
 from trencadis.server.http.body_limit import BodyLimit
 from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
+from trencadis.server.http.key_limit import KeyLimit
 from trencadis.server.metrics.serving_metrics import ServingMetrics
-from trencadis.server.parsers.selection import select_parsers
+from trencadis.server.metrics.tracing import RequestTracer
 from trencadis.server.routes.admin import admin_router
 from trencadis.server.routes.chat import chat_router
 from trencadis.server.routes.completions import completions_router
 from trencadis.server.routes.context import Drain, ServingContext
+from trencadis.server.routes.dashboard import dashboard_router
 from trencadis.server.routes.docs import docs_router
 from trencadis.server.routes.health import health_router
+from trencadis.server.routes.messages import messages_router
 from trencadis.server.routes.models import models_router
+from trencadis.server.routes.pooling import pooling_router
+from trencadis.server.routes.responses import responses_router
+from trencadis.server.routes.switch import switch_router
 from trencadis.server.settings import ServerSettings
+from trencadis.server.switching.switch_control import SwitchControl
 
 
 def create_app(engine: ServingEngine, settings: ServerSettings | None = None) -> FastAPI:
     """Make an app that serves ``engine``. The caller starts and stops the engine.
 
     Any ASGI server runs the app; `serve` uses uvicorn. The app ignores the ``settings`` of that
-    server: ``host``, ``port``, ``admin_host``, ``ssl_*``, ``shutdown_timeout``, ``access_log``.
-    Raises `ConfigError` for a parser that does not exist.
+    server: ``host``, ``port``, ``admin_host``, ``ssl_*``, ``shutdown_timeout``, ``access_log``,
+    and, since an engine of several models is a `SwitchingEngine`, ``multi_model_config`` and
+    ``model_stash_gib``. `end_streams` ends what would keep a server from stopping.
+    Raises `ConfigError` for a parser that does not exist, where traces cannot be exported, for a
+    model with a ``ttl`` without ``auto_switch``, and for an ``api_key_file`` that cannot be used.
     """
     settings = settings or ServerSettings()
-    parsers = select_parsers(
-        settings.tool_call_parser,
-        settings.reasoning_parser,
-        engine.tokenizer.chat_template,
-        needs_tools=settings.enable_auto_tool_choice,
-    )
-    encoder = PromptEncoder(engine, settings.max_pending_prompts, parsers.traits)
-
-    @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        yield
-        encoder.close()
-
+    keys = ApiKeys.of(settings)
+    context = _context(engine, settings, has_keys=len(keys) > 0)
+    dashboard = DashboardFeed(engine, context.metrics, context.check_serving)
     app = FastAPI(
         title="Trencadís",
         version=__version__,
-        lifespan=lifespan,
+        lifespan=_lifespan(context, dashboard),
         docs_url=None,  # its page loads scripts from another host
         redoc_url=None,
     )
-    context = ServingContext(
+    app.state.dashboard = dashboard
+    _add_routes(app, context, dashboard)
+    install_error_handlers(app, settings.retry_after)
+    _add_middleware(app, context, keys)
+    return app
+
+
+def end_streams(app: FastAPI) -> None:
+    """End the streams that have no end of their own, because the server stops."""
+    dashboard: DashboardFeed = app.state.dashboard
+    dashboard.close()
+
+
+def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool) -> ServingContext:
+    models = ServedModels(engine, settings)
+    encoder = PromptEncoder(settings.max_pending_prompts)
+    endpoint = settings.otlp_traces_endpoint
+    tracer = None if endpoint is None else RequestTracer(endpoint)
+    metrics = ServingMetrics(engine, tracer=tracer, has_keys=has_keys)
+    switcher = None
+    if (switching := as_switching(engine)) is not None and metrics.switches is not None:
+        switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)
+    return ServingContext(
         engine=engine,
         settings=settings,
-        metrics=ServingMetrics(engine),
+        metrics=metrics,
         encoder=encoder,
-        answers=AnswerPlanner(parsers, engine.tokenizer),
+        models=models,
+        switcher=switcher,
         created=int(time.time()),
         drain=Drain(),
     )
+
+
+def _lifespan(
+    context: ServingContext, dashboard: DashboardFeed
+) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
+    """What runs from the start of the server to its end."""
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        dashboard.start()
+        if context.switcher is not None:
+            context.switcher.idle.start()
+        yield
+        dashboard.close()
+        context.encoder.close()
+        if context.switcher is not None:
+            await context.switcher.close()
+        if context.metrics.tracer is not None:
+            await context.metrics.tracer.close()
+
+    return lifespan
+
+
+def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed) -> None:
     for router in (
         chat_router,
         completions_router,
+        responses_router,
+        messages_router,
+        pooling_router,
         models_router,
+        switch_router,
         health_router,
         admin_router,
     ):
         app.include_router(router(context))
+    app.include_router(dashboard_router(dashboard, context.settings))
     app.include_router(docs_router())
-    install_error_handlers(app, settings.retry_after)
+
+
+def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> None:
+    """What requests pass. The middleware added last runs first: keys are checked before a body is
+    read."""
+    settings = context.settings
+    is_admin = AdminCalls(settings.server_dev_mode, has_admin_keys=bool(settings.admin_keys))
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
-    # the middleware added last runs first: keys are checked before a body is read
-    app.add_middleware(AdminRateLimit, per_second=settings.admin_rate_limit)
-    app.add_middleware(BearerAuth, api_keys=settings.api_keys, admin_keys=settings.admin_keys)
+    if settings.max_requests_per_key is not None:
+        app.add_middleware(
+            KeyLimit,
+            most=settings.max_requests_per_key,
+            retry_after=settings.retry_after,
+            count_refused=context.metrics.count_refused,
+        )
+    app.add_middleware(AdminRateLimit, per_second=settings.admin_rate_limit, is_admin=is_admin)
+    app.add_middleware(
+        BearerAuth,
+        api_keys=keys,
+        admin_keys=settings.admin_keys,
+        is_admin=is_admin,
+    )
+    if settings.admin_signature_window is not None:
+        app.add_middleware(
+            AdminSignatures,
+            admin_keys=settings.admin_keys,
+            window_s=settings.admin_signature_window,
+            began_s=time.time(),
+            is_admin=is_admin,
+            max_bytes=settings.max_body_size,
+            timeout=settings.body_timeout,
+        )
     app.add_middleware(CancelledRequests, retry_after=settings.retry_after)
-    app.add_middleware(AdminAudit)
+    app.add_middleware(AdminAudit, is_admin=is_admin)
     if settings.allowed_hosts:
         app.add_middleware(AllowedHosts, hosts=settings.allowed_hosts)
     if settings.admin_port is not None:
-        app.add_middleware(AdminListener, port=settings.admin_port)
-    return app
+        app.add_middleware(AdminListener, port=settings.admin_port, is_admin=is_admin)

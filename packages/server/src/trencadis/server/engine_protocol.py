@@ -6,14 +6,17 @@ The protocols let tests run without a model, and let another runtime use this se
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from trencadis.engine import (
     BatchControl,
     BatchControlResult,
     CompletionDelta,
+    EngineInspection,
     EngineStats,
+    ModelEntry,
     SamplingParams,
+    SwitchReport,
 )
 
 
@@ -63,10 +66,13 @@ class ServingTokenizer(Protocol):
         continue_final_message: bool = False,
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        quick: bool | None = None,
     ) -> list[int]:
         """Apply the chat template and return the token ids of a conversation.
 
-        Raises `InvalidRequest` (field ``messages``) if the chat template rejects it.
+        ``quick``: True where others wait: raise `SlowConversation` rather than take long; False
+        after that, in another thread. A tokenizer that is always quick may ignore it. Raises
+        `InvalidRequest` (field ``messages``) if the chat template rejects it.
         """
         ...
 
@@ -105,11 +111,13 @@ class ServingEngine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the deltas of all ``params.n`` choices, interleaved.
 
         Closing the generator aborts the request. A request with a lower ``priority`` runs first.
-        Requests share cached prefixes only if their ``cache_salt`` is the same.
+        Requests share cached prefixes only if their ``cache_salt`` is the same. Of the clients
+        whose requests wait, the ``client`` that got the fewest tokens is served next.
         The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
         `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
         request alone, `BucketMiss`, a shape that the engine refuses to compile for it, or
@@ -123,3 +131,133 @@ class ServingEngine(Protocol):
         Raises `InvalidRequest`, `EngineOverloaded` or an error of `check_health`.
         """
         ...
+
+
+@runtime_checkable
+class SwitchingEngine(ServingEngine, Protocol):
+    """An engine of several models, one of which is active: `trencadis.engine.MultiModelEngine`.
+
+    ``model_name``, ``tokenizer`` and ``max_model_len`` are those of the active model.
+    """
+
+    @property
+    def active(self) -> str:
+        """The alias of the active model."""
+        ...
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The aliases of all models."""
+        ...
+
+    @property
+    def entry(self) -> ModelEntry:
+        """The active model's entry."""
+        ...
+
+    def entry_of(self, alias: str) -> ModelEntry:
+        """The entry of a model."""
+        ...
+
+    async def tokenizer_of(self, alias: str) -> ServingTokenizer:
+        """The tokenizer of a model, be it active or not."""
+        ...
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a switch is under way and prepared: new requests are refused meanwhile."""
+        ...
+
+    async def prepare_model(self, alias: str) -> float:
+        """What a switch to a model can do while the active one serves; returns the seconds.
+
+        Raises `SwitchFailedError`.
+        """
+        ...
+
+    async def switch_model(
+        self,
+        alias: str,
+        *,
+        running: Literal["wait", "abort", "park"] = "wait",
+        drain_timeout_s: float = 60.0,
+        wait_for_turn: bool = True,
+    ) -> SwitchReport:
+        """Make another model the active one; returns when it serves.
+
+        Raises `UnknownModelError`, `SwitchInProgressError` or `SwitchFailedError`.
+        """
+        ...
+
+    def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+        model: str | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """As `ServingEngine.generate`. ``model`` is the alias whose tokenizer made the prompt.
+
+        Raises `ModelNotActiveError` where another one is active by now, and
+        `SwitchInProgressError` during a switch.
+        """
+        ...
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """An engine that can release its device memory for a while."""
+
+    async def sleep(self, level: int = 1) -> int:
+        """Level 1 keeps the weights in host memory, level 2 discards them.
+
+        Returns the bytes of device memory that are released.
+        """
+        ...
+
+    async def wake_up(self) -> None:
+        """Serve again."""
+        ...
+
+    @property
+    def is_sleeping(self) -> bool: ...
+
+
+@runtime_checkable
+class EmbeddingEngine(Protocol):
+    """An engine that may compute embeddings.
+
+    Where it does, its ``generate`` takes the parameters `POOLING` alone and yields one delta, which
+    has the ``embedding`` of the prompt.
+    """
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 while the engine generates."""
+        ...
+
+
+def embedding_size(engine: ServingEngine) -> int:
+    """Numbers of an embedding; 0 for an engine that generates."""
+    return engine.embedding_size if isinstance(engine, EmbeddingEngine) else 0
+
+
+@runtime_checkable
+class InspectableEngine(Protocol):
+    """An engine that tells its KV blocks and buckets, which the dashboard shows."""
+
+    async def inspect(self) -> EngineInspection:
+        """The KV blocks of the device, and the grids of prefill and decode.
+
+        Called at most once a second, and only while someone watches. Raises an `EngineError`
+        where it cannot tell.
+        """
+        ...
+
+
+def as_switching(engine: ServingEngine) -> SwitchingEngine | None:
+    """The engine, if it has several models."""
+    return engine if isinstance(engine, SwitchingEngine) else None

@@ -20,8 +20,16 @@ from typing import Any, TypeVar
 import attrs
 import uvicorn
 
-from trencadis.engine import AsyncEngine, EngineConfig, EngineDead, LogSettings
-from trencadis.server.app import create_app
+from trencadis.engine import (
+    AsyncEngine,
+    EngineConfig,
+    EngineDead,
+    LogSettings,
+    MultiModelConfig,
+    MultiModelEngine,
+)
+from trencadis.server.app import create_app, end_streams
+from trencadis.server.engine_protocol import as_switching
 from trencadis.server.http.connections import (
     ConnectionLimits,
     LimitedProtocol,
@@ -49,13 +57,13 @@ class LaunchError(Exception):
 
 
 async def serve(
-    config: EngineConfig,
+    config: EngineConfig | MultiModelConfig,
     settings: ServerSettings,
     *,
     log: LogSettings | None = None,
     announce: Callable[[str], None] | None = None,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM.
+    """Serve a model, or several one at a time, until SIGINT or SIGTERM.
 
     On a signal it stops listening, gives running requests ``shutdown_timeout`` seconds, answers
     those that are left with 503, and stops the engine. A second signal ends the wait. ``announce``
@@ -65,7 +73,7 @@ async def serve(
     """
     stop_signals = _StopSignals()
     with _bound_sockets(settings) as listeners, stop_signals.handled():
-        engine = await stop_signals.cancelling(AsyncEngine.start(config, log))
+        engine = await stop_signals.cancelling(_started(config, settings, log))
         if engine is None:
             logger.info("Stopped by a signal during the start")
             return
@@ -83,6 +91,18 @@ async def serve(
                 failure.cancel()
         finally:
             await _stop(engine)
+
+
+async def _started(
+    config: EngineConfig | MultiModelConfig, settings: ServerSettings, log: LogSettings | None
+) -> AsyncEngine | MultiModelEngine:
+    if isinstance(config, EngineConfig):
+        return await AsyncEngine.start(config, log)
+    engine = MultiModelEngine(
+        config.models, active=config.active, model_stash_gib=settings.model_stash_gib, log=log
+    )
+    await engine.start()
+    return engine
 
 
 def check_address(settings: ServerSettings) -> None:
@@ -110,14 +130,14 @@ def _print(text: str) -> None:
     print(text, flush=True)  # not buffered, even into a pipe
 
 
-async def _stop_after_failure(engine: AsyncEngine, server: _Server) -> str:
+async def _stop_after_failure(engine: AsyncEngine | MultiModelEngine, server: _Server) -> str:
     """Stop the server once the engine can serve no request any more; returns why."""
     reason = await engine.wait_until_failed()
     server.stop()
     return reason
 
 
-async def _stop(engine: AsyncEngine) -> None:
+async def _stop(engine: AsyncEngine | MultiModelEngine) -> None:
     try:
         await asyncio.wait_for(engine.stop(), STOP_TIMEOUT)
     except asyncio.TimeoutError:
@@ -174,12 +194,16 @@ class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, and with a callback once it listens."""
 
     def __init__(
-        self, engine: AsyncEngine, settings: ServerSettings, on_listening: Callable[[], None]
+        self,
+        engine: AsyncEngine | MultiModelEngine,
+        settings: ServerSettings,
+        on_listening: Callable[[], None],
     ) -> None:
         limit = settings.max_connections or default_connection_limit(raise_descriptor_limit())
         limits = ConnectionLimits(limit, settings.header_timeout, settings.retry_after)
+        self._app = create_app(engine, settings)
         config = uvicorn.Config(
-            create_app(engine, settings),
+            self._app,
             http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
             log_config=None,
             access_log=settings.access_log,
@@ -221,6 +245,7 @@ class _Server(uvicorn.Server):
 
     def stop(self) -> None:
         """Stop listening and drain. A second call ends the drain too."""
+        end_streams(self._app)
         self.force_exit = self.should_exit
         self.should_exit = True
 
@@ -262,20 +287,27 @@ def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
         yield listener
 
 
-def _greeting(engine: AsyncEngine, settings: ServerSettings, listener: socket.socket) -> str:
+def _greeting(
+    engine: AsyncEngine | MultiModelEngine, settings: ServerSettings, listener: socket.socket
+) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)  # noqa: S104 - compared, not bound
     scheme = "http" if settings.ssl_certfile is None else "https"
     url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-    body = json.dumps(
-        {
-            "model": engine.model_name,
-            "messages": [{"role": "user", "content": "What is the capital of France?"}],
-        }
-    ).replace("'", "'\\''")
-    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if settings.api_keys else ""
+    question, path = "What is the capital of France?", "/v1/chat/completions"
+    fields: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
+    if engine.embedding_size:
+        path, fields = "/v1/embeddings", {"input": question}
+    body = json.dumps({"model": engine.model_name, **fields}).replace("'", "'\\''")
+    key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if settings.has_api_keys else ""
+    dashboard = f"\nDashboard: {url}/dashboard"
     admin = ""
+    if (switching := as_switching(engine)) is not None:
+        others = ", ".join(alias for alias in switching.aliases if alias != switching.active)
+        admin = f"\nOther models: {others or 'none'}"
     if settings.admin_port is not None:
-        admin = f"\nAdmin API on port {settings.admin_port}"
-    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    return f"Serving {engine.model_name} at {url} (stop with Ctrl-C). Ask it:\n  {curl}{admin}"
+        dashboard = f"\nDashboard on port {settings.admin_port}: /dashboard"
+        admin += f"\nAdmin API on port {settings.admin_port}"
+    curl = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
+    served = f"Serving {engine.model_name} at {url} (stop with Ctrl-C). Ask it:"
+    return f"{served}\n  {curl}{dashboard}{admin}"

@@ -8,12 +8,13 @@ from typing import Any
 import attrs
 
 from trencadis.engine import ConfigError
-from trencadis.engine.settings import parse_size, setting
-from trencadis.engine.validators import boolean, integer, number, text
+from trencadis.engine.settings import parse_flag, parse_size, setting
+from trencadis.engine.validators import boolean, integer, number, one_of, text
 
 MIB = 1024 * 1024
 SERVER = "server"
 CHAT = "tools and reasoning"
+MODELS = "several models"
 """Groups of flags in ``--help``."""
 
 _seconds = number(0, 86_400, exclusive_low=True)
@@ -86,6 +87,39 @@ class ServerSettings:
             default="none: accept all",
         ),
     )
+    api_key_file: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--api-key-file",
+            metavar="FILE",
+            group=SERVER,
+            help="accept the keys of this file, too: lines with a name and a key. The names are in "
+            "metrics and logs",
+            default="none",
+        ),
+    )
+    fair_share: str = attrs.field(
+        default="none",
+        validator=one_of("none", "key"),
+        metadata=setting(
+            "--fair-share",
+            group=SERVER,
+            help="key: of the API keys whose requests wait, the one that got the fewest tokens is "
+            "served next; none: requests are served whosever they are",
+        ),
+    )
+    max_requests_per_key: int | None = attrs.field(
+        default=None,
+        validator=integer(1, 2**31 - 1, optional=True),
+        metadata=setting(
+            "--max-requests-per-key",
+            metavar="N",
+            group=SERVER,
+            help="most requests of an API key in progress; more get status 429",
+            default="no limit",
+        ),
+    )
     tool_call_parser: str = attrs.field(
         default="auto",
         validator=text(),
@@ -94,7 +128,7 @@ class ServerSettings:
             metavar="NAME",
             group=CHAT,
             help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
-            "granite, module:Class, auto (what its chat template tells) or none",
+            "granite, openai, module:Class, auto (what its chat template tells) or none",
         ),
     )
     reasoning_parser: str = attrs.field(
@@ -104,8 +138,8 @@ class ServerSettings:
             "--reasoning-parser",
             metavar="NAME",
             group=CHAT,
-            help="how the model writes its reasoning: qwen3, deepseek_r1, granite, module:Class, "
-            "auto (what its chat template tells) or none",
+            help="how the model writes its reasoning: qwen3, deepseek_r1, granite, "
+            "openai_gptoss, module:Class, auto (what its chat template tells) or none",
         ),
     )
     enable_auto_tool_choice: bool = attrs.field(
@@ -162,6 +196,18 @@ class ServerSettings:
             help="most calls of /v1/admin per second, and at once; more get status 429",
         ),
     )
+    admin_signature_window: float | None = attrs.field(
+        default=None,
+        validator=number(0, 3600, exclusive_low=True, optional=True),
+        metadata=setting(
+            "--admin-signature-window",
+            metavar="SECONDS",
+            group=SERVER,
+            help="accept only calls of /v1/admin that are signed with an admin key, for this long "
+            "and once; needs --allowed-hosts",
+            default="none: bearer tokens",
+        ),
+    )
     admin_host: str | None = attrs.field(
         default=None,
         validator=text(optional=True),
@@ -182,6 +228,82 @@ class ServerSettings:
             group=SERVER,
             help="port for /v1/admin alone; 0 takes any free port",
             default="that of --port",
+        ),
+    )
+    server_dev_mode: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            env="VLLM_SERVER_DEV_MODE",
+            parse=parse_flag,
+            help="whether POST /v1/models/switch, /sleep, /wake_up and /is_sleeping exist; without "
+            "an admin key they are open to all clients that --api-key admits",
+        ),
+    )
+    multi_model_config: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--multi-model-config",
+            env="VLLM_HPU_MULTI_MODEL_CONFIG",
+            metavar="FILE",
+            group=MODELS,
+            help="models between which the server switches, in YAML",
+            default="none: one model",
+        ),
+    )
+    model_stash_gib: float = attrs.field(
+        default=16.0,
+        validator=number(0, 1 << 20),
+        metadata=setting(
+            "--model-stash-gib",
+            metavar="GIB",
+            group=MODELS,
+            help="most host memory for the weights of models that are not active; a switch to one "
+            "of these is quick",
+        ),
+    )
+    auto_switch: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--auto-switch",
+            group=MODELS,
+            help="a request for a model that is not active waits for a switch; otherwise it is "
+            "refused",
+        ),
+    )
+    min_model_stay: float = attrs.field(
+        default=30.0,
+        validator=_seconds,
+        metadata=setting(
+            "--min-model-stay",
+            metavar="SECONDS",
+            group=MODELS,
+            help="shortest time between a switch and one that requests ask for",
+        ),
+    )
+    max_switch_waiting: int = attrs.field(
+        default=256,
+        validator=integer(1, 2**31 - 1),
+        metadata=setting(
+            "--max-switch-waiting",
+            metavar="N",
+            group=MODELS,
+            help="most requests that wait for a switch; more get status 503",
+        ),
+    )
+    otlp_traces_endpoint: str | None = attrs.field(
+        default=None,
+        validator=text(optional=True),
+        metadata=setting(
+            "--otlp-traces-endpoint",
+            env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+            metavar="URL",
+            group=SERVER,
+            help="OpenTelemetry collector for a trace of each request, as in "
+            "http://collector:4318/v1/traces (OTLP over HTTP)",
+            default="none: no traces",
         ),
     )
     ssl_certfile: str | None = attrs.field(
@@ -296,17 +418,32 @@ class ServerSettings:
     )
 
     def __attrs_post_init__(self) -> None:
-        if self.prefix_cache_per_key and not self.api_keys:
-            raise ConfigError(
-                "prefix_cache_per_key needs API keys: give --api-key or VLLM_API_KEY, or leave out "
-                "--prefix-cache-per-key",
-                "prefix_cache_per_key",
-            )
+        self._check_keys()
         if self.enable_admin_api and not self.admin_keys:
             raise ConfigError(
                 "enable_admin_api needs an admin key: set VLLM_ADMIN_TOKEN, or leave out "
                 "--enable-admin-api",
                 "enable_admin_api",
+            )
+        if self.admin_signature_window is not None and not self.admin_keys:
+            raise ConfigError(
+                "admin_signature_window needs an admin key: set VLLM_ADMIN_TOKEN, or leave out "
+                "--admin-signature-window",
+                "admin_signature_window",
+            )
+        if self.admin_signature_window is not None and not all(
+            key.isascii() for key in self.admin_keys
+        ):
+            raise ConfigError(
+                "admin_signature_window needs admin keys of ASCII characters, as tools encode "
+                "others in different ways: choose other keys",
+                "admin_signature_window",
+            )
+        if self.admin_signature_window is not None and not self.allowed_hosts:
+            raise ConfigError(
+                "admin_signature_window needs the names of this server, or a call to another "
+                "server with the same key could be repeated here: give --allowed-hosts",
+                "admin_signature_window",
             )
         if self.admin_host is not None and self.admin_port is None:
             raise ConfigError(
@@ -330,3 +467,25 @@ class ServerSettings:
                 "--ssl-ca-certs",
                 "ssl_ca_certs",
             )
+
+    def _check_keys(self) -> None:
+        """Raise `ConfigError` for a setting of API keys without any."""
+        if self.has_api_keys:
+            return
+        chosen = {
+            "prefix_cache_per_key": self.prefix_cache_per_key,
+            "fair_share": self.fair_share != "none",
+            "max_requests_per_key": self.max_requests_per_key is not None,
+        }
+        for name, is_chosen in chosen.items():
+            if is_chosen:
+                raise ConfigError(
+                    f"{name} needs API keys: give --api-key, VLLM_API_KEY or --api-key-file, or "
+                    f"leave out --{name.replace('_', '-')}",
+                    name,
+                )
+
+    @property
+    def has_api_keys(self) -> bool:
+        """Whether requests to ``/v1`` need a key."""
+        return bool(self.api_keys) or self.api_key_file is not None

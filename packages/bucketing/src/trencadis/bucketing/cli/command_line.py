@@ -109,14 +109,16 @@ def _add_plot(commands: Any) -> None:
 
 
 def _add_trace_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", help="CSV, JSON lines, or .json of a TrafficRecorder")
+    parser.add_argument("trace", help="CSV, JSON lines, or .json of a TrafficRecorder of prompts")
     parser.add_argument(
         "--column",
         help="column of the prompt length; default: the first one with a known name, such as "
         f"{LENGTH_COLUMNS[0]}",
     )
     parser.add_argument(
-        "--step", type=_count, default=128, help="granularity of the length; default: 128 tokens"
+        "--step",
+        type=_count,
+        help="granularity of the length, in tokens; default: the value of --block-size",
     )
     parser.add_argument(
         "--limit",

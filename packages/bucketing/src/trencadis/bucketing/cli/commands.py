@@ -102,14 +102,7 @@ def _serving_grid(phase: Phase, config: BucketingConfig, options: argparse.Names
 def _read_batches(options: argparse.Namespace) -> tuple[IntArray, IntArray]:
     """Rows (batch, length), and how often each came."""
     if Path(options.trace).suffix == ".json":
-        recorder = TrafficRecorder.load(options.trace)
-        shapes, counts = recorder.shapes()
-        came = counts > 0
-        if len(recorder.axes) < 2 or not came.any() or shapes[came, :2].min() < 1:
-            raise BucketingError(
-                f"{options.trace} has no batches, or batches of 0: record batch and length"
-            )
-        return shapes[came, :2], counts[came]
+        return _recorded_prompts(options.trace)
     trace = read_trace(options.trace, column=options.column)
     if options.window:
         rows = trace.batches(options.window, options.max_num_seqs)
@@ -118,10 +111,28 @@ def _read_batches(options: argparse.Namespace) -> tuple[IntArray, IntArray]:
     return rows, np.ones(len(rows), dtype=np.int64)
 
 
+def _recorded_prompts(path: str) -> Batches:
+    recorder = TrafficRecorder.load(path)
+    axes = recorder.axes
+    length = next((axis for axis in ("query", "seq") if axis in axes), None)
+    if "batch" not in axes or length is None:
+        raise BucketingError(
+            f"{path} has no prompts, but batches by {', '.join(axes)}: name traffic of prompts, by "
+            "batch and query or seq; engine-serve fits decodes to theirs with --bucketing "
+            "fitted:FILE"
+        )
+    shapes, counts = recorder.shapes()
+    came = counts > 0
+    rows = shapes[came][:, [axes.index("batch"), axes.index(length)]]
+    if not came.any() or rows.min() < 1:
+        raise BucketingError(f"{path} has no batches, or batches of 0: record batch and length")
+    return rows, counts[came]
+
+
 def _prompt_limits(options: argparse.Namespace, rows: IntArray) -> PromptLimits:
     """The limits of the server to fit for: as given, or wide enough for the trace."""
     longest = int(rows[:, 1].max())
-    model_len = options.max_model_len or round_up(longest, options.step)
+    model_len = options.max_model_len or round_up(longest, _step(options))
     if longest > model_len:
         raise BucketingError(
             f"{options.trace} has a prompt of {longest} tokens, above --max-model-len "
@@ -133,6 +144,12 @@ def _prompt_limits(options: argparse.Namespace, rows: IntArray) -> PromptLimits:
         max_num_seqs=options.max_num_seqs,
         block_size=options.block_size,
     )
+
+
+def _step(options: argparse.Namespace) -> int:
+    """The granularity of the length, in tokens. A server's is its block size."""
+    step: int = options.step or options.block_size
+    return step
 
 
 Batches: TypeAlias = tuple[IntArray, IntArray]
@@ -169,7 +186,7 @@ def _compare(
     return compare_strategies(
         seen_rows,
         judged_rows,
-        step=options.step,
+        step=_step(options),
         maxima=(max_batch, limits.max_query),
         budget=options.limit,
         counts=seen_counts,

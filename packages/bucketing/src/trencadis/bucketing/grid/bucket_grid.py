@@ -36,6 +36,9 @@ from trencadis.bucketing.validators import (
 
 Filter: TypeAlias = Callable[[Bucket], bool]
 
+_MOST_DESCRIBED = 1000
+"""Buckets in a log line: some 14 kB of text. More are more than a server captures."""
+
 
 class BucketGrid:
     """An immutable set of buckets with named axes, safe to share between threads.
@@ -271,8 +274,9 @@ class BucketGrid:
         return tuple(bucket for bucket in self._buckets if bucket in used)
 
     def describe(self) -> tuple[str, ...]:
-        """The log lines of the grid: its settings, if given, and its buckets."""
-        shapes = ", ".join(str(bucket.shape) for bucket in self._buckets)
+        """The log lines of the grid: its settings, if given, and its first thousand buckets."""
+        shapes = ", ".join(str(bucket.shape) for bucket in self._buckets[:_MOST_DESCRIBED])
+        shapes += ", …" if len(self._buckets) > _MOST_DESCRIBED else ""
         kind = f"{self._phase} buckets" if self._phase else "buckets"
         generated = f"Generated {len(self._buckets)} {kind}: [{shapes}]"
         return (self._settings_line, generated) if self._settings_line else (generated,)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.rounding import IntArray, round_up
-from trencadis.bucketing.text_files import read_text
+from trencadis.bucketing.text_files import read_text, replace_text
 from trencadis.bucketing.validators import (
     MAX_SIZE,
     check_instance,
@@ -128,6 +127,9 @@ class TrafficRecorder:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write everything to a JSON file, replaced atomically.
 
+        A link is followed, and the file that it replaces keeps its permissions. Of two that save to
+        the same path the last one stays: hold a lock to read, `merge` and save.
+
         Raises:
             OSError: the file cannot be written.
         """
@@ -138,9 +140,7 @@ class TrafficRecorder:
             "resolution": self._resolution,
             "counts": [[*shape, count] for shape, count in sorted(self._counts.items())],
         }
-        partial = Path(f"{os.fspath(path)}.partial")
-        partial.write_text(json.dumps(content) + "\n", encoding="utf-8")
-        partial.replace(path)
+        replace_text(path, json.dumps(content) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TrafficRecorder:

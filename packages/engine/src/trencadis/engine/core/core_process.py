@@ -13,7 +13,13 @@ import attrs
 from typing_extensions import assert_never
 
 from trencadis.engine.config import EngineConfig
-from trencadis.engine.errors import ConfigError, EngineOverloaded, InvalidRequest, ModelError
+from trencadis.engine.errors import (
+    ConfigError,
+    EngineOverloaded,
+    InvalidRequest,
+    ModelError,
+    SwitchFailedError,
+)
 from trencadis.engine.ipc.channel import CoreChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
@@ -23,18 +29,27 @@ from trencadis.engine.ipc.messages import (
     Controlled,
     Failed,
     Finish,
+    Inspect,
+    Inspected,
     Preempt,
     Preempted,
     Ready,
+    Reconfigure,
+    Reconfigured,
+    ReconfigureFailed,
     Rejected,
     RequestError,
+    Sleep,
+    Slept,
     StepDone,
     Stop,
+    WakeUp,
 )
 from trencadis.scheduler import BatchControlResult, ControlError
 
 if TYPE_CHECKING:
     from trencadis.engine.core.engine_core import EngineCore
+    from trencadis.engine.core.reconfigure import ModelSwitcher
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -82,38 +97,50 @@ def run_core(config: EngineConfig, to_core: str, from_core: str, log: LogSetting
 def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
     # Imported here because the front imports this module and must not wait for PyTorch.
     from trencadis.engine.core.engine_core import EngineCore  # noqa: PLC0415
+    from trencadis.engine.core.reconfigure import ModelSwitcher  # noqa: PLC0415
 
     core = EngineCore(config)
     try:
-        core.worker.runner.forward_runner.on_cold = lambda shape: channel.send(
-            Busy(f"the engine core compiles {shape}")
-        )
+        core.on_busy = lambda reason, limit_s: channel.send(Busy(reason, limit_s))
         report = core.warm_up(stop=lambda: os.getppid() != front)
-        channel.send(
-            Ready(
-                max_model_len=core.max_model_len,
-                num_blocks=core.worker.limits.num_blocks,
-                block_size=core.config.block_size,
-                dtype=str(core.worker.dtype).removeprefix("torch."),
-                device=core.device.name,
-                num_buckets=core.worker.num_buckets,
-                warmup_seconds=report.seconds if report is not None else 0.0,
-            )
-        )
-        _loop(core, channel, front)
+        channel.send(_ready(core, report.seconds if report is not None else 0.0))
+        _loop(core, channel, front, ModelSwitcher(core, lambda: os.getppid() != front))
     finally:
         core.close()
 
 
-def _loop(core: EngineCore, channel: CoreChannel, front: int) -> None:
+def _ready(core: EngineCore, warmup_seconds: float) -> Ready:
+    return Ready(
+        max_model_len=core.max_model_len,
+        num_blocks=core.worker.limits.num_blocks,
+        block_size=core.config.block_size,
+        dtype=str(core.worker.dtype).removeprefix("torch."),
+        device=core.device.name,
+        num_buckets=core.worker.num_buckets,
+        warmup_seconds=warmup_seconds,
+        embedding_size=core.worker.embedding_size,
+    )
+
+
+def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwitcher) -> None:
     orders: _Orders = {}
+    last_call = -1
     channel.send(StepDone((), core.stats))
     stats_due_s = 0.0
     while os.getppid() == front:
         for message in channel.receive(_receive_timeout(core)):
             if isinstance(message, Stop):
                 return
-            _handle(core, channel, message, orders)
+            if isinstance(message, (Reconfigure, Sleep, WakeUp)):
+                if message.number <= last_call:  # the front numbers its calls upwards
+                    logger.warning("Call %d came again and is ignored", message.number)
+                    continue
+                last_call = message.number
+                _refuse_orders(channel, orders)
+                channel.send(Busy("the engine core changes its model", number=message.number))
+                channel.send(_change_model(core, switcher, message))
+            else:
+                _handle(core, channel, message, orders)
         if core.is_warming_up:
             channel.send(Busy("the engine core warms up"))
         core.advance_warm_up()
@@ -145,27 +172,13 @@ _Orders = dict[int, Future[BatchControlResult]]
 def _handle(
     core: EngineCore,
     channel: CoreChannel,
-    message: Add | Abort | Finish | Control | Preempt | Undecodable,
+    message: Add | Abort | Finish | Control | Preempt | Inspect | Undecodable,
     orders: _Orders,
 ) -> None:
     if isinstance(message, Undecodable):
         _refuse(channel, message)
     elif isinstance(message, Add):
-        try:
-            core.add(
-                message.key,
-                message.prompt_token_ids,
-                message.params,
-                message.priority,
-                message.cache_salt,
-            )
-        except EngineOverloaded as error:
-            channel.send(Rejected(message.key, str(error), overloaded=True))
-        except InvalidRequest as error:
-            channel.send(Rejected(message.key, str(error), field=error.field))
-        except Exception as error:
-            logger.exception("Request %s could not be added", message.key)
-            channel.send(RequestError(message.key, f"{type(error).__name__}: {error}"))
+        _add(core, channel, message)
     elif isinstance(message, Abort):
         for key in message.keys:
             core.abort(key)
@@ -173,6 +186,8 @@ def _handle(
         core.finish(message.key, message.index)
     elif isinstance(message, Preempt):
         channel.send(Preempted(message.number, core.abort_and_swap(message.keys)))
+    elif isinstance(message, Inspect):
+        channel.send(_inspect(core, message.number))
     elif isinstance(message, Control):
         try:
             orders[message.number] = core.control(message.order)
@@ -180,6 +195,60 @@ def _handle(
             channel.send(Controlled(message.number, None, str(error), error.field))
     else:
         assert_never(message)
+
+
+def _add(core: EngineCore, channel: CoreChannel, message: Add) -> None:
+    try:
+        core.add(
+            message.key,
+            message.prompt_token_ids,
+            message.params,
+            message.priority,
+            message.cache_salt,
+            message.output_token_ids,
+            is_resumed=message.is_resumed,
+            client=message.client,
+        )
+    except EngineOverloaded as error:
+        channel.send(Rejected(message.key, str(error), overloaded=True))
+    except InvalidRequest as error:
+        channel.send(Rejected(message.key, str(error), error.field, sleeping=core.is_asleep))
+    except Exception as error:
+        logger.exception("Request %s could not be added", message.key)
+        channel.send(RequestError(message.key, f"{type(error).__name__}: {error}"))
+
+
+def _inspect(core: EngineCore, number: int) -> Inspected:
+    """Who looks must not end the core, whose requests are those of others."""
+    try:
+        return Inspected(number, core.inspect())
+    except Exception as error:
+        logger.exception("The core could not be inspected")
+        return Inspected(number, None, f"{type(error).__name__}: {error}")
+
+
+def _change_model(
+    core: EngineCore, switcher: ModelSwitcher, message: Reconfigure | Sleep | WakeUp
+) -> Reconfigured | ReconfigureFailed | Slept:
+    """Switch models, sleep or wake up; returns the answer. Raises where the core is of no use."""
+    number = message.number
+    if isinstance(message, Sleep):
+        return Slept(number, switcher.sleep(message.level))
+    try:
+        if isinstance(message, WakeUp):
+            switcher.wake_up()
+            return Reconfigured(number, _ready(core, 0.0))
+        result = switcher.reconfigure_engine(message.config, message.stash_bytes)
+    except SwitchFailedError as error:
+        return ReconfigureFailed(number, error.step, str(error))
+    return Reconfigured(number, _ready(core, result.warmup_s), **attrs.asdict(result))
+
+
+def _refuse_orders(channel: CoreChannel, orders: _Orders) -> None:
+    """Answer the orders that no step will carry out, because the scheduler is replaced."""
+    for number in orders:
+        channel.send(Controlled(number, None, "the engine switches models: give the order again"))
+    orders.clear()
 
 
 def _refuse(channel: CoreChannel, message: Undecodable) -> None:

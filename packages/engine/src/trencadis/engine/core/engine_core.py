@@ -18,6 +18,7 @@ from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.request_conversion import (
     check_arguments,
     check_order,
+    check_output,
     check_request,
 )
 from trencadis.engine.core.request_table import RequestTable
@@ -26,7 +27,8 @@ from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import BucketMiss, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
-from trencadis.engine.ipc.messages import NewToken, Rejected, RequestError
+from trencadis.engine.inspection import MAX_MAP_CELLS, EngineInspection
+from trencadis.engine.ipc.messages import BUSY_SECONDS, NewToken, Rejected, RequestError
 from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
@@ -56,8 +58,9 @@ _MAX_FAILED_STEPS = 3
 class EngineCore:
     """Loads a model and serves requests step by step. Not thread-safe.
 
-    ``device`` and ``thermal`` replace those that ``config`` names. Raises `ModelError` or
-    `ConfigError` when the model cannot be served under ``config``.
+    ``device`` and ``thermal`` replace those that ``config`` names. Without ``records`` no traffic
+    is recorded: for a core that only warms up. Raises `ModelError` or `ConfigError` when the model
+    cannot be served under ``config``.
     """
 
     def __init__(
@@ -65,10 +68,13 @@ class EngineCore:
         config: EngineConfig,
         device: Device | None = None,
         thermal: ThermalMonitor | None = None,
+        *,
+        records: bool = True,
     ) -> None:
         self.device = select_device(
             config.device if device is None else device,
             Path(config.compile_cache) if config.compile_cache else None,
+            trust_compile_cache=config.trust_compile_cache,
             fp32_softmax=config.fp32_softmax,
             cpu_threads=config.cpu_threads,
         )
@@ -77,18 +83,33 @@ class EngineCore:
         self._thermal = thermal or ThermalMonitor.from_config(
             config, self.device.temperature_source, self.device.sensor_indices
         )
-        self.worker = Worker(config, self.device)
-        self.spec = self.worker.spec
-        self.max_model_len = self.worker.limits.max_model_len
+        self.on_busy: Callable[[str, float], None] = lambda reason, limit_s: None
+        """Called before what may take minutes, with what it is and how many seconds at most; 0:
+        no more than a step."""
+        worker = Worker(config, self.device, records=records)
+        worker.load()
+        worker.initialise_cache()
+        self._serve(worker)
+        self._thermal.start()
+
+    def _serve(self, worker: Worker) -> None:
+        """Build everything that depends on the model or its cache; nothing of it exists yet."""
+        self.worker = worker
+        self.config = config = worker.config
+        self.spec = worker.spec
+        self.max_model_len = worker.limits.max_model_len
         self.pause_s = 0.0
-        self._num_buckets = self.worker.num_buckets
+        worker.runner.forward_runner.on_cold = lambda shape: self.on_busy(
+            f"the engine core compiles {shape}", BUSY_SECONDS
+        )
+        self._num_buckets = worker.num_buckets
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_prefill_tokens = 0
         self._swapped_bytes = {Direction.OUT: 0, Direction.IN: 0}
         self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
-        self._prefill_limit = self.worker.limits.max_num_batched_tokens
+        self._prefill_limit = worker.limits.max_num_batched_tokens
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=self.worker.limits.num_blocks,
@@ -98,26 +119,48 @@ class EngineCore:
             ),
             governor=swap_governor(config, self.worker.block_bytes),
         )
+        # Only a prefix gets shorter when blocks move down.
+        self._defragmenter = (
+            Defragmenter(self.blocks, config.defrag)
+            if self.worker.read is DecodeRead.PREFIX
+            else None
+        )
         grids = self.worker.grids
         self.scheduler = Scheduler(
             self.worker.limits.scheduler_config(
                 max_waiting=config.max_waiting,
                 max_chunk_tokens=grids.max_chunk_tokens if grids else None,
                 policy=config.scheduling_policy,
+                num_output_tokens=0 if self.spec.is_pooling else 1,
             ),
             self.blocks,
             thermal=self._thermal.guard,
-            # Only a prefix gets shorter when blocks move down.
-            defragmenter=Defragmenter(self.blocks, config.defrag)
-            if self.worker.read is DecodeRead.PREFIX
-            else None,
+            defragmenter=self._defragmenter,
         )
         rng = random.Random(config.seed)
         eos_token_ids = self.spec.eos_token_ids
         tokenizer = functools.partial(saved_tokenizer_json, self.spec.source)
         self._grammars = GrammarCompiler(tokenizer, self.spec.vocab_size, eos_token_ids)
         self.requests = RequestTable(self.scheduler, eos_token_ids, rng, self._grammars)
-        self._thermal.start()
+
+    def rebuild(self, worker: Worker) -> None:
+        """Serve ``worker``'s model instead of the present one.
+
+        Scheduler, block pool, prefix cache, request table, grammars and totals are new; requests
+        that are still in the old ones end without a message. The thermal policy stays, because the
+        device is as hot as before.
+        """
+        self._grammars.close()
+        self._serve(worker)
+
+    def abort_all(self) -> int:
+        """End every request without a message; returns how many there were."""
+        return self.requests.abort_all()
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the device memory is released, so that no request can be served."""
+        return self.worker.is_asleep
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
         """Warm up before serving, as ``config.warmup`` says.
@@ -131,11 +174,11 @@ class EngineCore:
     def is_warming_up(self) -> bool:
         """Whether buckets are left for the background warm-up."""
         background = self.worker.background
-        return background is not None and background.is_running
+        return background is not None and background.is_running and not self.is_asleep
 
     def advance_warm_up(self) -> None:
         """Warm up the next bucket in the background, if any is left and the core has time."""
-        if self.worker.background is not None:
+        if self.worker.background is not None and not self.is_asleep:
             self.worker.background.advance(idle=not self.has_work)
 
     @property
@@ -156,10 +199,12 @@ class EngineCore:
             num_preempted_reqs=requests[SequenceStatus.PREEMPTED],
             num_used_blocks=self.blocks.pool.num_used_blocks,
             num_total_blocks=self.blocks.pool.num_usable_blocks,
+            block_size=self.blocks.config.block_size,
             highest_block_in_use=self.blocks.pool.highest_used_block,
             num_queued_swaps=self.blocks.num_queued_swaps,
             num_buckets=self._num_buckets,
             num_ready_buckets=runner.num_ready_buckets,
+            num_graphs=runner.num_graphs,
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
@@ -169,12 +214,24 @@ class EngineCore:
             swap_seconds=self._swap_seconds,
             num_steps=self._num_steps,
             num_prompt_tokens=self.requests.num_prompt_tokens,
+            num_prefix_query_tokens=self.requests.num_prompt_tokens
+            if self.config.enable_prefix_caching
+            else 0,
+            num_prefix_hit_tokens=self.requests.num_cached_tokens,
+            num_defragmented_blocks=self._defragmenter.num_moved if self._defragmenter else 0,
             num_prefill_tokens=self._num_prefill_tokens,
             num_generation_tokens=self.requests.num_generation_tokens,
             num_padded_tokens=runner.padded_tokens,
             num_bucket_misses=runner.bucket_misses,
             num_cold_forwards=runner.forward_runner.cold_forwards,
             num_compilations=runner.forward_runner.compilations,
+        )
+
+    def inspect(self) -> EngineInspection:
+        """Which KV blocks are used, and the state and the hits of the buckets. Call it between two
+        steps."""
+        return EngineInspection(
+            self.blocks.pool.block_map(MAX_MAP_CELLS), self.worker.runner.grid_usage
         )
 
     def add(
@@ -184,17 +241,37 @@ class EngineCore:
         params: SamplingParams,
         priority: int = 0,
         cache_salt: str | None = None,
+        output_token_ids: Sequence[int] = (),
+        *,
+        is_resumed: bool = False,
+        client: str = "",
     ) -> None:
         """Add a request under ``key`` to the waiting queue.
 
-        It shares cached prefixes only with requests of the same ``cache_salt``.
+        It shares cached prefixes only with requests of the same ``cache_salt``. A request for one
+        sequence may go on after ``output_token_ids``, which it generated before. ``is_resumed``:
+        it was accepted before, so ``max_waiting`` does not bind it. ``client``: see
+        `AsyncEngine.generate`.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
         compiled beside the steps; if that fails, `take_failures` has the refusal.
         """
-        prompt_token_ids = check_arguments(key, prompt_token_ids, params, priority, cache_salt)
-        check_request(prompt_token_ids, params, self.spec.vocab_size, self.max_model_len)
+        prompt_token_ids = check_arguments(
+            key, prompt_token_ids, params, priority, cache_salt, client
+        )
+        if self.is_asleep:
+            raise InvalidRequest("the engine sleeps: wake it up before requests are sent")
+        check_request(
+            prompt_token_ids,
+            params,
+            self.spec.vocab_size,
+            self.max_model_len,
+            is_pooling=self.spec.is_pooling,
+        )
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        self.requests.add(key, prompt_token_ids, params, priority, cache_salt, limit)
+        output = check_output(output_token_ids, params, self.spec.vocab_size)
+        self.requests.add(
+            key, prompt_token_ids, params, priority, cache_salt, client, limit, output, is_resumed
+        )
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""

@@ -7,12 +7,15 @@ from collections.abc import Iterable
 import attrs
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.sampling_params import MAX_TOKEN_ID, SamplingParams
+from trencadis.engine.sampling_params import MAX_TOKEN_ID, POOLING, SamplingParams
 from trencadis.engine.validators import is_text, items_of, plain_number, shown
 from trencadis.scheduler import BatchControl, BeamSearch, Request
 
 MAX_CACHE_SALT = 1024
 """Most characters of a cache salt."""
+
+MAX_CLIENT = 256
+"""Most characters of a client's name."""
 
 _INT64_MAX = 2**63 - 1
 """The largest integer that a message can carry to the core."""
@@ -24,6 +27,7 @@ def check_arguments(
     params: SamplingParams,
     priority: int,
     cache_salt: str | None,
+    client: str = "",
 ) -> tuple[int, ...]:
     """The token ids of a request whose arguments have the right types.
 
@@ -41,6 +45,12 @@ def check_arguments(
         )
     if cache_salt is not None:
         _check_cache_salt(cache_salt)
+    if not is_text(client) or len(client) > MAX_CLIENT:
+        raise InvalidRequest(
+            f"client must be a text of at most {MAX_CLIENT} characters that UTF-8 can encode, "
+            f"got {shown(client)}",
+            "client",
+        )
     return _token_ids(prompt_token_ids)
 
 
@@ -99,9 +109,17 @@ def _token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
 
 
 def check_request(
-    prompt_token_ids: tuple[int, ...], params: SamplingParams, vocab_size: int, max_model_len: int
+    prompt_token_ids: tuple[int, ...],
+    params: SamplingParams,
+    vocab_size: int,
+    max_model_len: int,
+    *,
+    is_pooling: bool = False,
 ) -> None:
-    """Raise `InvalidRequest`, naming the field, for a request that this model cannot serve."""
+    """Raise `InvalidRequest`, naming the field, for a request that this model cannot serve.
+
+    ``is_pooling``: it computes embeddings, for which a prompt may take all of the context.
+    """
     length = len(prompt_token_ids)
     if length == 0:
         raise InvalidRequest("the prompt is empty: give at least one token", "prompt")
@@ -109,6 +127,9 @@ def check_request(
         raise InvalidRequest(
             f"token ids of the prompt must be from 0 to {vocab_size - 1}", "prompt"
         )
+    if is_pooling:
+        _check_pooling(length, params, max_model_len)
+        return
     if length >= max_model_len:
         raise InvalidRequest(
             f"the prompt has {length} tokens and the model's context is {max_model_len}, of which "
@@ -126,12 +147,50 @@ def check_request(
             raise InvalidRequest(f"{name} has token ids past the vocabulary of {vocab_size}", name)
 
 
+def _check_pooling(length: int, params: SamplingParams, max_model_len: int) -> None:
+    if params != POOLING:
+        raise generates_nothing()
+    if length > max_model_len:
+        raise InvalidRequest(
+            f"the prompt has {length} tokens and the model's context is {max_model_len}: shorten "
+            "the prompt",
+            "prompt",
+        )
+
+
+def generates_nothing() -> InvalidRequest:
+    """The error for a request to generate, of an engine that computes embeddings."""
+    return InvalidRequest(
+        "this engine has the runner pooling: it computes embeddings and generates nothing. Call "
+        "embed, or start it with the runner generate",
+        "params",
+    )
+
+
+def check_output(
+    output_token_ids: Iterable[int], params: SamplingParams, vocab_size: int
+) -> tuple[int, ...]:
+    """The tokens after which a request goes on. Raises `InvalidRequest` where it cannot."""
+    output = _token_ids(output_token_ids)
+    limit = params.max_tokens
+    if output and (params.num_seqs != 1 or params.use_beam_search):
+        raise InvalidRequest("only a request for one sequence goes on after tokens", "prompt")
+    if output and (max(output) >= vocab_size or (limit is not None and len(output) >= limit)):
+        raise InvalidRequest(
+            f"{len(output)} generated tokens leave none of max_tokens {limit}, or are past the "
+            f"vocabulary of {vocab_size}",
+            "prompt",
+        )
+    return output
+
+
 def as_request(
     key: str,
     prompt_token_ids: tuple[int, ...],
     params: SamplingParams,
     priority: int,
     cache_salt: str | None,
+    client: str,
     max_new_tokens: int,
     eos_token_ids: frozenset[int],
 ) -> Request:
@@ -158,6 +217,7 @@ def as_request(
         beam_search=beams,
         priority=priority,
         extra_keys=() if cache_salt is None else (cache_salt,),
+        client=client,
     )
 
 

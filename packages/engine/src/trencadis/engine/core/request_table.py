@@ -59,7 +59,8 @@ class _Entry:
 
     ``sample_ids`` are sequence ids by sample index (empty for beam search). ``unfinished`` are the
     indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
-    prompt tokens.
+    prompt tokens. ``resumed``: the prompt and the tokens after which it goes on, if it was parked.
+    ``was_parked``: also before its first token. How long it waited is not known then.
     """
 
     key: str
@@ -70,6 +71,8 @@ class _Entry:
     unfinished: set[int] = attrs.field(factory=set)
     prompt_counted: bool = False
     status: RequestStatus = "normal"
+    resumed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    was_parked: bool = False
 
 
 @attrs.frozen(eq=False)
@@ -93,7 +96,10 @@ class _Compiling:
     params: SamplingParams
     priority: int
     cache_salt: str | None
+    client: str
     running_limit: int
+    output_token_ids: tuple[int, ...]
+    is_resumed: bool
     grammar: futures.Future[CompiledGrammar]
 
 
@@ -116,7 +122,8 @@ class RequestTable:
 
     ``rng`` gives a seed to each sample whose request has none. ``num_prompt_tokens`` counts the
     prompt tokens of all requests that have generated a token: each prompt once, cached and
-    recomputed tokens not counted again. ``num_generation_tokens`` counts reported tokens.
+    recomputed tokens not counted again; ``num_cached_tokens`` of them were prefix hits.
+    ``num_generation_tokens`` counts reported tokens.
     """
 
     def __init__(
@@ -127,6 +134,7 @@ class RequestTable:
         grammars: GrammarCompiler,
     ) -> None:
         self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
         self.num_generation_tokens = 0
         self._scheduler = scheduler
         self._max_num_seqs = scheduler.scheduler_config.max_num_seqs
@@ -166,9 +174,14 @@ class RequestTable:
         params: SamplingParams,
         priority: int,
         cache_salt: str | None,
+        client: str,
         running_limit: int,
+        output_token_ids: tuple[int, ...] = (),
+        is_resumed: bool = False,
     ) -> None:
-        """Add a request to the waiting queue.
+        """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
+
+        It goes on after ``output_token_ids``, of which `check_output` says where there may be any.
 
         Samples are split into groups of at most ``running_limit`` sequences, the number that may
         run now. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
@@ -177,19 +190,38 @@ class RequestTable:
         """
         self._check(key, params, priority)
         if params.structured_output is None:
-            self._add(key, prompt_token_ids, params, priority, cache_salt, running_limit, None)
-            return
-        scheduler = self._scheduler
-        num_waiting = len(self._compiling) + scheduler.num_waiting
-        if num_waiting >= scheduler.scheduler_config.max_waiting:
-            raise EngineOverloaded(
-                f"{num_waiting} requests are waiting: try again later, or raise max_waiting"
+            self._add(
+                key,
+                prompt_token_ids,
+                params,
+                priority,
+                cache_salt,
+                client,
+                running_limit,
+                output_token_ids,
+                is_resumed,
+                None,
             )
+            return
+        if not is_resumed:
+            try:
+                compiling = [request.client for request in self._compiling.values()]
+                self._scheduler.check_queue(client, compiling)
+            except QueueFull as error:
+                raise EngineOverloaded(str(error)) from error
         grammar = self._grammars.compile(params.structured_output)
         # Matchers are made from the compiled grammar: its text, of up to 64 KiB, is not needed.
         params = attrs.evolve(params, structured_output=None)
         self._compiling[key] = _Compiling(
-            prompt_token_ids, params, priority, cache_salt, running_limit, grammar
+            prompt_token_ids,
+            params,
+            priority,
+            cache_salt,
+            client,
+            running_limit,
+            output_token_ids,
+            is_resumed,
+            grammar,
         )
         self.add_compiled()
 
@@ -216,7 +248,10 @@ class RequestTable:
                     request.params,
                     request.priority,
                     request.cache_salt,
+                    request.client,
                     request.running_limit,
+                    request.output_token_ids,
+                    request.is_resumed,
                     request.grammar.result(),
                 )
             except EngineOverloaded as error:
@@ -234,7 +269,10 @@ class RequestTable:
         params: SamplingParams,
         priority: int,
         cache_salt: str | None,
+        client: str,
         running_limit: int,
+        output_token_ids: tuple[int, ...],
+        is_resumed: bool,
         grammar: CompiledGrammar | None,
     ) -> None:
         if params.needs_ranking and not params.use_beam_search and params.logprobs is None:
@@ -243,13 +281,24 @@ class RequestTable:
         if params == self._last_params:
             params = self._last_params
         self._last_params = params
-        entry = _Entry(key, params, len(prompt_token_ids))
+        entry = _Entry(key, params, len(prompt_token_ids), was_parked=is_resumed)
+        if output_token_ids:
+            entry.resumed = prompt_token_ids, output_token_ids
+            entry.prompt_counted = True  # when it was first added
         self._entries[key] = entry
         try:
             for request in self._requests(
-                key, prompt_token_ids, params, priority, cache_salt, running_limit
+                key,
+                prompt_token_ids,
+                params,
+                priority,
+                cache_salt,
+                client,
+                running_limit,
+                output_token_ids,
             ):
-                entry.groups.append(self._scheduler.add(request).group)
+                added = self._scheduler.add(request, is_resumed=is_resumed)
+                entry.groups.append(added.group)
         except QueueFull as error:
             self.abort(key)
             raise EngineOverloaded(str(error)) from error
@@ -268,6 +317,9 @@ class RequestTable:
         for index, sequence in enumerate(sequences):
             seed = self._rng.getrandbits(63) if params.seed is None else params.seed + index
             matcher = None if grammar is None else GrammarMatcher(grammar)
+            if matcher is not None:
+                for token_id in output_token_ids:
+                    matcher.consume(token_id)
             self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence, matcher)
             entry.sample_ids.append(sequence.seq_id)
 
@@ -282,6 +334,13 @@ class RequestTable:
             self._scheduler.abort(group.request_id)
         for seq_id in entry.sample_ids:
             del self._samples[seq_id]
+
+    def abort_all(self) -> int:
+        """End every request; returns how many there were."""
+        keys = [*self._compiling, *self._entries]
+        for key in keys:
+            self.abort(key)
+        return len(keys)
 
     def fail(self, request_id: str, error: Exception) -> None:
         """End the request that a scheduler request belongs to, because of an internal error."""
@@ -373,9 +432,9 @@ class RequestTable:
             if result is None:
                 continue
             if item.num_candidates:
-                entry = live[item.seq_id][1]
+                beam, entry = live[item.seq_id]
                 if not entry.prompt_counted:
-                    self._count_prompt(entry)
+                    self._count_prompt(entry, beam.num_cached_tokens)
                 candidates[item.seq_id] = [Candidate(*token) for token in result.candidates]
             elif item.samples:
                 for seq_id, token in zip(item.sample_ids, result.tokens, strict=True):
@@ -396,11 +455,11 @@ class RequestTable:
                 if search is not None:
                     tokens.extend(self._hypothesis(search, update.seq_id))
                 continue
-            entry = sample.entry
+            entry, sequence = sample.entry, sample.sequence
             if not sample.is_unfinished:
                 continue
             if not entry.prompt_counted:
-                self._count_prompt(entry)
+                self._count_prompt(entry, sequence.num_cached_tokens)
             ended = update.finish_reason
             reason: FinishReason | None = None if ended is None else ended.value
             is_complete = sample.matcher is not None and sample.matcher.is_complete
@@ -408,21 +467,24 @@ class RequestTable:
                 reason = "stop"
                 if ended is None:
                     self._scheduler.finish(update.seq_id)
+            is_first = sequence.num_output_tokens == 1
             tokens.append(
                 NewToken(
                     entry.key,
                     sample.index,
                     update.token_id,
                     reason,
-                    sample.sequence.num_cached_tokens,
+                    sequence.num_cached_tokens,
                     step.tokens[update.seq_id].logprobs,
                     entry.status,
                     is_complete and update.token_id not in self._eos_token_ids,
+                    sequence.group.queue_s if is_first and not entry.was_parked else None,
+                    step.tokens[update.seq_id].embedding,
                 )
             )
             if reason is not None:
                 self._end_sample(entry, sample.index)
-        self.num_generation_tokens += len(tokens)
+        self.num_generation_tokens += sum(token.embedding is None for token in tokens)
         return tokens
 
     def _check(self, key: str, params: SamplingParams, priority: int) -> None:
@@ -448,13 +510,22 @@ class RequestTable:
         params: SamplingParams,
         priority: int,
         cache_salt: str | None,
+        client: str,
         running_limit: int,
+        output_token_ids: tuple[int, ...],
     ) -> list[Request]:
         max_new_tokens = self._max_model_len - len(prompt_token_ids)
         eos = frozenset() if params.ignore_eos else self._eos_token_ids
         request = as_request(
-            key, prompt_token_ids, params, priority, cache_salt, max_new_tokens, eos
+            key, prompt_token_ids, params, priority, cache_salt, client, max_new_tokens, eos
         )
+        if output_token_ids:  # computed as a prompt, and counted as output
+            request = attrs.evolve(
+                request,
+                prompt_token_ids=(*prompt_token_ids, *output_token_ids),
+                max_tokens=request.max_tokens - len(output_token_ids),
+                min_tokens=max(0, request.min_tokens - len(output_token_ids)),
+            )
         # A group above the running limit would wait until temperature or an order raise it.
         # Samples that are compared in the end (best_of, beams) must stay in one group.
         return [request] if params.needs_ranking else split_samples(request, max(1, running_limit))
@@ -473,14 +544,12 @@ class RequestTable:
         return RowRequest(beam=self._sampling_row(beam), num_candidates=item.num_candidates)
 
     def _sampling_row(self, sample: _Sample) -> SamplingRow:
-        sequence = sample.sequence
-        return SamplingRow(
-            sample.entry.params,
-            sample.seed,
-            sequence.request.prompt_token_ids,
-            sequence.output_token_ids,
-            self._eos_token_ids,
-        )
+        sequence, resumed = sample.sequence, sample.entry.resumed
+        prompt: Sequence[int] = sequence.request.prompt_token_ids
+        output: Sequence[int] = sequence.output_token_ids
+        if resumed is not None:  # penalties and draws go on where they were
+            prompt, output = resumed[0], (*resumed[1], *output)
+        return SamplingRow(sample.entry.params, sample.seed, prompt, output, self._eos_token_ids)
 
     def _follow(self, seq_id: int, token_id: int) -> None:
         """Let the grammar of a sample follow its new token. An error ends its request alone."""
@@ -502,10 +571,13 @@ class RequestTable:
         index, result = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
         cached = result.num_cached_tokens
         *tokens, last = result.output_token_ids
+        status = entry.status
+        queue_s = None if entry.was_parked else entry.groups[0].queue_s
         for token_id in tokens:
-            yield NewToken(entry.key, index, token_id, None, cached, None, entry.status)
+            yield NewToken(entry.key, index, token_id, None, cached, None, status, False, queue_s)
+            queue_s = None
         reason = _finish_reason(result.finish_reason)
-        yield NewToken(entry.key, index, last, reason, cached, None, entry.status)
+        yield NewToken(entry.key, index, last, reason, cached, None, status, False, queue_s)
         self._end_sample(entry, index)
 
     def _fail(self, entry: _Entry, error: Exception) -> None:
@@ -516,9 +588,10 @@ class RequestTable:
         message = f"internal error: {type(error).__name__}: {error}"
         self._failures.append(RequestError(entry.key, message))
 
-    def _count_prompt(self, entry: _Entry) -> None:
+    def _count_prompt(self, entry: _Entry, num_cached_tokens: int) -> None:
         entry.prompt_counted = True
         self.num_prompt_tokens += entry.num_prompt_tokens
+        self.num_cached_tokens += num_cached_tokens
 
     def _end_sample(self, entry: _Entry, index: int) -> None:
         """Mark a sample as ended. The last one removes the request."""

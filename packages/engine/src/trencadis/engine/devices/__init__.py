@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def select_device(
     device: str | Device,
     compile_cache: Path | None = None,
     *,
+    trust_compile_cache: bool = False,
+    read_only: bool = False,
     fp32_softmax: bool = False,
     cpu_threads: int | None = None,
 ) -> Device:
@@ -56,10 +59,13 @@ def select_device(
     ``module:Class``. A `Device` is checked and returned.
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
-    time. ``fp32_softmax`` is for hpu, ``cpu_threads`` for cpu. Raises `ConfigError` for an unknown
-    name, `DeviceError` for a device that is missing or incomplete.
+    time; with ``trust_compile_cache`` those of other users are loaded, too, and with ``read_only``
+    nothing is added to it. ``fp32_softmax`` is for
+    hpu, ``cpu_threads`` for cpu. Raises `ConfigError` for an unknown name, `DeviceError` for a
+    device that is missing or incomplete.
     """
-    selected = _select(device, compile_cache, fp32_softmax, cpu_threads)
+    makers = _makers(compile_cache, trust_compile_cache, read_only, fp32_softmax, cpu_threads)
+    selected = _select(device, makers)
     if cpu_threads is not None and not isinstance(selected, CPUDevice):
         raise ConfigError(
             f"cpu_threads {cpu_threads} is for device cpu, and this is {selected.name}: leave it "
@@ -69,13 +75,32 @@ def select_device(
     return selected
 
 
-def _select(
-    device: str | Device, compile_cache: Path | None, fp32_softmax: bool, cpu_threads: int | None
-) -> Device:
+_Makers = Mapping[str, Callable[[], Device]]
+
+
+def _makers(
+    compile_cache: Path | None,
+    trusted: bool,
+    read_only: bool,
+    fp32_softmax: bool,
+    cpu_threads: int | None,
+) -> _Makers:
+    """How each device of `DEVICES` is made with these settings."""
+    kernels = None if compile_cache is None or read_only else compile_cache / "kernels"
+    return {
+        **DEVICES,
+        "cpu": lambda: CPUDevice(cpu_threads, kernels, trusted=trusted),
+        "hpu": lambda: HPUDevice(
+            compile_cache, fp32_softmax=fp32_softmax, trusted=trusted, read_only=read_only
+        ),
+    }
+
+
+def _select(device: str | Device, makers: _Makers) -> Device:
     if isinstance(device, Device):
         return _complete(device)
     if device == "auto":
-        return _best_device(compile_cache, fp32_softmax, cpu_threads)
+        return _best_device(makers)
     if device == "simulated":
         raise ConfigError(
             "device simulated serves traces alone: use the command trencadis-simulate"
@@ -86,9 +111,7 @@ def _select(
         raise ConfigError(
             f"device must be auto, {', '.join(DEVICES)} or module:Class, got {device!r}", "device"
         )
-    if device == "hpu":
-        return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
-    return CPUDevice(cpu_threads) if device == "cpu" else DEVICES[device]()
+    return makers[device]()
 
 
 def _import(path: str) -> Device:
@@ -126,11 +149,11 @@ def _complete(device: Device) -> Device:
     return device
 
 
-def _best_device(compile_cache: Path | None, fp32_softmax: bool, cpu_threads: int | None) -> Device:
+def _best_device(makers: _Makers) -> Device:
     """hpu, then cuda, then cpu. A Gaudi whose software does not load gives only a warning."""
     if hpu_is_installed():
         try:
-            return HPUDevice(compile_cache, fp32_softmax=fp32_softmax)
+            return makers["hpu"]()
         except DeviceError as error:
             logger.warning("%s", error)
-    return CUDADevice() if torch.cuda.is_available() else CPUDevice(cpu_threads)
+    return makers["cuda" if torch.cuda.is_available() else "cpu"]()

@@ -28,6 +28,7 @@ class CUDADevice(Device):
     preferred_dtype = torch.bfloat16
     default_kv_cache_memory = None
     supports_graphs = True
+    lists_programs = True
     temperature_source = "nvml"
 
     def __init__(self) -> None:
@@ -49,6 +50,18 @@ class CUDADevice(Device):
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """The peak of PyTorch's tensors, which `free_memory` counts as free once they are gone.
+
+        Memory that libraries have taken beside PyTorch is added.
+        """
+        device = self.torch_device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        taken = super().peak_memory(run)
+        beside = max(0, taken - (torch.cuda.memory_allocated(device) - before))
+        return beside + torch.cuda.max_memory_allocated(device) - before
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         return host.pin_memory().to(self.torch_device, non_blocking=True)
@@ -82,8 +95,11 @@ class CUDADevice(Device):
             return "Triton: pip install triton"
         return None
 
-    def keep_compiled(self, directory: Path) -> None:
-        self._programs.keep(directory)
+    def keep_compiled(self, directory: Path, *, trusted: bool = False) -> None:
+        self._programs.keep(directory, trusted=trusted)
+
+    def is_kept(self, module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        return self._programs.is_kept(module, inputs)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         return self._programs.compile(module, inputs)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.paged_context import Attention
 
@@ -90,6 +91,13 @@ class Device(abc.ABC):
     """Whether all of a compiled forward pass is programs, and not its decoder layers alone: where
     each operation outside of a program is a launch that costs as much as a program's."""
 
+    lists_programs: bool = False
+    """Whether `is_kept` can tell which programs a cache has."""
+
+    counts_missing: bool = False
+    """Whether a program is looked for when it first runs, and `num_compilations` counts those that
+    the cache lacks."""
+
     attention: Attention = BlockAttention()
     """How the KV cache is laid out, written and read."""
 
@@ -110,6 +118,28 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until all submitted work is done."""
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """Call ``run`` and return the most memory that it took at any moment, bytes.
+
+        On top of what was in use before. Here what is still in use at its end, for a device that
+        cannot tell more.
+        """
+        before = self.free_memory()
+        run()
+        self.synchronize()
+        return max(0, before - self.free_memory())
+
+    def quantize(self, model: nn.Module) -> None:
+        """Round the weights of linear layers to int8 in place, before `optimize`.
+
+        Raises `ConfigError` where this device does not compute with them, or few weights are in
+        such layers.
+        """
+        raise ConfigError(
+            f"quantization int8 is computed on cpu, and the device is {self.name}: leave it out",
+            "quantization",
+        )
 
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""
@@ -139,16 +169,28 @@ class Device(abc.ABC):
         """Software that `compile` needs and this machine lacks, as text for a log; else None."""
         return f"a compiler for the device {self.name}"
 
-    def keep_compiled(self, directory: Path) -> None:  # noqa: B027 - see `compile`
-        """Cache compiled programs in ``directory``."""
+    def keep_compiled(  # noqa: B027 - see `compile`
+        self, directory: Path, *, trusted: bool = False
+    ) -> None:
+        """Cache compiled programs in ``directory``.
+
+        Only those that this user has made are loaded, unless ``trusted``.
+        """
+
+    def is_kept(self, module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        """Whether `compile` would find this program in the cache. Only where `lists_programs`."""
+        raise NotImplementedError(f"{self.name} does not list what its cache has")
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         """Compile ``module``, traced with ``inputs``, for exactly their shapes.
 
         ``inputs`` may be fake tensors. The program takes the same arguments as the module and
-        returns the same result. Only where `compiler_missing` returns None.
+        returns the same result. Only where `compiler_missing` returns None. Raises `CompileError`.
         """
         raise NotImplementedError(f"{self.name} compiles no programs")
+
+    def end_warm_up(self) -> None:  # noqa: B027 - most devices have nothing to do
+        """Called when a warm-up has ended: few programs are compiled from now on, if any."""
 
     def num_compilations(self) -> int:
         """Programs that this process has compiled so far, without those loaded from a cache."""

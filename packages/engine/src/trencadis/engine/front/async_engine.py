@@ -6,9 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -27,35 +25,40 @@ from trencadis.engine.errors import (
     EngineDead,
     EngineError,
     EngineOverloaded,
-    EngineRestarting,
-    EngineUnresponsive,
     InvalidRequest,
     RequestFailed,
+    SwitchInProgressError,
 )
 from trencadis.engine.front.core_client import CoreClient
+from trencadis.engine.front.core_supervisor import CoreSupervisor
+from trencadis.engine.front.embeddings import Embedding, check_pooling
+from trencadis.engine.front.grammar_checks import GrammarChecks
+from trencadis.engine.front.model_changes import ModelChanges, end_future
+from trencadis.engine.front.open_requests import OpenRequest, OpenRequests
 from trencadis.engine.front.request_stream import RequestStream
-from trencadis.engine.grammars.checker import GrammarChecker
+from trencadis.engine.inspection import EngineInspection
 from trencadis.engine.ipc.messages import (
-    Abort,
     Add,
     Busy,
     Control,
     Controlled,
     Failed,
-    Finish,
+    FromCore,
+    Inspect,
+    Inspected,
     Preempt,
     Preempted,
     Ready,
+    Reconfigured,
+    ReconfigureFailed,
     Rejected,
     RequestError,
+    Slept,
     StepDone,
-    Stop,
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
-from trencadis.engine.runner.limits import token_budget
-from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.structured_output import StructuredOutput
+from trencadis.engine.sampling_params import POOLING, SamplingParams
 from trencadis.engine.validators import items_of, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
@@ -64,21 +67,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("trencadis.engine")
 
-_STOP_SECONDS = 10.0
-"""Time for the core to end by itself before its process is killed."""
-
-_MAX_GRAMMAR_CHECKS = 64
-"""Requests that may wait until their grammar is checked. A check takes up to seconds."""
-
 _ORDER_SECONDS = 60.0
 """Longest wait for an order. A step takes seconds only where it compiles."""
-
-
-_BUSY_SECONDS = 1800.0
-"""Longest silence of a core that has said that it compiles or warms up."""
-
-_MAX_BACKOFF_SECONDS = 30.0
-"""Longest wait before a restart of the core: 1 s before the first, then twice as long each time."""
 
 
 class AsyncEngine:
@@ -101,29 +91,18 @@ class AsyncEngine:
         ready: Ready,
         log: LogSettings,
     ) -> None:
-        self.config = config
         self.tokenizer = tokenizer
-        self._log = log
-        self._core = core
-        self._ready = ready
-        self._num_restarts = 0
-        self.stats = self._first_stats()
-        self._last_message_s = time.monotonic()
-        self._busy = ""
-        """What the core does since its last message, if that may take minutes."""
-        self._restarting = ""
-        """Why the core died, while it is being restarted."""
-        self._has_failed = asyncio.Event()
-        self._requests: dict[str, _Request] = {}
+        self._core = CoreSupervisor(config, core, ready, log)
+        self._numbers = itertools.count()
+        self._requests = OpenRequests(self._core, self._numbers)
+        self._changes = ModelChanges(self._core, self._requests, self._numbers, self._use_tokenizer)
         self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
         self._preemptions: dict[int, asyncio.Future[tuple[str, ...]]] = {}
-        self._grammars = GrammarChecker(tokenizer.to_json)
-        self._grammar_thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
-        self._num_grammar_checks = 0
-        self._numbers = itertools.count()
-        self._failure: str | None = None
+        self._inspections: dict[int, asyncio.Future[EngineInspection]] = {}
+        self._grammars = GrammarChecks(tokenizer.to_json)
         self._loop = asyncio.get_running_loop()
-        self._reader = asyncio.create_task(self._read(), name="engine-reader")
+        reading = self._core.run(self._handle, self._end_all)
+        self._reader = asyncio.create_task(reading, name="engine-reader")
 
     @classmethod
     async def start(cls, config: EngineConfig, log: LogSettings | None = None) -> AsyncEngine:
@@ -141,7 +120,7 @@ class AsyncEngine:
         log = log or LogSettings()
         core = CoreClient(config, log)
         try:
-            loading = asyncio.to_thread(_load_tokenizer, source, config.chat_template)
+            loading = asyncio.to_thread(load_tokenizer, source, config.chat_template)
             tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
             tokenizer.start_renderer()
         except BaseException:
@@ -153,22 +132,34 @@ class AsyncEngine:
         """End the core. Requests that still run end with `EngineDead`."""
         self.tokenizer.close()
         if self._loop is not asyncio.get_running_loop():
-            await self._core.end()  # the channel belongs to the other loop, which may be closed
+            await self._core.kill()  # the channel belongs to the other loop, which may be closed
             return
         self._fail("the engine was stopped")
-        self._grammar_thread.shutdown(wait=False, cancel_futures=True)
         self._grammars.close()
         self._reader.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._reader
-        if self._core.is_alive:
-            await self._core.send(Stop())
-        await self._core.end(_STOP_SECONDS)
+        await self._core.stop()
+
+    @property
+    def config(self) -> EngineConfig:
+        """The configuration of the model that is served."""
+        return self._core.config
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest snapshot of the core."""
+        return self._core.stats
 
     @property
     def max_model_len(self) -> int:
         """Longest prompt plus output, tokens."""
-        return self._ready.max_model_len
+        return self._core.ready.max_model_len
+
+    @property
+    def embedding_size(self) -> int:
+        """Numbers of an embedding; 0 for an engine that generates."""
+        return self._core.ready.embedding_size
 
     @property
     def model_name(self) -> str:
@@ -179,7 +170,7 @@ class AsyncEngine:
     def info(self) -> Mapping[str, Any]:
         """Device, dtype, size of the cache, number of buckets, warm-up time in seconds."""
         return {
-            name: getattr(self._ready, name)
+            name: getattr(self._core.ready, name)
             for name in (
                 "device",
                 "dtype",
@@ -193,17 +184,20 @@ class AsyncEngine:
     @property
     def is_alive(self) -> bool:
         """Whether requests can be served."""
-        return self._failure is None and not self._restarting and self._core.is_alive
+        return self._core.is_alive
 
     @property
     def silence_s(self) -> float:
         """Seconds since the last message of the core. An idle core sends one each second."""
-        return time.monotonic() - self._last_message_s
+        return self._core.silence_s
+
+    async def wait_until_recovered(self) -> None:
+        """Wait until a core that died has been restarted. Raises `EngineDead` where it is not."""
+        await self._core.wait_until_recovered()
 
     async def wait_until_failed(self) -> str:
         """Wait until no request can be served any more; returns why."""
-        await self._has_failed.wait()
-        return self._failure or ""
+        return await self._core.wait_until_failed()
 
     async def check_health(self) -> None:
         """Raises an error when requests cannot be served.
@@ -216,19 +210,7 @@ class AsyncEngine:
                 "this engine was started in another event loop: call it there, from other threads "
                 "with asyncio.run_coroutine_threadsafe"
             )
-        if self._failure is not None:
-            raise EngineDead(self._failure)
-        if not self.is_alive:
-            reason = self._restarting or "the engine core is gone"
-            if self._num_restarts >= self.config.engine_restarts and not self._restarting:
-                raise EngineDead(f"{reason}: restart the server")
-            raise EngineRestarting(f"{reason}: it is being restarted, try again in some seconds")
-        limit_s = max(self.config.hang_timeout, _BUSY_SECONDS if self._busy else 0.0)
-        if self.silence_s > limit_s:
-            raise EngineUnresponsive(
-                f"{self._busy or 'the engine core hangs'}: no message for {self.silence_s:.0f} s, "
-                f"more than {limit_s:.0f} s. Restart the server if it stays so"
-            )
+        self._core.check_health()
 
     async def generate(
         self,
@@ -237,12 +219,15 @@ class AsyncEngine:
         request_id: str | None = None,
         priority: int = 0,
         cache_salt: str | None = None,
+        client: str = "",
     ) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the new text and tokens of each sample, until the last sample ends.
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
         Only requests of the same ``cache_salt`` share cached prefixes, so that the time of a prompt
-        tells nothing of the prompts of others. Closing the generator aborts the request.
+        tells nothing of the prompts of others. ``client`` names who sends the request: of the
+        clients whose requests wait with equal priority, the one that got the fewest tokens is
+        served next. Closing the generator aborts the request.
 
         Raises `InvalidRequest` (naming the field),
         `EngineOverloaded`, `BucketMiss` where the engine refuses to compile a shape for it,
@@ -252,17 +237,23 @@ class AsyncEngine:
         await self.check_health()
         number = next(self._numbers)
         name = request_id if request_id is not None else f"request-{number}"
-        prompt = check_arguments(name, prompt_token_ids, params, priority, cache_salt)
+        prompt = check_arguments(name, prompt_token_ids, params, priority, cache_salt, client)
+        self._changes.check_admission()
         if params.structured_output is not None:
-            await self._check_grammar(params.structured_output)
+            num_models = self._changes.num_models
+            await self._grammars.check(params.structured_output)
             await self.check_health()  # a check takes up to seconds
+            self._changes.check_admission()
+            if num_models != self._changes.num_models:
+                raise SwitchInProgressError("the model was switched meanwhile: send it again")
         # Keys are never reused, so a late token of an ended request cannot reach another one.
         key = f"{name}/{number}"
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
         stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
-        self._requests[key] = _Request(stream, queue)
+        add = Add(key, prompt, params, priority, cache_salt, client=client)
+        request = self._requests.begin(stream, queue, add)
         try:
-            await self._core.send(Add(key, prompt, params, priority, cache_salt))
+            await self._core.send(add)
             unfinished = params.n
             while unfinished:
                 delta = await queue.get()
@@ -271,7 +262,25 @@ class AsyncEngine:
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            await self._abort(key)
+            await self._requests.abort(request)
+
+    async def embed(
+        self,
+        prompt_token_ids: Sequence[int],
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+    ) -> Embedding:
+        """The embedding of a prompt, of an engine with the runner ``pooling``.
+
+        Arguments and errors are those of `generate`; raises `RequestFailed` also where the request
+        is aborted.
+        """
+        check_pooling(self.embedding_size)
+        stream = self.generate(prompt_token_ids, POOLING, request_id, priority, cache_salt, client)
+        async with contextlib.aclosing(stream):
+            return Embedding.of(await anext(stream))
 
     async def abort(self, request_id: str) -> None:
         """End every sample of a request. Its generator yields their last deltas and ends.
@@ -279,10 +288,10 @@ class AsyncEngine:
         An unknown id is ignored: its request has ended. Raises `InvalidRequest` for what is no id.
         """
         check_request_id(request_id)
-        for key, request in tuple(self._requests.items()):
+        for request in self._requests.unfinished():
             if request.stream.request_id == request_id:
                 request.stream.abort()
-                await self._abort(key)
+                await self._requests.abort(request)
 
     async def abort_and_swap(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Preempt these requests at the start of the next step; they keep their tokens.
@@ -300,11 +309,11 @@ class AsyncEngine:
             )
         for name in names:
             check_request_id(name)
-        keys = [key for key, each in self._requests.items() if each.stream.request_id in names]
+        keys = self._requests.keys_of(names)
         number = next(self._numbers)
         answer = self._preemptions[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._core.send(Preempt(number, tuple(keys)))
+            await self._core.send(Preempt(number, keys))
             running = await answer
         finally:
             del self._preemptions[number]
@@ -331,160 +340,123 @@ class AsyncEngine:
         finally:
             del self._orders[number]
 
-    async def _check_grammar(self, structured_output: StructuredOutput) -> None:
-        if self._grammars.recall(structured_output):
-            return
-        if self._num_grammar_checks >= _MAX_GRAMMAR_CHECKS:
-            raise EngineOverloaded(
-                f"{self._num_grammar_checks} requests wait until their grammars are checked: "
-                "try again later"
-            )
-        self._num_grammar_checks += 1
+    async def inspect(self) -> EngineInspection:
+        """Which KV blocks are used, and the state and the hits of the buckets.
+
+        The core answers between two steps, so not before the end of what it compiles. Raises
+        `RequestFailed` where it cannot tell, and the errors of `check_health`.
+        """
+        await self.check_health()
+        number = next(self._numbers)
+        answer: asyncio.Future[EngineInspection] = asyncio.get_running_loop().create_future()
+        self._inspections[number] = answer
         try:
-            loop = asyncio.get_running_loop()
-            check = self._grammars.check
-            await loop.run_in_executor(self._grammar_thread, check, structured_output)
+            await self._core.send(Inspect(number))
+            return await answer
         finally:
-            self._num_grammar_checks -= 1
+            del self._inspections[number]
 
-    async def _abort(self, key: str) -> None:
-        """Abort a request in the core, unless it has ended there."""
-        if self._requests.pop(key, None) is not None and self.is_alive:
-            await self._core.send(Abort((key,)))
-
-    async def _read(self) -> None:
-        """Read the core's messages until it dies for good; restart it before that."""
-        while True:
-            reason = await self._read_core()
-            if self._num_restarts >= self.config.engine_restarts:
-                break
-            self._restarting = reason
-            lost = f"{reason}: this request is lost. The core is restarted: send it again"
-            self._end_all(EngineRestarting(lost))
-            while self._restarting and self._num_restarts < self.config.engine_restarts:
-                await self._restart()
-            if self._restarting:
-                reason = self._restarting
-                break
-        logger.error("The engine stops serving: %s", reason)
-        self._fail(f"{reason}: restart the server")
-
-    async def _restart(self) -> None:
-        """Start another core, after a wait. Where that fails, the reason is the new one."""
-        await self._core.end()
-        self.stats = self._first_stats()
-        delay_s = min(2.0**self._num_restarts, _MAX_BACKOFF_SECONDS)
-        self._num_restarts += 1
-        logger.error(
-            "%s: restart %d of %d in %.0f s",
-            self._restarting,
-            self._num_restarts,
-            self.config.engine_restarts,
-            delay_s,
-        )
-        await asyncio.sleep(delay_s)
-        try:
-            self._core = CoreClient(self.config, self._log)
-            self._ready = await self._core.wait_until_ready()
-        except (EngineError, OSError) as error:
-            self._restarting = str(error)
-            return
-        except asyncio.CancelledError:  # the engine is stopped
-            await self._core.end()
-            raise
-        self._restarting = self._busy = ""
-        self._last_message_s = time.monotonic()
-        self.stats = self._first_stats()
-        logger.info("The engine core serves again")
-
-    async def _read_core(self) -> str:
-        """Pass each message to the request that it belongs to; returns why there are no more."""
-        try:
-            while True:
-                message = await self._core.receive(self._patience_s)
-                self._last_message_s = time.monotonic()
-                self._busy = message.reason if isinstance(message, Busy) else ""
-                if isinstance(message, StepDone):
-                    await self._deliver(message)
-                elif isinstance(message, Rejected):
-                    self._reject(message)
-                elif isinstance(message, RequestError):
-                    kind = BucketMiss if message.bucket_miss else RequestFailed
-                    self._end_with(message.key, kind(message.message))
-                elif isinstance(message, Controlled):
-                    self._resolve_order(message)
-                elif isinstance(message, Preempted):
-                    preemption = self._preemptions.get(message.number)
-                    if preemption is not None and not preemption.done():
-                        preemption.set_result(message.keys)
-                elif isinstance(message, Failed):
-                    raise EngineDead(message.message)
-                elif not isinstance(message, (Busy, Ready)):
-                    assert_never(message)
-        except EngineError as error:
-            return str(error)
-        except Exception as error:
-            # The core's messages are not read from here on, so every waiting caller must fail.
-            logger.exception("The front cannot read the engine core's messages")
-            return f"{type(error).__name__}: {error}"
+    # Sleep, and the change of the model.
 
     @property
-    def _patience_s(self) -> float | None:
-        """Seconds of silence after which the core is killed; None: it never is."""
-        config = self.config
-        if not config.hang_restart_timeout:
-            return None
-        busy_s = _BUSY_SECONDS if self._busy else 0.0
-        return max(config.hang_restart_timeout, config.hang_timeout, busy_s)
+    def is_sleeping(self) -> bool:
+        """Whether the device memory is released, so that requests are refused."""
+        return self._changes.is_sleeping
 
-    def _first_stats(self) -> EngineStats:
-        """The stats before the core has sent its own."""
-        return EngineStats(
-            num_total_blocks=self._ready.num_blocks - 1,
-            max_running_seqs=self.config.max_num_seqs,
-            max_prefill_tokens=token_budget(self.config),
-            num_core_restarts=self._num_restarts,
-        )
+    async def sleep(self, level: int = 1) -> int:
+        """Release the device memory; returns the bytes that are free now. Levels are vLLM's.
 
-    async def _deliver(self, step: StepDone) -> None:
-        if step.stats is not None:
-            self.stats = attrs.evolve(step.stats, num_core_restarts=self._num_restarts)
-        for token in step.tokens:
-            request = self._requests.get(token.key)
-            if request is None:
-                continue  # aborted after the core had sent the token
-            try:
-                stopped = request.stream.push(token)
-            except Exception as error:  # only this request is concerned: the others are served
-                await self._fail_request(token.key, error)
-                continue
-            if stopped:  # by a stop string, which the core cannot see
-                await self._core.send(Finish(token.key, token.index))
-            if request.stream.finished:
-                del self._requests[token.key]
+        Level 1 keeps the weights in host memory, level 2 drops them, so that `wake_up` reads the
+        checkpoint again. The KV cache is dropped with all cached prefixes. Requests that run end
+        with the reason ``abort``; new ones raise `EngineSleeping`. Raises `InvalidRequest` for
+        another level, `SwitchInProgressError`, and the errors of `check_health`.
+        """
+        await self.check_health()
+        return await self._changes.sleep(level)
 
-    async def _fail_request(self, key: str, error: Exception) -> None:
-        """End a request because of an unexpected error, which its caller gets."""
-        name = key.rpartition("/")[0]
-        logger.error("Request %s fails", name, exc_info=error)
-        if not isinstance(error, EngineError):
-            error = RequestFailed(f"request {name} failed: {type(error).__name__}: {error}")
-        self._requests[key].queue.put_nowait(error)
-        await self._abort(key)
+    async def wake_up(self) -> None:
+        """Serve again after `sleep`; returns when it does. Does nothing in an engine that is awake.
 
-    def _reject(self, message: Rejected) -> None:
-        if message.overloaded:
-            self._end_with(message.key, EngineOverloaded(message.message))
-        else:
-            self._end_with(message.key, InvalidRequest(message.message, message.field))
+        Raises `SwitchFailedError` with the step ``wake`` where it sleeps on, such as for want of
+        device memory, `SwitchInProgressError`, and the errors of `check_health`.
+        """
+        await self.check_health()
+        await self._changes.wake_up()
 
-    def _end_with(self, key: str, error: EngineError) -> None:
-        """End a request, which has ended in the core, with an error."""
-        request = self._requests.pop(key, None)
-        if request is not None:
-            request.queue.put_nowait(error)
+    @property
+    def has_begun_change(self) -> bool:
+        """Whether the core has begun the last call of `sleep`, `wake_up` or `reconfigure`."""
+        return self._changes.has_begun
+
+    def close_admission(self, reason: str) -> None:
+        """Refuse new requests with `SwitchInProgressError`. An empty reason: accept them again."""
+        self._changes.switching = reason
+
+    async def drain(self, timeout_s: float) -> int:
+        """Wait until no request is left, at most ``timeout_s`` seconds; returns how many are."""
+        return await self._requests.drain(timeout_s)
+
+    async def abort_all(self) -> int:
+        """End every request that is not parked with the reason ``abort``; returns how many."""
+        return await self._requests.abort_all()
+
+    def park(self) -> list[OpenRequest]:
+        """Keep all requests by their tokens, here alone: the core may forget them.
+
+        Their generators wait. Pass the result to `resume`.
+        """
+        return self._requests.park()
+
+    async def resume(self, parked: Iterable[OpenRequest]) -> int:
+        """Go on with parked requests of the model that is served; returns how many there are.
+
+        Requests that have ended meanwhile, because their clients left, are skipped. Where the core
+        cannot be reached, those that are left end with the error.
+        """
+        return await self._requests.resume(parked)
+
+    async def reconfigure(
+        self, config: EngineConfig, tokenizer: Tokenizer, stash_bytes: int
+    ) -> Reconfigured:
+        """Serve the model of ``config``. Drain, abort or park the requests before.
+
+        ``stash_bytes``: host memory for the weights of models that are not served. Raises
+        `SwitchFailedError` where the previous model serves again, `ConfigError` for a configuration
+        that cannot be sent, and `EngineDead` or `EngineRestarting` where the core dies.
+        """
+        await self.check_health()
+        return await self._changes.reconfigure(config, tokenizer, stash_bytes)
+
+    def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
+        self.tokenizer = tokenizer
+        self._grammars.use_tokenizer(tokenizer.to_json)
+
+    async def _handle(self, message: FromCore) -> None:
+        """Pass a message of the core to the request or the call that it belongs to."""
+        if isinstance(message, StepDone):
+            await self._requests.deliver(message)
+        elif isinstance(message, Rejected):
+            self._requests.reject(message)
+        elif isinstance(message, RequestError):
+            kind = BucketMiss if message.bucket_miss else RequestFailed
+            self._requests.end_with(message.key, kind(message.message))
+        elif isinstance(message, (Reconfigured, ReconfigureFailed, Slept)):
+            self._changes.answer(message)
+        elif isinstance(message, Controlled):
+            self._resolve_order(message)
+        elif isinstance(message, Preempted):
+            preemption = self._preemptions.get(message.number)
+            if preemption is not None and not preemption.done():
+                preemption.set_result(message.keys)
+        elif isinstance(message, Inspected):
+            self._resolve_inspection(message)
+        elif isinstance(message, Busy):
+            self._changes.begin(message.number)
+        elif not isinstance(message, (Failed, Ready)):
+            assert_never(message)
 
     def _resolve_order(self, message: Controlled) -> None:
+        self._changes.refuse(message.number, InvalidRequest(message.message))
         order = self._orders.get(message.number)
         if order is None or order.done():
             return  # its caller has stopped waiting
@@ -495,33 +467,39 @@ class AsyncEngine:
         else:
             order.set_exception(InvalidRequest(message.message, message.field))
 
+    def _resolve_inspection(self, message: Inspected) -> None:
+        inspection = self._inspections.get(message.number)
+        if inspection is None or inspection.done():
+            return  # its caller has stopped waiting
+        if message.inspection is not None:
+            inspection.set_result(message.inspection)
+        else:
+            inspection.set_exception(RequestFailed(message.error))
+
     def _fail(self, reason: str) -> None:
         """No request can be served any more."""
-        if self._failure is None:
-            self._failure = reason
-        self._end_all(EngineDead(self._failure))
-        self._has_failed.set()
+        self._end_all(self._core.fail(reason))
 
     def _end_all(self, error: EngineDead) -> None:
-        """End every request, and every wait for an order, with an error."""
-        for request in self._requests.values():
-            request.queue.put_nowait(type(error)(*error.args))
-        self._requests.clear()
-        futures: list[asyncio.Future[Any]] = [*self._orders.values(), *self._preemptions.values()]
-        for waiting in futures:
-            if not waiting.done():
-                waiting.set_exception(type(error)(*error.args))
+        """End every request and every wait for an answer with an error.
+
+        Parked requests are kept by the front, so they end only where no core follows.
+        """
+        if self._core.failure is not None:
+            self._requests.end_parked(error)
+        self._requests.end_all(error)
+        self._changes.end_all(error)
+        answers: list[asyncio.Future[Any]] = [
+            *self._orders.values(),
+            *self._preemptions.values(),
+            *self._inspections.values(),
+        ]
+        for waiting in answers:
+            end_future(waiting, type(error)(*error.args))
 
 
-@attrs.frozen
-class _Request:
-    """A running request. Its generator reads ``queue``, at most one delta per generated token."""
-
-    stream: RequestStream
-    queue: asyncio.Queue[CompletionDelta | EngineError]
-
-
-def _load_tokenizer(source: str, chat_template: str | None) -> Tokenizer:
+def load_tokenizer(source: str, chat_template: str | None) -> Tokenizer:
+    """`Tokenizer.load`, which imports transformers only now."""
     from trencadis.engine.front.tokenizer import Tokenizer  # noqa: PLC0415  (imports transformers)
 
     return Tokenizer.load(source, chat_template)

@@ -45,6 +45,9 @@ class CoreClient:
                 f"the settings cannot be sent to the core's process ({error}): use values that "
                 "pickle can copy, and name a device of your own as module:Class"
             ) from error
+        except BaseException:
+            self._channel.close()
+            raise
 
     @property
     def is_alive(self) -> bool:

@@ -15,7 +15,11 @@ import attrs
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
-from trencadis.engine.core.request_conversion import check_arguments, check_request
+from trencadis.engine.core.request_conversion import (
+    check_arguments,
+    check_request,
+    generates_nothing,
+)
 from trencadis.engine.errors import (
     BucketMiss,
     EngineError,
@@ -23,13 +27,14 @@ from trencadis.engine.errors import (
     InvalidRequest,
     RequestFailed,
 )
+from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
-from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.sampling_params import POOLING, SamplingParams
 from trencadis.engine.validators import items_of, shown
 
 ItemT = TypeVar("ItemT")
@@ -59,13 +64,15 @@ class Generation:
 
 @attrs.frozen
 class _Job:
-    """A checked prompt with its number, and the completions that grow while it is served."""
+    """A checked prompt with its number, and what it gets while it is served: the completions that
+    grow, or in ``embeddings`` its embedding."""
 
     number: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str | None
     completions: tuple[Completion, ...]
+    embeddings: list[Embedding] = attrs.field(factory=list)
 
 
 class LLM:
@@ -100,12 +107,7 @@ class LLM:
         request is left running.
         """
         with self._lock:
-            texts = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
-            token_ids = [
-                self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-                for prompt in texts
-            ]
-            return self._generate(token_ids, params, cache_salt)
+            return self._generate(self._encoded(prompts), params, cache_salt)
 
     def chat(
         self,
@@ -124,6 +126,16 @@ class LLM:
             rendered = [self.tokenizer.render_chat(_messages(messages)) for messages in listed]
             return self._generate(rendered, params, cache_salt)
 
+    def embed(
+        self, prompts: str | Sequence[str | Sequence[int]], cache_salt: str | None = None
+    ) -> list[Embedding]:
+        """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`."""
+        with self._lock:
+            check_pooling(self.core.worker.embedding_size)
+            jobs = self._jobs(self._encoded(prompts), POOLING, cache_salt)
+            self._serve(jobs)
+            return [job.embeddings[0] for job in jobs]
+
     def abort_and_swap(self, prompts: Iterable[int]) -> tuple[int, ...]:
         """Preempt prompts of the call that runs, by their numbers; from any thread.
 
@@ -135,30 +147,59 @@ class LLM:
         running = self.core.abort_and_swap(wanted)
         return tuple(number for number, key in numbers.items() if key in running)
 
+    def _encoded(self, prompts: str | Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+        texts = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+        return [
+            self._encode(number, prompt) if isinstance(prompt, str) else prompt
+            for number, prompt in enumerate(texts)
+        ]
+
+    def _encode(self, number: int, text: str) -> list[int]:
+        try:
+            return self.tokenizer.encode(text)
+        except InvalidRequest as error:
+            raise _of_prompt(number, error) from error
+
     def _generate(
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
         cache_salt: str | None,
     ) -> list[Generation]:
+        if self.core.spec.is_pooling:  # with the parameters POOLING, too
+            raise generates_nothing()
+        jobs = self._jobs(prompts, params, cache_salt)
+        self._serve(jobs)
+        return [Generation(job.prompt_token_ids, job.completions) for job in jobs]
+
+    def _jobs(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        cache_salt: str | None,
+    ) -> list[_Job]:
         per_prompt = _per_prompt(params, prompts)
-        jobs = [
+        return [
             self._checked(number, prompt, prompt_params, cache_salt)
             for number, (prompt, prompt_params) in enumerate(zip(prompts, per_prompt, strict=True))
         ]
-        self._serve(jobs)
-        return [Generation(job.prompt_token_ids, job.completions) for job in jobs]
 
     def _checked(
         self, number: int, prompt: Sequence[int], params: SamplingParams, cache_salt: str | None
     ) -> _Job:
         try:
             token_ids = check_arguments("", prompt, params, 0, cache_salt)
-            check_request(token_ids, params, self.core.spec.vocab_size, self.core.max_model_len)
+            check_request(
+                token_ids,
+                params,
+                self.core.spec.vocab_size,
+                self.core.max_model_len,
+                is_pooling=self.core.spec.is_pooling,
+            )
             if params.structured_output is not None:
                 self._grammars.check(params.structured_output)
         except InvalidRequest as error:
-            raise InvalidRequest(f"prompt {number}: {error}", error.field) from error
+            raise _of_prompt(number, error) from error
         completions = tuple(Completion() for _ in range(params.n))
         return _Job(number, token_ids, params, cache_salt, completions)
 
@@ -181,7 +222,7 @@ class LLM:
 
     def _start(self, job: _Job, running: dict[str, RequestStream]) -> None:
         key = f"llm-{next(self._numbers)}"  # never used again, whatever becomes of the request
-        emit = partial(_extend, job.completions)
+        emit = partial(_extend, job)
         name, token_ids, params = f"prompt {job.number}", job.prompt_token_ids, job.params
         self._keys[job.number] = key
         running[key] = RequestStream(name, token_ids, params, self.tokenizer, emit)
@@ -210,6 +251,10 @@ def _listed(values: Iterable[ItemT], name: str) -> list[ItemT]:
     if items is None:
         raise InvalidRequest(f"{name} must be a list, got {shown(values)}", name)
     return list(items)
+
+
+def _of_prompt(number: int, error: InvalidRequest) -> InvalidRequest:
+    return InvalidRequest(f"prompt {number}: {error}", error.field)
 
 
 def _error_of(failure: RequestError | Rejected, name: str) -> EngineError:
@@ -250,8 +295,11 @@ def _per_prompt(
     return listed
 
 
-def _extend(completions: Sequence[Completion], delta: CompletionDelta) -> None:
-    completion = completions[delta.index]
+def _extend(job: _Job, delta: CompletionDelta) -> None:
+    if delta.embedding is not None:
+        job.embeddings.append(Embedding.of(delta))
+        return
+    completion = job.completions[delta.index]
     completion.text += delta.text
     completion.token_ids.extend(delta.token_ids)
     completion.logprobs.extend(delta.logprobs)

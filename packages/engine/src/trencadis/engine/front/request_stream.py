@@ -35,12 +35,19 @@ class RequestStream:
         emit: Callable[[CompletionDelta], None],
     ) -> None:
         self.request_id = request_id
+        self._prompt_token_ids = prompt_token_ids
         self._params = params
+        self._tokenizer = tokenizer
         self._emit = emit
+        self._begin()
+
+    def _begin(self) -> None:
         # For beam search the core reports only the n results, not every beam.
-        count = params.n if params.use_beam_search else params.num_seqs
+        count = self._params.n if self._params.use_beam_search else self._params.num_seqs
         self._samples = [
-            SampleStream(request_id, index, prompt_token_ids, params, tokenizer)
+            SampleStream(
+                self.request_id, index, self._prompt_token_ids, self._params, self._tokenizer
+            )
             for index in range(count)
         ]
         self._held: list[list[CompletionDelta]] = [[] for _ in range(count)]
@@ -49,6 +56,28 @@ class RequestStream:
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return all(sample.finished for sample in self._samples)
+
+    def has_ended(self, index: int) -> bool:
+        """Whether sample ``index`` has ended."""
+        return self._samples[index].finished
+
+    def to_resume(self) -> dict[int | None, tuple[int, ...]]:
+        """The tokens that each unfinished sample has, by its index, for a core that knows none.
+
+        None instead of an index: the request begins again, because it has no tokens, or because
+        its samples are compared in the end and nothing was emitted yet.
+        """
+        unfinished: dict[int | None, tuple[int, ...]] = {
+            index: tuple(sample.token_ids)
+            for index, sample in enumerate(self._samples)
+            if not sample.finished
+        }
+        if self._params.needs_ranking:
+            self._begin()
+            return {None: ()}
+        if len(unfinished) == len(self._samples) and not any(unfinished.values()):
+            return {None: ()}
+        return unfinished
 
     def push(self, token: NewToken) -> bool:
         """Add a token. True if a stop string ended the sample: the core cannot see it."""
@@ -107,6 +136,7 @@ class RequestStream:
             last.num_prompt_tokens,
             last.num_cached_tokens,
             deltas[0].request_status,
+            deltas[0].queue_s,
         )
 
 
@@ -122,6 +152,7 @@ class SampleStream:
         tokenizer: Tokenizer,
     ) -> None:
         self.finished = False
+        self.token_ids: list[int] = []
         self._request_id = request_id
         self._index = index
         self._num_prompt_tokens = len(prompt_token_ids)
@@ -130,6 +161,11 @@ class SampleStream:
 
     def push(self, token: NewToken) -> CompletionDelta:
         """Add a token; returns the delta. A stop string may end the sample."""
+        if token.embedding is not None:
+            return attrs.evolve(
+                self._delta("", token, "stop", None), token_ids=(), embedding=token.embedding
+            )
+        self.token_ids.append(token.token_id)
         reason, matched = token.finish_reason, None
         text = ""
         is_stop_token = reason == "stop" and not token.completes_grammar
@@ -166,4 +202,5 @@ class SampleStream:
             self._num_prompt_tokens,
             token.num_cached_tokens,
             token.request_status,
+            token.queue_s,
         )

@@ -4,8 +4,9 @@ A template is a program that comes with the model, and clients choose what it wo
 sandbox bounds neither its time nor its memory, and a thread cannot be ended. So a fork with limits
 renders, and is replaced when it ends at one.
 
-Reads questions of `LineProcess`, the arguments of transformers' ``render_jinja_template``; answers
-each with ``{"text": ...}`` or ``{"error": ...}``.
+Reads questions of `LineProcess`: seconds of processor time, besides that to compile the template,
+and the arguments of transformers' ``render_jinja_template``. Answers each with ``{"text": ...}`` or
+``{"error": ...}``; the error of a conversation that took longer has ``timed_out``, too.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
-CPU_SECONDS = 2.0
-"""Processor time in which a conversation must be rendered. Megabytes take a tenth of it."""
+COMPILE_SECONDS = 2.0
+"""Processor time in which a template must be compiled, once in each fork.
+
+Apart from that of a conversation: it depends on the model alone.
+"""
 
 MEMORY_BYTES = 512 << 20
 """Memory that rendering may take."""
@@ -59,16 +63,15 @@ def main() -> None:
         # Ended by the end of the input, or from outside: the questions in its buffer are lost.
         if current[0] == 0 or exit_code in (0, -signal.SIGKILL):
             return
-        _answer(current[0], {"error": _cause(exit_code)})
+        _answer(current[0], _failure(exit_code))
 
 
 def _serve(current: memoryview[int]) -> None:
     _set_limits()
     for line in sys.stdin:
-        number, arguments = json.loads(line)
+        number, (limit_s, arguments) = json.loads(line)
         current[0] = number
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)  # SIGPROF ends the process
-        answer = _render(arguments)
+        answer = _render(arguments, limit_s)
         signal.setitimer(signal.ITIMER_PROF, 0)
         current[0] = 0
         _answer(number, answer)
@@ -83,17 +86,24 @@ def _set_limits() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _render(arguments: dict[str, Any]) -> dict[str, str]:
+def _render(arguments: dict[str, Any], limit_s: float) -> dict[str, str]:
     try:
+        signal.setitimer(signal.ITIMER_PROF, COMPILE_SECONDS)  # SIGPROF ends the process
+        render_jinja_template([], chat_template=arguments["chat_template"])  # cached from then on
+        signal.setitimer(signal.ITIMER_PROF, limit_s)
         texts: Any = render_jinja_template(**arguments)[0]
     except _TEMPLATE_ERRORS as error:
         return {"error": str(error) or type(error).__name__}
     return {"text": texts[0]}
 
 
-def _cause(exit_code: int) -> str:
+def _failure(exit_code: int) -> dict[str, str]:
     if exit_code == -signal.SIGPROF:
-        return f"rendering them takes more than {CPU_SECONDS:.0f} s"
+        return {"error": "rendering them takes too much processor time", "timed_out": ""}
+    return {"error": _cause(exit_code)}
+
+
+def _cause(exit_code: int) -> str:
     if exit_code in (-signal.SIGSEGV, -signal.SIGBUS):
         return "they are nested too deep"
     if exit_code in (_EXIT_MEMORY, -signal.SIGABRT):

@@ -6,7 +6,6 @@ import itertools
 import json
 import re
 import secrets
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
+from trencadis.engine.front.chat_renderer import PATIENT_SECONDS, ChatRenderer
 from trencadis.engine.grammars.grammar import tokenizer_json
-from trencadis.engine.line_process import LineProcess
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.validators import is_text, shown
 
@@ -76,8 +75,7 @@ class Tokenizer:
         self._special = re.compile(f"(?=(?:{'|'.join(map(re.escape, special))}))")
         self._has_special = bool(special)
         self._longest_special = max(map(len, special), default=0)
-        self._renderer = LineProcess("trencadis.engine.front.template_process")
-        self._lock = threading.Lock()
+        self._renderer = ChatRenderer()
         decoder = json.loads(tokenizer.backend_tokenizer.to_str())["decoder"]
         self._decoder = json.dumps(decoder, ensure_ascii=False)
         """The decoder of ``tokenizer.json``, which says how tokens spell bytes and spaces."""
@@ -124,14 +122,21 @@ class Tokenizer:
         return self.token_text(token_id).encode()
 
     def start_renderer(self) -> None:
-        """Start the process that renders chat templates, so that no request waits for it."""
+        """Start the process that renders chat templates, so that no request waits for it.
+
+        Raises `RequestFailed` where it cannot be started, and after `close`.
+        """
         if self._tokenizer.chat_template:
-            with self._lock:
-                self._renderer.started()
+            self._renderer.start()
 
     def close(self) -> None:
-        """End the process that renders chat templates. A later conversation starts it again."""
+        """End the processes that render chat templates, for good: later conversations fail."""
         self._renderer.close()
+
+    def release(self) -> None:
+        """End the processes that render chat templates, after the conversations that are rendered
+        now. A later conversation starts them again."""
+        self._renderer.release()
 
     @property
     def backend(self) -> FastTokenizer:
@@ -183,14 +188,17 @@ class Tokenizer:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        quick: bool | None = None,
     ) -> list[int]:
         """Token ids of a conversation, rendered with the model's chat template.
 
         Special tokens come from the template alone: where a message or an argument spells one, it
         is encoded as ordinary text, so that no content can end its message or begin another.
-        The template is rendered in a process apart, see `template_process`. Raises `InvalidRequest`
-        for messages that the template rejects or that take too long to render, and for a model
-        without a template; `RequestFailed` where the process does not answer.
+        The template is rendered in a process apart, see `template_process`. ``quick``: True to give
+        up early with `SlowConversation`, False for a conversation with which that happened; None
+        for both (`ChatRenderer`). Raises `InvalidRequest` for messages that the template rejects or
+        that take too long to render, and for a model without a template; `RequestFailed` where the
+        process does not answer.
         """
         if not self._tokenizer.chat_template:
             raise InvalidRequest(
@@ -221,12 +229,19 @@ class Tokenizer:
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
             }
-            with self._lock:
-                answer = self._renderer.ask(self._tokenizer.special_tokens_map | named | fixed)
+            answer = self._renderer.render(
+                self._tokenizer.special_tokens_map | named | fixed, quick
+            )
         except _UNSENDABLE as error:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {error}", "messages"
             ) from error
+        if "timed_out" in answer:
+            raise InvalidRequest(
+                "the chat template rejects these messages: rendering them takes more than "
+                f"{PATIENT_SECONDS:.0f} s",
+                "messages",
+            )
         if "text" not in answer:
             raise InvalidRequest(
                 f"the chat template rejects these messages: {answer['error']}", "messages"

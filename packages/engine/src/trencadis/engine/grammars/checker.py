@@ -51,9 +51,12 @@ class GrammarChecker:
                 del self._verdicts[next(iter(self._verdicts))]
         _raise_if_bad(verdict)
 
-    def close(self) -> None:
-        """End the process. A later check starts it again."""
-        self._process.close()
+    def close(self, *, for_good: bool = False) -> None:
+        """End the process. A later check starts it again, or fails with ``for_good``."""
+        if for_good:
+            self._process.close_for_good()
+        else:
+            self._process.close()
 
 
 def _raise_if_bad(verdict: str) -> None:

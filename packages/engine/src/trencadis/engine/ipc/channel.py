@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import shutil
 import tempfile
@@ -13,7 +14,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.errors import EngineDead, InvalidRequest
 from trencadis.engine.ipc.messages import FromCore, ToCore
 from trencadis.engine.validators import plain_number
 
@@ -95,18 +96,32 @@ class FrontChannel:
         self.to_core = f"ipc://{Path(self._directory) / 'to-core'}"
         self.from_core = f"ipc://{Path(self._directory) / 'from-core'}"
         self._context = zmq.asyncio.Context()
-        self._inbox = _bind(self._context, zmq.PULL, self.from_core)
-        self._outbox = _bind(self._context, zmq.PUSH, self.to_core)
+        try:
+            self._inbox = _bind(self._context, zmq.PULL, self.from_core)
+            self._outbox = _bind(self._context, zmq.PUSH, self.to_core)
+        except BaseException:
+            self.close()
+            raise
         self._encoder = _encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
 
     async def send(self, message: ToCore) -> None:
-        """Queue a message for the core. Raises `InvalidRequest` where it cannot be encoded."""
+        """Queue a message for the core.
+
+        Raises `InvalidRequest` where it cannot be encoded, and `EngineDead` once the channel is
+        closed.
+        """
         try:
             content = self._encoder.encode(message)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"this cannot be sent to the engine core: {error}") from error
-        await self._outbox.send(content)
+        try:
+            await self._outbox.send(content)
+        except (zmq.ZMQError, asyncio.CancelledError) as error:
+            if not self._context.closed:
+                raise
+            # Closing the channel cancels what waits for the core to read.
+            raise EngineDead("the engine core ended before it was asked") from error
 
     async def receive(self, timeout_seconds: float) -> FromCore | None:
         """The next message, or None after ``timeout_seconds`` without one."""

@@ -1,7 +1,7 @@
 """The messages between the front and the engine core, sent as msgpack over ZeroMQ.
 
 Adding a message: define it here, add it to `ToCore` or `FromCore`, handle it in
-`core_process._handle` or `AsyncEngine._read`.
+`core_process._handle` or `AsyncEngine._handle`.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from typing import Literal
 
 import msgspec
 
+from trencadis.engine.inspection import EngineInspection
 from trencadis.engine.outputs import (
     EngineStats,
     FinishReason,
@@ -19,15 +20,25 @@ from trencadis.engine.outputs import (
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import BatchControl, BatchControlResult
 
+BUSY_SECONDS = 1800.0
+"""Longest silence of a core that compiles or warms up."""
+
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Serve a request. ``key`` is unique among the requests being served."""
+    """Serve a request. ``key`` is unique among the requests being served.
+
+    ``is_resumed``: it was parked. ``output_token_ids``: what a request for one sequence had
+    generated then.
+    """
 
     key: str
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    output_token_ids: tuple[int, ...] = ()
+    is_resumed: bool = False
+    client: str = ""
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -57,12 +68,46 @@ class Preempt(msgspec.Struct, frozen=True, tag=True):
     keys: tuple[str, ...]
 
 
+class Inspect(msgspec.Struct, frozen=True, tag=True):
+    """An operator looks at the KV blocks and the buckets. The core answers with `Inspected`."""
+
+    number: int
+
+
+class Reconfigure(msgspec.Struct, frozen=True, tag=True):
+    """Serve another model. ``config`` is that of `config_payload`.
+
+    ``stash_bytes``: host memory for the weights of models that are not served. The core answers
+    with `Reconfigured` or `ReconfigureFailed` of the same number.
+    """
+
+    number: int
+    config: bytes
+    stash_bytes: int
+
+
+class Sleep(msgspec.Struct, frozen=True, tag=True):
+    """Release device memory. The core answers with `Slept` or `ReconfigureFailed`."""
+
+    number: int
+    level: Literal[1, 2]
+
+
+class WakeUp(msgspec.Struct, frozen=True, tag=True):
+    """Serve again after `Sleep`. The core answers with `Reconfigured` or `ReconfigureFailed`."""
+
+    number: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag=True):
     """End the core."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The core has warmed up and accepts requests."""
+    """The core has warmed up and accepts requests.
+
+    ``embedding_size``: numbers of an embedding; 0 for a core that generates.
+    """
 
     max_model_len: int
     num_blocks: int
@@ -71,6 +116,38 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     device: str
     num_buckets: int
     warmup_seconds: float
+    embedding_size: int = 0
+
+
+class Reconfigured(msgspec.Struct, frozen=True, tag=True):
+    """The core serves the model of `Reconfigure`. Times are in seconds; see `SwitchReport`."""
+
+    number: int
+    ready: Ready
+    unload_s: float = 0.0
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    memory_before_bytes: int = 0
+    memory_after_bytes: int = 0
+    from_stash: bool = False
+
+
+class ReconfigureFailed(msgspec.Struct, frozen=True, tag=True):
+    """A step failed, and the core serves the model that it served before.
+
+    With the step ``wake`` it sleeps, because that model could not be started again.
+    """
+
+    number: int
+    step: str
+    message: str
+
+
+class Slept(msgspec.Struct, frozen=True, tag=True):
+    """The core sleeps; ``freed_bytes`` of memory are free."""
+
+    number: int
+    freed_bytes: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
@@ -81,12 +158,16 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """A request was refused. ``overloaded``: the queue is full, a later try may succeed."""
+    """A request was refused. ``overloaded``: the queue is full, a later try may succeed.
+
+    ``sleeping``: the core sleeps, so that nothing is wrong with the request.
+    """
 
     key: str
     message: str
     field: str | None = None
     overloaded: bool = False
+    sleeping: bool = False
 
 
 class RequestError(msgspec.Struct, frozen=True, tag=True):
@@ -104,8 +185,10 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     """One new token of sample ``index`` of a request. The last token has a finish reason.
 
     ``completes_grammar``: it is the last one because a structured output is complete with it. It
-    belongs to the text, other than a stop token. For beam search, ``index`` is the rank of the
-    result, and all tokens come when the search ends.
+    belongs to the text, other than a stop token. ``queue_s``: with the first token of a sample, the
+    seconds that it waited until it first ran. For beam search, ``index`` is the rank of the
+    result, and all tokens come when the search ends. ``embedding``: the vector that the request
+    gets instead of a token, see `CompletionDelta`.
     """
 
     key: str
@@ -116,6 +199,8 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     logprobs: PositionLogprobs | None = None
     request_status: RequestStatus = "normal"
     completes_grammar: bool = False
+    queue_s: float | None = None
+    embedding: bytes | None = None
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):
@@ -123,6 +208,14 @@ class Preempted(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     keys: tuple[str, ...]
+
+
+class Inspected(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `Inspect`, made between two steps. ``error``: why there is no inspection."""
+
+    number: int
+    inspection: EngineInspection | None
+    error: str = ""
 
 
 class Controlled(msgspec.Struct, frozen=True, tag=True):
@@ -135,9 +228,15 @@ class Controlled(msgspec.Struct, frozen=True, tag=True):
 
 
 class Busy(msgspec.Struct, frozen=True, tag=True):
-    """The core starts what may take minutes without another message, such as a compilation."""
+    """The core starts what may take minutes without another message, such as a compilation.
+
+    ``limit_s``: seconds of silence after which it counts as hung, where these are more than those
+    of a core that serves. ``number``: of the call that the core begins with this, if it does.
+    """
 
     reason: str
+    limit_s: float = BUSY_SECONDS
+    number: int | None = None
 
 
 class StepDone(msgspec.Struct, frozen=True, tag=True):
@@ -147,5 +246,18 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None
 
 
-ToCore = Add | Abort | Finish | Control | Preempt | Stop
-FromCore = Ready | Failed | Rejected | RequestError | Controlled | Preempted | Busy | StepDone
+ToCore = Add | Abort | Finish | Control | Preempt | Inspect | Reconfigure | Sleep | WakeUp | Stop
+FromCore = (
+    Ready
+    | Reconfigured
+    | ReconfigureFailed
+    | Slept
+    | Failed
+    | Rejected
+    | RequestError
+    | Controlled
+    | Preempted
+    | Inspected
+    | Busy
+    | StepDone
+)

@@ -7,6 +7,7 @@ Blocks of a sequence are combined by scatter operations, which cost little where
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
+    MixedContext,
     PagedContext,
     PromptContext,
+    RaggedContext,
 )
 
 
@@ -42,6 +45,8 @@ class BlockAttention:
         scale: float,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
+        if isinstance(paged, MixedContext):
+            return attend_in_parts(self.attend, query, key, value, layer, paged, scale)
         keys, values = paged.cache.key(layer), paged.cache.value(layer)
         # Finite, because the next owner of a block adds a bias to what it has not overwritten yet.
         for part, given in ((keys, key), (values, value)):
@@ -49,7 +54,26 @@ class BlockAttention:
             part[paged.write_blocks, :, paged.write_offsets] = rows
         if isinstance(paged, PromptContext):
             return _attend_prompt(query, key, value, keys, values, paged, scale)
+        if isinstance(paged, RaggedContext):
+            return _attend_ragged(query, key, value, keys, values, paged, scale)
         return _attend_decode(query, keys, values, paged, scale)
+
+
+def attend_in_parts(
+    attend: Callable[..., torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    paged: MixedContext,
+    scale: float,
+) -> torch.Tensor:
+    """`Attention.attend` for the decode batch, then for the prefill chunks, in one result."""
+    count, outs = paged.num_decodes, []
+    for rows, context in ((slice(count), paged.decode), (slice(count, None), paged.prompt)):
+        given = (tensor[:, :, rows] for tensor in (query, key, value))
+        outs.append(attend(*given, layer, context, scale))
+    return torch.cat(outs, dim=1)
 
 
 def _attend_prompt(
@@ -76,6 +100,65 @@ def _attend_prompt(
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out.transpose(1, 2).reshape(1, -1, query.shape[1], query.shape[-1])
+
+
+def _attend_ragged(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    paged: RaggedContext,
+    scale: float,
+) -> torch.Tensor:
+    """Prefill: each chunk, in its own size, attends to its context and to itself."""
+    _, heads, tokens, size = query.shape
+    out = query.new_empty((1, tokens, heads, size))
+    end = 0
+    for chunk in paged.chunks:
+        start, end = chunk.start, chunk.end
+        rows, keys, values = (x[:, :, start:end] for x in (query, key, value))
+        if chunk.context_blocks is not None and chunk.mask is not None:
+            held = chunk.mask.shape[1] - (end - start)
+            context = chunk.context_blocks[None]
+            keys = torch.cat((_gather(cached_keys, context)[:, :, :held], keys), dim=2)
+            values = torch.cat((_gather(cached_values, context)[:, :, :held], values), dim=2)
+            _attend_in_slices(rows, keys, values, chunk.mask, scale, out[:, start:end])
+            continue
+        attended = F.scaled_dot_product_attention(
+            rows, keys, values, is_causal=True, scale=scale, enable_gqa=heads != keys.shape[1]
+        )
+        out[:, start:end] = attended.transpose(1, 2)
+    out[:, end:] = 0.0
+    return out
+
+
+def _attend_in_slices(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """Attend to a context and then causally, as many queries at once as ``mask`` has rows.
+
+    ``mask`` is that of a `RaggedChunk`. Writes to ``out``, ``[1, Q, H, D]``.
+    """
+    rows, length = mask.shape
+    tokens = query.shape[2]
+    for first in range(0, tokens, rows):
+        last = min(first + rows, tokens)
+        width = length - (tokens - last)
+        attended = F.scaled_dot_product_attention(
+            query[:, :, first:last],
+            key[:, :, :width],
+            value[:, :, :width],
+            attn_mask=mask[first - last :, length - width :],
+            scale=scale,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        out[:, first:last] = attended.transpose(1, 2)
 
 
 def _attend_decode(

@@ -14,15 +14,20 @@ def locate(name: str) -> str:
     A ``.gguf`` file is converted on the first call. Raises `ModelError` for a path that is not a
     checkpoint.
     """
+    check_checkpoint(name)
     path = Path(name).expanduser()
     if path.is_file():
-        if path.suffix == ".gguf":
-            return str(convert_gguf(path))
+        return str(convert_gguf(path))
+    return str(path) if path.is_dir() else name
+
+
+def check_checkpoint(name: str) -> None:
+    """Raise `ModelError` for a path that is not a checkpoint. A hub id is not looked up."""
+    path = Path(name).expanduser()
+    if path.is_file() and path.suffix != ".gguf":
         raise ModelError(f"{name} is a file: name the checkpoint's directory, or a .gguf file")
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ModelError(f"{name} holds no config.json: name a transformers checkpoint")
-        return str(path)
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ModelError(f"{name} holds no config.json: name a transformers checkpoint")
+    is_path = name.startswith((".", "/", "~")) or name.count("/") > 1
+    if is_path and not path.exists():
         raise ModelError(f"there is no directory {name}")
-    return name

@@ -38,7 +38,7 @@ class CompiledForward:
     """Computes logits from the tensors of a batch, for one shape."""
 
     _start: _Part
-    _layer: Program
+    _layers: Sequence[Program]
     _own: Sequence[tuple[torch.Tensor, ...]]
     _end: _Part
 
@@ -51,7 +51,10 @@ class CompiledForward:
         tensors: Sequence[torch.Tensor],
         compile_graph: Compile,
     ) -> CompiledForward:
-        """Trace and compile the three programs for a batch of ``tensors``."""
+        """Trace and compile the programs for a batch of ``tensors``: three for most models.
+
+        Raises `ModelError` for a model whose layers are given different tensors.
+        """
         weights = {
             name: tensor
             for name, tensor in (*model.named_parameters(), *model.named_buffers())
@@ -77,14 +80,17 @@ class CompiledForward:
             own = given[1 + len(tensors) :]
             return compute(call_with(own), given[1 : 1 + len(tensors)], skip)
 
-        recording = Recording()
+        # What the start computes for the first layer is passed to all.
+        recording = Recording(same_until=layers.num_layers - 1)
         with contextlib.suppress(LayersReached):
             compute(model, tensors, recording)
-        traced, inputs = layers.trace(recording)
+        programs = [
+            compile_graph(*layers.trace(recording, kind)) for kind in range(layers.num_kinds)
+        ]
         hidden, own = recording.inputs()[0], list(weights.values())
         return cls(
             _Part.of(start, tensors, own, compile_graph),
-            compile_graph(traced, inputs),
+            layers.of_layers(programs),
             layers.own_tensors(recording),
             _Part.of(end, (hidden, *tensors), own, compile_graph),
         )
@@ -92,8 +98,8 @@ class CompiledForward:
     def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Logits ``[rows, vocabulary]``."""
         hidden, *others = self._start(tensors)
-        for own in self._own:
-            hidden = single(self._layer(hidden, *others, *own))
+        for layer, own in zip(self._layers, self._own, strict=True):
+            hidden = single(layer(hidden, *others, *own))
         return self._end((hidden, *tensors))[0]
 
 

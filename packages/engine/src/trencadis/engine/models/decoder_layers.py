@@ -1,21 +1,32 @@
-"""Compiles the decoder layers of a model: one program per shape, used by all layers.
+"""Compiles the decoder layers of a model: one program per shape, used by all layers of a kind.
 
-All decoder layers compute the same function with different weights. One layer is traced with
-weights and cache as inputs; the compiled program serves every layer, so compilation is faster by
-the number of layers. ``paged.layer_run`` selects the program for a forward pass.
+Most models have layers of one kind: all compute the same function with different weights. One layer
+of each kind is traced with weights and cache as inputs; the compiled program serves every layer of
+that kind, so compilation is faster by the number of layers. ``paged.layer_run`` selects the
+programs for a forward pass.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
 import attrs
 import torch
 from torch import fx, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention_operator import forward_pass
@@ -30,42 +41,97 @@ from trencadis.engine.models.paged_context import (
 
 Program = Callable[..., Any]
 
+MAX_KINDS = 4
+"""Kinds of layers that are compiled. Where more layers differ, a start would compile for long."""
+
 
 class DecoderLayers:
     """Finds a model's decoder layers and makes them use ``paged.layer_run``.
 
-    Raises `ModelError` if the layers differ in type, shapes or settings (as where some layers alone
-    have rotary embeddings), since they cannot share a program.
+    Layers of equal type, shapes and settings are of one kind and share programs; every fourth layer
+    without rotary embedding, for example, makes a second kind. ``num_kinds``: at most `MAX_KINDS`,
+    else raises `ModelError`, as for a model that names no layers. ``num_layers``: all layers.
     """
 
     def __init__(self, model: nn.Module, caches: LayerCaches) -> None:
         layers = decoder_layers(model)
         if not layers:
             raise ModelError(f"{type(model).__name__} names no decoder layers, to be compiled")
-        self._names = tuple(_tensors(layers[0]))
+        self.num_layers = len(layers)
         self._weights = [tuple(_tensors(layer).values()) for layer in layers]
         self._block_size = caches.block_size
         self._caches = [(caches.key(i), caches.value(i)) for i in range(len(layers))]
-        self._check_alike(layers)
+        kinds: dict[Any, int] = {}
+        self._kinds = [kinds.setdefault(_kind(layer), len(kinds)) for layer in layers]
+        self.num_kinds = len(kinds)
+        if self.num_kinds > MAX_KINDS:
+            raise ModelError(
+                f"the decoder layers are of {self.num_kinds} kinds, and {MAX_KINDS} at most are "
+                "compiled: serve this model without --compile"
+            )
         self.tensor_ids = frozenset(id(t) for own in self._weights for t in own)
         """Identities of the layers' weights."""
-        # Tracing replaces the tensors of the layer for a while, so it uses a copy of the layer.
-        shared = {id(tensor): tensor for tensor in self._weights[0]}
-        self._traced = copy.deepcopy(layers[0], shared)
+        self._examples = [self._kinds.index(kind) for kind in range(self.num_kinds)]
+        # Tracing replaces the tensors of a layer for a while, so it uses a copy of the layer.
+        self._traced = [_copy(layers[number]) for number in self._examples]
+        self._layers = layers
         for number, layer in enumerate(layers):
             layer.forward = functools.partial(_forward, number, layer.forward)
 
-    def trace(self, recording: Recording) -> tuple[fx.GraphModule, list[torch.Tensor]]:
-        """The first layer of a recorded forward pass as a module, and its example inputs."""
-        inputs = [*recording.inputs(), *self._own(0, recording.paged)]
-        given = len(recording.inputs())
+    def use_cache(self, caches: LayerCaches) -> None:
+        """Compute with another cache from now on.
 
-        def run(*tensors: torch.Tensor) -> Any:
+        Only where attention is an operator: there the cache is no input of a program.
+        """
+        self._caches = [(caches.key(i), caches.value(i)) for i in range(len(self._weights))]
+
+    def release(self) -> None:
+        """Give the layers their own ``forward`` back, so that others can compile them."""
+        for layer in self._layers:
+            del layer.forward
+
+    def trace(self, recording: Recording, kind: int) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+        """A layer of a kind as a module, called as in a recorded pass, and its example inputs."""
+        inputs = [*recording.inputs(), *self._own(self._examples[kind], recording.paged)]
+        return make_fx(self._example(recording, kind), tracing_mode="fake")(*inputs), inputs
+
+    def trace_for_any_tokens(
+        self, recording: Recording, kind: int, num_tokens: int
+    ) -> tuple[fx.GraphModule, list[torch.Tensor]] | None:
+        """As `trace`, for every number of tokens from 2 on; None for a layer that depends on it.
+
+        Where attention is an operator, tokens are the second dimension of what a layer is given.
+        ``num_tokens`` is that of the recording. The inputs are fake tensors with a symbol there.
+        """
+        symbols = ShapeEnv()
+        fake = FakeTensorMode(shape_env=symbols)
+        with torch.inference_mode(mode=False), torch.no_grad():
+            inputs: list[torch.Tensor] = [
+                fake.from_tensor(
+                    tensor.clone() if tensor.is_inference() else tensor,
+                    symbolic_context=_tokens_as_symbol(tensor, num_tokens),
+                    source=ConstantSource(f"given_{place}"),
+                )
+                for place, tensor in enumerate(recording.inputs())
+            ]
+            own = self._own(self._examples[kind], recording.paged)
+            inputs += [fake.from_tensor(tensor, static_shapes=True) for tensor in own]
+            with fake, enable_python_dispatcher():
+                traced = make_fx(self._example(recording, kind))(*inputs)
+        return None if depends_on_symbols(inputs) else (traced, inputs)
+
+    def _example(self, recording: Recording, kind: int) -> Callable[..., torch.Tensor]:
+        """A layer of a kind as a function of the recorded tensors and of its own."""
+        given = len(recording.inputs())
+        traced = self._traced[kind]
+        names = tuple(_tensors(traced))
+
+        def run(*tensors: torch.Tensor) -> torch.Tensor:
             own = tensors[given:]
-            caches = self._traced_caches(recording, own[len(self._names) :])
+            caches = self._traced_caches(recording, own[len(names) :])
             args, kwargs = recording.arguments(iter(tensors[:given]), caches)
-            weights = dict(zip(self._names, own, strict=False))
-            result = torch.func.functional_call(self._traced, weights, args, kwargs)
+            weights = dict(zip(names, own, strict=False))
+            result = torch.func.functional_call(traced, weights, args, kwargs)
             if not isinstance(result, torch.Tensor):
                 raise ModelError(
                     f"a decoder layer returns {type(result).__name__} where one tensor was "
@@ -73,17 +139,21 @@ class DecoderLayers:
                 )
             return result
 
-        return make_fx(run, tracing_mode="fake")(*inputs), inputs
+        return run
 
-    def run_with(self, program: Program, recording: Recording) -> LayerRun:
-        """A layer run that calls ``program`` with each layer's tensors."""
-        own = self.own_tensors(recording)
+    def of_layers(self, programs: Sequence[Program]) -> list[Program]:
+        """The program of each layer, from that of each kind."""
+        return [programs[kind] for kind in self._kinds]
+
+    def run_with(self, programs: Sequence[Program], recording: Recording) -> LayerRun:
+        """A layer run that calls the program of each layer's kind with the layer's tensors."""
+        own, of_layers = self.own_tensors(recording), self.of_layers(programs)
 
         def run(
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             with forward_pass(kwargs["paged"], layer):
-                return single(program(*_inputs(args, kwargs), *own[layer]))
+                return single(of_layers[layer](*_inputs(args, kwargs), *own[layer]))
 
         return run
 
@@ -110,23 +180,52 @@ class DecoderLayers:
             return recording.paged.cache
         return _OneLayer(self._block_size, *caches)
 
-    def _check_alike(self, layers: Sequence[nn.Module]) -> None:
-        first = [(tensor.shape, tensor.dtype) for tensor in self._weights[0]]
-        first_values = _plain_values(layers[0])
-        for number, layer in enumerate(layers):
-            shapes = [(tensor.shape, tensor.dtype) for tensor in self._weights[number]]
-            is_alike = type(layer) is type(layers[0]) and shapes == first
-            if not is_alike or _plain_values(layer) != first_values:
-                raise ModelError(
-                    f"decoder layer {number} differs from layer 0, and one compiled program "
-                    "cannot serve both: serve this model without --compile"
-                )
+
+def depends_on_symbols(inputs: Sequence[torch.Tensor]) -> bool:
+    """Whether what was traced or compiled for these inputs holds for some sizes alone.
+
+    A guard or a replacement of a symbol, from the trace or the compiler, says so.
+    """
+    environments = [x.fake_mode.shape_env for x in inputs if isinstance(x, FakeTensor)]
+    return any(env is not None and (env.guards or env.replacements) for env in environments)
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The decoder layers of a model of transformers, in order; none if it does not name them."""
     kinds = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]
+
+
+@contextlib.contextmanager
+def one_layer_of_each_kind(model: nn.Module) -> Generator[None, None, None]:
+    """Within this context the model computes the first layer of each kind and omits the others.
+
+    For what a forward pass takes; its result means nothing.
+    """
+    kinds: set[Any] = set()
+    omitted, returns_tuple = [], False
+
+    def note(_: nn.Module, __: Any, result: Any) -> None:
+        nonlocal returns_tuple
+        returns_tuple = isinstance(result, tuple)
+
+    def omit(hidden: torch.Tensor, *_: Any, **__: Any) -> Any:
+        return (hidden,) if returns_tuple else hidden
+
+    layers = decoder_layers(model)
+    for layer in layers:
+        if (kind := _kind(layer)) in kinds:
+            layer.forward = omit
+            omitted.append(layer)
+        kinds.add(kind)
+    hooks = [layer.register_forward_hook(note) for layer in layers[:1]]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for layer in omitted:
+            del layer.forward
 
 
 class LayersReached(Exception):
@@ -137,9 +236,12 @@ class LayersReached(Exception):
 class Recording:
     """A layer run that records the arguments of the first layer, and ends the forward pass there.
 
-    It raises `LayersReached`, so that nothing of the layers runs eagerly.
+    It raises `LayersReached`, so that nothing of the layers runs eagerly. With ``same_until`` the
+    pass ends at this layer, and raises `ModelError` at one that is not given the first layer's
+    tensors.
     """
 
+    same_until: int = 0
     paged: PagedContext | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = attrs.field(factory=dict)
@@ -147,8 +249,18 @@ class Recording:
     def __call__(
         self, layer: int, own: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
-        raise LayersReached
+        if self.paged is None:
+            self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
+        given, first = _inputs(args, kwargs), self.inputs()
+        if len(given) != len(first) or any(map(operator.is_not, given, first)):
+            raise ModelError(
+                f"decoder layer {layer} is given other tensors than the first one, such as rotary "
+                "embeddings of its own, and one program cannot serve both: serve this model "
+                "without --compile"
+            )
+        if layer >= self.same_until:
+            raise LayersReached
+        return first[0]
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the recorded arguments."""
@@ -209,14 +321,34 @@ def _replaced(value: Any, tensors: Iterator[torch.Tensor], caches: LayerCaches) 
     return value
 
 
-def _plain_values(layer: nn.Module) -> dict[tuple[str, str], Any]:
-    """The settings that are attributes of a layer and its modules, without the layer's index."""
-    return {
-        (module_name, name): value
+def _tokens_as_symbol(tensor: torch.Tensor, num_tokens: int) -> StatelessSymbolicContext[Any, Any]:
+    """The second dimension is a symbol, the same one in all tensors, if it counts tokens."""
+    counts_tokens = tensor.dim() > 1 and tensor.shape[:2] == (1, num_tokens)
+    sizes = [DimDynamic.STATIC] * tensor.dim()
+    if counts_tokens:
+        sizes[1] = DimDynamic.DUCK
+    return StatelessSymbolicContext(dynamic_sizes=sizes)
+
+
+def _kind(layer: nn.Module) -> Any:
+    """Equal for layers that compute the same function: type, tensors, and plain settings.
+
+    Settings are the attributes of a layer and its modules, without the layer's index.
+    """
+    tensors = tuple((name, x.shape, x.dtype) for name, x in _tensors(layer).items())
+    settings = frozenset(
+        (module_name, name, type(value), value)
         for module_name, module in layer.named_modules()
         for name, value in vars(module).items()
         if isinstance(value, (bool, int, float, str, type(None))) and name != "layer_idx"
-    }
+    )
+    return type(layer), tensors, settings
+
+
+def _copy(layer: nn.Module) -> nn.Module:
+    """A copy of a layer that shares its tensors."""
+    shared = {id(tensor): tensor for tensor in _tensors(layer).values()}
+    return copy.deepcopy(layer, shared)
 
 
 def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:

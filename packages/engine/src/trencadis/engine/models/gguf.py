@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import tempfile
+from collections.abc import Generator
 from pathlib import Path
 
 import platformdirs
@@ -21,6 +25,9 @@ logger = logging.getLogger("trencadis.engine")
 _FORMAT = 1
 """Version of the conversion. Increase it to invalidate older conversions."""
 
+_SCRATCH_NAME = re.compile(r"\..+-[0-9a-f]{16}-[a-z0-9_]{8}")
+"""A dot, the name of the conversion with its fingerprint, and what `tempfile.mkdtemp` adds."""
+
 
 def cache_directory() -> Path:
     """Directory of converted models, in the user's cache directory of this platform."""
@@ -31,9 +38,10 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
     """Directory with the safetensors conversion of ``gguf``, converted on the first call.
 
     The conversion is written to a temporary directory and renamed when complete, so a killed
-    process leaves no partial result. If two processes convert at once, the first to finish wins
-    and the other uses its result. A conversion that was damaged later is made again. Raises
-    `ModelError` when transformers cannot read the file, or the conversion cannot be written.
+    process leaves no partial result; the next conversion removes what it has left. If two
+    processes convert at once, the first to finish wins and the other uses its result. A conversion
+    that was damaged later is made again. Raises `ModelError` when transformers cannot read the
+    file, or the conversion cannot be written.
     """
     parent = cache if cache is not None else cache_directory()
     try:
@@ -58,12 +66,58 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
 
 
 def _convert_to(target: Path, gguf: Path) -> None:
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
+    _remove_abandoned(target.parent)
+    with _scratch_for(target) as scratch:
         _convert(gguf, scratch)
         _publish(scratch, target)
+
+
+@contextlib.contextmanager
+def _scratch_for(target: Path) -> Generator[Path, None, None]:
+    """A directory beside ``target``, locked as long as its process lives."""
+    while True:
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with _locked(scratch, waits=True):
+            if not scratch.exists():  # removed as abandoned, before it was locked
+                continue
+            try:
+                yield scratch
+            finally:
+                shutil.rmtree(scratch, ignore_errors=True)
+            return
+
+
+def _remove_abandoned(parent: Path) -> None:
+    """Remove what killed processes have left of their conversions: each is as large as a model."""
+    for scratch in parent.glob(".*"):
+        if _SCRATCH_NAME.fullmatch(scratch.name) and scratch.is_dir():
+            with _locked(scratch, waits=False) as is_locked:
+                if is_locked:
+                    logger.info("Removing %s of a conversion that was killed", scratch)
+                    shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path, *, waits: bool) -> Generator[bool, None, None]:
+    """Lock a directory until the end of the context or of the process; gives whether that worked.
+
+    It does not where another process has the lock, unless this one waits for it, nor where a file
+    system has no locks of directories: what is left behind there stays.
+    """
+    try:
+        descriptor = os.open(directory, os.O_RDONLY)
+    except OSError:  # another process has removed it
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
+        except OSError:
+            yield False
+        else:
+            yield True
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        os.close(descriptor)
 
 
 def _is_whole(target: Path) -> bool:

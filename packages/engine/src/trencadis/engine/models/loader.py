@@ -23,6 +23,14 @@ from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import ATTENTION_NAME
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
+from trencadis.engine.models.pooling import (
+    check_causal,
+    check_hidden_states,
+    head_name,
+    is_headless_decoder,
+    remove_head,
+)
+from trencadis.engine.models.rotary import pin_frequencies
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -34,6 +42,7 @@ class ModelSpec:
     """The facts about a checkpoint that the engine needs before it loads the weights.
 
     ``source`` is a directory or a hub id that transformers can load. Lengths are in tokens.
+    ``is_pooling``: it is loaded without its output head, for embeddings.
     """
 
     source: str
@@ -44,17 +53,21 @@ class ModelSpec:
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
+    is_pooling: bool = False
 
 
-def inspect_model(name: str) -> ModelSpec:
+def inspect_model(name: str, *, is_pooling: bool = False) -> ModelSpec:
     """Find a checkpoint and read its configuration.
 
     ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError` if there is no such
-    checkpoint, or if it is not a decoder-only language model.
+    checkpoint, or if it is not a decoder-only language model; with ``is_pooling`` it may have been
+    saved without its output head, and must be causal.
     """
     source = locate(name)
     config = _read_config(source, name)
-    _check_decoder_only(config, name)
+    _check_decoder_only(config, name, is_pooling=is_pooling)
+    if is_pooling:
+        check_causal(config, name)
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     spec = ModelSpec(
@@ -66,6 +79,7 @@ def inspect_model(name: str) -> ModelSpec:
         vocab_size=text.vocab_size,
         max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
         eos_token_ids=_eos_token_ids(source, text),
+        is_pooling=is_pooling,
     )
     _check_sizes(spec, name)
     return spec
@@ -99,8 +113,8 @@ def load_model(
 ) -> nn.Module:
     """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
-    Raises `ModelError` when weights are missing or the architecture does not let its attention
-    be replaced.
+    Its rotary frequencies do not depend on the batch. Raises `ModelError` when weights are missing
+    or the architecture does not let its attention be replaced.
     """
     _check_full_attention(spec, max_model_len)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -116,13 +130,51 @@ def load_model(
     except BROKEN_FILE_ERRORS as error:
         raise ModelError(f"{spec.source} cannot be loaded: {reason_of(error)}") from error
     model, report = loaded
-    _check_complete(spec, report)
+    _check_complete(spec, report, f"{head_name(model)}." if spec.is_pooling else None)
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} computes its own attention, so the paged one cannot be put "
             "in: serve a model of an architecture that supports transformers' AttentionInterface"
         )
+    if spec.is_pooling:
+        check_hidden_states(model)
+        remove_head(model)
+    pin_frequencies(model, max_model_len)
     return model.to(device).eval().requires_grad_(requires_grad=False)  # type: ignore[no-any-return]
+
+
+def num_weight_bytes(model: nn.Module) -> int:
+    """Bytes of a model's tensors."""
+    tensors = (places[0][0][places[0][1]] for places in _weight_places(model))
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def move_weights(model: nn.Module, device: torch.device) -> None:
+    """Move a model's tensors, one after the other, each to new memory on ``device``.
+
+    Tied weights stay tied. A tensor that is there already stays where it is.
+    """
+    for places in _weight_places(model):
+        owner, name = places[0]
+        tensor = owner[name]
+        if tensor.device.type == device.type:
+            continue
+        moved = tensor.detach().to(device)
+        if isinstance(tensor, nn.Parameter):
+            moved = nn.Parameter(moved, requires_grad=False)
+        for owner, name in places:
+            owner[name] = moved
+
+
+def _weight_places(model: nn.Module) -> list[list[tuple[dict[str, Any], str]]]:
+    """Where the modules keep each tensor: dictionaries of attributes, and the names in them."""
+    found: dict[int, list[tuple[dict[str, Any], str]]] = {}
+    for module in model.modules():
+        for owner in (module._parameters, module._buffers, vars(module)):
+            for name, value in owner.items():
+                if isinstance(value, torch.Tensor):
+                    found.setdefault(id(value), []).append((owner, name))
+    return list(found.values())
 
 
 def _read_config(source: str, name: str) -> PreTrainedConfig:
@@ -137,7 +189,7 @@ def _read_config(source: str, name: str) -> PreTrainedConfig:
     return config
 
 
-def _check_decoder_only(config: PreTrainedConfig, name: str) -> None:
+def _check_decoder_only(config: PreTrainedConfig, name: str, *, is_pooling: bool) -> None:
     architectures = getattr(config, "architectures", None) or []
     if not isinstance(architectures, (list, tuple)):
         raise ModelError(
@@ -145,6 +197,8 @@ def _check_decoder_only(config: PreTrainedConfig, name: str) -> None:
             "of a list"
         )
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    if is_pooling:
+        known.update(each for each in architectures if is_headless_decoder(config, each))
     if config.is_encoder_decoder or not any(a in known for a in architectures):
         found = ", ".join(map(str, architectures)) or config.model_type
         raise ModelError(
@@ -183,8 +237,11 @@ def _check_full_attention(spec: ModelSpec, max_model_len: int) -> None:
         )
 
 
-def _check_complete(spec: ModelSpec, report: dict[str, Any]) -> None:
+def _check_complete(spec: ModelSpec, report: dict[str, Any], unused: str | None) -> None:
+    """Raise `ModelError` for missing weights, except those whose names begin with ``unused``."""
     missing = sorted(report.get("missing_keys") or ())
+    if unused is not None:
+        missing = [name for name in missing if not name.startswith(unused)]
     if missing:
         shown = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if missing[3:] else "")
         raise ModelError(f"{spec.source} lacks weights: {shown}")

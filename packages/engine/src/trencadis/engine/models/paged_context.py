@@ -1,7 +1,8 @@
 """What one forward pass reads from and writes to the paged KV cache.
 
 A forward pass carries one `PagedContext` through the model as the keyword ``paged``: a
-`PromptContext` for prefill chunks, a `DecodeContext` for decode steps.
+`PromptContext` or a `RaggedContext` for prefill chunks, a `DecodeContext` for decode steps, a
+`MixedContext` for both.
 
 Letters in shapes: B sequences, Q padded query length, C context blocks per sequence, N blocks of
 the cache prefix, E extra (block, sequence) pairs, S block size, H query heads, K key-value heads,
@@ -57,7 +58,8 @@ class Attention(Protocol):
 
     as_operator: bool
     """Whether compiled programs call attention instead of containing it (`attention_operator`).
-    Then a program depends on the number of tokens only."""
+    Then a program depends on the number of tokens only, and attention takes a `RaggedContext` and
+    a `MixedContext`."""
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """What all layers of a forward pass need, derived once from the uploaded ``paged``.
@@ -102,6 +104,36 @@ class PromptContext(PagedContext):
 
 
 @attrs.frozen(eq=False)
+class RaggedChunk:
+    """A prefill chunk of a `RaggedContext`: its tokens are ``start`` to ``end`` of the batch.
+
+    ``context_blocks``: ``[C]``, the blocks of its context, None if it has none. ``mask``:
+    ``[R, context tokens + Q]`` bool, true where one of the last R queries attends; so many attend
+    at once, and earlier ones have the same mask without its last columns. None without context.
+    """
+
+    start: int
+    end: int
+    context_blocks: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+@attrs.frozen(eq=False)
+class RaggedContext(PagedContext):
+    """Where prefill chunks that follow each other write, and the context that each reads.
+
+    ``write_blocks``, ``write_offsets``: ``[T]``; padding tokens, at the end, write to block 0.
+    """
+
+    cache: LayerCaches
+    write_blocks: torch.Tensor
+    write_offsets: torch.Tensor
+    chunks: tuple[RaggedChunk, ...]
+    layer_run: LayerRun | None = None
+    attention: Attention | None = None
+
+
+@attrs.frozen(eq=False)
 class DecodeContext(PagedContext):
     """Where one token per sequence writes, and which sequence owns each block that is read.
 
@@ -121,6 +153,21 @@ class DecodeContext(PagedContext):
     readers: torch.Tensor
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
+    layer_run: LayerRun | None = None
+    attention: Attention | None = None
+
+
+@attrs.frozen(eq=False)
+class MixedContext(PagedContext):
+    """A decode batch, one token per sequence, then prefill chunks: each part attends as if alone.
+
+    ``num_decodes``: the tokens of the first part. The parts write to different blocks.
+    """
+
+    cache: LayerCaches
+    num_decodes: int
+    decode: DecodeContext
+    prompt: RaggedContext
     layer_run: LayerRun | None = None
     attention: Attention | None = None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.runner.grids import Grids
@@ -23,7 +23,7 @@ class BackgroundWarmupLoop:
     ``in_thread``: in a thread beside the step loop, so that a request that arrives meanwhile is
     served at once. Otherwise in the step loop, for devices that only one thread may use. With a
     ``capture``, the graph of each bucket is captured after its warm-up, and in the end those that
-    need what other graphs have left of the budget.
+    need what other graphs have left of the budget. ``on_end`` is called when nothing is left.
     """
 
     def __init__(
@@ -33,11 +33,13 @@ class BackgroundWarmupLoop:
         *,
         in_thread: bool,
         capture: GraphCapture | None = None,
+        on_end: Callable[[], None] = lambda: None,
     ) -> None:
         self._warmup = BackgroundWarmup(runtime, grids.prompt.buckets, grids.decode.buckets)
         self._capture = capture
         self._left_graphs: Iterator[object] | None = None if capture is None else capture.steps()
         self._in_thread = in_thread
+        self._on_end = on_end
         self._thread: threading.Thread | None = None
         self._last_started_s = time.monotonic()
         self._failed = False
@@ -57,6 +59,8 @@ class BackgroundWarmupLoop:
         """Warm up the first bucket of each phase. Requests can be served from then on."""
         while not self._warmup.ready:
             self._warm_up_next()
+        if not self.is_running:
+            self._on_end()
 
     def advance(self, *, idle: bool) -> None:
         """Start to warm up the next bucket.
@@ -74,6 +78,11 @@ class BackgroundWarmupLoop:
             self._thread.start()
         else:
             self._advance()
+
+    def wait(self) -> None:
+        """Wait until the bucket that a thread warms up is ready."""
+        if self._thread is not None:
+            self._thread.join()
 
     def record_miss(self, phase: Phase, bucket: Bucket) -> None:
         """Count a bucket that live traffic needed before it was warmed up, to raise its rank."""
@@ -100,3 +109,5 @@ class BackgroundWarmupLoop:
         except Exception:
             logger.exception("Background warm-up failed and stops; requests are still served")
             self._failed = True
+        if not self.is_running:
+            self._on_end()

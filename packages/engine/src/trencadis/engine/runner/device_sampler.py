@@ -53,6 +53,10 @@ class DeviceSampler:
         self._token_ids = device.upload(torch.arange(vocab_size, dtype=torch.int32)[None])
         self._bits = device.upload(torch.arange(32, dtype=torch.int32))
 
+    def release(self) -> None:
+        self._programs.clear()
+        self._token_ids = self._bits = torch.empty(0)
+
     def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
         return pack_numbers(_samples(requests, 0), batch)
 

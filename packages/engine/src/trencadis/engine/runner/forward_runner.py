@@ -11,12 +11,17 @@ from typing import Any
 
 import attrs
 import torch
-from torch import nn
+from torch import fx, nn
 
 from trencadis.engine.devices import Device, Graph
-from trencadis.engine.errors import BucketMiss
+from trencadis.engine.errors import BucketMiss, CompileError
 from trencadis.engine.models.compiled_forward import CompiledForward
-from trencadis.engine.models.decoder_layers import DecoderLayers, LayersReached, Recording
+from trencadis.engine.models.decoder_layers import (
+    DecoderLayers,
+    LayersReached,
+    Recording,
+    depends_on_symbols,
+)
 from trencadis.engine.models.paged_context import LayerRun
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.shapes import ForwardShape
@@ -31,12 +36,21 @@ REFUSED = (
 """The end of the message of a `BucketMiss`."""
 
 
+Traced = tuple[fx.GraphModule, list[torch.Tensor]]
+"""A decoder layer as a module, and example inputs."""
+
+_ANY_TOKENS = 2
+"""A program can be for every number of tokens from this on: PyTorch's compiler takes a size of 1
+apart, because it broadcasts."""
+
+
 @attrs.frozen(eq=False)
 class ForwardOutput:
     """Tensors on the device, valid until the next forward pass of the same shape.
 
-    ``logits`` is fp32 ``[batch, vocabulary]``, padding included; ``sampler_words`` is what was
-    uploaded with the batch for the sampler.
+    ``logits`` is fp32 ``[batch, vocabulary]``, padding included; of a model without a head, the
+    hidden states ``[batch, hidden size]``. ``sampler_words`` is what was uploaded with the batch
+    for the sampler.
     """
 
     logits: torch.Tensor
@@ -70,10 +84,15 @@ class ForwardRunner:
         self._warmed_up: set[Hashable] = set()
         self._layer_runs: dict[Hashable, LayerRun] = {}
         self._programs: dict[ForwardShape, CompiledForward] = {}
+        self._kept: dict[Hashable, bool] = {}
+        self._failed: set[Hashable] = set()
         self._graphs: dict[ForwardShape, Graph] = {}
         self._compiling = threading.Lock()
         self._serving = False
+        self._compiles_layers = compiled
         self._shares_programs = compiled and device.attention.as_operator
+        self._by_tokens = False
+        """Whether shared programs are for one number of tokens each, not for all from 2 on."""
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
         """Whether the first forward pass in a new shape costs more than the following ones."""
 
@@ -81,6 +100,18 @@ class ForwardRunner:
     def num_graphs(self) -> int:
         """Graphs that are captured now."""
         return len(self._graphs)
+
+    @property
+    def takes_any_tokens(self) -> bool:
+        """Whether a forward pass of any number of tokens is as ready as one of a bucket's.
+
+        So it is without programs, and where one program of the layers serves all numbers from 2 on
+        and the device needs nothing else for a new shape.
+        """
+        device = self._device
+        by_shape = device.supports_graphs or device.compiles_forward or not device.dynamic_shapes
+        shared = self._shares_programs and not self._by_tokens and not by_shape
+        return not self.needs_warmup or shared
 
     def start_serving(self) -> None:
         """Warm-up has ended: forward passes from now on are live traffic."""
@@ -150,13 +181,68 @@ class ForwardRunner:
         self._graphs[batch.shape] = self._device.capture(run, (batch.packed,))
         self._warmed_up.add(self._program_key(batch.shape))
 
+    def use_cache(self, cache: KVCache) -> None:
+        """Compute with another cache of the same sizes. The programs stay those of warm-up."""
+        if self._layers is not None:
+            self._layers.use_cache(cache)
+
+    @property
+    def keeps_programs(self) -> bool:
+        """Whether programs stay valid when weights and cache are released and come back.
+
+        A graph has the addresses of both, and a program that attends has tensors of the cache.
+        """
+        shares = self._shares_programs or not self._compiles_layers
+        return self._device.shares_host_memory and shares
+
+    def discard_model(self) -> None:
+        """Release the model too. The counters stay; nothing runs any more."""
+        self.release_all()
+        self._model = nn.Module()
+
+    def release_all(self) -> None:
+        """Release graphs and programs, and what they hold of weights and cache."""
+        for graph in self._graphs.values():
+            graph.release()
+        for prepared in (self._graphs, self._layer_runs, self._programs, self._warmed_up):
+            prepared.clear()
+        if self._layers is not None:
+            self._layers.release()
+            self._layers = None
+
     def release(self, shape: ForwardShape) -> None:
         """Release the graph of this shape."""
         self._graphs.pop(shape).release()
 
+    @torch.inference_mode()
+    def is_kept(self, batch: ModelInput) -> bool:
+        """Whether the compile cache has the program of this shape."""
+        key = self._program_key(batch.shape)
+        if self._layers is not None and key not in self._kept:
+            traced, _ = self._trace(batch, self._layers)
+            key = self._program_key(batch.shape)  # tracing shows which shapes share a program
+            self._kept[key] = all(self._device.is_kept(*of_kind) for of_kind in traced)
+        return self._kept.get(key, True)
+
     def _compile(self, batch: ModelInput, layers: DecoderLayers) -> None:
-        if self._is_compiled(batch.shape):
+        """Compile for a shape, once. Where that fails, the shape runs eagerly if it can."""
+        if self._is_compiled(batch.shape) or self._program_key(batch.shape) in self._failed:
             return
+        try:
+            self._compile_anew(batch, layers)
+        except CompileError as error:
+            if not self._device.dynamic_shapes:
+                raise
+            self._failed.add(self._program_key(batch.shape))
+            logger.warning(
+                "%s cannot be compiled and runs eagerly, which is slower (%s): free space in the "
+                "directory of --compile-cache and in that of temporary files, or serve without "
+                "--compile",
+                batch.shape,
+                error,
+            )
+
+    def _compile_anew(self, batch: ModelInput, layers: DecoderLayers) -> None:
         if self._device.compiles_forward:
             self._programs[batch.shape] = self._compile_forward(batch, layers)
         else:
@@ -168,14 +254,33 @@ class ForwardRunner:
 
     def _program_key(self, shape: ForwardShape) -> Hashable:
         """Equal for shapes that share the program of their decoder layers."""
-        return shape.num_tokens if self._shares_programs else shape
+        if not self._shares_programs:
+            return shape
+        return shape.num_tokens if self._by_tokens else min(shape.num_tokens, _ANY_TOKENS)
 
     def _compile_layers(self, batch: ModelInput, layers: DecoderLayers) -> LayerRun:
+        traced, recording = self._trace(batch, layers)
+        programs = []
+        for module, inputs in traced:
+            programs.append(self._device.compile(module, inputs))
+            if depends_on_symbols(inputs):  # the compiler has taken a size for granted
+                self._by_tokens = True
+                return self._compile_layers(batch, layers)
+        return layers.run_with(programs, recording)
+
+    def _trace(self, batch: ModelInput, layers: DecoderLayers) -> tuple[list[Traced], Recording]:
+        """A decoder layer of each kind as a module with example inputs, and what recorded them."""
         recording = Recording()
         with contextlib.suppress(LayersReached):
             self._compute(attrs.evolve(batch, layer_run=recording))
-        module, inputs = layers.trace(recording)
-        return layers.run_with(self._device.compile(module, inputs), recording)
+        num_tokens, kinds = batch.shape.num_tokens, range(layers.num_kinds)
+        if self._shares_programs and num_tokens >= _ANY_TOKENS and not self._by_tokens:
+            traced = [layers.trace_for_any_tokens(recording, kind, num_tokens) for kind in kinds]
+            of_any = [of_kind for of_kind in traced if of_kind is not None]
+            if len(of_any) == len(traced):
+                return of_any, recording
+            self._by_tokens = True
+        return [layers.trace(recording, kind) for kind in kinds], recording
 
     def _compile_forward(self, batch: ModelInput, layers: DecoderLayers) -> CompiledForward:
         def compute(

@@ -21,7 +21,7 @@ from trencadis.bucketing import (
 )
 from trencadis.engine.config import FITTED, EngineConfig
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.runner.grids import Grids, made_grids
+from trencadis.engine.runner.grids import Grids, made_grids, ragged_grids
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.engine.runner.recorded_traffic import decode_file, load_traffic, read_traffic
 from trencadis.warmup import Phase, WarmupConfig, expected_replays
@@ -50,15 +50,18 @@ def fitted_config(config: BucketingConfig, path: Path) -> BucketingConfig:
     )
 
 
-def learned_config(
-    config: BucketingConfig,
+def learn_grids(
+    config: BucketingConfig | None,
     path: Path,
     traffic: Mapping[Phase, TrafficRecorder],
     limits: ServingLimits,
-) -> BucketingConfig | None:
-    """These settings with a fit to what was served, or None as long as that is too little.
+    *,
+    exponential: bool,
+) -> Grids | None:
+    """Grids fitted to what was served, or None as long as that is too little.
 
-    Logs what the fit saves beside the grids of ``config``: graphs and padding of the traffic.
+    Logs what the fit saves beside the grids of ``config``, or, without it, those of the device
+    (``exponential`` as for `build_grids`): graphs and padding of the traffic.
     """
     counts = {phase: traffic[phase].total if phase in traffic else 0 for phase in Phase}
     if min(counts.values()) < LEARN_FROM:
@@ -70,21 +73,82 @@ def learned_config(
             LEARN_FROM,
         )
         return None
-    fitted = fitted_config(config, path)
     try:
-        learned = made_grids(fitted, limits)
+        learned = made_grids(fitted_config(config or BucketingConfig(), path), limits)
     except BucketingError as error:
         logger.warning("Nothing is learned from %s: %s", path, error)
         return None
-    before = made_grids(config, limits)
+    counts = {
+        Phase.PROMPT: _num_within(learned.prompt, traffic[Phase.PROMPT]),
+        Phase.DECODE: _num_within(learned.decode, traffic[Phase.DECODE]),
+    }
+    if min(counts.values()) < LEARN_FROM:
+        logger.info(
+            "Nothing learned yet: of the batches in %s, %d prompt and %d decode batches are within "
+            "the limits of this server, and a grid is learned from %d of each",
+            path,
+            *counts.values(),
+            LEARN_FROM,
+        )
+        return None
+    before = made_grids(config, limits, exponential=exponential)
     logger.info(
         "Buckets are learned from %d prompt and %d decode batches: %s, in place of %s with %s",
         *counts.values(),
         _summary(learned, traffic),
         _summary(before, traffic),
-        config.strategy,
+        _strategies(config, exponential=exponential),
     )
-    return fitted
+    return learned
+
+
+def learn_decodes(
+    path: Path, traffic: Mapping[Phase, TrafficRecorder], limits: ServingLimits
+) -> Grids | None:
+    """Grids whose decodes are fitted to what was served, for a device with ragged prompts.
+
+    One that compiles each shape: others pad no decodes. Such a device pads the tokens of a prefill
+    batch together, by less than a fit of padded batches could save. So decodes alone are learned.
+    None as long as that is too little. Logs what the fit saves beside the grid that the device has
+    without it.
+    """
+    decodes = traffic.get(Phase.DECODE)
+    if decodes is None or decodes.total < LEARN_FROM:
+        logger.info(
+            "Nothing learned yet: %d decode batches are recorded in %s, and their grid is learned "
+            "from %d; prompts are ragged here and pad next to nothing",
+            0 if decodes is None else decodes.total,
+            decode_file(path),
+            LEARN_FROM,
+        )
+        return None
+    fitted = BucketingConfig(decode_strategy="fit", decode_traffic=str(decode_file(path)))
+    try:
+        grids = ragged_grids(limits, fitted)
+    except BucketingError as error:
+        logger.warning("Nothing is learned from %s: %s", decode_file(path), error)
+        return None
+    learned, before = grids.decode, ragged_grids(limits).decode
+    count = _num_within(learned, decodes)
+    if count < LEARN_FROM:
+        logger.info(
+            "Nothing learned yet: of the decode batches in %s, %d are within the limits of this "
+            "server, and their grid is learned from %d",
+            decode_file(path),
+            count,
+            LEARN_FROM,
+        )
+        return None
+    logger.info(
+        "Buckets are learned from %d decode batches: %d decode buckets that pad %s, in place of "
+        "%d that pad %s. Prompts stay ragged, which pads less than buckets of prompts would",
+        count,
+        len(learned),
+        f"{padding(learned, decodes):.1%}",
+        len(before),
+        f"{padding(before, decodes):.1%}",
+    )
+    return grids
 
 
 def traffic_file(config: EngineConfig) -> Path | None:
@@ -110,16 +174,25 @@ def traffic_file(config: EngineConfig) -> Path | None:
 
 
 def served_traffic(config: EngineConfig) -> dict[Phase, TrafficRecorder]:
-    """What earlier servers recorded, in the file of this one or in those that its settings name.
+    """What was served before, of the phases with any: what the buckets are fitted to.
 
+    For a phase whose settings name no file, and for ``learn``, what is in the file of this server.
     Raises `ConfigError` for a file that cannot be read.
     """
     path = traffic_file(config)
-    if path is None and config.bucket_grid.startswith(FITTED):
+    served = {} if path is None else read_traffic(path)
+    if config.bucket_grid != "learn":
+        served |= _named_traffic(config)
+    return {phase: traffic for phase, traffic in served.items() if traffic.total}
+
+
+def _named_traffic(config: EngineConfig) -> dict[Phase, TrafficRecorder]:
+    """The traffic of the files that the settings of buckets name."""
+    if config.bucket_grid.startswith(FITTED):
         path = Path(config.bucket_grid.removeprefix(FITTED))
-        path = path if path.suffix == ".json" else None
-    if path is not None:
-        return read_traffic(path)
+        if not path.is_file():
+            raise ConfigError(f"bucket_grid {FITTED}{path} is no file: name another", "bucket_grid")
+        return read_traffic(path) if path.suffix == ".json" else {}
     buckets = config.bucketing or BucketingConfig()
     files = {Phase.PROMPT: buckets.prompt_traffic, Phase.DECODE: buckets.decode_traffic}
     return {phase: load_traffic(Path(file)) for phase, file in files.items() if file is not None}
@@ -147,6 +220,22 @@ def served_replays(
                 phase.value.upper(),
             )
     return replays
+
+
+def _num_within(grid: BucketGrid, traffic: TrafficRecorder) -> int:
+    """The recorded batches that a server with this grid can have."""
+    shapes, counts = traffic.shapes()
+    within = [grid.find(shape) is not None for shape in shapes.tolist()]
+    return int(counts[within].sum())
+
+
+def _strategies(config: BucketingConfig | None, *, exponential: bool) -> str:
+    """What chooses the buckets without learning."""
+    if config is None and not exponential:
+        return "the default of this device"
+    config = config or BucketingConfig()
+    prompt, decode = config.strategy_of("prompt"), config.strategy_of("decode")
+    return prompt if prompt == decode else f"{prompt} for prompts and {decode} for decodes"
 
 
 def _summary(grids: Grids, traffic: Mapping[Phase, TrafficRecorder]) -> str:

@@ -64,16 +64,19 @@ class ServingLimits:
         max_waiting: int,
         max_chunk_tokens: int | None,
         policy: SchedulingPolicy = "fcfs",
+        num_output_tokens: int = 1,
     ) -> SchedulerConfig:
         """The scheduler's settings.
 
         ``max_chunk_tokens`` is the largest query bucket: a longer prefill chunk would be a bucket
-        miss. None without buckets.
+        miss. None without buckets. ``num_output_tokens``: how many tokens of the context a prompt
+        has to leave; 0 where its embedding is computed. The scheduler always counts one, which is
+        never computed then.
         """
         return SchedulerConfig(
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
+            max_model_len=self.max_model_len + 1 - num_output_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_waiting=max_waiting,
             policy=policy,
@@ -100,9 +103,10 @@ def num_cache_blocks(
         num_blocks = min(fitting, per_sequence * settings.max_num_seqs + 1)
     if num_blocks - 1 < per_sequence:
         tokens = max(0, num_blocks - 1) * settings.block_size
+        lower = f"lower max_model_len to {tokens}" if tokens else "lower max_model_len"
         raise ConfigError(
             f"a KV cache of {num_blocks} blocks of {settings.block_size} tokens cannot hold one "
-            f"sequence of max_model_len {max_model_len}: lower max_model_len to {tokens} or "
+            f"sequence of max_model_len {max_model_len}: {lower} or "
             f"{remedy} (a block takes {format_bytes(block_bytes)})"
         )
     return num_blocks

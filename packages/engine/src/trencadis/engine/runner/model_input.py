@@ -8,7 +8,8 @@ splits it (`ModelInput.unpack`), within a captured graph where there is one. Pad
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import attrs
 import numpy as np
@@ -19,15 +20,30 @@ from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
     LayerRun,
+    MixedContext,
     PagedContext,
     PromptContext,
+    RaggedChunk,
+    RaggedContext,
 )
-from trencadis.engine.runner.shapes import DecodeShape, ForwardShape, PromptShape
+from trencadis.engine.runner.shapes import (
+    DecodeShape,
+    ForwardShape,
+    MixedShape,
+    PromptShape,
+    RaggedShape,
+)
 from trencadis.kvcache import NO_OWNER, DecodeLayout, ceil_div, lay_out, lay_out_pairs
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
 IntArray = npt.NDArray[np.int32]
+
+Section = TypeVar("Section", IntArray, torch.Tensor)
+
+MASK_ROWS = 512
+"""Queries of a chunk with context that attend at once. A mask of all would have as many elements as
+the square of a long prompt: 17 GB for 131,072 tokens."""
 
 Upload = Callable[[torch.Tensor], torch.Tensor]
 """`Device.upload`."""
@@ -70,9 +86,12 @@ class ModelInput:
             name: part.view(shape)
             for (name, shape), part in zip(sections.items(), parts, strict=True)
         }
-        if isinstance(self.shape, PromptShape):
-            return _prompt_tensors(self.shape, views, self.cache, self.layer_run)
-        return _decode_tensors(self.shape, views, self.cache, self.layer_run)
+        return ModelTensors(
+            views["token_ids"].view(1, -1),
+            views["position_ids"].view(1, -1),
+            views["logit_rows"],
+            _context(self.shape, views, self.cache, self.layer_run),
+        )
 
     def sampler_words(self) -> torch.Tensor:
         """A copy of the sampler's words, ``[batch, num_sampler_words]``."""
@@ -82,12 +101,14 @@ class ModelInput:
 
 def build_prompt(
     chunks: Sequence[ScheduledSequence],
-    shape: PromptShape,
+    shape: PromptShape | RaggedShape,
     cache: KVCache,
     upload: Upload,
     sampler_words: IntArray | None = None,
 ) -> ModelInput:
     """A prefill batch padded to ``shape``. Without chunks, a dummy batch for warm-up."""
+    if isinstance(shape, RaggedShape):
+        return _build_ragged(chunks, shape, cache, upload, sampler_words)
     packed, fields = _pack(shape, sampler_words)
     tokens, positions, write_blocks = (
         fields[name] for name in ("token_ids", "position_ids", "write_blocks")
@@ -108,6 +129,41 @@ def build_prompt(
             fields["context_tokens"][row] = chunk.start
     fields["write_offsets"][:] = positions % size
     return _uploaded(packed, shape, cache, upload, sampler_words)
+
+
+def _build_ragged(
+    chunks: Sequence[ScheduledSequence],
+    shape: RaggedShape,
+    cache: KVCache,
+    upload: Upload,
+    sampler_words: IntArray | None,
+) -> ModelInput:
+    packed, fields = _pack(shape, sampler_words)
+    _fill_ragged(chunks, shape, fields, cache.block_size)
+    return _uploaded(packed, shape, cache, upload, sampler_words)
+
+
+def _fill_ragged(
+    chunks: Sequence[ScheduledSequence],
+    shape: RaggedShape,
+    fields: dict[str, IntArray],
+    block_size: int,
+) -> None:
+    positions, write_blocks = fields["position_ids"], fields["write_blocks"]
+    end, held = 0, 0
+    for chunk, size in zip(chunks, shape.chunks, strict=bool(chunks)):
+        start, end = end, end + size.tokens
+        where = np.arange(chunk.start, chunk.start + size.tokens)
+        table = np.asarray(chunk.block_table, np.int32)
+        fields["token_ids"][start:end] = chunk.token_ids
+        positions[start:end] = where
+        write_blocks[start:end] = table[where // block_size]
+        if size.context_blocks:
+            blocks = slice(held, held + size.context_blocks)
+            fields["context_blocks"][blocks] = table[: size.context_blocks]
+            held = blocks.stop
+    fields["write_offsets"][:] = positions % block_size
+    fields["logit_rows"][:] = np.cumsum([size.tokens for size in shape.chunks]) - 1
 
 
 def lay_out_decodes(
@@ -138,7 +194,35 @@ def build_decode(
     ``shape.extra`` is at least its number of extra pairs.
     """
     packed, fields = _pack(shape, sampler_words)
-    size = cache.block_size
+    _fill_decode(decodes, layout, shape, fields, cache.block_size)
+    return _uploaded(packed, shape, cache, upload, sampler_words)
+
+
+def build_mixed(
+    decodes: Sequence[ScheduledSequence],
+    layout: DecodeLayout,
+    chunks: Sequence[ScheduledSequence],
+    shape: MixedShape,
+    cache: KVCache,
+    upload: Upload,
+    sampler_words: IntArray | None = None,
+) -> ModelInput:
+    """A decode batch and prefill chunks as one batch: see `build_decode` and `build_prompt`."""
+    packed, fields = _pack(shape, sampler_words)
+    decode_fields, prompt_fields = _parts(shape, fields)
+    _fill_decode(decodes, layout, shape.decode, decode_fields, cache.block_size)
+    _fill_ragged(chunks, shape.prompt, prompt_fields, cache.block_size)
+    prompt_fields["logit_rows"] += shape.decode.num_tokens
+    return _uploaded(packed, shape, cache, upload, sampler_words)
+
+
+def _fill_decode(
+    decodes: Sequence[ScheduledSequence],
+    layout: DecodeLayout,
+    shape: DecodeShape,
+    fields: dict[str, IntArray],
+    size: int,
+) -> None:
     for row, decode in enumerate(decodes):
         fields["token_ids"][row] = decode.token_ids[0]
         fields["position_ids"][row] = decode.start
@@ -155,7 +239,6 @@ def build_decode(
     fields["readers"][:] = np.minimum(owners, shape.batch - 1)
     if shape.extra:
         fields["extra_blocks"][: layout.num_extra] = layout.extra_block
-    return _uploaded(packed, shape, cache, upload, sampler_words)
 
 
 def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
@@ -169,6 +252,17 @@ def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
             sections["context_blocks"] = (shape.batch, shape.context_blocks)
             sections["context_tokens"] = (shape.batch,)
         return sections
+    if isinstance(shape, RaggedShape):
+        tokens = ("token_ids", "position_ids", "write_blocks", "write_offsets")
+        sections = dict.fromkeys(tokens, (shape.num_tokens,))
+        sections["logit_rows"] = (shape.batch,)
+        sections["context_blocks"] = (sum(size.context_blocks for size in shape.chunks),)
+        return sections
+    if isinstance(shape, MixedShape):
+        sections = _sections(shape.decode)
+        for name, (size,) in _sections(shape.prompt).items():
+            sections[name] = (size + sum(sections.get(name, ())),)
+        return sections
     rows = ("token_ids", "position_ids", "write_blocks", "write_offsets", "logit_rows")
     sections = dict.fromkeys(rows, (shape.batch,))
     blocks = (shape.blocks + shape.extra,)
@@ -176,6 +270,18 @@ def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
     if shape.extra:
         sections["extra_blocks"] = (shape.extra,)
     return sections
+
+
+def _parts(
+    shape: MixedShape, sections: Mapping[str, Section]
+) -> tuple[dict[str, Section], dict[str, Section]]:
+    """The decode batch's and the chunks' parts of the sections of a mixed batch, as views."""
+    decode = {name: sections[name][:size] for name, (size,) in _sections(shape.decode).items()}
+    prompt = {
+        name: sections[name][len(sections[name]) - size :]
+        for name, (size,) in _sections(shape.prompt).items()
+    }
+    return decode, prompt
 
 
 def _pack(
@@ -205,14 +311,36 @@ def _uploaded(
     return ModelInput(shape, upload(torch.from_numpy(packed)), cache, words)
 
 
-def _prompt_tensors(
+def _context(
+    shape: ForwardShape,
+    views: dict[str, torch.Tensor],
+    cache: KVCache,
+    layer_run: LayerRun | None,
+) -> PagedContext:
+    if isinstance(shape, PromptShape):
+        return _prompt_context(shape, views, cache, layer_run)
+    if isinstance(shape, RaggedShape):
+        return _ragged_context(shape, views, cache, layer_run)
+    if isinstance(shape, DecodeShape):
+        return _decode_context(shape, views, cache, layer_run)
+    decode, prompt = _parts(shape, views)
+    return MixedContext(
+        cache,
+        shape.decode.num_tokens,
+        _decode_context(shape.decode, decode, cache, None),
+        _ragged_context(shape.prompt, prompt, cache, None),
+        layer_run,
+    )
+
+
+def _prompt_context(
     shape: PromptShape,
     views: dict[str, torch.Tensor],
     cache: KVCache,
     layer_run: LayerRun | None,
-) -> ModelTensors:
+) -> PromptContext:
     context = views.get("context_blocks")
-    paged = PromptContext(
+    return PromptContext(
         cache,
         shape.batch,
         views["write_blocks"].flatten(),
@@ -223,16 +351,45 @@ def _prompt_tensors(
         else _context_mask(views["context_tokens"], shape, cache.block_size),
         layer_run,
     )
-    return _model_tensors(views, paged)
 
 
-def _decode_tensors(
+def _ragged_context(
+    shape: RaggedShape,
+    views: dict[str, torch.Tensor],
+    cache: KVCache,
+    layer_run: LayerRun | None,
+) -> RaggedContext:
+    context = torch.split(views["context_blocks"], [size.context_blocks for size in shape.chunks])
+    mask = _last_rows(shape)
+    chunks, end = [], 0
+    for size, blocks in zip(shape.chunks, context, strict=True):
+        start, end = end, end + size.tokens
+        if not size.context_tokens:
+            chunks.append(RaggedChunk(start, end, None, None))
+            continue
+        # All masks are equal when read from their last row and column.
+        part = mask[-size.tokens :, -(size.context_tokens + size.tokens) :]
+        chunks.append(RaggedChunk(start, end, blocks, part))
+    return RaggedContext(
+        cache, views["write_blocks"], views["write_offsets"], tuple(chunks), layer_run
+    )
+
+
+def _last_rows(shape: RaggedShape) -> torch.Tensor:
+    """The last rows of the largest mask of a chunk with context, at most `MASK_ROWS`."""
+    sizes = [size for size in shape.chunks if size.context_tokens]
+    rows = min(MASK_ROWS, max((size.tokens for size in sizes), default=0))
+    width = max((size.context_tokens + size.tokens for size in sizes), default=0)
+    return torch.ones(rows, width, dtype=torch.bool).tril_(width - rows)
+
+
+def _decode_context(
     shape: DecodeShape,
     views: dict[str, torch.Tensor],
     cache: KVCache,
     layer_run: LayerRun | None,
-) -> ModelTensors:
-    paged = DecodeContext(
+) -> DecodeContext:
+    return DecodeContext(
         cache,
         shape.blocks,
         views["write_blocks"],
@@ -242,16 +399,6 @@ def _decode_tensors(
         _bias(views["filled"], cache.block_size),
         views.get("extra_blocks"),
         layer_run,
-    )
-    return _model_tensors(views, paged)
-
-
-def _model_tensors(views: dict[str, torch.Tensor], paged: PagedContext) -> ModelTensors:
-    return ModelTensors(
-        views["token_ids"].view(1, -1),
-        views["position_ids"].view(1, -1),
-        views["logit_rows"],
-        paged,
     )
 
 

@@ -13,12 +13,15 @@ import torch
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.devices import Device, PendingCopy
 from trencadis.engine.errors import BucketMiss, ModelError
+from trencadis.engine.inspection import GridUsage
 from trencadis.engine.runner.block_moves import copy_blocks
+from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.model_input import (
     ModelInput,
     build_decode,
+    build_mixed,
     build_prompt,
     lay_out_decodes,
 )
@@ -30,16 +33,20 @@ from trencadis.engine.runner.sampling_rows import (
     Sampler,
 )
 from trencadis.engine.runner.shapes import (
+    BucketShape,
     DecodeRead,
     DecodeShape,
-    ForwardShape,
+    MixedShape,
     PromptShape,
+    RaggedShape,
     decode_size,
+    most_prefix_pairs,
     padded_decode,
     prompt_shape,
+    ragged_shape,
     split_prompts,
 )
-from trencadis.kvcache import Direction
+from trencadis.kvcache import DecodeLayout, Direction, ceil_div
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence, SchedulerOutput
 from trencadis.warmup import GraphCapture, Phase
@@ -51,6 +58,10 @@ _FORWARD_COST = 32.0
 
 _MAX_OVERSIZE = 4
 """A warmed-up bucket may replace a cold one if it is at most this many times as large."""
+
+_TOKENS = 16
+"""Where no program needs a bucket's size, prefill is padded to a multiple of this many tokens:
+oneDNN prepares a product for each number of rows, and keeps a limited number of them."""
 
 RecordMiss = Callable[[Phase, Bucket], None]
 
@@ -156,6 +167,8 @@ class ModelRunner:
         self._grids = grids
         self._read = read
         self._ready_buckets: set[tuple[Phase, Bucket]] = set()
+        self._captured_buckets: set[tuple[Phase, Bucket]] = set()
+        self._usage = BucketUsage(grids, read)
         self._record_miss: RecordMiss | None = None
         self._traffic: TrafficLog | None = None
         self._capture: GraphCapture | None = None
@@ -171,6 +184,21 @@ class ModelRunner:
     def num_ready_buckets(self) -> int:
         """Buckets that are warmed up."""
         return len(self._ready_buckets)
+
+    @property
+    def grid_usage(self) -> tuple[GridUsage, ...]:
+        """The state and the hits of the buckets of both phases."""
+        # Copies, because a thread may warm up the next bucket meanwhile. Without graphs, those that
+        # the buckets had were released with the memory of the device.
+        captured = self._captured_buckets.copy() if self.num_graphs else set()
+        return self._usage.tables(
+            self._ready_buckets.copy(), captured, is_padded=self._pads_to_buckets
+        )
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Serve from another cache of the same layout, between two steps."""
+        self._cache = cache
+        self.forward_runner.use_cache(cache)
 
     def prefer_ready_buckets(self, record_miss: RecordMiss) -> None:
         """Let a batch whose bucket is not warmed up use a larger one that is.
@@ -220,11 +248,15 @@ class ModelRunner:
         if output.moves:
             with self.forward_runner.count_compilations("block copy"):
                 swap_s = copy_blocks(output.moves, self._cache, self._device)
-        if output.decodes:
-            self._run_divided(self._run_decodes, output.decodes, step)
-        if output.prompts:
-            for chunks in split_prompts(output.prompts, self._prompt_cost):
-                self._run_divided(self._run_prompts, chunks, step)
+        if self._pads_to_buckets:
+            if output.decodes:
+                self._run_divided(self._run_decodes, output.decodes, step)
+            if output.prompts:
+                for chunks in split_prompts(output.prompts, self._prompt_cost):
+                    self._run_divided(self._run_prompts, chunks, step)
+        elif output.decodes or output.prompts:
+            for part in self._unpadded_parts((*output.decodes, *output.prompts)):
+                self._run_divided(self._run_together, part, step)
         outputs = step.outputs
         began_idle, self._device_is_idle = self._device_is_idle, self._ends_idle(output, outputs)
         is_timed = began_idle and self._device_is_idle
@@ -276,6 +308,43 @@ class ModelRunner:
         for part, batch in self._decode_batches(decodes, step):
             sampled.extend(self._run_batch(part, batch, step))
         step.sampled.extend(sampled)
+
+    def _unpadded_parts(self, scheduled: Scheduled) -> Iterator[Scheduled]:
+        """What shares a forward pass: all, unless the decodes gather more than was profiled.
+
+        Then the prefill chunks run apart, and the decodes in halves.
+        """
+        decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
+        most = most_prefix_pairs(self._cache.num_blocks)
+        if len(decodes) < 2 or self._num_pairs(decodes) <= most:
+            yield scheduled
+            return
+        if len(decodes) < len(scheduled):
+            yield [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
+        half = len(decodes) // 2
+        yield from self._unpadded_parts(decodes[:half])
+        yield from self._unpadded_parts(decodes[half:])
+
+    def _num_pairs(self, decodes: Scheduled) -> int:
+        """(block, sequence) pairs that a decode batch scores without padding, or somewhat more."""
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        blocks = self._decode_shape(size).blocks
+        of_all = sum(ceil_div(decode.start + 1, self._cache.block_size) for decode in decodes)
+        if blocks + of_all <= most_prefix_pairs(self._cache.num_blocks):
+            return blocks + of_all  # an upper bound, without a look at what is shared
+        return blocks + lay_out_decodes(decodes, blocks, self._cache.block_size).num_extra
+
+    def _run_together(self, scheduled: Scheduled, step: _StepInProgress) -> None:
+        """Decodes and prefill chunks in one forward pass: the weights are read once."""
+        decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
+        chunks = [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
+        if not chunks:
+            self._run_decodes(decodes, step)
+        elif not decodes:
+            self._run_prompts(chunks, step)
+        else:
+            batch = self._mixed_batch(decodes, chunks, step)
+            step.sampled.extend(self._run_batch([*decodes, *chunks], batch, step))
 
     def _run_prompts(self, chunks: Scheduled, step: _StepInProgress) -> None:
         step.sampled.extend(self._run_batch(chunks, self._prompt_batch(chunks, step), step))
@@ -333,6 +402,11 @@ class ModelRunner:
             self.forward_runner.prepare(self._dummy(shape))
         self._ready_buckets.add((phase, bucket))
 
+    def is_kept(self, phase: Phase, bucket: Bucket) -> bool:
+        """Whether the compile cache has the programs of the bucket's shapes."""
+        shapes = self._shapes(phase, bucket)
+        return all(self.forward_runner.is_kept(self._dummy(shape)) for shape in shapes)
+
     def capture(self, phase: Phase, bucket: Bucket) -> None:
         """Capture the bucket's shapes as graphs, and replay each graph once.
 
@@ -341,9 +415,11 @@ class ModelRunner:
         for shape in self._shapes(phase, bucket):
             self.forward_runner.capture(self._dummy(shape))
             self.forward_runner.prepare(self._dummy(shape))
+        self._captured_buckets.add((phase, bucket))
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
         """Release the bucket's graphs."""
+        self._captured_buckets.discard((phase, bucket))
         for shape in self._shapes(phase, bucket):
             self.forward_runner.release(shape)
 
@@ -353,7 +429,7 @@ class ModelRunner:
     def free_memory(self) -> int:
         return self._device.free_memory()
 
-    def _shapes(self, phase: Phase, bucket: Bucket) -> list[ForwardShape]:
+    def _shapes(self, phase: Phase, bucket: Bucket) -> list[BucketShape]:
         """The shapes that batches of a bucket have.
 
         A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
@@ -367,39 +443,81 @@ class ModelRunner:
             return [shape]
         return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
-    def _dummy(self, shape: ForwardShape) -> ModelInput:
+    def _dummy(self, shape: BucketShape) -> ModelInput:
         cache, upload = self._cache, self._device.upload
         words = self._sampler.words((), shape.batch)
-        if isinstance(shape, PromptShape):
+        if isinstance(shape, PromptShape | RaggedShape):
             return build_prompt((), shape, cache, upload, words)
         layout = lay_out_decodes((), shape.blocks, cache.block_size)
         return build_decode((), layout, shape, cache, upload, words)
 
     # Batches.
 
+    @property
+    def _pads_to_buckets(self) -> bool:
+        """Whether each phase has forward passes of its own, in the shapes of its buckets.
+
+        Otherwise the prefill chunks are ragged, and no program depends on the number of tokens.
+        """
+        ragged = self._grids is not None and self._grids.ragged
+        return not (ragged and self.forward_runner.takes_any_tokens)
+
     def _prompt_batch(self, chunks: Scheduled, step: _StepInProgress) -> ModelInput:
-        exact = prompt_shape(chunks, self._cache.block_size)
-        shape = exact
+        shape = self._prompt_shape(chunks)
+        self.padded_tokens += shape.num_tokens - sum(len(chunk.token_ids) for chunk in chunks)
+        words = self._sampler.words(step.requests_of(chunks), shape.batch)
+        return build_prompt(chunks, shape, self._cache, self._device.upload, words)
+
+    def _prompt_shape(self, chunks: Scheduled) -> PromptShape | RaggedShape:
+        """The padded shape of a prefill batch, which is recorded."""
         if self._grids is None:
-            self._bucket(Phase.PROMPT, attrs.astuple(exact))
+            shape = prompt_shape(chunks, self._cache.block_size)
+            self._record(Phase.PROMPT, attrs.astuple(shape))
+            self._usage.count_unpadded(Phase.PROMPT, shape.batch, shape.query)
+            return shape
+        exact = self._grids.exact_prompt(chunks, self._cache.block_size)
+        if isinstance(exact, RaggedShape):
+            self._record_padded(chunks)
+            if not self._pads_to_buckets:
+                self._usage.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
+                return _rounded(exact)
+            size: tuple[int, ...] = (1, exact.num_tokens, 0)
         else:
             # A batch that is no size of the grid was not made by `split_prompts`.
             size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
-            shape = self._grids.padded_prompt(self._bucket(Phase.PROMPT, size), exact)
-        self.padded_tokens += shape.batch * shape.query - sum(len(c.token_ids) for c in chunks)
-        words = self._sampler.words(step.requests_of(chunks), shape.batch)
-        return build_prompt(chunks, shape, self._cache, self._device.upload, words)
+            self._record(Phase.PROMPT, size)
+        return self._grids.padded_prompt(self._bucket(Phase.PROMPT, size), exact)
+
+    def _mixed_batch(
+        self, decodes: Scheduled, chunks: Scheduled, step: _StepInProgress
+    ) -> ModelInput:
+        self._record_padded(chunks)
+        decode, layout = self._exact_decode(decodes)
+        exact = ragged_shape(chunks, self._cache.block_size)
+        self._usage.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
+        prompt = _rounded(exact, decode.num_tokens)
+        shape = MixedShape(decode, prompt)
+        scheduled = [*decodes, *chunks]
+        self.padded_tokens += shape.num_tokens - sum(len(item.token_ids) for item in scheduled)
+        words = self._sampler.words(step.requests_of(scheduled), shape.batch)
+        cache, upload = self._cache, self._device.upload
+        return build_mixed(decodes, layout, chunks, shape, cache, upload, words)
 
     def _decode_batches(
         self, decodes: Scheduled, step: _StepInProgress
     ) -> Iterator[tuple[Scheduled, ModelInput]]:
         """One batch; several where the sequences have more blocks to gather than the bucket."""
+        if not self._pads_to_buckets:
+            shape, layout = self._exact_decode(decodes)
+            yield decodes, self._decode_input(decodes, layout, shape, step)
+            return
         size = decode_size(decodes, self._read, self._cache.block_size)
         if self._is_better_divided(decodes, size):
             half = len(decodes) // 2
             yield from self._decode_batches(decodes[:half], step)
             yield from self._decode_batches(decodes[half:], step)
             return
+        self._record(Phase.DECODE, size)
         batch, blocks = self._bucket(Phase.DECODE, size)
         shape = self._decode_shape((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
@@ -411,10 +529,23 @@ class ModelRunner:
                 yield from self._decode_batches(decodes[half:], step)
                 return
             shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
+        yield decodes, self._decode_input(decodes, layout, shape, step)
+
+    def _exact_decode(self, decodes: Scheduled) -> tuple[DecodeShape, DecodeLayout]:
+        """The shape of a decode batch without padding, which is recorded, and its layout."""
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        self._record(Phase.DECODE, size)
+        self._usage.count_unpadded(Phase.DECODE, *size)
+        shape = self._decode_shape(size)
+        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+        return attrs.evolve(shape, extra=layout.num_extra), layout
+
+    def _decode_input(
+        self, decodes: Scheduled, layout: DecodeLayout, shape: DecodeShape, step: _StepInProgress
+    ) -> ModelInput:
         self.padded_tokens += shape.batch - len(decodes)
         words = self._sampler.words(step.requests_of(decodes), shape.batch)
-        built = build_decode(decodes, layout, shape, self._cache, self._device.upload, words)
-        yield decodes, built
+        return build_decode(decodes, layout, shape, self._cache, self._device.upload, words)
 
     def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
         """Whether no bucket has as many (block, sequence) pairs as this batch.
@@ -446,26 +577,43 @@ class ModelRunner:
 
         A grid of sequence lengths has the buckets that seed 002 tells: all prompts together.
         """
-        exact = prompt_shape(chunks, self._cache.block_size)
-        batch, query = exact.batch, exact.query
-        if self._grids is not None:
-            size = self._grids.prompt_size(exact)
-            bucket = None if size is None else self._grids.prompt.find(size)
-            if bucket is None:
-                return None
-            if not self._grids.has_context:
-                return _FORWARD_COST
-            batch, query = bucket.shape[:2]
-        return batch * query + _FORWARD_COST
+        if self._grids is None:
+            return prompt_shape(chunks, self._cache.block_size).num_tokens + _FORWARD_COST
+        size = self._grids.prompt_size(self._grids.exact_prompt(chunks, self._cache.block_size))
+        bucket = None if size is None else self._grids.prompt.find(size)
+        if bucket is None:
+            return None
+        if not self._grids.has_context:
+            return _FORWARD_COST
+        return math.prod(bucket.shape[:2]) + _FORWARD_COST
+
+    def _record_padded(self, chunks: Scheduled) -> None:
+        """Record a ragged batch as the padded ones within the budget that other devices would run.
+
+        They read what is recorded.
+        """
+        if self._traffic is None or self._grids is None:
+            return
+        budget, block_size = self._grids.max_chunk_tokens, self._cache.block_size
+
+        def cost(part: Scheduled) -> float | None:
+            tokens = prompt_shape(part, block_size).num_tokens
+            return None if tokens > budget and len(part) > 1 else tokens + _FORWARD_COST
+
+        for part in split_prompts(chunks, cost):
+            self._record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
+
+    def _record(self, phase: Phase, shape: tuple[int, ...]) -> None:
+        if self._traffic is not None:
+            self._traffic.record(phase, shape)
 
     def _bucket(self, phase: Phase, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape to pad to. Logs a bucket miss, which may compile in live traffic."""
-        if self._traffic is not None:
-            self._traffic.record(phase, shape)
         if self._grids is None:
+            self._usage.count_unpadded(phase, *shape[:2])
             return shape
         grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode
-        bucket = grid.find(shape)
+        found = bucket = grid.find(shape)
         if bucket is None:
             self.bucket_misses += 1
             if self.forward_runner.refuse_cold:
@@ -484,6 +632,8 @@ class ModelRunner:
             # Once for each bucket: a graph that does not fit when it first comes is not captured.
             self._never_used[phase].discard(bucket)
             self._not_captured[phase, bucket] = None
+        if found is not None:
+            self._usage.count(phase, bucket.shape)
         return bucket.shape
 
     def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
@@ -499,14 +649,23 @@ class ModelRunner:
         return min(larger, key=_elements, default=bucket)
 
 
+def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:
+    """``shape``, padded so that its tokens with the ``preceding`` ones fill `_TOKENS`."""
+    tokens = ceil_div(preceding + shape.num_tokens, _TOKENS) * _TOKENS
+    return attrs.evolve(shape, num_tokens=tokens - preceding)
+
+
 def _describe_miss(phase: Phase, shape: tuple[int, ...], grid: BucketGrid) -> str:
-    """The batch that no bucket holds, and the variable of the largest bucket that is too small."""
+    """The batch that no bucket holds, and what sets the largest bucket, which is too small."""
     sizes = ", ".join(f"{axis} {size}" for axis, size in zip(grid.axes, shape, strict=True))
     message = f"no {phase.value.lower()} bucket holds a batch of {sizes}"
     for axis, size in zip(grid.axes, shape, strict=True):
         if size > grid.values(axis)[-1]:
             variable = f"VLLM_{phase.name}_{_VARIABLES[axis]}_BUCKET_MAX"
-            return f"{message} ({variable} is {grid.values(axis)[-1]})"
+            return (
+                f"{message} (the largest {axis} is {grid.values(axis)[-1]}: {variable}, or the "
+                "bucket file)"
+            )
     return message
 
 

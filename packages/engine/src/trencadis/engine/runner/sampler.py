@@ -51,6 +51,9 @@ _ELEMENTS_AT_ONCE = 1 << 17
 class HostSampler:
     """A `Sampler` of logits that are in host memory. It is done when `launch` returns."""
 
+    def release(self) -> None:
+        pass
+
     def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
         del requests
         return np.empty((batch, 0), np.int32)

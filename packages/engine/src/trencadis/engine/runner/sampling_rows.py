@@ -55,10 +55,14 @@ class SamplingRow:
 
 @attrs.frozen
 class SampledToken:
-    """A sampled token, with log-probabilities where the request asked for them."""
+    """A sampled token, with log-probabilities where the request asked for them.
+
+    ``embedding``: the vector that stands in its place, see `CompletionDelta`.
+    """
 
     token_id: int
     logprobs: PositionLogprobs | None = None
+    embedding: bytes | None = None
 
 
 @attrs.frozen(eq=False)
@@ -88,7 +92,8 @@ class RowResult:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the logits were numbers, of which at least one was above minus infinity."""
+        """Whether the logits were numbers, of which at least one was above minus infinity, or the
+        hidden state was finite."""
         drawn = all(token.token_id != NO_TOKEN for token in self.tokens)
         return drawn and not any(math.isnan(logprob) for _, logprob in self.candidates)
 
@@ -119,6 +124,10 @@ class Sampler(Protocol):
     ) -> PendingRows:
         """Start sampling.
 
-        ``logits`` is fp32 ``[batch, vocabulary]``, ``words`` are those of `words` on the device.
+        ``logits`` is fp32 ``[batch, vocabulary]``, of a model without a head the hidden states
+        ``[batch, hidden size]``; ``words`` are those of `words` on the device.
         ``requests`` are those of the first rows; the other rows are padding.
         """
+
+    def release(self) -> None:
+        """Release programs and device memory. It samples nothing afterwards."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import attrs
 import numpy as np
@@ -29,6 +30,31 @@ class PromptShape:
         return self.batch * self.query
 
 
+class ChunkSize(NamedTuple):
+    """Tokens of a prefill chunk, and the tokens and blocks of its context."""
+
+    tokens: int
+    context_tokens: int
+    context_blocks: int
+
+
+@attrs.frozen
+class RaggedShape:
+    """Shape of prefill chunks that follow each other as one row of ``num_tokens``.
+
+    Padding is at the end alone. A program of the decoder layers depends on ``num_tokens``;
+    attention computes each chunk in its own size.
+    """
+
+    num_tokens: int
+    chunks: tuple[ChunkSize, ...]
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return len(self.chunks)
+
+
 @attrs.frozen
 class DecodeShape:
     """Padded shape of a decode batch: sequences, blocks of the cache prefix, gathered pairs.
@@ -48,6 +74,28 @@ class DecodeShape:
         return self.batch
 
 
+@attrs.frozen
+class MixedShape:
+    """Shape of a forward pass of all that a step computes, as one row of ``num_tokens``.
+
+    First one token for each sequence of the decode batch, then the prefill chunks. Padding is at
+    the end alone.
+    """
+
+    decode: DecodeShape
+    prompt: RaggedShape
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the forward pass, padding included."""
+        return self.decode.num_tokens + self.prompt.num_tokens
+
+    @property
+    def batch(self) -> int:
+        """Sequences."""
+        return self.decode.batch + self.prompt.batch
+
+
 class DecodeRead(enum.Enum):
     """How decode reads the KV cache; it says what the second axis of a decode bucket counts."""
 
@@ -56,7 +104,10 @@ class DecodeRead(enum.Enum):
     SEQUENCES = "the tokens of its longest sequence; the blocks of each are gathered"
 
 
-ForwardShape = PromptShape | DecodeShape
+BucketShape = PromptShape | RaggedShape | DecodeShape
+"""A shape that a bucket stands for."""
+
+ForwardShape = BucketShape | MixedShape
 
 
 def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> PromptShape:
@@ -66,6 +117,15 @@ def prompt_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> Prompt
         max(len(chunk.token_ids) for chunk in chunks),
         max(ceil_div(chunk.start, block_size) for chunk in chunks),
     )
+
+
+def ragged_shape(chunks: Sequence[ScheduledSequence], block_size: int) -> RaggedShape:
+    """The shape of these prefill chunks, one after another."""
+    sizes = tuple(
+        ChunkSize(len(chunk.token_ids), chunk.start, ceil_div(chunk.start, block_size))
+        for chunk in chunks
+    )
+    return RaggedShape(sum(size.tokens for size in sizes), sizes)
 
 
 def decode_size(
@@ -93,6 +153,15 @@ def padded_decode(
     if read is DecodeRead.PAIRS:
         return DecodeShape(batch, 0, length)
     return DecodeShape(batch, 0, batch * ceil_div(length, block_size))
+
+
+def most_prefix_pairs(num_blocks: int) -> int:
+    """The most (block, sequence) pairs of a decode that reads a prefix of a cache of this length.
+
+    It scores the prefix, and gathers as many blocks again that sequences share. Memory is planned
+    for them; a batch with more is divided.
+    """
+    return 2 * num_blocks
 
 
 Cost = Callable[[Sequence[ScheduledSequence]], float | None]

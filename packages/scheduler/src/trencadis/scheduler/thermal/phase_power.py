@@ -28,11 +28,15 @@ _PRIOR_VARIANCE = (1e4, 1e4, 4.0)
 """Variances of the base watts, of the watts at 1,000 prefill tokens a second, and of the watts of
 a sequence, before the first measurement."""
 
-_TRUSTED_AFTER = 10
-"""Measurements until one can be told to be an outlier."""
+_SETTLED_AFTER = 10
+"""Measurements until the mean error tells which is an outlier."""
 
 _OUTLIER = 6.0
-"""An error of more than this many mean errors is an outlier."""
+"""From then on, an error of more than this many mean errors is one."""
+
+_MAX_EARLY = 4.0
+"""Before that, a measurement of more than this many times the expected watts is one, or of less
+than a quarter. The estimates for one device reach the watts of eight in a few measurements."""
 
 _STEP_FORGETTING_FACTOR = 0.995
 """Of steps: half of what is known is from the last 140 steps."""
@@ -58,9 +62,10 @@ class PhasePowerModel:
     about their effect: the variances never exceed those before the first measurement, so the
     estimates then stay where they are.
 
-    A measurement that deviates by more than six mean errors is taken as one of six: a single wrong
-    reading moves the estimates little, and a lasting change of the power is followed, because the
-    mean error grows with each.
+    An outlier deviates by more than six mean errors, or is, of the first ten measurements, more
+    than four times what is expected, or less than a quarter. A single one changes nothing. A
+    second in a row, on the same side, is taken as an error of that size: so a lasting change of the
+    power is followed, because the mean error grows with each.
     """
 
     def __init__(self) -> None:
@@ -68,6 +73,8 @@ class PhasePowerModel:
         self._covariance = np.diag(_PRIOR_VARIANCE)
         self._mean_error_w = 0.0
         self._num_measurements = 0
+        self._outlier_side = 0.0
+        """Sign of the error of the last measurement if that was an outlier, otherwise 0."""
 
     @property
     def base_w(self) -> float:
@@ -104,14 +111,26 @@ class PhasePowerModel:
         x = np.array([1.0, prefill_tokens_per_s / 1000, float(num_running)])
         expected_w = float(x @ self._weights)
         error_w = float(watts) - expected_w
-        if self._num_measurements >= _TRUSTED_AFTER:
-            largest_w = _OUTLIER * max(self._mean_error_w, _MIN_ERROR_W)
-            error_w = max(-largest_w, min(largest_w, error_w))
+        bounded_w = self._bounded(error_w, expected_w)
+        side_before = self._outlier_side
+        self._outlier_side = 0.0 if bounded_w == error_w else math.copysign(1.0, error_w)
+        if self._outlier_side not in (0.0, side_before):
+            return max(0.0, expected_w)
+        error_w = bounded_w
         self._num_measurements += 1
         share = max(0.1, 1 / self._num_measurements)
         self._mean_error_w += share * (abs(error_w) - self._mean_error_w)
         self._update(x, error_w)
         return max(0.0, expected_w + error_w)
+
+    def _bounded(self, error_w: float, expected_w: float) -> float:
+        """The error, or the largest that is no outlier."""
+        if self._num_measurements < _SETTLED_AFTER:
+            expected_w = max(expected_w, PRIOR_BASE_W)
+            largest_w = (_MAX_EARLY - 1) * expected_w
+            return max(-largest_w / _MAX_EARLY, min(largest_w, error_w))
+        largest_w = _OUTLIER * max(self._mean_error_w, _MIN_ERROR_W)
+        return max(-largest_w, min(largest_w, error_w))
 
     def _update(self, x: np.ndarray[Any, np.dtype[np.float64]], error_w: float) -> None:
         spread = self._covariance @ x

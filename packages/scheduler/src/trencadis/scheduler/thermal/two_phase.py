@@ -40,7 +40,10 @@ _MIN_CHANGE = 0.2
 
 @attrs.frozen
 class _Load:
-    """The means of a window: prefill tokens per s, running sequences, seconds of a step."""
+    """The means of a window: prefill tokens per s, running sequences, seconds of a step.
+
+    ``step_s`` is 0 where no step is known to have followed the one before it at once.
+    """
 
     prefill_tokens_per_s: float
     num_running: float
@@ -138,9 +141,9 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     _measured_w: float | None = attrs.field(init=False, default=None)
     """The reading that was last given to the model: a value that repeats is no new measurement."""
     _highest_w: float = attrs.field(init=False, default=0.0)
-    """The highest power that was believed in two windows in a row."""
+    """The highest power of two windows in a row: believed, and measured where there is a sensor."""
     _last_w: float = attrs.field(init=False, default=0.0)
-    """The power that was believed in the last window."""
+    """The power of the last window."""
     _prefill_limit: int | None = attrs.field(init=False, default=None)
     _cap: int | None = attrs.field(init=False, default=None)
     """None: neither limits anything."""
@@ -154,6 +157,8 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     _last_tokens: int = attrs.field(init=False, default=0)
     _tokens_before: int = attrs.field(init=False, default=0)
     _num_steps: int = attrs.field(init=False, default=0)
+    _step_seconds: float = attrs.field(init=False, default=0.0)
+    """The seconds of ``_num_steps`` steps, without the time in which nothing ran."""
     _sequence_seconds: float = attrs.field(init=False, default=0.0)
 
     def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
@@ -194,8 +199,10 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         elapsed_s = now_s - self._last_s
         if elapsed_s > 0:  # an order asks a second time in the same step
             tokens = scheduler.num_prefill_tokens
-            self._step_time.observe(max(0, tokens - self._last_tokens), elapsed_s)
-            self._num_steps += 1
+            if scheduler.num_running_seqs:  # otherwise the engine may have been idle since
+                self._step_time.observe(max(0, tokens - self._last_tokens), elapsed_s)
+                self._num_steps += 1
+                self._step_seconds += elapsed_s
             self._sequence_seconds += elapsed_s * scheduler.num_running_seqs
             self._last_s, self._last_tokens = now_s, tokens
         seconds = now_s - self._since_s
@@ -204,7 +211,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         load = _Load(
             max(0, scheduler.num_prefill_tokens - self._tokens_before) / seconds,
             self._sequence_seconds / seconds,
-            seconds / self._num_steps,
+            self._step_seconds / max(1, self._num_steps),
         )
         self._begin_window(scheduler)
         return load
@@ -213,13 +220,12 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         self._since_s = self._last_s = scheduler.now_s
         self._tokens_before = self._last_tokens = scheduler.num_prefill_tokens
         self._num_steps = 0
+        self._step_seconds = 0.0
         self._sequence_seconds = 0.0
 
     def _decide(self, load: _Load, scheduler: SchedulerView) -> None:
         watts = self._believed_watts(load)
-        # Two windows in a row: one wrong reading must not be the power that the device can draw.
-        self._highest_w = max(self._highest_w, min(watts, self._last_w))
-        self._last_w = watts
+        self._note_highest(watts)
         allowed_w = self._allowed_w()
         has_dwelled = scheduler.now_s - self._changed_at_s >= self.dwell_s
         may_cut = has_dwelled or not self._last_was_rise
@@ -234,6 +240,13 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
         self._held_at_s = None
         if has_dwelled and excess_w < 0:
             self._raise(-_RAISE_SHARE * excess_w, allowed_w, load, scheduler)
+
+    def _note_highest(self, watts: float) -> None:
+        if self._measured_w is not None:
+            watts = min(watts, self._measured_w)
+        # Two windows in a row: one wrong measurement must not lift the limits for ever.
+        self._highest_w = max(self._highest_w, min(watts, self._last_w))
+        self._last_w = watts
 
     def _believed_watts(self, load: _Load) -> float:
         """The power of the window: measured, if the reading is new, otherwise estimated."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -24,23 +24,30 @@ from trencadis.server.api.tools import EarlierCall
 _UNSUPPORTED = ("function_call", "audio")
 """Fields of a message that are not passed to the chat template."""
 
+_TEXT_KEYS = {"text": "text", "refusal": "refusal"}
+"""The types of parts that hold text, each with the name of its text."""
 
-def _joined_text(content: Any) -> Any:
-    """A list of text parts as one text, joined by newlines as in vLLM."""
+
+def joined_text(content: Any, kinds: Mapping[str, str] = _TEXT_KEYS) -> Any:
+    """A list of text parts as one text, joined by newlines as in vLLM; other values unchanged.
+
+    ``kinds``: the types of parts that hold text, each with the name of its text. Raises
+    `InvalidRequest` for a part of another type.
+    """
     if not isinstance(content, list):
         return content
-    return "\n".join(_part_text(position, part) for position, part in enumerate(content))
+    return "\n".join(_part_text(position, part, kinds) for position, part in enumerate(content))
 
 
-def _part_text(position: int, part: Any) -> str:
+def _part_text(position: int, part: Any, kinds: Mapping[str, str]) -> str:
     if not isinstance(part, dict):
         raise InvalidRequest(f"content part {position} must be an object with a type")
     kind = part.get("type")
-    if kind not in ("text", "refusal"):
+    if not isinstance(kind, str) or kind not in kinds:
         raise InvalidRequest(f"content part {position} is of type {kind!r}: only text is supported")
-    text = part.get(kind)
+    text = part.get(kinds[kind])
     if not isinstance(text, str):
-        raise InvalidRequest(f"content part {position} has no string under {kind!r}")
+        raise InvalidRequest(f"content part {position} has no string under {kinds[kind]!r}")
     return text
 
 
@@ -63,7 +70,7 @@ class ChatMessage(BaseModel):
     tool_calls: list[EarlierCall] | None = None
     content: Annotated[
         Text | None,
-        BeforeValidator(_joined_text, str | list[dict[str, Any]] | None),
+        BeforeValidator(joined_text, str | list[dict[str, Any]] | None),
         AfterValidator(_content_or_calls),
     ] = Field(default=None, validate_default=True)
     name: Text | None = None
@@ -80,7 +87,13 @@ class ChatMessage(BaseModel):
             raise InvalidRequest(f"a message of role {self.role!r} has no tool_calls")
         return self
 
-    def for_template(self, *, text_arguments: bool = False) -> dict[str, Any]:
+    def for_template(
+        self,
+        *,
+        text_arguments: bool = False,
+        has_thinking: bool = False,
+        has_thinking_alone: bool = False,
+    ) -> dict[str, Any]:
         """The message as the chat template takes it; see `TemplateTraits`.
 
         Missing content is empty: many templates look for a tag in it, or join it with their text.
@@ -89,16 +102,25 @@ class ChatMessage(BaseModel):
         message: dict[str, Any] = {"role": role, "content": self.content or ""}
         if self.tool_calls:
             message["tool_calls"] = [call.for_template(text_arguments) for call in self.tool_calls]
+        reasoning = self.reasoning_content or self.reasoning
         optional = {
             "name": self.name,
             "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content or self.reasoning,
+            "reasoning_content": reasoning,
         }
+        if has_thinking and self.tool_calls and reasoning:
+            message["thinking"] = reasoning
+            if has_thinking_alone:
+                message["content"] = ""
         return message | {name: text for name, text in optional.items() if text is not None}
 
 
 def messages_for_template(
-    messages: Sequence[ChatMessage], *, text_arguments: bool = False
+    messages: Sequence[ChatMessage],
+    *,
+    text_arguments: bool = False,
+    has_thinking: bool = False,
+    has_thinking_alone: bool = False,
 ) -> list[dict[str, Any]]:
     """The messages as the chat template takes them; see `TemplateTraits`.
 
@@ -108,7 +130,11 @@ def messages_for_template(
     names = {call.id: call.function.name for m in messages for call in m.tool_calls or ()}
     rendered = []
     for message in messages:
-        fields = message.for_template(text_arguments=text_arguments)
+        fields = message.for_template(
+            text_arguments=text_arguments,
+            has_thinking=has_thinking,
+            has_thinking_alone=has_thinking_alone,
+        )
         if message.role == "tool" and message.tool_call_id in names:
             fields.setdefault("name", names[message.tool_call_id])
         rendered.append(fields)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -22,11 +22,19 @@ class ErrorResponse(BaseModel):
     error: ErrorObject
 
 
+class MessagesErrorResponse(BaseModel):
+    """The body of every error of ``/v1/messages``."""
+
+    type: Literal["error"]
+    error: ErrorObject
+
+
 _MEANINGS = {
     400: "A field is missing, has a wrong type, is out of range or is not supported",
     401: "The key is missing or wrong",
     403: "The admin API is off",
     404: "There is no such model",
+    409: "Another switch of models is under way",
     408: "The body arrives too slowly",
     413: "The body is too large",
     415: "The body is not declared as JSON",
@@ -39,12 +47,14 @@ BODY_ERRORS = (400, 401, 408, 413)
 """Errors of every route that takes a body and a key."""
 
 
-def error_responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """The argument ``responses`` of routes that answer with these errors.
+def error_responses(
+    *statuses: int, model: type[BaseModel] = ErrorResponse
+) -> dict[int | str, dict[str, Any]]:
+    """The argument ``responses`` of routes that answer with these errors, whose body is ``model``.
 
     ``default`` stands for those of every path, and keeps FastAPI from adding its own form of error.
     """
     described: dict[int | str, dict[str, Any]] = {
-        status: {"model": ErrorResponse, "description": _MEANINGS[status]} for status in statuses
+        status: {"model": model, "description": _MEANINGS[status]} for status in statuses
     }
-    return described | {"default": {"model": ErrorResponse, "description": "Any other error"}}
+    return described | {"default": {"model": model, "description": "Any other error"}}

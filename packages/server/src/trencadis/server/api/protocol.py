@@ -8,6 +8,9 @@ A field that OpenAI or vLLM defines and this server does not support is refused 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Any, Literal
 
 import attrs
@@ -34,11 +37,15 @@ from trencadis.server.api.structured_output import (
     StructuredOutputs,
     requested_form,
 )
-from trencadis.server.api.tools import FunctionTool, ToolChoice, ToolChoiceField
+from trencadis.server.api.tools import MAX_TOOLS, FunctionTool, ToolChoice, ToolChoiceField
 from trencadis.server.api.unsupported_fields import refuse_unsupported
 
 MAX_CHOICES = 1024
 """Maximum number of choices (prompts times ``n``) of one request."""
+
+MAX_MESSAGES = 8192
+"""Maximum number of messages of one request. Rendering so many takes a thread about a second, and
+other prompts wait for it."""
 
 _PARAMETERS = attrs.fields_dict(SamplingParams)
 
@@ -98,15 +105,18 @@ def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _prompts(value: Any) -> list[str | list[int]]:
-    """A prompt in any of the API's four forms, as a list of texts and of lists of token ids."""
+def as_prompts(value: Any, most: int, noun: str = "prompts") -> list[str | list[int]]:
+    """A prompt in any of the API's four forms, as a list of texts and of lists of token ids.
+
+    ``noun`` is what an error calls them. Raises `InvalidRequest` for more than ``most`` of them.
+    """
     if isinstance(value, str):
         value = [value]
     if not isinstance(value, list) or not value:
         raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
     prompts = [value] if type(value[0]) is int else value
-    if len(prompts) > MAX_CHOICES:
-        raise InvalidRequest(f"holds {len(prompts)} prompts, at most {MAX_CHOICES} may be sent")
+    if len(prompts) > most:
+        raise InvalidRequest(f"holds {len(prompts)} {noun}, at most {most} may be sent")
     for prompt in prompts:
         _check_prompt(prompt)
     return prompts
@@ -117,6 +127,17 @@ def _check_prompt(prompt: Any) -> None:
         check_characters(prompt)
     elif not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
         raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
+
+
+CacheSalt = Annotated[
+    Text,
+    Field(
+        min_length=1,
+        max_length=MAX_CACHE_SALT,
+        description="Only requests with the same salt share cached prefixes (of the same API key, "
+        "under --prefix-cache-per-key). Random and secret, so that no other client can send it.",
+    ),
+]
 
 
 class StreamOptions(BaseModel):
@@ -141,13 +162,7 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    cache_salt: Text | None = Field(
-        default=None,
-        min_length=1,
-        max_length=MAX_CACHE_SALT,
-        description="Only requests with the same salt share cached prefixes (of the same API key, "
-        "under --prefix-cache-per-key). Random and secret, so that no other client can send it.",
-    )
+    cache_salt: CacheSalt | None = None
     # sampling parameters
     n: int | None = _parameter("n")
     temperature: float | None = _parameter("temperature")
@@ -246,16 +261,26 @@ class GenerationRequest(BaseModel):
             self.stream_options and self.stream_options.continuous_usage_stats
         )
 
-    def sampling_params(self, max_tokens: int | None) -> SamplingParams:
+    @property
+    def sets_max_tokens(self) -> bool:
+        """Whether the request limits its output itself."""
+        field = self.max_tokens_field
+        return field in self.model_fields_set and getattr(self, field) is not None
+
+    def sampling_params(
+        self, max_tokens: int | None, defaults: Mapping[str, Any] | None = None
+    ) -> SamplingParams:
         """The sampling parameters of this request, with another ``max_tokens``.
 
-        Raises `InvalidRequest` on a value out of range.
+        ``defaults`` hold for parameters that the request does not set. Beam search has none: it
+        draws no tokens. Raises `InvalidRequest` on a value out of range.
         """
         given = {
             name: value
             for name in _PARAMETERS.keys() & type(self).model_fields.keys()
             if (value := getattr(self, name)) is not None
         }
+        given = {**({} if self.use_beam_search else defaults or {}), **given}
         given |= {"max_tokens": max_tokens, "logprobs": self.num_logprobs}
         return SamplingParams(**given, structured_output=self._structured_output)
 
@@ -263,11 +288,13 @@ class GenerationRequest(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """``POST /v1/chat/completions``. ``max_completion_tokens`` wins over ``max_tokens``."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, fail_fast=True)]
+    messages: Annotated[
+        list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
+    ]
     max_completion_tokens: int | None = _parameter("max_tokens")
     logprobs: bool | None = None
     top_logprobs: int | None = _parameter("logprobs")
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     # vLLM extensions
@@ -300,8 +327,8 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="after")
     def _check_tools(self) -> Self:
         names = [tool.function.name for tool in self.tools or ()]
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(names).items():
+            if count > 1:
                 raise InvalidRequest(f"tools has {name!r} more than once", "tools")
         choice = self.tool_choice
         if choice is None:
@@ -337,7 +364,9 @@ class CompletionRequest(GenerationRequest):
 
     prompt: Annotated[
         list[str | list[int]],
-        PlainValidator(_prompts, str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(
+            partial(as_prompts, most=MAX_CHOICES), str | list[str] | list[int] | list[list[int]]
+        ),
     ]
     max_tokens: int | None = _parameter("max_tokens", default=_PARAMETERS["max_tokens"].default)
     echo: bool | None = None

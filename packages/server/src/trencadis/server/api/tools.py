@@ -23,6 +23,9 @@ from trencadis.server.api.characters import Text, check_characters
 _NAME = re.compile(r"[A-Za-z0-9_.:/-]{1,128}")
 _NO_PARAMETERS = {"type": "object", "properties": {}}
 
+MAX_TOOLS = 1024
+"""Most tools of a request."""
+
 
 def _tool_name(name: str) -> str:
     if not _NAME.fullmatch(name):
@@ -40,6 +43,11 @@ def _parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+ToolName = Annotated[str, AfterValidator(_tool_name)]
+ObjectSchema = Annotated[dict[str, Any], AfterValidator(_parameters)]
+"""The JSON schema of a tool's arguments."""
+
+
 class FunctionDefinition(BaseModel):
     """A function: ``parameters`` is the JSON schema of its arguments, an object.
 
@@ -48,9 +56,9 @@ class FunctionDefinition(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    name: Annotated[str, AfterValidator(_tool_name)]
+    name: ToolName
     description: Text | None = None
-    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
+    parameters: ObjectSchema | None = None
     strict: bool | None = None
 
 
@@ -121,13 +129,18 @@ class CalledFunction(BaseModel):
 
     def parsed(self) -> dict[str, Any]:
         """The arguments. Raises `InvalidRequest` for what is no JSON object."""
-        try:
-            value = json.loads(self.arguments or "{}", strict=False)
-        except (ValueError, RecursionError):
-            value = None
-        if not isinstance(value, dict):
-            raise InvalidRequest(f"arguments must be a JSON object as text: {self.arguments[:200]}")
-        return value
+        return parsed_arguments(self.arguments)
+
+
+def parsed_arguments(text: str) -> dict[str, Any]:
+    """The arguments of a call. Raises `InvalidRequest` for what is no JSON object."""
+    try:
+        value = json.loads(text or "{}", strict=False)
+    except (ValueError, RecursionError):
+        value = None
+    if not isinstance(value, dict):
+        raise InvalidRequest(f"arguments must be a JSON object as text: {text[:200]}")
+    return value
 
 
 class EarlierCall(BaseModel):

@@ -7,7 +7,7 @@ has no effect, such as null or an empty list, is accepted.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from trencadis.engine import InvalidRequest
@@ -56,6 +56,30 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Unsupported fields, each with the values (besides null) that have no effect."""
 
+UNSUPPORTED_POOLING: dict[str, tuple[Any, ...]] = {
+    # vLLM
+    "messages": ([],),
+    "chat_template": _NULL_ONLY,
+    "mm_processor_kwargs": _NULL_ONLY,
+    "normalize": (True,),
+    "activation": (True,),
+    "softmax": (True,),
+    "use_activation": (True,),
+    "embed_dtype": ("float32",),
+    "endianness": ("native", "little"),
+    "truncation_side": ("right",),
+    # Cohere and Jina
+    "embedding_type": ("float", "base64"),
+    "input_type": _NULL_ONLY,
+    "late_chunking": (False,),
+    "max_chunks_per_doc": _NULL_ONLY,
+    "max_tokens_per_doc": _NULL_ONLY,
+    "normalized": (True,),
+    "rank_fields": ([],),
+    "task": _NULL_ONLY,
+}
+"""As above, of requests for embeddings and scores."""
+
 _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key"),
@@ -65,15 +89,37 @@ _IGNORED = frozenset(
 """Fields that OpenAI or vLLM defines and that do not affect the output of a text model."""
 
 
-def refuse_unsupported(undeclared: Mapping[str, Any]) -> None:
+def refuse_unsupported(
+    undeclared: Mapping[str, Any], unsupported: Mapping[str, tuple[Any, ...]] = _UNSUPPORTED
+) -> None:
     """Raise `InvalidRequest` for the first unsupported field that has an effect.
 
     ``undeclared`` are the fields of a request that its model does not declare.
     """
     for name, value in undeclared.items():
-        accepted = _UNSUPPORTED.get(name)
+        accepted = unsupported.get(name)
         if accepted is not None and value is not None and value not in accepted:
             raise InvalidRequest(f"{name} is not supported by this server: leave it out", name)
-    unknown = [name for name in undeclared if name not in _UNSUPPORTED.keys() | _IGNORED]
+    unknown = [name for name in undeclared if name not in unsupported.keys() | _IGNORED]
     if unknown:
         logger.debug("ignored unknown request fields: %s", ", ".join(map(repr, unknown)))
+
+
+def refuse_undeclared(
+    undeclared: Mapping[str, Any] | None,
+    ignored: Collection[str] = (),
+    *,
+    accepted: Mapping[str, tuple[Any, ...]] | None = None,
+    nested: bool = False,
+) -> None:
+    """Raise `InvalidRequest` for the first field that has an effect and is not in ``ignored``.
+
+    ``undeclared``: as above; all of them, unlike above, also those that no API defines. Null, false
+    and empty values have no effect, nor have those that ``accepted`` lists for a field.
+    ``nested``: they are fields of a part of the request, whose path the error will have.
+    """
+    for name, value in (undeclared or {}).items():
+        without_effect = (None, False, "", [], {}, *(accepted or {}).get(name, ()))
+        if name not in ignored and value not in without_effect:
+            message = f"{name} is not supported by this server: leave it out"
+            raise InvalidRequest(message, None if nested else name)

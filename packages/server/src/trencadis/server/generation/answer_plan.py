@@ -31,7 +31,8 @@ class AnswerPlan:
 
     ``tools``, ``reasoning``: the parsers, None for none. ``is_open``: see `ReasoningParser`.
     ``form``: what the engine forces the answer to be; None for any text. ``has_special_markers``:
-    what the parsers look for are special tokens, so those must be in the text.
+    what the parsers look for are special tokens, so those must be in the text. ``stop_token_ids``:
+    tokens that end an answer, besides those that the model's files name.
     """
 
     tools: type[ToolParser] | None = None
@@ -42,6 +43,7 @@ class AnswerPlan:
     form: StructuredOutput | None = None
     shows_reasoning: bool = True
     has_special_markers: bool = False
+    stop_token_ids: tuple[int, ...] = ()
 
     @property
     def is_parsed(self) -> bool:
@@ -60,6 +62,9 @@ class AnswerPlan:
         """Sampling parameters with this form."""
         if self.is_parsed and self.has_special_markers:
             params = attrs.evolve(params, skip_special_tokens=False)
+        if self.stop_token_ids and not params.ignore_eos:
+            stops = dict.fromkeys((*params.stop_token_ids, *self.stop_token_ids))
+            params = attrs.evolve(params, stop_token_ids=tuple(stops))
         return attrs.evolve(params, structured_output=self.form)
 
 
@@ -75,8 +80,17 @@ class AnswerPlanner:
     def _special(self) -> dict[str, int]:
         """The markers that are special tokens of the model, with their ids."""
         reasoning = self._parsers.reasoning
-        markers = () if reasoning is None else (*reasoning.begins, *reasoning.ends)
+        markers: tuple[str, ...] = ()
+        if reasoning is not None:
+            markers = (*reasoning.begins, *reasoning.ends, *reasoning.markers)
         return _special_tokens((*self._tools.markers, *markers), self._tokenizer)
+
+    @cached_property
+    def _stop_token_ids(self) -> tuple[int, ...]:
+        """The tokens with which the model ends an answer."""
+        parsers = (self._parsers.tools, self._parsers.reasoning)
+        stops = {stop for parser in parsers if parser is not None for stop in parser.stops}
+        return tuple(sorted(self._special[stop] for stop in stops if stop in self._special))
 
     def check(self, request: ChatCompletionRequest) -> None:
         """Raise `InvalidRequest` for tools that this server cannot find in an answer."""
@@ -117,6 +131,7 @@ class AnswerPlanner:
             form=request.structured_output,
             shows_reasoning=request.include_reasoning is not False,
             has_special_markers=is_parsed and bool(self._special),
+            stop_token_ids=self._stop_token_ids,
         )
         if choice.mode == "none":
             return self._with_form_after_reasoning(plan, request)
@@ -164,7 +179,7 @@ class AnswerPlanner:
         reasoning = self._parsers.reasoning
         if reasoning is None or is_open is False:
             return None
-        return Thought(reasoning.begins, reasoning.ends, bool(is_open))
+        return Thought(reasoning.begins, reasoning.ends, bool(is_open), reasoning.before_answer)
 
     def _is_open(self, request: ChatCompletionRequest, token_ids: Sequence[int]) -> bool | None:
         """Whether the prompt ends in the reasoning or after it; None if it says nothing."""
@@ -175,11 +190,7 @@ class AnswerPlanner:
             text = request.messages[-1].content or ""
             return _last(text, reasoning.begins) > _last(text, reasoning.ends)
         tail = "".join(map(self._tokenizer.token_text, token_ids[-_PROMPT_END:])).rstrip()
-        if tail.endswith(reasoning.begins):
-            return True
-        if tail.endswith(reasoning.ends):
-            return False
-        return True if reasoning.always_reasons else None
+        return reasoning.is_open_after(tail)
 
 
 def _special_tokens(markers: Sequence[str], tokenizer: ServingTokenizer) -> dict[str, int]:

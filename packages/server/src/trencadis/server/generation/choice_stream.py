@@ -7,23 +7,30 @@ they are numbered prompt by prompt.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import attrs
 
 from trencadis.engine import (
     CompletionDelta,
+    EngineDead,
     EngineOverloaded,
+    EngineSleeping,
+    EngineUnresponsive,
     InvalidRequest,
+    ModelNotActiveError,
     PositionLogprobs,
     SamplingParams,
 )
 from trencadis.server.api.usage import Usage
-from trencadis.server.engine_protocol import ServingEngine
 from trencadis.server.errors import RequestAbortedError
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
+from trencadis.server.metrics.tracing import RequestTrace
+
+Generate: TypeAlias = Callable[..., AsyncGenerator[CompletionDelta, None]]
+"""`ServingEngine.generate`."""
 
 FinishReason = Literal["stop", "length"]
 """Why a choice ended. An abort by the engine is an error here."""
@@ -31,12 +38,19 @@ FinishReason = Literal["stop", "length"]
 
 @attrs.frozen
 class EngineRequest:
-    """The arguments of one `ServingEngine.generate` call. Their meanings are described there."""
+    """The arguments of one `ServingEngine.generate` call. Their meanings are described there.
+
+    ``trace_headers``: those headers of the client that its trace belongs to.
+    ``api_key``: the name of the key that the request was sent with, if any, for the metrics.
+    """
 
     prompt_token_ids: Sequence[int]
     params: SamplingParams
     priority: int = 0
     cache_salt: str | None = None
+    trace_headers: Mapping[str, str] = attrs.field(factory=dict)
+    client: str = ""
+    api_key: str = ""
 
 
 @attrs.frozen
@@ -67,13 +81,13 @@ class ChoiceStream(AsyncIterator[ChoiceDelta]):
 
     def __init__(
         self,
-        engine: ServingEngine,
+        generate: Generate,
         metrics: ServingMetrics,
         requests: Sequence[EngineRequest],
         request_id: str,
     ) -> None:
         streams = [
-            _generate(engine, metrics, request, prompt, f"{request_id}-{prompt}")
+            _generate(generate, metrics, request, prompt, f"{request_id}-{prompt}")
             for prompt, request in enumerate(requests)
         ]
         self._source = streams[0] if len(streams) == 1 else _merge(streams)
@@ -115,18 +129,26 @@ async def collect(stream: ChoiceStream, num_choices: int, usage: Usage) -> list[
 
 
 async def _generate(
-    engine: ServingEngine,
+    generate: Generate,
     metrics: ServingMetrics,
     request: EngineRequest,
     prompt: int,
     request_id: str,
 ) -> AsyncGenerator[ChoiceDelta, None]:
     first_choice = prompt * request.params.n
-    timeline = RequestTimeline(metrics, request.params.n, len(request.prompt_token_ids))
+    num_prompt_tokens = len(request.prompt_token_ids)
+    timeline = RequestTimeline(metrics, request.params.n, num_prompt_tokens, request.api_key)
     metrics.num_active += 1
     outcome: str | None = "abort"
-    stream = engine.generate(
-        request.prompt_token_ids, request.params, request_id, request.priority, request.cache_salt
+    failure: Exception | None = None
+    model_name = metrics.model_name
+    stream = generate(
+        request.prompt_token_ids,
+        request.params,
+        request_id,
+        request.priority,
+        request.cache_salt,
+        request.client,
     )
     try:
         async with aclosing(stream):
@@ -136,16 +158,55 @@ async def _generate(
                     raise RequestAbortedError("the engine aborted this request: send it again")
                 choice = first_choice + delta.index
                 yield ChoiceDelta(choice, prompt, delta, delta.finish_reason)
-    except (InvalidRequest, EngineOverloaded):
-        outcome = None  # the engine did not accept the request, so it has no outcome
-        raise
-    except Exception:
-        outcome = "error"
+    except Exception as error:
+        outcome = None if _is_refusal(error) else "error"
+        failure = error
         raise
     finally:
         metrics.num_active -= 1
         if outcome is not None:
             timeline.end(outcome)
+        if metrics.tracer is not None:
+            metrics.tracer.record(_trace(timeline, request, request_id, model_name, failure))
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the engine did not accept a request, which then has no outcome and no tokens."""
+    if isinstance(error, EngineDead):
+        return error.is_refusal
+    refusals = (
+        InvalidRequest,
+        EngineOverloaded,
+        ModelNotActiveError,
+        EngineSleeping,
+        EngineUnresponsive,
+    )
+    return isinstance(error, refusals)
+
+
+def _trace(
+    timeline: RequestTimeline,
+    request: EngineRequest,
+    request_id: str,
+    model_name: str,
+    failure: Exception | None,
+) -> RequestTrace:
+    return RequestTrace(
+        request_id=request_id,
+        model_name=model_name,
+        params=request.params,
+        arrived_ns=timeline.arrived_ns,
+        seconds=timeline.seconds,
+        queue_s=timeline.queue_s,
+        first_token_s=timeline.first_token_s,
+        last_token_s=timeline.last_token_s,
+        num_prompt_tokens=timeline.num_prompt_tokens,
+        num_generation_tokens=timeline.num_generation_tokens,
+        request_status=timeline.request_status,
+        finish_reasons=tuple(reason for _, reason in sorted(timeline.finish_reasons.items())),
+        trace_headers=request.trace_headers,
+        error=failure,
+    )
 
 
 async def _merge(

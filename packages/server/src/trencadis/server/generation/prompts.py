@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
 
-from trencadis.engine import EngineOverloaded, InvalidRequest
+from trencadis.engine import EngineOverloaded, InvalidRequest, SlowConversation
 from trencadis.server.api.chat_messages import messages_for_template
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
-from trencadis.server.engine_protocol import ServingEngine
+from trencadis.server.engine_protocol import ServingTokenizer
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.answer_plan import AnswerPlan
-from trencadis.server.parsers.chat_template import TemplateTraits
+from trencadis.server.generation.prompt_thread import PromptThread
+from trencadis.server.generation.served_model import ServedModel
 
 T = TypeVar("T")
 
@@ -38,30 +39,118 @@ class Prompt:
 class PromptEncoder:
     """Tokenises prompts in worker threads, so that a long prompt does not block the event loop.
 
-    Long prompts have a thread of their own, so that short ones do not wait for them. At most
-    ``max_pending`` requests wait; a further one raises `EngineOverloaded`. ``traits`` are those of
-    the model's chat template.
+    Long prompts, and conversations that take long to render, have a thread of their own, so that
+    others do not wait for them. At most ``max_pending`` requests wait; a further one raises
+    `EngineOverloaded`. Of these, a ``client`` other than "" has at most half, so that the others
+    can be served while one floods the server. Each thread works for clients in rotation.
     """
 
-    def __init__(
-        self, engine: ServingEngine, max_pending: int, traits: TemplateTraits | None = None
-    ) -> None:
-        self._engine = engine
-        self._traits = traits or TemplateTraits()
+    def __init__(self, max_pending: int) -> None:
         self._max_pending = max_pending
-        self._pending = 0
-        self._short = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        self._long = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer-long")
+        self._pending: Counter[str] = Counter()
+        """Requests that wait, by client."""
+        self._short = PromptThread("tokenizer")
+        self._long = PromptThread("tokenizer-long")
 
-    async def chat(self, request: ChatCompletionRequest) -> list[Prompt]:
-        """The conversation as one prompt.
+    async def chat(
+        self, request: ChatCompletionRequest, model: ServedModel, client: str = ""
+    ) -> list[Prompt]:
+        """The conversation as one prompt for a model, with the plan of its answers.
 
         Raises `InvalidRequest` if the chat template rejects it or the model cannot take it, and
         `ApiError` if it leaves no token of the context for the output.
         """
+        token_ids = await self._render(request, model, client)
+        _check(token_ids, "messages", model)
+        return [Prompt(token_ids, answer=model.answers.plan(request, token_ids))]
+
+    async def count(
+        self, request: ChatCompletionRequest, model: ServedModel, client: str = ""
+    ) -> int:
+        """The tokens of a conversation for a model, which may leave none of the context.
+
+        Raises `InvalidRequest` if the chat template rejects it, and `ApiError` if it has more
+        characters than a context of any tokens.
+        """
+        return len(await self._render(request, model, client))
+
+    async def completion(
+        self, request: CompletionRequest, model: ServedModel, client: str = ""
+    ) -> list[Prompt]:
+        """All prompts of a request, in order. Raises as `chat` does."""
+        tokenizer = model.tokenizer
+        special = request.add_special_tokens is not False
+
+        def encode(prompt: str | list[int]) -> Prompt:
+            if isinstance(prompt, str):
+                return Prompt(tokenizer.encode(prompt, special), prompt if request.echo else "")
+            _check(prompt, "prompt", model)  # decode may fail on ids outside the vocabulary
+            return Prompt(prompt, tokenizer.decode(prompt) if request.echo else "")
+
+        lengths = [len(prompt) for prompt in request.prompt if isinstance(prompt, str)]
+        _check_length(max(lengths, default=0), "prompt", model)
+        thread = self._long if sum(lengths) > _LONG else self._short
+        prompts = await self._run(
+            lambda: [encode(prompt) for prompt in request.prompt], thread, client
+        )
+        for prompt in prompts:
+            _check(prompt.token_ids, "prompt", model)
+        return prompts
+
+    async def inputs(
+        self,
+        inputs: Mapping[str, str | Sequence[int]],
+        model: ServedModel,
+        *,
+        add_special_tokens: bool = True,
+        max_tokens: int | None = None,
+        client: str = "",
+    ) -> list[Sequence[int]]:
+        """Token ids of what embeddings are wanted of; ``inputs`` maps fields of the request to it.
+
+        An input with more than ``max_tokens`` tokens is cut to so many: see `_cut`. Of a text that
+        is far longer, only the beginning is encoded. Raises
+        `InvalidRequest` and `ApiError`, which name the field.
+        """
+        tokenizer = model.tokenizer
+
+        def encode(given: str | Sequence[int]) -> Sequence[int]:
+            if not isinstance(given, str):
+                return given[:max_tokens]
+            if max_tokens is None:
+                return tokenizer.encode(given, add_special_tokens)
+            beginning = _beginning(given, max_tokens, tokenizer.min_num_tokens)
+            token_ids = tokenizer.encode(beginning, add_special_tokens)
+            if len(token_ids) <= max_tokens:
+                return token_ids
+            num_special = _num_special(tokenizer) if add_special_tokens else (0, 0)
+            return _cut(token_ids, max_tokens, *num_special)
+
+        lengths = {field: len(text) for field, text in inputs.items() if isinstance(text, str)}
+        if max_tokens is None:
+            for field, length in lengths.items():
+                _check_length(length, field, model)
+        thread = self._long if sum(lengths.values()) > _LONG else self._short
+        encoded = await self._run(
+            lambda: [encode(given) for given in inputs.values()], thread, client
+        )
+        for field, token_ids in zip(inputs, encoded, strict=True):
+            _check(token_ids, field, model)
+        return encoded
+
+    def close(self) -> None:
+        """End the threads. Requests that wait for them are cancelled."""
+        for thread in (self._short, self._long):
+            thread.close()
+
+    async def _render(
+        self, request: ChatCompletionRequest, model: ServedModel, client: str
+    ) -> list[int]:
         messages = messages_for_template(
             request.messages,
-            text_arguments=self._traits.text_arguments,
+            text_arguments=model.traits.text_arguments,
+            has_thinking=model.traits.has_thinking,
+            has_thinking_alone=model.traits.has_thinking_alone,
         )
         # Without them where no call is wanted: no model calls a tool that it does not know.
         may_call = request.choice_of_tools.mode != "none"
@@ -71,105 +160,93 @@ class PromptEncoder:
         if generation_prompt is None:
             generation_prompt = not continues
 
-        def render() -> list[int]:
-            return self._engine.tokenizer.render_chat(
+        def render(quick: bool | None) -> list[int]:
+            return model.tokenizer.render_chat(
                 messages,
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continues,
                 tools=tools,
                 chat_template_kwargs=request.chat_template_kwargs,
+                quick=quick,
             )
 
         length = sum(len(message.content or "") for message in request.messages)
-        self._check_length(length, "messages")
+        _check_length(length, "messages", model)
         work = (messages, tools, request.chat_template_kwargs)
-        token_ids = await self._run(render, sum(len(str(part)) for part in work))
-        self._check(token_ids, "messages")
-        return [Prompt(token_ids)]
-
-    async def completion(self, request: CompletionRequest) -> list[Prompt]:
-        """All prompts of a request, in order. Raises as `chat` does."""
-        tokenizer = self._engine.tokenizer
-        special = request.add_special_tokens is not False
-
-        def encode(prompt: str | list[int]) -> Prompt:
-            if isinstance(prompt, str):
-                return Prompt(tokenizer.encode(prompt, special), prompt if request.echo else "")
-            self._check(prompt, "prompt")  # decode may fail on ids outside the vocabulary
-            return Prompt(prompt, tokenizer.decode(prompt) if request.echo else "")
-
-        lengths = [len(prompt) for prompt in request.prompt if isinstance(prompt, str)]
-        self._check_length(max(lengths, default=0), "prompt")
-        prompts = await self._run(
-            lambda: [encode(prompt) for prompt in request.prompt], sum(lengths)
-        )
-        for prompt in prompts:
-            self._check(prompt.token_ids, "prompt")
-        return prompts
-
-    def close(self) -> None:
-        """End the threads. Requests that wait for them are cancelled."""
-        for thread in (self._short, self._long):
-            thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self, work: Callable[[], T], length: int) -> T:
-        if self._pending >= self._max_pending:
-            raise EngineOverloaded(
-                f"{self._pending} prompts are waiting to be tokenised: try again later"
-            )
-        self._pending += 1
-        thread = self._long if length > _LONG else self._short
+        if sum(len(str(part)) for part in work) > _LONG:
+            return await self._run(lambda: render(None), self._long, client)
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, work)
+            return await self._run(lambda: render(True), self._short, client)
+        except SlowConversation:
+            return await self._run(lambda: render(False), self._long, client)
+
+    async def _run(self, work: Callable[[], T], thread: PromptThread, client: str) -> T:
+        if self._pending.total() >= self._max_pending:
+            raise EngineOverloaded(
+                f"{self._pending.total()} prompts are waiting to be tokenised: try again later"
+            )
+        if client and self._pending[client] >= max(1, self._max_pending // 2):
+            raise EngineOverloaded(
+                f"{self._pending[client]} prompts of this API key are waiting to be tokenised: try "
+                "again later"
+            )
+        self._pending[client] += 1
+        try:
+            return await asyncio.wrap_future(thread.submit(client, work))
         finally:
-            self._pending -= 1
-
-    def _check_length(self, length: int, field: str) -> None:
-        """Reject a text of so many characters that no tokens could be long enough for it.
-
-        Encoding it would take seconds, only to find that it is too long.
-        """
-        limit = self._engine.max_model_len
-        if self._engine.tokenizer.min_num_tokens(length) >= limit:
-            raise ApiError(
-                400,
-                f"{field} has {length} characters, more than this model's context of {limit} "
-                "tokens can hold: shorten it",
-                param=field,
-                code="context_length_exceeded",
-            )
-
-    def _check(self, token_ids: Sequence[int], field: str) -> None:
-        """Reject what the engine would reject, with the client's field name and OpenAI's code.
-
-        The engine would reject the second prompt of a stream after the HTTP status was sent.
-        """
-        if not token_ids:
-            raise InvalidRequest(f"{field} holds no token: there is nothing to continue", field)
-        limit = self._engine.max_model_len
-        if len(token_ids) >= limit:
-            raise ApiError(
-                400,
-                f"{field} has {len(token_ids)} tokens, which leaves none of this model's context "
-                f"of {limit} tokens for an answer: shorten it",
-                param=field,
-                code="context_length_exceeded",
-            )
-        vocab_size = self._engine.tokenizer.vocab_size
-        if min(token_ids) < 0 or max(token_ids) >= vocab_size:
-            raise InvalidRequest(
-                f"{field} holds a token id outside this model's vocabulary (0 to {vocab_size - 1})",
-                field,
-            )
+            self._pending[client] -= 1
+            if not self._pending[client]:
+                del self._pending[client]
 
 
-def max_output_tokens(requested: int | None, field: str, prompt: Prompt, max_model_len: int) -> int:
+def _beginning(text: str, max_tokens: int, min_num_tokens: Callable[[int], int]) -> str:
+    """A beginning of a text, with at least twice ``max_tokens`` tokens where it is not all of it.
+
+    Twice, because the last tokens may not be those that they are in the whole text.
+    """
+    while min_num_tokens(len(text) // 2) >= 2 * max_tokens:
+        text = text[: len(text) // 2]
+    return text
+
+
+def _num_special(tokenizer: ServingTokenizer) -> tuple[int, int]:
+    """How many special tokens a tokenizer adds before a text, and after it."""
+    plain, token_ids = tokenizer.encode("a", False), tokenizer.encode("a", True)
+    num_special = len(token_ids) - len(plain)
+    for start in range(num_special + 1):
+        if token_ids[start : start + len(plain)] == plain:
+            return start, num_special - start
+    return 0, 0
+
+
+def _cut(token_ids: Sequence[int], max_tokens: int, before: int, after: int) -> Sequence[int]:
+    """The first ``max_tokens`` of ``token_ids``, with the special tokens at their end.
+
+    A model that pools the last token was trained with its special token there. ``before`` and
+    ``after``: how many special tokens there are on each side of the text. Where they leave no
+    place for another token, those at the end are cut, too.
+    """
+    if before + after >= max_tokens:
+        return token_ids[:max_tokens]
+    return [*token_ids[: max_tokens - after], *token_ids[len(token_ids) - after :]]
+
+
+def max_output_tokens(
+    requested: int | None,
+    field: str,
+    prompt: Prompt,
+    max_model_len: int,
+    default: int | None = None,
+) -> int:
     """Maximum number of output tokens: ``requested``, or the rest of the context.
 
-    ``field`` is the request field of ``requested``. Raises `ApiError` if prompt and output together
-    exceed the context.
+    ``default`` replaces ``requested`` as far as the context allows; None for none. ``field`` is the
+    request field of ``requested``. Raises `ApiError` if prompt and output together exceed the
+    context.
     """
     available = max_model_len - len(prompt.token_ids)
+    if default is not None:
+        return min(default, available)
     if requested is None:
         return available
     if requested > available:
@@ -181,3 +258,50 @@ def max_output_tokens(requested: int | None, field: str, prompt: Prompt, max_mod
             code="context_length_exceeded",
         )
     return requested
+
+
+def _check_length(length: int, field: str, model: ServedModel) -> None:
+    """Reject a text of so many characters that no tokens could be long enough for it.
+
+    Encoding it would take seconds, only to find that it is too long.
+    """
+    limit = model.max_model_len
+    if model.tokenizer.min_num_tokens(length) > limit - _num_output_tokens(model):
+        raise ApiError(
+            400,
+            f"{field} has {length} characters, more than this model's context of {limit} "
+            "tokens can hold: shorten it",
+            param=field,
+            code="context_length_exceeded",
+        )
+
+
+def _check(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
+    """Reject what the engine would reject, with the client's field name and OpenAI's code.
+
+    The engine would reject the second prompt of a stream after the HTTP status was sent.
+    """
+    if not token_ids:
+        raise InvalidRequest(f"{field} holds no token: give it some text", field)
+    limit, num_output_tokens = model.max_model_len, _num_output_tokens(model)
+    if len(token_ids) > limit - num_output_tokens:
+        leaves = "which leaves none of" if num_output_tokens else "more than"
+        purpose = " for an answer" if num_output_tokens else ""
+        raise ApiError(
+            400,
+            f"{field} has {len(token_ids)} tokens, {leaves} this model's context of {limit} "
+            f"tokens{purpose}: shorten it",
+            param=field,
+            code="context_length_exceeded",
+        )
+    vocab_size = model.tokenizer.vocab_size
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        raise InvalidRequest(
+            f"{field} holds a token id outside this model's vocabulary (0 to {vocab_size - 1})",
+            field,
+        )
+
+
+def _num_output_tokens(model: ServedModel) -> int:
+    """How many tokens of the context a prompt has to leave."""
+    return 0 if model.embedding_size else 1

@@ -13,7 +13,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
-from trencadis.server.http.auth import ADMIN_PATH, is_under
+from trencadis.server.http.auth import AdminCalls
+from trencadis.server.http.error_response import ErrorResponse
+from trencadis.server.http.paths import DASHBOARD_PATH, is_of_clients, is_under
 
 logger = logging.getLogger("trencadis.server.admin")
 
@@ -28,11 +30,12 @@ class AdminAudit:
     status and the answer. Order and answer are JSON strings, so that no line can be forged.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, is_admin: AdminCalls) -> None:
         self.app = app
+        self._is_admin = is_admin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not is_under(scope, ADMIN_PATH):
+        if scope["type"] != "http" or not self._is_admin(scope):
             await self.app(scope, receive, send)
             return
         order, answer = bytearray(), bytearray()
@@ -74,9 +77,14 @@ class AdminRateLimit:
     """
 
     def __init__(
-        self, app: ASGIApp, per_second: float, clock: Callable[[], float] = time.monotonic
+        self,
+        app: ASGIApp,
+        per_second: float,
+        clock: Callable[[], float] = time.monotonic,
+        is_admin: AdminCalls | None = None,
     ) -> None:
         self.app = app
+        self._is_admin = is_admin or AdminCalls()
         self._per_second = per_second
         self._most = max(1.0, per_second)
         self._clock = clock
@@ -85,7 +93,7 @@ class AdminRateLimit:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         wait_s = 0.0
-        if scope["type"] == "http" and is_under(scope, ADMIN_PATH):
+        if scope["type"] == "http" and self._is_admin(scope):
             wait_s = self._take()
         if wait_s > 0:
             error = ApiError(
@@ -94,7 +102,7 @@ class AdminRateLimit:
                 code="rate_limit_exceeded",
                 headers={"Retry-After": str(math.ceil(wait_s))},
             )
-            await error.response()(scope, receive, send)
+            await ErrorResponse(error)(scope, receive, send)
             return
         await self.app(scope, receive, send)
 
@@ -110,19 +118,26 @@ class AdminRateLimit:
 
 
 class AdminListener:
-    """ASGI middleware: the admin API is on ``port`` alone, and nothing else of ``/v1`` is there."""
+    """ASGI middleware: the admin API and the dashboard are on ``port`` alone.
 
-    def __init__(self, app: ASGIApp, port: int) -> None:
+    No path of clients is there.
+    """
+
+    def __init__(self, app: ASGIApp, port: int, is_admin: AdminCalls) -> None:
         self.app = app
+        self._is_admin = is_admin
         self._port = port
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and is_under(scope, "/v1"):
+        is_admin = scope["type"] == "http" and (
+            self._is_admin(scope) or is_under(scope, DASHBOARD_PATH)
+        )
+        if is_admin or (scope["type"] == "http" and is_of_clients(scope)):
             _, port = scope.get("server") or ("", None)
-            if (port == self._port) != is_under(scope, ADMIN_PATH):
+            if (port == self._port) != is_admin:
                 path = scope["path"]
                 error = ApiError(404, f"there is no {scope['method']} {path} on port {port}")
-                await error.response()(scope, receive, send)
+                await ErrorResponse(error)(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 
@@ -138,7 +153,8 @@ def _shown(recorded: bytearray) -> str:
 
 
 def _fingerprint(headers: Headers) -> str:
-    key = headers.get("authorization", "").partition(" ")[2].strip()
-    if not key:
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    key = key.strip()
+    if not key or scheme.lower() != "bearer":  # a signature that was not accepted
         return "none"
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:8]

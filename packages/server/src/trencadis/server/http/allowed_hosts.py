@@ -8,7 +8,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
-from trencadis.server.http.auth import is_under
+from trencadis.server.http.error_response import ErrorResponse
+from trencadis.server.http.paths import is_under
 
 _PROBES = ("/health", "/ready", "/live", "/metrics")
 """Paths for monitoring, which addresses a server by its number."""
@@ -18,8 +19,8 @@ class AllowedHosts:
     """ASGI middleware: refuses requests whose Host header names none of ``hosts``.
 
     ``*.example.com`` accepts the names below ``example.com``. A web page that makes its own name
-    resolve to this machine (DNS rebinding) is kept out, because browsers send its name. No other
-    decision of the server uses the header.
+    resolve to this machine (DNS rebinding) is kept out, because browsers send its name. Signed
+    admin calls need it, so that a call to another server with the same key is refused.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -38,7 +39,7 @@ class AllowedHosts:
                     "with another --allowed-hosts",
                     code="host_not_allowed",
                 )
-                app = error.response()
+                app = ErrorResponse(error)
         await app(scope, receive, send)
 
 

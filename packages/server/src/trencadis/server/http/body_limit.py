@@ -10,6 +10,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError, ClientDisconnectedError
+from trencadis.server.http.error_response import ErrorResponse
 
 DRAIN_FACTOR = 8
 """A body larger than the limit, but not larger than this multiple of it, is read to its end and
@@ -38,11 +39,11 @@ class BodyLimit:
             body = await self._read(Headers(scope=scope), receive)
         except ApiError as error:
             error.headers["Connection"] = "close"  # the rest of the body need not be read
-            await error.response()(scope, receive, send)
+            await ErrorResponse(error)(scope, receive, send)
         except ClientDisconnectedError:
             return
         else:
-            await self.app(scope, _replay(body, receive), send)
+            await self.app(scope, replay(body, receive), send)
 
     async def _read(self, headers: Headers, receive: Receive) -> bytes:
         declared = headers.get("content-length", "0")
@@ -85,11 +86,11 @@ async def _chunks(receive: Receive) -> AsyncGenerator[bytes, None]:
         more = message.get("more_body", False)
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def replay(body: bytes, receive: Receive) -> Receive:
     """A ``receive`` that returns the body that was read, then the messages that follow it."""
     pending: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    async def replay() -> Message:
+    async def replayed() -> Message:
         return pending.pop() if pending else await receive()
 
-    return replay
+    return replayed

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import json
 
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from trencadis.server.errors import ApiError
-from trencadis.server.http.event_stream import DONE, EventStream
+from trencadis.server.errors import server_stopping
+from trencadis.server.http.error_response import ErrorResponse
 
 
 class CancelledRequests:
-    """ASGI middleware: answers a cancelled request with 503, and ends its stream with an error.
+    """ASGI middleware: answers a cancelled request with 503.
 
-    ASGI servers cancel what still runs when the time of a graceful shutdown is over. Their own
-    answer is a plain text, or a stream that breaks off. ``retry_after``: see `as_api_error`.
+    ASGI servers cancel what still runs when the time of a graceful shutdown is over, and answer
+    with a plain text. `EventStream` ends itself. ``retry_after``: see `as_api_error`.
     """
 
     def __init__(self, app: ASGIApp, retry_after: int) -> None:
@@ -24,40 +22,16 @@ class CancelledRequests:
         self._retry_after = retry_after
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        started: Message | None = None
-        is_complete = False
+        has_started = False
 
         async def recorded_send(message: Message) -> None:
-            nonlocal started, is_complete
-            if message["type"] == "http.response.start":
-                started = message
-            elif message["type"] == "http.response.body":
-                is_complete = not message.get("more_body", False)
+            nonlocal has_started
+            has_started = True
             await send(message)
 
         try:
             await self.app(scope, receive, recorded_send)
         except asyncio.CancelledError:
-            if scope["type"] != "http" or is_complete:
+            if scope["type"] != "http" or has_started:
                 raise
-            error = self._error()
-            if started is None:
-                await error.response()(scope, receive, send)
-            elif _is_event_stream(started):
-                events = f"data: {json.dumps(error.body)}\n\n{DONE}"
-                await send({"type": "http.response.body", "body": events.encode()})
-            else:
-                raise
-
-    def _error(self) -> ApiError:
-        return ApiError(
-            503,
-            "the server stops, and this request has not finished in time: send it again",
-            code="server_stopping",
-            headers={"Retry-After": str(self._retry_after), "Connection": "close"},
-        )
-
-
-def _is_event_stream(start: Message) -> bool:
-    media_type = Headers(raw=start["headers"]).get("content-type", "")
-    return media_type.startswith(EventStream.media_type)
+            await ErrorResponse(server_stopping(self._retry_after))(scope, receive, send)

@@ -13,22 +13,23 @@ from starlette.exceptions import HTTPException
 
 from trencadis.engine import EngineError, InvalidRequest
 from trencadis.server.errors import ApiError, ClientDisconnectedError, as_api_error
+from trencadis.server.http.error_response import ErrorResponse
 
 
 def install_error_handlers(app: FastAPI, retry_after: int) -> None:
-    """Make ``app`` answer every error with an OpenAI error object.
+    """Make ``app`` answer every error with an error object.
 
     ``retry_after``: see `as_api_error`.
     """
 
-    async def respond(request: Request, error: Exception) -> JSONResponse:
+    async def respond(request: Request, error: Exception) -> ErrorResponse:
         if isinstance(error, HTTPException):
             api_error = _http_error(request, error)
         elif isinstance(error, RequestValidationError):
             api_error = _invalid_body(error.errors())
         else:
             api_error = as_api_error(error, retry_after)
-        return api_error.response()
+        return ErrorResponse(api_error)
 
     async def ignore(_: Request, __: Exception) -> JSONResponse:
         return JSONResponse(None, status_code=499)  # nginx's status for a client that disconnected

@@ -1,25 +1,26 @@
-"""Server-sent events: a response that sends one JSON object per event."""
+"""Server-sent events: a response that is sent event by event."""
 
 from __future__ import annotations
 
-import json
+import asyncio
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 from typing import Protocol
 
 import anyio
-from pydantic import BaseModel
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from trencadis.server.errors import ClientDisconnectedError, as_api_error
+from trencadis.server.errors import (
+    ApiError,
+    ClientDisconnectedError,
+    as_api_error,
+    server_stopping,
+)
 from trencadis.server.http.disconnect import unless_disconnected
 
 logger = logging.getLogger(__name__)
-
-DONE = "data: [DONE]\n\n"
-"""The last event of every stream, as the OpenAI API defines it."""
 
 
 class Closable(Protocol):
@@ -29,18 +30,20 @@ class Closable(Protocol):
 
 
 class EventStream(Response):
-    """A response that sends each of ``chunks`` as one event, and then ``[DONE]``.
+    """A response that sends ``events``, texts in the format of server-sent events.
 
-    An error in ``chunks`` is sent as an event, because the HTTP status was sent before.
-    ``source``, from which ``chunks`` are made, is closed in every case: the response is complete,
-    the client disconnected, or the client did not read for ``send_timeout`` seconds.
+    An error in ``events``, and the end of the server, is sent as the text that ``failure`` makes of
+    it, because the HTTP status was sent before. ``source``, from which ``events`` are made, is
+    closed in every case: the response is complete, the client disconnected, or the client did not
+    read for ``send_timeout`` seconds.
     """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        chunks: AsyncGenerator[BaseModel, None],
+        events: AsyncGenerator[str, None],
+        failure: Callable[[ApiError], str],
         source: Closable,
         send_timeout: float,
         request_id: str,
@@ -54,9 +57,11 @@ class EventStream(Response):
                 "X-Request-Id": request_id,
             }
         )
-        self._events = _events(chunks)
+        self._events = _until_failure(events, failure)
+        self._failure = failure
         self._source = source
         self._send_timeout = send_timeout
+        self._has_started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._source), aclosing(self._events):
@@ -68,25 +73,30 @@ class EventStream(Response):
                         "Closed a stream: its client did not read for %g seconds",
                         self._send_timeout,
                     )
+                except asyncio.CancelledError:  # the time of a graceful shutdown is over
+                    if not self._has_started:
+                        raise
+                    end = self._failure(server_stopping())
+                    await send({"type": "http.response.body", "body": end.encode()})
 
     async def _send_events(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        self._has_started = True
         async for text in self._events:
             with anyio.fail_after(self._send_timeout):
                 await send({"type": "http.response.body", "body": text.encode(), "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def _events(chunks: AsyncGenerator[BaseModel, None]) -> AsyncGenerator[str, None]:
+async def _until_failure(
+    events: AsyncGenerator[str, None], failure: Callable[[ApiError], str]
+) -> AsyncGenerator[str, None]:
     try:
-        async with aclosing(chunks):
-            async for chunk in chunks:
-                # no warnings: the type of a text completion's chunk requires a finish_reason
-                text = chunk.model_dump_json(exclude_unset=True, warnings=False)
-                yield f"data: {text}\n\n"
+        async with aclosing(events):
+            async for text in events:
+                yield text
     except Exception as error:
         api_error = as_api_error(error)
         if api_error.status == 500:
             logger.exception("a streamed response failed")
-        yield f"data: {json.dumps(api_error.body)}\n\n"
-    yield DONE
+        yield failure(api_error)

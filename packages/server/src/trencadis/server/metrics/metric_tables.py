@@ -7,7 +7,7 @@ with ``trencadis:``. Prometheus appends ``_total`` to the name of a counter.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import attrs
@@ -23,13 +23,15 @@ ReadStats = Callable[[EngineStats], float | None]
 class EngineMetric:
     """A metric that is read from the engine's latest statistics when Prometheus asks for it.
 
-    ``read`` returns None if there is no value now; the metric is left out then.
+    ``read`` returns None if there is no value now; the metric is left out then. ``labels``: further
+    labels, with their values.
     """
 
     kind: Literal["gauge", "counter"]
     name: str
     help: str
     read: ReadStats
+    labels: Callable[[EngineStats], Mapping[str, object]] = lambda stats: {}
 
 
 def _gauge(name: str, about: str, read: ReadStats) -> EngineMetric:
@@ -88,6 +90,13 @@ ENGINE_METRICS = (
     _gauge(
         "trencadis:kv_blocks_capacity", "KV blocks of the device.", lambda s: s.num_total_blocks
     ),
+    EngineMetric(
+        "gauge",
+        "vllm:cache_config_info",
+        "Always 1. Its labels are the tokens of a KV block and the KV blocks of the device.",
+        lambda s: 1 if s.block_size else None,
+        lambda s: {"block_size": s.block_size, "num_gpu_blocks": s.num_total_blocks},
+    ),
     _gauge(
         "trencadis:highest_block_in_use",
         "Highest id of a KV block in use. The cost of a decode step depends on it.",
@@ -100,6 +109,7 @@ ENGINE_METRICS = (
     ),
     _gauge("trencadis:buckets", "Buckets.", lambda s: s.num_buckets),
     _gauge("trencadis:ready_buckets", "Buckets that are warmed up.", lambda s: s.num_ready_buckets),
+    _gauge("trencadis:graphs", "Captured graphs.", lambda s: s.num_graphs),
     _gauge(
         "trencadis:temperature_celsius",
         "Temperature of the hottest device, degrees C.",
@@ -141,6 +151,16 @@ ENGINE_METRICS = (
         lambda s: s.num_prompt_tokens,
     ),
     _counter(
+        "vllm:prefix_cache_queries",
+        "Tokens of prompts that were looked up in the prefix cache.",
+        lambda s: s.num_prefix_query_tokens,
+    ),
+    _counter(
+        "vllm:prefix_cache_hits",
+        "Tokens of prompts that were found in the prefix cache.",
+        lambda s: s.num_prefix_hit_tokens,
+    ),
+    _counter(
         "trencadis:prefill_tokens",
         "Tokens of prefill chunks of two or more tokens. Prefix hits do not count, recomputed "
         "tokens count again.",
@@ -170,6 +190,11 @@ ENGINE_METRICS = (
     ),
     _counter(
         "trencadis:recomputes", "Preemptions that freed the KV cache.", lambda s: s.num_recomputes
+    ),
+    _counter(
+        "trencadis:defragmented_blocks",
+        "KV blocks that defragmentation has moved.",
+        lambda s: s.num_defragmented_blocks,
     ),
     _counter("trencadis:engine_steps", "Steps of the engine core.", lambda s: s.num_steps),
     _counter(
@@ -201,7 +226,8 @@ class RequestEvent:
     ``seconds`` is the time since the request arrived. ``token_seconds`` is the time since the
     choice's previous tokens, None if there are no new or no previous ones. ``is_first`` marks the
     first tokens of the request, ``is_last`` the last delta of the choice. ``request_status``:
-    whether the request was preempted until then.
+    whether the request was preempted until then. ``queue_seconds`` and ``first_seconds``: the time
+    until the request first ran, and until its first token; None while they are not known.
     """
 
     seconds: float
@@ -211,6 +237,8 @@ class RequestEvent:
     num_prompt_tokens: int
     num_generation_tokens: int
     request_status: RequestStatus = "normal"
+    queue_seconds: float | None = None
+    first_seconds: float | None = None
 
 
 @attrs.frozen
@@ -228,6 +256,26 @@ class RequestMetric:
     read: Callable[[RequestEvent], float | None]
     has_status: bool = False
 
+
+def _between(
+    begin: Callable[[RequestEvent], float | None], end: Callable[[RequestEvent], float | None]
+) -> Callable[[RequestEvent], float | None]:
+    """The seconds from one time to another, of the last event of a choice."""
+
+    def read(event: RequestEvent) -> float | None:
+        began, ended = begin(event), end(event)
+        if not event.is_last or began is None or ended is None:
+            return None
+        return max(0.0, ended - began)
+
+    return read
+
+
+_LATENCY_BUCKETS = (
+    *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
+    *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
+)
+"""vLLM's, for the latency of a request and its phases."""
 
 STATUS_LABEL = "request_status"
 """Whether a request was preempted before its first token; its values are those of
@@ -256,11 +304,32 @@ REQUEST_METRICS = (
     RequestMetric(
         "vllm:e2e_request_latency_seconds",
         "Time from arrival to the last token.",
-        (
-            *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0),
-            *(40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
-        ),
+        _LATENCY_BUCKETS,
         lambda event: event.seconds if event.is_last else None,
+    ),
+    RequestMetric(
+        "vllm:request_queue_time_seconds",
+        "Time of a finished choice from the request's arrival until it first ran.",
+        _LATENCY_BUCKETS,
+        _between(lambda event: 0.0, lambda event: event.queue_seconds),
+    ),
+    RequestMetric(
+        "vllm:request_prefill_time_seconds",
+        "Time of a finished choice from there to the request's first token.",
+        _LATENCY_BUCKETS,
+        _between(lambda event: event.queue_seconds, lambda event: event.first_seconds),
+    ),
+    RequestMetric(
+        "vllm:request_decode_time_seconds",
+        "Time of a finished choice from there to its last token.",
+        _LATENCY_BUCKETS,
+        _between(lambda event: event.first_seconds, lambda event: event.seconds),
+    ),
+    RequestMetric(
+        "vllm:request_inference_time_seconds",
+        "Time of prefill and decode of a finished choice.",
+        _LATENCY_BUCKETS,
+        _between(lambda event: event.queue_seconds, lambda event: event.seconds),
     ),
     RequestMetric(
         "vllm:request_prompt_tokens",
@@ -276,6 +345,64 @@ REQUEST_METRICS = (
     ),
 )
 
+
+@attrs.frozen
+class SwitchMetric:
+    """A metric of an engine that switches between several models.
+
+    Its label ``model_name`` is the alias that the switch leads to.
+    """
+
+    kind: Literal["gauge", "counter", "histogram"]
+    name: str
+    help: str
+
+
+MODEL_SWITCHES = SwitchMetric(
+    "counter", "trencadis:model_switches", "Switches to a model that succeeded."
+)
+FAILED_SWITCHES = SwitchMetric(
+    "counter", "trencadis:model_switch_failures", "Switches to a model that failed."
+)
+SWITCH_SECONDS = SwitchMetric(
+    "histogram",
+    "trencadis:model_switch_seconds",
+    "Time of a switch: drain, unload, load and warm-up.",
+)
+MODEL_ACTIVE = SwitchMetric(
+    "gauge", "trencadis:model_active", "1 for the model that is served, 0 for the others."
+)
+SWITCH_WAITING = SwitchMetric(
+    "gauge",
+    "trencadis:num_requests_waiting_for_switch",
+    "Requests that wait until their model is active (--auto-switch).",
+)
+SWITCH_METRICS = (MODEL_SWITCHES, FAILED_SWITCHES, SWITCH_SECONDS, MODEL_ACTIVE, SWITCH_WAITING)
+SWITCH_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0)
+
+
+@attrs.frozen
+class KeyMetric:
+    """A counter with the name of an API key as the label `KEY_LABEL`."""
+
+    name: str
+    help: str
+
+
+KEY_LABEL = "api_key"
+KEY_REQUESTS = KeyMetric("trencadis:key_requests", "Prompts that an API key has sent.")
+KEY_PROMPT_TOKENS = KeyMetric(
+    "trencadis:key_prompt_tokens", "Prompt tokens that an API key has sent."
+)
+KEY_GENERATION_TOKENS = KeyMetric(
+    "trencadis:key_generation_tokens", "Tokens generated for an API key."
+)
+KEY_REFUSED = KeyMetric(
+    "trencadis:key_requests_refused",
+    "Requests of an API key beyond --max-requests-per-key.",
+)
+KEY_METRICS = (KEY_REQUESTS, KEY_PROMPT_TOKENS, KEY_GENERATION_TOKENS, KEY_REFUSED)
+
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 REQUEST_SUCCESS = ("vllm:request_success", "Finished choices, by reason.", "finished_reason")
-"""The only counter with a label of its own: name, help text, label."""
+"""Name, help text and label of the counter of finished choices."""

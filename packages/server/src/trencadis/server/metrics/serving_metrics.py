@@ -13,52 +13,149 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
-from trencadis.engine import CompletionDelta, RequestStatus
-from trencadis.server.engine_protocol import ServingEngine
+from trencadis.engine import CompletionDelta, RequestStatus, SwitchReport
+from trencadis.server.engine_protocol import ServingEngine, SwitchingEngine, as_switching
 from trencadis.server.metrics.metric_tables import (
     ENGINE_METRICS,
+    FAILED_SWITCHES,
     FINISHED_REASONS,
+    KEY_GENERATION_TOKENS,
+    KEY_LABEL,
+    KEY_METRICS,
+    KEY_PROMPT_TOKENS,
+    KEY_REFUSED,
+    KEY_REQUESTS,
+    MODEL_ACTIVE,
+    MODEL_SWITCHES,
     REQUEST_METRICS,
     REQUEST_SUCCESS,
     STATUS_LABEL,
+    SWITCH_SECONDS,
+    SWITCH_SECONDS_BUCKETS,
+    SWITCH_WAITING,
+    KeyMetric,
     RequestEvent,
+    RequestMetric,
 )
+from trencadis.server.metrics.tracing import RequestTracer
 
 LABELS = ("model_name", "engine")
+_NUMBERS = {row.name: number for number, row in enumerate(REQUEST_METRICS)}
+ENGINE_NUMBER = "0"
+_LONGEST_CONTEXT = 131_072
 
 
 class ServingMetrics:
     """All metrics of one app, in a registry of their own. ``clock`` counts seconds.
 
-    ``num_active`` counts engine requests that have not ended.
+    ``num_active`` counts engine requests that have not ended, and requests that wait for a switch.
+    ``tracer`` exports a trace of each request; None: there are no traces. The label ``model_name``
+    is the model that is active when a request begins. ``has_keys``: there are API keys, each
+    of which has counters of its own from its first request on.
     """
 
-    def __init__(self, engine: ServingEngine, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        engine: ServingEngine,
+        clock: Callable[[], float] = time.monotonic,
+        tracer: RequestTracer | None = None,
+        has_keys: bool = False,
+    ) -> None:
         self.clock = clock
+        self.tracer = tracer
         self.num_active = 0
         self.registry = CollectorRegistry()
-        labels = (engine.model_name, "0")
-        self.registry.register(_EngineCollector(engine, labels))
+        self._engine = engine
+        self.registry.register(_EngineCollector(engine))
         ProcessCollector(registry=self.registry)
-        self._histograms = []
-        for row in REQUEST_METRICS:
-            buckets = row.buckets or _one_two_five(engine.max_model_len)
-            names = (*LABELS, STATUS_LABEL) if row.has_status else LABELS
-            histogram = Histogram(
-                row.name, row.help, names, registry=self.registry, buckets=buckets
+        switching = as_switching(engine)
+        longest = engine.max_model_len
+        if switching is not None:
+            longest = max(longest, _LONGEST_CONTEXT)  # another model may have a longer context
+        self._histograms = [
+            Histogram(
+                row.name,
+                row.help,
+                (*LABELS, STATUS_LABEL) if row.has_status else LABELS,
+                registry=self.registry,
+                buckets=row.buckets or _one_two_five(longest),
             )
-            self._histograms.append(
-                (
-                    row,
-                    {
-                        status: histogram.labels(*labels, *((status,) if row.has_status else ()))
-                        for status in get_args(RequestStatus)
-                    },
-                )
-            )
+            for row in REQUEST_METRICS
+        ]
         name, about, label = REQUEST_SUCCESS
-        success = Counter(name, about, (*LABELS, label), registry=self.registry)
-        self._finished = {reason: success.labels(*labels, reason) for reason in FINISHED_REASONS}
+        self._success = Counter(name, about, (*LABELS, label), registry=self.registry)
+        self.switches = None if switching is None else SwitchMetrics(switching, self.registry)
+        self._key_counters = {
+            row: Counter(row.name, row.help, (*LABELS, KEY_LABEL), registry=self.registry)
+            for row in (KEY_METRICS if has_keys else ())
+        }
+        self._series: dict[str, ModelSeries] = {}
+        for model in (engine.model_name,) if switching is None else switching.aliases:
+            self._series[model] = self._new_series(model)
+
+    @property
+    def model_name(self) -> str:
+        """The model that is active now."""
+        return self._engine.model_name
+
+    @property
+    def series(self) -> ModelSeries:
+        """The metrics of requests to the model that is active now."""
+        model = self._engine.model_name
+        if model not in self._series:
+            self._series[model] = self._new_series(model)
+        return self._series[model]
+
+    def counts_up_to(self, histogram: str) -> dict[float, float]:
+        """The observations of the active model up to each bound of a histogram, of all statuses."""
+        counts: dict[float, float] = {}
+        (observed,) = self._histograms[_NUMBERS[histogram]].collect()
+        for sample in observed.samples:
+            if sample.name.endswith("_bucket") and sample.labels["model_name"] == self.model_name:
+                bound = float(sample.labels["le"])
+                counts[bound] = counts.get(bound, 0.0) + sample.value
+        return counts
+
+    def count_refused(self, key: str) -> None:
+        """Count a request that the API key with this name has sent beyond its limit."""
+        self._count(KEY_REFUSED, self._engine.model_name, key, 1)
+
+    def count_tokens(
+        self, model: str, key: str, num_prompt_tokens: int, num_generation_tokens: int
+    ) -> None:
+        """Count a prompt of an API key that has ended. Without a key ("") nothing is counted."""
+        if key:
+            self._count(KEY_REQUESTS, model, key, 1)
+            self._count(KEY_PROMPT_TOKENS, model, key, num_prompt_tokens)
+            self._count(KEY_GENERATION_TOKENS, model, key, num_generation_tokens)
+            self._count(KEY_REFUSED, model, key, 0)
+
+    def _count(self, row: KeyMetric, model: str, key: str, count: int) -> None:
+        self._key_counters[row].labels(model, ENGINE_NUMBER, key).inc(count)
+
+    def _new_series(self, model: str) -> ModelSeries:
+        labels = (model, ENGINE_NUMBER)
+        statuses = get_args(RequestStatus)
+        histograms = [
+            (
+                row,
+                {
+                    status: histogram.labels(*labels, *((status,) if row.has_status else ()))
+                    for status in statuses
+                },
+            )
+            for row, histogram in zip(REQUEST_METRICS, self._histograms, strict=True)
+        ]
+        finished = {reason: self._success.labels(*labels, reason) for reason in FINISHED_REASONS}
+        return ModelSeries(histograms, finished)
+
+
+@attrs.frozen
+class ModelSeries:
+    """The series of one model: its histograms by the status of a request, its finished choices."""
+
+    _histograms: list[tuple[RequestMetric, dict[RequestStatus, Histogram]]]
+    _finished: dict[str, Counter]
 
     def observe(self, event: RequestEvent) -> None:
         """Add an event to the histograms."""
@@ -72,57 +169,143 @@ class ServingMetrics:
         self._finished[reason].inc(count)
 
 
+class SwitchMetrics(Collector):
+    """The metrics of switches between models."""
+
+    def __init__(self, engine: SwitchingEngine, registry: CollectorRegistry) -> None:
+        self._engine = engine
+        self.num_waiting: Callable[[], int] = lambda: 0
+        """How many requests wait for a switch."""
+        counters = [
+            Counter(row.name, row.help, LABELS, registry=registry)
+            for row in (MODEL_SWITCHES, FAILED_SWITCHES)
+        ]
+        self._switches, self._failures = counters
+        self._seconds = Histogram(
+            SWITCH_SECONDS.name,
+            SWITCH_SECONDS.help,
+            LABELS,
+            registry=registry,
+            buckets=SWITCH_SECONDS_BUCKETS,
+        )
+        for alias in engine.aliases:
+            for metric in (*counters, self._seconds):
+                metric.labels(alias, ENGINE_NUMBER)
+        registry.register(self)
+
+    def observe(self, report: SwitchReport) -> None:
+        """Count a switch. One to the active model changes nothing and does not count."""
+        if report.previous != report.active:
+            self._switches.labels(report.active, ENGINE_NUMBER).inc()
+            self._seconds.labels(report.active, ENGINE_NUMBER).observe(
+                report.total_s - report.prepare_s
+            )
+
+    def count_failure(self, alias: str) -> None:
+        """Count a switch to ``alias`` that failed."""
+        if alias in self._engine.aliases:  # names of clients must not become series
+            self._failures.labels(alias, ENGINE_NUMBER).inc()
+
+    def collect(self) -> Iterable[Metric]:
+        """The gauges, for Prometheus."""
+        active = GaugeMetricFamily(MODEL_ACTIVE.name, MODEL_ACTIVE.help, labels=LABELS)
+        for alias in self._engine.aliases:
+            active.add_metric((alias, ENGINE_NUMBER), alias == self._engine.active)
+        yield active
+        waiting = GaugeMetricFamily(SWITCH_WAITING.name, SWITCH_WAITING.help, labels=LABELS)
+        waiting.add_metric((self._engine.active, ENGINE_NUMBER), self.num_waiting())
+        yield waiting
+
+
 @attrs.define
 class RequestTimeline:
-    """Observes the choices of one engine request, from its arrival (now) to its end."""
+    """Observes the choices of one engine request, from its arrival (now) to its end.
+
+    ``api_key``: the name of the key that it was sent with, if any.
+    """
 
     metrics: ServingMetrics
     num_choices: int
     num_prompt_tokens: int
+    api_key: str = ""
+    arrived_ns: int = attrs.field(init=False, factory=time.time_ns)
+    """When the request came, in nanoseconds since the Unix epoch."""
+    queue_s: float | None = attrs.field(init=False, default=None)
+    first_token_s: float | None = attrs.field(init=False, default=None)
+    last_token_s: float | None = attrs.field(init=False, default=None)
+    """Seconds from the arrival until the request first ran, to its first token and to its last
+    one; None while they are not known."""
+    request_status: RequestStatus = attrs.field(init=False, default="normal")
+    finish_reasons: dict[int, str] = attrs.field(init=False, factory=dict)
+    """Why choices have ended, by their index."""
+    _model: str = attrs.field(init=False)
+    _series: ModelSeries = attrs.field(init=False)
     _arrived: float = attrs.field(init=False)
     _last_tokens: dict[int, float] = attrs.field(init=False, factory=dict)
     _num_tokens: dict[int, int] = attrs.field(init=False, factory=dict)
-    _num_finished: int = attrs.field(init=False, default=0)
 
     def __attrs_post_init__(self) -> None:
         self._arrived = self.metrics.clock()
+        self._series = self.metrics.series
+        self._model = self.metrics.model_name
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the arrival."""
+        return self.metrics.clock() - self._arrived
+
+    @property
+    def num_generation_tokens(self) -> int:
+        """Tokens of all choices until now."""
+        return sum(self._num_tokens.values())
 
     def observe(self, delta: CompletionDelta) -> None:
         """Observe a delta that arrives now."""
         now = self.metrics.clock()
         previous = self._last_tokens.get(delta.index)
         has_tokens = bool(delta.token_ids)
+        is_first = has_tokens and not self._last_tokens
+        if is_first:
+            self.first_token_s = now - self._arrived
+        if is_first or delta.embedding is not None:
+            self.queue_s, self.request_status = delta.queue_s, delta.request_status
         num_tokens = self._num_tokens.get(delta.index, 0) + len(delta.token_ids)
-        self.metrics.observe(
+        self._series.observe(
             RequestEvent(
                 seconds=now - self._arrived,
                 token_seconds=now - previous if has_tokens and previous is not None else None,
-                is_first=has_tokens and not self._last_tokens,
+                is_first=is_first,
                 is_last=delta.finish_reason is not None,
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_generation_tokens=num_tokens,
                 request_status=delta.request_status,
+                queue_seconds=self.queue_s,
+                first_seconds=self.first_token_s,
             )
         )
         if has_tokens:
+            self.last_token_s = now - self._arrived
             self._last_tokens[delta.index] = now
             self._num_tokens[delta.index] = num_tokens
         if delta.finish_reason is not None:
-            self._num_finished += 1
-            self.metrics.count_finished(delta.finish_reason)
+            self.finish_reasons[delta.index] = delta.finish_reason
+            self._series.count_finished(delta.finish_reason)
 
     def end(self, reason: str) -> None:
         """Count the choices that have not finished under ``reason`` (``abort`` or ``error``)."""
-        self.metrics.count_finished(reason, self.num_choices - self._num_finished)
-        self._num_finished = self.num_choices
+        self.metrics.count_tokens(
+            self._model, self.api_key, self.num_prompt_tokens, self.num_generation_tokens
+        )
+        unfinished = [i for i in range(self.num_choices) if i not in self.finish_reasons]
+        self._series.count_finished(reason, len(unfinished))
+        self.finish_reasons.update(dict.fromkeys(unfinished, reason))
 
 
 class _EngineCollector(Collector):
     """Reads `ENGINE_METRICS` when Prometheus asks for them."""
 
-    def __init__(self, engine: ServingEngine, labels: tuple[str, str]) -> None:
+    def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
-        self._labels = labels
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
@@ -130,8 +313,10 @@ class _EngineCollector(Collector):
             value = row.read(stats)
             if value is None:
                 continue
-            family = _FAMILIES[row.kind](row.name, row.help, labels=LABELS)
-            family.add_metric(self._labels, value)
+            labels = row.labels(stats)
+            family = _FAMILIES[row.kind](row.name, row.help, labels=(*LABELS, *labels))
+            model = self._engine.model_name
+            family.add_metric((model, ENGINE_NUMBER, *map(str, labels.values())), value)
             yield family
 
 

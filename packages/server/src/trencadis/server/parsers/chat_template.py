@@ -8,6 +8,7 @@ import attrs
 
 _TOOL_MARKERS = (
     # the first that fits: the markers of the others are in no template of it
+    ("openai", re.compile(r"<\|channel\|>commentary")),
     ("deepseek_v3", re.compile("<｜tool▁calls▁begin｜>")),
     ("mistral", re.compile(r"\[TOOL_CALLS\]")),
     ("granite", re.compile(r"<\|tool_call\|>")),
@@ -18,12 +19,14 @@ _OTHER_FORMATS = re.compile("<function=|<arg_key>|<parameter=")
 """Calls between ``<tool_call>`` tags that are no JSON, as of Qwen3-Coder and GLM."""
 
 _REASONING_MARKERS = (
+    ("openai_gptoss", re.compile(r"<\|channel\|>analysis")),
     ("granite", re.compile(r"Here(?: is|'s) my thought process:")),
     ("qwen3", re.compile("</?think>")),
 )
 
 _TEXT_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*\+")
 _JSON_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*\|")
+_THINKING = re.compile(r"message\.thinking\b")
 _TOOLS = re.compile(r"\btools\b")
 
 
@@ -42,12 +45,16 @@ class TemplateTraits:
     ``tool_parser``, ``reasoning_parser``: the parsers for its model's answers; None if it tells
     none. ``takes_tools``: whether it shows tools to the model. ``text_arguments``: it joins the
     arguments of earlier calls with its own text, so they have to be JSON text; otherwise objects.
+    ``has_thinking``: it takes the reasoning before earlier calls as ``thinking``; it refuses
+    content beside that if ``has_thinking_alone``, as that of gpt-oss.
     """
 
     tool_parser: Found | None = None
     reasoning_parser: Found | None = None
     takes_tools: bool = False
     text_arguments: bool = False
+    has_thinking: bool = False
+    has_thinking_alone: bool = False
 
 
 def template_traits(template: str) -> TemplateTraits:
@@ -55,12 +62,17 @@ def template_traits(template: str) -> TemplateTraits:
     tools = _first(_TOOL_MARKERS, template)
     if tools is not None and tools.name == "hermes" and _OTHER_FORMATS.search(template):
         tools = None
+    reasoning = _first(_REASONING_MARKERS, template)
+    is_harmony = reasoning is not None and reasoning.name == "openai_gptoss"
+    has_thinking = _THINKING.search(template) is not None
     has_text = _TEXT_ARGUMENTS.search(template) and not _JSON_ARGUMENTS.search(template)
     return TemplateTraits(
         tool_parser=tools,
-        reasoning_parser=_first(_REASONING_MARKERS, template),
+        reasoning_parser=reasoning,
         takes_tools=_TOOLS.search(template) is not None,
         text_arguments=bool(has_text),
+        has_thinking=has_thinking,
+        has_thinking_alone=has_thinking and is_harmony,
     )
 
 

@@ -30,11 +30,15 @@ _NOT_CLOSED = frozenset(
 
 @attrs.frozen
 class Thought:
-    """Reasoning that comes before what is forced: its markers, and whether the prompt opens it."""
+    """Reasoning that comes before what is forced: its markers, and whether the prompt opens it.
+
+    ``before_answer``: what the model writes before an answer that is no call.
+    """
 
     begins: tuple[str, ...]
     ends: tuple[str, ...]
     is_open: bool
+    before_answer: str = ""
 
 
 SpecialTokens = Mapping[str, int]
@@ -76,7 +80,7 @@ def forced_calls(
         ]
     if or_json is None:
         return StructuredOutput(grammar=_grammar("calls", rules, thought, special))
-    rules.append(f"answer: %json {_json(or_json)}")
+    rules.append(_answer(or_json, thought, special))
     return StructuredOutput(grammar=_grammar("(calls | answer)", rules, thought, special))
 
 
@@ -86,8 +90,15 @@ def after_thought(
     special: SpecialTokens = MappingProxyType({}),
 ) -> StructuredOutput:
     """JSON that a schema accepts, after the model's reasoning. Raises as `forced_calls`."""
-    rules = [f"answer: %json {_json(schema)}"]
+    rules = [_answer(schema, thought, special)]
     return StructuredOutput(grammar=_grammar("answer", rules, thought, special))
+
+
+def _answer(
+    schema: Mapping[str, Any] | bool, thought: Thought | None, special: SpecialTokens
+) -> str:
+    before = "" if thought is None else _literal(thought.before_answer, special)
+    return f"answer: {before} %json {_json(schema)}"
 
 
 def _grammar(
@@ -97,8 +108,8 @@ def _grammar(
         return "\n".join([f"start: {start}", *rules])
     begins = " | ".join(_literal(begin, special) for begin in thought.begins)
     opened = "thought gap" if thought.is_open else f"(({begins}) thought gap)?"
-    tokens = [_literal(end, special) for end in thought.ends if end in special]
-    texts = "|".join(_regex(end) for end in thought.ends if end not in special)
+    tokens = [_literal(end, special) for end in thought.ends if _has_special(end, special)]
+    texts = "|".join(_regex(end) for end in thought.ends if not _has_special(end, special))
     thoughts = ([f"any_text ({' | '.join(tokens)})"] if tokens else []) + (
         ["text_to_end"] if texts else []
     )
@@ -143,13 +154,19 @@ def _closed(schema: Any, may_close: bool) -> Any:
     return closed
 
 
+def _has_special(text: str, special: SpecialTokens) -> bool:
+    return any(token in text for token in special)
+
+
 def _literal(text: str, special: SpecialTokens) -> str:
     """A text in the grammar, its special tokens as tokens; "" for no text."""
     if not special:
         return _quoted(text)
     pattern = "|".join(map(re.escape, sorted(special, key=len, reverse=True)))
     parts = re.split(f"({pattern})", text)
-    return " ".join(f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts)
+    return " ".join(
+        f"<[{special[part]}]>" if part in special else _quoted(part) for part in parts if part
+    )
 
 
 def _quoted(text: str) -> str:

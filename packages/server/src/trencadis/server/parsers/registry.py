@@ -19,6 +19,7 @@ TOOL_PARSERS: Mapping[str, str] = {
     "mistral": f"{_TOOLS}:MistralToolParser",
     "deepseek_v3": f"{_TOOLS}:DeepSeekToolParser",
     "granite": f"{_TOOLS}:GraniteToolParser",
+    "openai": f"{_TOOLS}:HarmonyToolParser",
 }
 """The built-in tool parsers, by vLLM's names. To add one, write a class in `tool_parsers` and add a
 line here, and its markers in `chat_template`."""
@@ -27,6 +28,7 @@ REASONING_PARSERS: Mapping[str, str] = {
     "qwen3": f"{_REASONING}:Qwen3ReasoningParser",
     "deepseek_r1": f"{_REASONING}:DeepSeekReasoningParser",
     "granite": f"{_REASONING}:GraniteReasoningParser",
+    "openai_gptoss": f"{_REASONING}:HarmonyReasoningParser",
 }
 """The built-in reasoning parsers, by vLLM's names."""
 

@@ -46,6 +46,8 @@ class ToolParser(ABC):
     call_format: ClassVar[CallFormat]
     markers: ClassVar[tuple[str, ...]] = ()
     """What the parser looks for that is a special token in some models."""
+    stops: ClassVar[tuple[str, ...]] = ()
+    """Special tokens that end an answer, also where the model's files do not name them."""
 
     def __init__(self, tool_names: Collection[str] = ()) -> None:
         self.tool_names = frozenset(tool_names)
@@ -204,6 +206,10 @@ class TextToolParser(TextParser, ToolParser):
             return CallEnd.COMPLETE
         yield from self.reader.until(self.ends, pass_on)
         return CallEnd.BROKEN
+
+    def call_without_arguments(self, name: str) -> None:
+        """Add a call whose arguments are an empty object."""
+        self._pass_arguments(self._begin(name))("{}")
 
     def close(self, *ends: str) -> Reading[None]:
         """Read what closes a call or a list of calls."""

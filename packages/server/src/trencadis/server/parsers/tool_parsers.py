@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 import string
 
+from trencadis.server.parsers import harmony
 from trencadis.server.parsers.text_reader import Reading
 from trencadis.server.parsers.tool_parser import CallEnd, CallFormat, TextToolParser
 
@@ -201,3 +202,44 @@ class GraniteToolParser(TextToolParser):
             end = yield from (self.call_list() if is_list else self.call_object())
             if end is CallEnd.COMPLETE:
                 yield from self.close("</tool_call>")
+
+
+class HarmonyToolParser(TextToolParser):
+    """gpt-oss: a message to ``functions.NAME``, whose content is the arguments.
+
+    The model ends its answer with a call, so there is usually one. The recipient may come before
+    the channel, and the type of the content may be missing.
+    """
+
+    call_format = CallFormat(
+        before_name="<|channel|>commentary to=functions.",
+        before_arguments=" <|constrain|>json<|message|>",
+        after="",
+        separator="<|end|><|start|>assistant",
+    )
+    markers = harmony.MARKERS
+    stops = harmony.STOPS
+    ends = harmony.ENDS
+
+    def parse(self) -> Reading[None]:
+        self.reader.record()
+        if (yield from self.reader.accept(harmony.RECIPIENT)):
+            yield from self._message(harmony.RECIPIENT)
+        self.reader.forget()
+        while marker := (yield from self.content_until(*harmony.BEGINS)):
+            yield from self._message(marker)
+
+    def _message(self, begun: str) -> Reading[None]:
+        header = yield from harmony.read_header(self.reader, begun)
+        name = None if header is None else header.tool_name
+        if name is None:
+            self.no_call()
+            return
+        yield from self.reader.skip()
+        if (yield from self.reader.peek()) == "{":
+            if (yield from self.arguments(name)) is CallEnd.COMPLETE:
+                yield from self.close(*harmony.ENDS)
+        elif self.reader.at_end or (yield from self.reader.accept(*harmony.ENDS)):
+            self.call_without_arguments(name)
+        else:
+            self.no_call()

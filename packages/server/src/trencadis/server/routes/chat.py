@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import attrs
 from fastapi import APIRouter, Depends, Request, Response
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import chat_completion as complete
 from openai.types.chat import chat_completion_chunk as chunk
 
-from trencadis.engine import InvalidRequest
 from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, ChatFinishReason
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
-from trencadis.server.generation.prompts import Prompt
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
-    ResponseWriter,
+    ChunkWriter,
     generation_responses,
-    respond,
+    respond_to_chat,
 )
 
 
@@ -38,29 +35,15 @@ def chat_router(context: ServingContext) -> APIRouter:
     )
     async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
         """Answer a conversation, in one response or as a stream of chunks."""
-        context.answers.check(body)
-
-        async def encode(body: ChatCompletionRequest) -> list[Prompt]:
-            prompts = await context.encoder.chat(body)
-            return [
-                attrs.evolve(prompt, answer=context.answers.plan(body, prompt.token_ids))
-                for prompt in prompts
-            ]
-
-        try:
-            return await respond(context, request, body, encode, ChatWriter)
-        except InvalidRequest as error:
-            if error.field == "prompt":  # the engine's name for the rendered messages
-                raise InvalidRequest(str(error), "messages") from error
-            raise
+        return await respond_to_chat(context, request, body, ChatWriter)
 
     return router
 
 
-class ChatWriter(ResponseWriter[ChatCompletionChunk]):
+class ChatWriter(ChunkWriter[ChatCompletionChunk]):
     """Writes choices as assistant messages. The first chunk of a choice carries the role."""
 
-    id_prefix = "chatcmpl"
+    id_prefix = "chatcmpl-"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

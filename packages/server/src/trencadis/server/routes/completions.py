@@ -16,7 +16,7 @@ from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoic
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
-    ResponseWriter,
+    ChunkWriter,
     generation_responses,
     respond,
 )
@@ -39,10 +39,10 @@ def completions_router(context: ServingContext) -> APIRouter:
     return router
 
 
-class CompletionWriter(ResponseWriter[Completion]):
+class CompletionWriter(ChunkWriter[Completion]):
     """Writes choices as texts. The first chunk of a choice repeats the prompt under ``echo``."""
 
-    id_prefix = "cmpl"
+    id_prefix = "cmpl-"
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
+
 import attrs
 
-from trencadis.engine import InvalidRequest, SamplingParams
-from trencadis.server.engine_protocol import ServingEngine
+from trencadis.engine import EngineUnresponsive, InvalidRequest, SamplingParams
+from trencadis.server.engine_protocol import (
+    ServingEngine,
+    SleepingEngine,
+    as_switching,
+    embedding_size,
+)
 from trencadis.server.errors import ApiError
-from trencadis.server.generation.answer_plan import AnswerPlanner
+from trencadis.server.generation.choice_stream import Generate
 from trencadis.server.generation.prompts import PromptEncoder
+from trencadis.server.generation.served_model import ServedModel, ServedModels
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.settings import ServerSettings
+from trencadis.server.switching.switch_control import SwitchControl
 
 
 @attrs.define
@@ -24,46 +34,148 @@ class Drain:
 class ServingContext:
     """The engine, the settings and the objects built from them.
 
-    ``created`` is the start time of the app, in seconds since the Unix epoch.
+    ``switcher``: None for an engine of one model. ``created`` is the start time of the app, in
+    seconds since the Unix epoch.
     """
 
     engine: ServingEngine
     settings: ServerSettings
     metrics: ServingMetrics
     encoder: PromptEncoder
-    answers: AnswerPlanner
+    models: ServedModels
+    switcher: SwitchControl | None
     created: int
     drain: Drain
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The names of all models that this server may serve."""
+        switching = as_switching(self.engine)
+        return (self.engine.model_name,) if switching is None else switching.aliases
+
+    async def check_health(self) -> None:
+        """Raise an error of `ServingEngine.check_health` where no request can be served."""
+        limit = self.settings.health_timeout
+        try:
+            await asyncio.wait_for(self.engine.check_health(), limit)
+        except asyncio.TimeoutError:
+            raise EngineUnresponsive(
+                f"the engine did not answer within {limit:g} seconds"
+            ) from None
+
+    async def check_serving(self) -> None:
+        """Raise the error that a new request would get now."""
+        self.check_ready()
+        await self.check_health()
 
     def check_accepting(self) -> None:
         """Raise 503 while an operator drains this server."""
         if self.drain.is_draining:
-            raise ApiError(
-                503,
+            raise self._unavailable(
                 "an operator drains this server, so it accepts no requests: send it to another",
-                code="draining",
-                headers={"Retry-After": str(self.settings.retry_after)},
+                "draining",
             )
 
-    def check_model(self, name: str | None) -> None:
-        """Raise 404 unless ``name`` is the served model or None."""
-        if name is not None and name != self.engine.model_name:
+    def check_ready(self) -> None:
+        """Raise 503 where new requests would be refused.
+
+        With ``auto_switch`` requests wait for the end of a switch and wake up an engine that sleeps
+        for want of them, so the server stays ready.
+        """
+        self.check_accepting()
+        is_asleep = isinstance(self.engine, SleepingEngine) and self.engine.is_sleeping
+        if is_asleep and not (self.switcher is not None and self.switcher.idle.is_asleep):
+            raise self._unavailable("the engine sleeps: POST /wake_up", "engine_sleeping")
+        switching = as_switching(self.engine)
+        if switching is not None and switching.is_switching and not self.settings.auto_switch:
+            raise self._unavailable("the model is being switched", "model_switching")
+
+    def check_name(self, name: str | None) -> None:
+        """Raise 404 unless ``name`` is that of a configured model, or None."""
+        if name is not None and name not in self.aliases:
+            listed = ", ".join(map(repr, self.aliases))
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist: this server has {self.engine.model_name!r}",
+                f"the model {name!r} does not exist: this server has {listed}",
                 param="model",
                 code="model_not_found",
             )
 
-    def check_token_ids(self, params: SamplingParams) -> None:
-        """Raise `InvalidRequest` if a parameter names a token id outside the vocabulary."""
-        vocab_size = self.engine.tokenizer.vocab_size
-        fields = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
-        for field, token_ids in fields.items():
-            for token in token_ids:
-                if not 0 <= token < vocab_size:
-                    raise InvalidRequest(
-                        f"{field} names token {token}, outside this model's vocabulary "
-                        f"(0 to {vocab_size - 1})",
-                        field,
-                    )
+    def model_for(self, name: str | None) -> ServedModel:
+        """The model that a request names; None names the active one. Raises 404 for another."""
+        self.check_name(name)
+        active = self.engine.model_name
+        if name not in (None, active):
+            raise ApiError(
+                404,
+                f"the model {name!r} is not active: this server serves {active!r} now. Send "
+                f"{active!r}, or have an operator switch with POST /v1/models/switch or start the "
+                "server with --auto-switch",
+                param="model",
+                code="model_not_found",
+            )
+        return self.models.current
+
+    def check_runner(self, name: str | None, *, wants_embeddings: bool) -> None:
+        """Raise 400 where the model of this name has the runner for other requests.
+
+        Before a switch to it. None names the active one.
+        """
+        switching = as_switching(self.engine)
+        if switching is None:
+            computes = embedding_size(self.engine) > 0
+        else:
+            computes = switching.entry_of(name or switching.active).config.runner == "pooling"
+        check_runner(name or self.engine.model_name, computes, wants_embeddings=wants_embeddings)
+
+    async def model_to_count(self, name: str | None) -> ServedModel:
+        """The model whose tokenizer counts tokens for a request that names it.
+
+        As `model_for`; with ``auto_switch`` also a model that is not active, without a switch.
+        """
+        switching = as_switching(self.engine)
+        if switching is None or not self.settings.auto_switch:
+            return self.model_for(name)
+        self.check_name(name)
+        if name is None or name == self.engine.model_name:
+            return self.models.current
+        return self.models.inactive(name, await switching.tokenizer_of(name))
+
+    def generate_for(self, model: ServedModel) -> Generate:
+        """`ServingEngine.generate`, for prompts that the tokenizer of ``model`` made."""
+        switching = as_switching(self.engine)
+        if switching is None:
+            return self.engine.generate
+        return partial(switching.generate, model=model.name)
+
+    def _unavailable(self, message: str, code: str) -> ApiError:
+        headers = {"Retry-After": str(self.settings.retry_after)}
+        return ApiError(503, message, code=code, headers=headers)
+
+
+def check_runner(name: str, computes_embeddings: bool, *, wants_embeddings: bool) -> None:
+    """Raise 400 for a request for embeddings to a model that generates, and the other way round."""
+    if computes_embeddings == wants_embeddings:
+        return
+    if wants_embeddings:
+        reason = "generates and computes no embeddings: start it with --runner pooling for them"
+    else:
+        reason = (
+            "computes embeddings and generates nothing: send the request to /v1/embeddings, "
+            "/v1/score or /v1/rerank, or start it with --runner generate"
+        )
+    raise ApiError(400, f"the model {name!r} {reason}", param="model", code="invalid_value")
+
+
+def check_token_ids(params: SamplingParams, model: ServedModel) -> None:
+    """Raise `InvalidRequest` if a parameter names a token id outside the vocabulary."""
+    vocab_size = model.tokenizer.vocab_size
+    fields = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    for field, token_ids in fields.items():
+        for token in token_ids:
+            if not 0 <= token < vocab_size:
+                raise InvalidRequest(
+                    f"{field} names token {token}, outside this model's vocabulary "
+                    f"(0 to {vocab_size - 1})",
+                    field,
+                )

@@ -1,22 +1,35 @@
-"""The steps that chat completions and text completions share: from a request to its response."""
+"""The steps that all routes of generation share: from a request to its response."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
+import attrs
 from fastapi import Request, Response
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
 from pydantic import BaseModel
 
-from trencadis.engine import InvalidRequest
-from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
-from trencadis.server.api.protocol import GenerationRequest
+from trencadis.engine import (
+    EngineSleeping,
+    InvalidRequest,
+    ModelNotActiveError,
+    SwitchInProgressError,
+)
+from trencadis.server.api.error_responses import (
+    BODY_ERRORS,
+    ErrorResponse,
+    error_responses,
+)
+from trencadis.server.api.protocol import ChatCompletionRequest, GenerationRequest
 from trencadis.server.api.usage import Usage
+from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import (
     ChoiceDelta,
     ChoiceStream,
@@ -25,32 +38,68 @@ from trencadis.server.generation.choice_stream import (
     collect,
 )
 from trencadis.server.generation.prompts import Prompt, max_output_tokens
+from trencadis.server.generation.served_model import ServedModel
+from trencadis.server.http.api_keys import key_name
 from trencadis.server.http.auth import cache_salt
 from trencadis.server.http.disconnect import unless_disconnected
 from trencadis.server.http.event_stream import EventStream
-from trencadis.server.routes.context import ServingContext
+from trencadis.server.metrics.tracing import TRACE_HEADERS
+from trencadis.server.routes.context import ServingContext, check_runner, check_token_ids
+from trencadis.server.settings import ServerSettings
+from trencadis.server.switching.switch_control import SwitchControl
+from trencadis.server.switching.switch_queue import WaitingRequest
+
+_AFTER_REFUSAL_SECONDS = 0.01
+"""Wait of a request that a beginning switch has refused, so that it does not occupy the loop."""
 
 ChunkT = TypeVar("ChunkT", Completion, ChatCompletionChunk)
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
+DONE = "data: [DONE]\n\n"
+"""The last event of OpenAI's streams of chunks."""
 
-class ResponseWriter(ABC, Generic[ChunkT]):
-    """Writes the choices of one request as the objects of one API: all at once, or as chunks."""
+
+class ResponseWriter(ABC):
+    """Writes the choices of one request in the form of one API: all at once, or as events."""
 
     id_prefix: ClassVar[str]
 
     def __init__(
-        self, context: ServingContext, request: GenerationRequest, prompts: Sequence[Prompt]
+        self, model: ServedModel, request: GenerationRequest, prompts: Sequence[Prompt]
     ) -> None:
         self.request = request
         self.prompts = prompts
-        self.tokenizer = context.engine.tokenizer
-        self.id = f"{self.id_prefix}-{uuid.uuid4().hex}"
+        self.tokenizer = model.tokenizer
+        self.model_name = model.name
+        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.created = int(time.time())
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
+
+    @abstractmethod
+    def whole(self, choices: Sequence[FinishedChoice]) -> str:
+        """The response that is not streamed, as JSON."""
+
+    @abstractmethod
+    def events(self, deltas: ChoiceStream) -> AsyncGenerator[str, None]:
+        """The server-sent events of a streamed response, to its end."""
+
+    @abstractmethod
+    def failure(self, error: ApiError) -> str:
+        """The events that end a stream after an error."""
+
+
+class ChunkWriter(ResponseWriter, Generic[ChunkT]):
+    """Writes the choices as OpenAI's completions do: a stream is one chunk for each delta.
+
+    A chunk is the object of the whole response, with a part of its choices.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.header: dict[str, Any] = {
             "id": self.id,
-            "created": int(time.time()),
-            "model": context.engine.model_name,
+            "created": self.created,
+            "model": self.model_name,
         }
         """Fields that every object of the response repeats."""
 
@@ -66,7 +115,20 @@ class ResponseWriter(ABC, Generic[ChunkT]):
     def make_chunk(self, choices: list[Any]) -> ChunkT:
         """A chunk with these choice objects, without token counts."""
 
-    async def stream(self, deltas: ChoiceStream) -> AsyncGenerator[ChunkT, None]:
+    def whole(self, choices: Sequence[FinishedChoice]) -> str:
+        return self.completion(choices).model_dump_json(exclude_unset=True)
+
+    async def events(self, deltas: ChoiceStream) -> AsyncGenerator[str, None]:
+        async for chunk in self._chunks(deltas):
+            # no warnings: the type of a text completion's chunk requires a finish_reason
+            text = chunk.model_dump_json(exclude_unset=True, warnings=False)
+            yield f"data: {text}\n\n"
+        yield DONE
+
+    def failure(self, error: ApiError) -> str:
+        return f"data: {json.dumps(error.body)}\n\n{DONE}"
+
+    async def _chunks(self, deltas: ChoiceStream) -> AsyncGenerator[ChunkT, None]:
         """The chunks of a streamed response, with the token counts that the client asked for."""
         async for delta in deltas:
             self.usage.add(delta.prompt, delta.delta)
@@ -81,35 +143,109 @@ class ResponseWriter(ABC, Generic[ChunkT]):
             yield chunk
 
 
-def generation_responses(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
-    """The argument ``responses`` of a route whose response is ``whole``, or a stream of events."""
-    events = {
-        "schema": {"type": "string"},
-        "example": 'data: {"id": "cmpl-1", "choices": [...]}\n\ndata: [DONE]\n\n',
-    }
+Encode: TypeAlias = Callable[[RequestT, ServedModel, str], Awaitable[list[Prompt]]]
+"""Makes the prompts of a request to a model."""
+
+NewWriter: TypeAlias = Callable[[ServedModel, Any, Sequence[Prompt]], ResponseWriter]
+"""Makes the writer of a response; the class of a writer does."""
+
+
+def event(kind: str, **fields: Any) -> str:
+    """A server-sent event that has a name, which its object repeats as ``type``."""
+    content = json.dumps({"type": kind, **fields}, ensure_ascii=False, separators=(",", ":"))
+    return f"event: {kind}\ndata: {content}\n\n"
+
+
+_CHUNKS = (
+    'data: {"id": "cmpl-1", "choices": [...]}\n\ndata: [DONE]\n\n',
+    "one chunk as a JSON object each, or an error object, and at the end `[DONE]`",
+)
+
+
+def generation_responses(
+    whole: type[BaseModel],
+    stream: tuple[str, str] = _CHUNKS,
+    error: type[BaseModel] = ErrorResponse,
+) -> dict[int | str, dict[str, Any]]:
+    """The argument ``responses`` of a route whose response is ``whole``, or a stream of events.
+
+    ``stream``: an example of its events, and what they are. ``error``: the body of every error.
+    """
+    example, meaning = stream
     answer = {
         "model": whole,
-        "content": {"text/event-stream": events},
-        "description": "The answer. With `stream`, server-sent events: one chunk as a JSON object "
-        "each, or an error object, and at the end `[DONE]`.",
+        "content": {
+            "text/event-stream": {"schema": {"type": "string"}, "example": example},
+        },
+        "description": f"The answer. With `stream`, server-sent events: {meaning}.",
     }
-    return {200: answer, **error_responses(*BODY_ERRORS, 404, 415, 500, 503)}
+    errors = error_responses(*BODY_ERRORS, 404, 415, 429, 500, 503, model=error)
+    return {200: answer, **errors}
+
+
+async def respond_to_chat(
+    context: ServingContext,
+    http_request: Request,
+    request: ChatCompletionRequest,
+    new_writer: NewWriter,
+) -> Response:
+    """Answer a conversation, as `respond` does. Raises `InvalidRequest`."""
+
+    async def encode(
+        request: ChatCompletionRequest, model: ServedModel, client: str
+    ) -> list[Prompt]:
+        model.answers.check(request)
+        return await context.encoder.chat(request, model, client)
+
+    try:
+        return await respond(context, http_request, request, encode, new_writer)
+    except InvalidRequest as error:
+        if error.field == "prompt":  # the engine's name for the rendered messages
+            raise InvalidRequest(str(error), "messages") from error
+        raise
+
+
+@attrs.frozen
+class Sender:
+    """Who sent a request: the name of the API key, if any.
+
+    ``cache_salt``: with whose requests it shares cached prefixes. ``client``: with whose requests
+    it shares its part of the engine. ``trace_headers``: the trace that the request belongs to.
+    """
+
+    api_key: str
+    cache_salt: str | None
+    client: str
+    trace_headers: Mapping[str, str]
+
+    @classmethod
+    def of(cls, request: Request, salt: str | None, settings: ServerSettings) -> Sender:
+        name = key_name(request.scope)
+        if settings.prefix_cache_per_key:
+            salt = cache_salt(request.headers, salt)
+        trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+        return cls(name, salt, client_of(request, settings), trace)
+
+
+def client_of(request: Request, settings: ServerSettings) -> str:
+    """With whose requests a request shares its part of the server; "" with all others."""
+    return key_name(request.scope) if settings.fair_share == "key" else ""
 
 
 async def respond(
     context: ServingContext,
     http_request: Request,
     request: RequestT,
-    encode: Callable[[RequestT], Awaitable[list[Prompt]]],
-    writer_class: type[ResponseWriter[Any]],
+    encode: Encode[RequestT],
+    new_writer: NewWriter,
 ) -> Response:
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
-    salt = request.cache_salt
-    if context.settings.prefix_cache_per_key:
-        salt = cache_salt(http_request.headers, salt)
-    work = _respond(context, request, salt, encode, writer_class)
+
+    async def answer(model: ServedModel, sender: Sender) -> Response:
+        return await _answer(context, model, request, sender, encode, new_writer)
+
     try:
-        return await unless_disconnected(http_request.receive, work)
+        return await with_model(context, http_request, request.model, request.cache_salt, answer)
     except InvalidRequest as error:
         if error.field == "structured_output":  # the engine's name for several fields of the API
             field = request.structured_output_field
@@ -117,37 +253,116 @@ async def respond(
         raise
 
 
-async def _respond(
+Answer: TypeAlias = Callable[[ServedModel, Sender], Awaitable[Response]]
+"""Answers a request of a sender by the model that serves it."""
+
+
+async def with_model(
     context: ServingContext,
-    request: RequestT,
+    http_request: Request,
+    name: str | None,
     salt: str | None,
-    encode: Callable[[RequestT], Awaitable[list[Prompt]]],
-    writer_class: type[ResponseWriter[Any]],
+    answer: Answer,
+    *,
+    wants_embeddings: bool = False,
 ) -> Response:
+    """Answer a request by the model with this ``name``; None is the active one.
+
+    ``salt`` is the request's own ``cache_salt``. Cancels ``answer`` where the client disconnects.
+    Raises 400 for a model with the runner for other requests: see ``wants_embeddings``.
+    """
+    sender = Sender.of(http_request, salt, context.settings)
+
+    async def checked(model: ServedModel, sender: Sender) -> Response:
+        computes = model.embedding_size > 0  # the active one may not be that of before
+        check_runner(model.name, computes, wants_embeddings=wants_embeddings)
+        return await answer(model, sender)
+
     context.check_accepting()
-    context.check_model(request.model)
+    context.check_name(name)
+    context.check_runner(name, wants_embeddings=wants_embeddings)
+    work = _with_model(context, name, sender, checked)
+    return await unless_disconnected(http_request.receive, work)
+
+
+async def _with_model(
+    context: ServingContext, name: str | None, sender: Sender, answer: Answer
+) -> Response:
+    if context.settings.auto_switch and context.switcher is not None:
+        return await _after_switch(context, context.switcher, name, sender, answer)
+    return await answer(context.model_for(name), sender)
+
+
+async def _after_switch(
+    context: ServingContext,
+    switcher: SwitchControl,
+    name: str | None,
+    sender: Sender,
+    answer: Answer,
+) -> Response:
+    """Answer a request when its model is active.
+
+    A switch that begins while the prompt is encoded refuses it before its first token, and so does
+    an engine that falls asleep. Then it waits again, at its old place.
+    """
+    waiting = WaitingRequest(name, client=sender.client)
+    while True:
+        context.metrics.num_active += 1  # a drain waits for it
+        try:
+            await switcher.wait_for(waiting)
+        finally:
+            context.metrics.num_active -= 1
+        try:
+            model = context.model_for(name)
+            with switcher.idle.in_use():  # also while its prompt is encoded
+                return await answer(model, sender)
+        except (ModelNotActiveError, SwitchInProgressError, EngineSleeping):
+            await asyncio.sleep(_AFTER_REFUSAL_SECONDS)
+
+
+async def _answer(
+    context: ServingContext,
+    model: ServedModel,
+    request: RequestT,
+    sender: Sender,
+    encode: Encode[RequestT],
+    new_writer: NewWriter,
+) -> Response:
     # before tokenisation, which takes longer
-    context.check_token_ids(request.sampling_params(request.requested_tokens))
-    prompts = await encode(request)
-    max_model_len = context.engine.max_model_len
-    requests = [_engine_request(request, prompt, salt, max_model_len) for prompt in prompts]
-    writer = writer_class(context, request, prompts)
-    deltas = ChoiceStream(context.engine, context.metrics, requests, writer.id)
+    check_token_ids(request.sampling_params(request.requested_tokens), model)
+    prompts = await encode(request, model, sender.client)
+    requests = [_engine_request(request, prompt, sender, model) for prompt in prompts]
+    writer = new_writer(model, request, prompts)
+    generate = context.generate_for(model)
+    deltas = ChoiceStream(generate, context.metrics, requests, writer.id)
     if request.stream:
         await deltas.start()
         timeout = context.settings.send_timeout
-        return EventStream(writer.stream(deltas), deltas, timeout, writer.id)
+        return EventStream(writer.events(deltas), writer.failure, deltas, timeout, writer.id)
     choices = await collect(deltas, len(prompts) * request.num_choices, writer.usage)
-    content = writer.completion(choices).model_dump_json(exclude_unset=True)
+    content = writer.whole(choices)
     return Response(content, media_type="application/json", headers={"X-Request-Id": writer.id})
 
 
 def _engine_request(
-    request: GenerationRequest, prompt: Prompt, salt: str | None, max_model_len: int
+    request: GenerationRequest, prompt: Prompt, sender: Sender, model: ServedModel
 ) -> EngineRequest:
-    field = request.max_tokens_field
-    max_tokens = max_output_tokens(request.requested_tokens, field, prompt, max_model_len)
-    params = request.sampling_params(max_tokens)
+    max_tokens = max_output_tokens(
+        request.requested_tokens,
+        request.max_tokens_field,
+        prompt,
+        model.max_model_len,
+        None if request.sets_max_tokens else model.default_sampling.get("max_tokens"),
+    )
+    params = request.sampling_params(max_tokens, model.default_sampling)
     if prompt.answer is not None:
         params = prompt.answer.apply_to(params)
-    return EngineRequest(prompt.token_ids, params, request.priority or 0, salt)
+    return EngineRequest(
+        prompt.token_ids,
+        params,
+        request.priority or 0,
+        sender.cache_salt,
+        sender.trace_headers,
+        sender.client,
+        sender.api_key,
+    )

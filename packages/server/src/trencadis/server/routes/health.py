@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 
 from fastapi import APIRouter, Response
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
-from trencadis.engine import EngineRestarting, EngineUnresponsive
+from trencadis.engine import EngineRestarting
 from trencadis.server import __version__
 from trencadis.server.api.error_responses import error_responses
 from trencadis.server.routes.context import ServingContext
@@ -24,7 +23,7 @@ def health_router(context: ServingContext) -> APIRouter:
     @router.get("/health", response_class=Response, responses=error_responses(503))
     async def health() -> Response:
         """200 if requests can be served, 503 if the engine has stopped, restarts or hangs."""
-        await _check_health(context)
+        await context.check_health()
         return Response()
 
     @router.head("/ready", include_in_schema=False)
@@ -32,10 +31,10 @@ def health_router(context: ServingContext) -> APIRouter:
     async def ready() -> Response:
         """For a readiness probe: 200 if requests should be sent here, otherwise 503.
 
-        503 also while an operator drains the server.
+        503 also while an operator drains the server and, without --auto-switch, while the model is
+        switched.
         """
-        context.check_accepting()
-        await _check_health(context)
+        await context.check_serving()
         return Response()
 
     @router.head("/live", include_in_schema=False)
@@ -46,7 +45,7 @@ def health_router(context: ServingContext) -> APIRouter:
         200 also while the engine core is restarted, which needs no help.
         """
         with contextlib.suppress(EngineRestarting):
-            await _check_health(context)
+            await context.check_health()
         return Response()
 
     @router.get("/version", responses=error_responses())
@@ -68,11 +67,3 @@ def health_router(context: ServingContext) -> APIRouter:
         return Response(content, headers={"Content-Type": CONTENT_TYPE_PLAIN_0_0_4})
 
     return router
-
-
-async def _check_health(context: ServingContext) -> None:
-    limit = context.settings.health_timeout
-    try:
-        await asyncio.wait_for(context.engine.check_health(), limit)
-    except asyncio.TimeoutError:
-        raise EngineUnresponsive(f"the engine did not answer within {limit:g} seconds") from None

@@ -1,4 +1,4 @@
-"""``/v1/models``: the served model."""
+"""``/v1/models``: the models of this server. One of them is active."""
 
 from __future__ import annotations
 
@@ -12,13 +12,20 @@ from trencadis.server.routes.context import ServingContext
 
 
 def models_router(context: ServingContext) -> APIRouter:
-    """The routes for the served model."""
+    """The routes for the models."""
     router = APIRouter(tags=["models"])
 
-    def served_model() -> Model:
-        vllm_fields: dict[str, Any] = {"max_model_len": context.engine.max_model_len}
+    def described(alias: str) -> Model:
+        """A model. Only that of an engine with several models says whether it is active, and only
+        an active one knows its longest sequence."""
+        active = context.engine.model_name
+        vllm_fields: dict[str, Any] = {}
+        if alias == active:
+            vllm_fields["max_model_len"] = context.engine.max_model_len
+        if context.switcher is not None:
+            vllm_fields["active"] = alias == active
         return Model(
-            id=context.engine.model_name,
+            id=alias,
             created=context.created,
             object="model",
             owned_by="trencadis",
@@ -27,16 +34,17 @@ def models_router(context: ServingContext) -> APIRouter:
 
     @router.get("/v1/models", responses=error_responses(401))
     async def list_models() -> dict[str, Any]:
-        """The list of served models, which has one entry."""
-        return {"object": "list", "data": [served_model().model_dump(exclude_unset=True)]}
+        """The list of models. Where there are several, ``active`` marks the one that is served."""
+        models = [described(alias).model_dump(exclude_unset=True) for alias in context.aliases]
+        return {"object": "list", "data": models}
 
     @router.get(
         "/v1/models/{name:path}", responses={200: {"model": Model}, **error_responses(401, 404)}
     )
     async def retrieve_model(name: str) -> Response:
         """A model by its name, which may contain slashes."""
-        context.check_model(name)
-        content = served_model().model_dump_json(exclude_unset=True)
+        context.check_name(name)
+        content = described(name).model_dump_json(exclude_unset=True)
         return Response(content, media_type="application/json")
 
     return router

@@ -1,4 +1,4 @@
-"""The CPU: weights packed for oneDNN, and a decode attention compiled for the model."""
+"""The CPU: kernels for linear layers and decode attention, compiled where there is a compiler."""
 
 from trencadis.engine.devices.cpu.device import CPUDevice
 

@@ -1,4 +1,8 @@
-"""Attention on the CPU: a native kernel for decode, PyTorch's operations for the rest."""
+"""Attention on the CPU: native kernels for decode and ragged prefill, PyTorch's operations else.
+
+Prefill has a kernel in bf16 where the processor multiplies vectors of bf16 and no tiles of it. It
+takes keys and values from the cache, so that a chunk's result does not depend on where it was cut.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +16,17 @@ import torch
 from transformers import PreTrainedConfig
 
 from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
-from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.paged_context import MASKED, DecodeContext, PagedContext
+from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
+from trencadis.engine.models.paged_context import (
+    MASKED,
+    DecodeContext,
+    MixedContext,
+    PagedContext,
+    RaggedChunk,
+    RaggedContext,
+)
 
-_SOURCE = Path(__file__).with_name("decode_attention.cpp")
+_SOURCE = Path(__file__).with_name("paged_attention.cpp")
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 """Largest difference to PyTorch's operations in a trial, where values are about 1."""
@@ -24,45 +35,55 @@ _LANES = 16
 """A head is a whole number of the kernel's vectors."""
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
-_ARGUMENTS: tuple[Any, ...] = (
+_ROWS: tuple[Any, ...] = (
     *(_POINTER, _INTEGER, _INTEGER),
     *(_POINTER, _POINTER, *[_INTEGER] * 4),
-    *[_POINTER] * 3,
     *[_POINTER] * 5,
-    *[_INTEGER] * 5,
-    *(ctypes.c_float, _INTEGER),
 )
+"""What both kernels take first: queries, keys and values, the result, the cache, and the slots."""
+
+_DECODE: tuple[Any, ...] = (*_ROWS, *[_POINTER] * 3, *[_INTEGER] * 5, ctypes.c_float, _INTEGER)
+_PREFILL: tuple[Any, ...] = (*_ROWS, _POINTER, *[_INTEGER] * 4, ctypes.c_float, _INTEGER)
 
 
 @attrs.frozen(eq=False)
-class DecodeKernel:
-    """``decode_attention`` of the source, compiled for the heads and the type of a model.
+class AttentionKernel:
+    """The functions of the source, compiled for the heads and the type of a model.
 
-    ``compute`` takes the arguments of the source, in order. ``groups`` are the query heads of each
-    KV head.
+    They take the arguments of the source, in order. ``prefill`` is None where PyTorch's operations
+    are faster. ``groups`` are the query heads of each KV head.
     """
 
-    compute: Callable[..., None]
+    decode: Callable[..., int]
+    prefill: Callable[..., int] | None
     groups: int
     head_dim: int
     dtype: torch.dtype
 
-    def fits(self, query: torch.Tensor, keys: torch.Tensor) -> bool:
-        """Whether it can compute these queries with this cache of a layer."""
+    def fits(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
+    ) -> bool:
+        """Whether it can compute these rows with this cache of a layer.
+
+        The functions get addresses: they would read beyond heads of another size or number.
+        """
+        batch, heads, tokens, _ = query.shape
+        rows = (batch, keys.shape[1], tokens, self.head_dim)
         return (
             query.shape[3] == keys.shape[3] == self.head_dim
-            and query.shape[1] == self.groups * keys.shape[1]
-            and query.dtype is keys.dtype is self.dtype
+            and heads == self.groups * keys.shape[1]
+            and key.shape == value.shape == rows
+            and all(x.dtype is self.dtype for x in (query, key, value, keys))
         )
 
 
 class CPUAttention:
-    """Implements `Attention`. ``kernel`` is `decode_kernel`'s; None for PyTorch's operations."""
+    """Implements `Attention`. ``kernel`` is `attention_kernel`'s; None for PyTorch's operations."""
 
     token_rows = False
     as_operator = True
 
-    def __init__(self, kernel: DecodeKernel | None = None) -> None:
+    def __init__(self, kernel: AttentionKernel | None = None) -> None:
         self._blocks = BlockAttention()
         self._kernel = kernel
 
@@ -81,83 +102,192 @@ class CPUAttention:
         scale: float,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
-        keys, values = paged.cache.key(layer), paged.cache.value(layer)
+        if isinstance(paged, MixedContext):
+            return attend_in_parts(self.attend, query, key, value, layer, paged, scale)
         kernel = self._kernel
-        if kernel is None or not isinstance(paged, DecodeContext) or not kernel.fits(query, keys):
+        if kernel is None or not kernel.fits(query, key, value, paged.cache.key(layer)):
             return self._blocks.attend(query, key, value, layer, paged, scale)
-        _, heads, batch, size = query.shape
-        extra = paged.extra_blocks
-        # The kernel reads heads as rows of contiguous values.
+        # The kernels read heads as rows of contiguous values.
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
-        out = query.new_empty((1, batch, heads, size))
-        kernel.compute(
-            *(query.data_ptr(), query.stride(1), query.stride(2)),
-            *(key.data_ptr(), value.data_ptr()),
-            *(key.stride(1), key.stride(2), value.stride(1), value.stride(2)),
-            *(out.data_ptr(), keys.data_ptr(), values.data_ptr()),
-            *(paged.write_blocks.data_ptr(), paged.write_offsets.data_ptr()),
+        if isinstance(paged, DecodeContext):
+            return _decode(kernel.decode, query, key, value, layer, paged, scale)
+        if isinstance(paged, RaggedContext) and kernel.prefill is not None:
+            return _prefill(kernel.prefill, query, key, value, layer, paged, scale)
+        return self._blocks.attend(query, key, value, layer, paged, scale)
+
+
+def _decode(
+    compute: Callable[..., int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    paged: DecodeContext,
+    scale: float,
+) -> torch.Tensor:
+    keys, extra = paged.cache.key(layer), paged.extra_blocks
+    out, rows = _rows(query, key, value, layer, paged)
+    _check(
+        compute(
+            *rows,
             *(paged.owners.data_ptr(), paged.bias.data_ptr()),
             None if extra is None else extra.data_ptr(),
             0 if extra is None else extra.shape[0],
-            *(paged.owners.shape[0], batch, keys.shape[1], keys.shape[2]),
+            *(paged.owners.shape[0], query.shape[2], keys.shape[1], keys.shape[2]),
             *(scale, torch.get_num_threads()),
         )
-        return out
+    )
+    return out
 
 
-def decode_kernel_of(config: PreTrainedConfig, dtype: torch.dtype) -> DecodeKernel:
-    """`decode_kernel` for a model with this configuration, after a trial. Raises `NoKernel`."""
+def _prefill(
+    compute: Callable[..., int],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    paged: RaggedContext,
+    scale: float,
+) -> torch.Tensor:
+    keys = paged.cache.key(layer)
+    out, rows = _rows(query, key, value, layer, paged)
+    chunks = [number for chunk in paged.chunks for number in _numbers_of(chunk)]
+    _check(
+        compute(
+            *rows,
+            *((_INTEGER * len(chunks))(*chunks), len(paged.chunks)),
+            *(query.shape[2], keys.shape[1], keys.shape[2]),
+            *(scale, torch.get_num_threads()),
+        )
+    )
+    return out
+
+
+def _rows(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    paged: DecodeContext | RaggedContext,
+) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """The result of a kernel, to be computed, and the addresses of what it is computed from."""
+    _, heads, tokens, size = query.shape
+    out = query.new_empty((1, tokens, heads, size))
+    keys, values = paged.cache.key(layer), paged.cache.value(layer)
+    return out, (
+        *(query.data_ptr(), query.stride(1), query.stride(2)),
+        *(key.data_ptr(), value.data_ptr()),
+        *(key.stride(1), key.stride(2), value.stride(1), value.stride(2)),
+        *(out.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        *(paged.write_blocks.data_ptr(), paged.write_offsets.data_ptr()),
+    )
+
+
+def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:
+    """A ``Chunk`` of the source."""
+    if chunk.context_blocks is None or chunk.mask is None:
+        return chunk.start, chunk.end, 0, 0
+    context = chunk.mask.shape[1] - (chunk.end - chunk.start)
+    return chunk.start, chunk.end, context, chunk.context_blocks.data_ptr()
+
+
+def _check(status: int) -> None:
+    """Raise `MemoryError` for a kernel that found no memory. It has changed nothing."""
+    if status:
+        raise MemoryError(
+            "the attention kernel found no memory: lower --max-num-seqs or --kv-cache-memory"
+        )
+
+
+def attention_kernel_of(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    directory: Path | None = None,
+    *,
+    trusted: bool = False,
+) -> AttentionKernel:
+    """`attention_kernel` for a model with this configuration, after a trial. Raises `NoKernel`."""
     text = config.get_text_config(decoder=True)
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    kernel = decode_kernel(heads, kv_heads, head_dim, dtype)
+    kernel = attention_kernel(heads, kv_heads, head_dim, dtype, directory, trusted=trusted)
     _try(kernel, heads // kv_heads, head_dim, dtype)
     return kernel
 
 
-def decode_kernel(
-    heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, directory: Path | None = None
-) -> DecodeKernel:
-    """The kernel for a model, compiled into ``directory`` if it is not there.
+def attention_kernel(
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    directory: Path | None = None,
+    *,
+    trusted: bool = False,
+) -> AttentionKernel:
+    """The kernels for a model, compiled into ``directory`` if it is not there: see `load_kernel`.
 
-    Raises `NoKernel` where there is none for the model or on this machine.
+    Raises `NoKernel` where there are none for the model or on this machine.
     """
     if dtype not in _DTYPES:
         raise NoKernel(f"it computes in bf16 and fp32, not in {dtype}")
     if head_dim % _LANES:
         raise NoKernel(f"a head of {head_dim} is no multiple of {_LANES}")
     definitions = (f"D={head_dim}", f"G={heads // kv_heads}", f"BF16={_DTYPES[dtype]}")
-    compute = load_kernel(_SOURCE, definitions, directory).decode_attention
-    compute.argtypes, compute.restype = _ARGUMENTS, None
-    return DecodeKernel(compute, heads // kv_heads, head_dim, dtype)
+    library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
+    decode, prefill = library.decode_attention, getattr(library, "prefill_attention", None)
+    decode.argtypes, decode.restype = _DECODE, ctypes.c_int
+    if prefill is not None:
+        prefill.argtypes, prefill.restype = _PREFILL, ctypes.c_int
+    return AttentionKernel(decode, prefill, heads // kv_heads, head_dim, dtype)
 
 
-def _try(kernel: DecodeKernel, groups: int, head_dim: int, dtype: torch.dtype) -> None:
+def _try(kernel: AttentionKernel, groups: int, head_dim: int, dtype: torch.dtype) -> None:
     """Raise `NoKernel` where the kernel's result differs from that of PyTorch's operations."""
-    batch, blocks, kv_heads, size = 3, 8, 2, 24
+    blocks, kv_heads, size = 8, 2, 24
     random = torch.Generator().manual_seed(0)
 
     def tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=random).to(dtype)
 
-    query = tensor(1, groups * kv_heads, batch, head_dim)
-    key, value = tensor(1, kv_heads, batch, head_dim), tensor(1, kv_heads, batch, head_dim)
     held = tensor(2, blocks, kv_heads, size, head_dim)
+    for make_context, tokens in ((_trial_decode, 3), (_trial_prefill, 40)):
+        query, key, value = (
+            tensor(1, heads, tokens, head_dim) for heads in (groups * kv_heads, kv_heads, kv_heads)
+        )
+        expected, result = (
+            attention.attend(query, key, value, 0, make_context(held.clone()), head_dim**-0.5)
+            for attention in (CPUAttention(), CPUAttention(kernel))
+        )
+        error = (result.float() - expected.float()).abs().max().item()
+        if not error <= _TOLERANCE[dtype]:
+            raise NoKernel(f"its result is off by {error:.3g}")
+
+
+def _trial_decode(held: torch.Tensor) -> DecodeContext:
+    """Three sequences of two blocks, the last of which have 11 tokens."""
+    _, blocks, _, size, _ = held.shape
+    batch = 3
     bias = torch.zeros(blocks, 1, 1, size)
     bias[4:7, :, :, 11:] = MASKED
-    rows = torch.arange(batch)
-    results = []
-    for attention in (CPUAttention(kernel), CPUAttention()):
-        owners = torch.tensor([batch, 0, 1, 2, 0, 1, 2, batch])
-        paged = DecodeContext(
-            *(_OneCache(size, held.clone()), blocks, rows + 4, torch.full((batch,), 10)),
-            *(owners, owners.clamp_max(batch - 1), bias),
-        )
-        results.append(attention.attend(query, key, value, 0, paged, head_dim**-0.5).float())
-    error = (results[0] - results[1]).abs().max().item()
-    if not error <= _TOLERANCE[dtype]:
-        raise NoKernel(f"its result is off by {error:.3g}")
+    owners = torch.tensor([batch, 0, 1, 2, 0, 1, 2, batch])
+    return DecodeContext(
+        *(_OneCache(size, held), blocks, torch.arange(4, 7), torch.full((batch,), 10)),
+        *(owners, owners.clamp_max(batch - 1), bias),
+    )
+
+
+def _trial_prefill(held: torch.Tensor) -> RaggedContext:
+    """A chunk of 13 tokens, and one of 25 after a context of 50; two tokens of padding."""
+    size, context = held.shape[3], 50
+    positions = torch.cat((torch.arange(13), context + torch.arange(25), torch.zeros(2))).long()
+    tables = torch.tensor([[7, 0, 0, 0], [3, 1, 5, 6]])
+    rows = torch.tensor([0] * 13 + [1] * 25 + [0] * 2)
+    blocks = tables[rows, positions // size]
+    blocks[-2:] = 0
+    mask = torch.ones(25, context + 25, dtype=torch.bool).tril_(context)
+    chunks = (RaggedChunk(0, 13, None, None), RaggedChunk(13, 38, tables[1, :3], mask))
+    return RaggedContext(_OneCache(size, held), blocks, positions % size, chunks)
 
 
 @attrs.frozen(eq=False)

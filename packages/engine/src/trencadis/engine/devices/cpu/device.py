@@ -1,4 +1,4 @@
-"""The CPU device: PyTorch, eager or compiled, with weights packed for oneDNN."""
+"""The CPU device: PyTorch, eager or compiled, with bf16 weights in a kernel's own order."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import fx, nn
 
-from trencadis.engine.devices.cpu.attention import CPUAttention, decode_kernel_of
+from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear
 from trencadis.engine.devices.cpu.threads import (
@@ -20,20 +20,38 @@ from trencadis.engine.devices.cpu.threads import (
     default_num_threads,
     read_core_times,
 )
+from trencadis.engine.devices.cpu.tiled_linear import (
+    Int8Linear,
+    TiledLinear,
+    group_linears,
+    load_linear_kernel,
+)
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
+from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.paged_context import Attention
 
 logger = logging.getLogger("trencadis.engine")
 
 _CGROUP = Path("/sys/fs/cgroup")
+_GIB = 1 << 30
+
+_FEWEST_OUTPUTS = 32
+"""Of a layer that int8 takes: a tile of the kernel. Fewer are gates."""
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What models call the number of outputs of their routers."""
+
+_PAGE_BYTES = 4096
 
 
 class CPUDevice(Device):
     """The host's CPU. Memory is the host's, within the limit of its control group.
 
     ``num_threads`` is the number of threads of an operation. None: that of ``OMP_NUM_THREADS``, or
-    without it as many as cores are free (`AdaptiveThreads`).
+    without it as many as cores are free (`AdaptiveThreads`). ``kernels``: the directory of
+    compiled kernels, by default in the user's cache directory; ``trusted``: those of other users
+    are loaded, too.
     """
 
     name = "cpu"
@@ -41,8 +59,17 @@ class CPUDevice(Device):
     preferred_dtype = torch.bfloat16
     default_kv_cache_memory = 1 << 30
     shares_host_memory = True
+    lists_programs = True
 
-    def __init__(self, num_threads: int | None = None) -> None:
+    def __init__(
+        self,
+        num_threads: int | None = None,
+        kernels: Path | None = None,
+        *,
+        trusted: bool = False,
+    ) -> None:
+        self._kernels = kernels
+        self._trusted = trusted
         if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
             num_threads = default_num_threads()
             self._threads: AdaptiveThreads | None = AdaptiveThreads(num_threads, read_core_times)
@@ -65,6 +92,21 @@ class CPUDevice(Device):
         limit = _cgroup_bytes("memory.max")
         return total if limit is None else min(total, limit)
 
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """The growth of this process's resident memory; 0 where Linux does not tell its peak.
+
+        Not that of `free_memory`, which other processes change.
+        """
+        try:
+            # Lets the peak begin anew: proc_pid_clear_refs(5).
+            Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+            before = _resident_bytes("VmRSS")
+            run()
+            return max(0, _resident_bytes("VmHWM") - before)
+        except OSError:
+            run()
+            return 0
+
     def synchronize(self) -> None:
         """Nothing to wait for: CPU operations are complete when they return."""
 
@@ -78,52 +120,158 @@ class CPUDevice(Device):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         return PendingCopy(tensors, self.synchronize)
 
-    def optimize(self, model: nn.Module) -> None:
-        """Replace bf16 linear layers by layers with weights in oneDNN's blocked layout.
+    def quantize(self, model: nn.Module) -> None:
+        layers = _layers_to_round(model)
+        _check_enough_is_rounded(model, [layer for _, _, layer in layers])
+        try:
+            load_linear_kernel(self._kernels, trusted=self._trusted, weights=torch.int8)
+        except NoKernel as error:
+            raise ConfigError(
+                f"quantization int8 needs the kernel of linear layers, which this machine cannot "
+                f"have ({error}): leave it out",
+                "quantization",
+            ) from error
+        _replace(layers, Int8Linear)
 
-        oneDNN repacks a plain weight in every call. Packed once, batches of 1 to 32 rows run 1.3 to
-        2 times as fast (AMD Zen 4, 2 cores). fp32 layers stay plain, so that results equal those
-        of the unmodified model.
+    def optimize(self, model: nn.Module) -> None:
+        """Replace bf16 linear layers by layers with weights in the order of a kernel.
+
+        The kernel is our own where the processor has products of bf16 vectors and there is a
+        compiler (`TiledLinear`), for an even number of inputs; else oneDNN's (`PackedLinear`),
+        which repacks a plain weight in every call. fp32 layers stay plain, so that results equal
+        those of the unmodified model.
 
         Decode attention becomes a kernel that is compiled for the model, where there is a compiler.
+        Weights that stay plain are read once: as mapped files they would count as taken by the
+        first forward pass, whose memory is measured.
         """
-        self.attention = _attention_of(model)
-        if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
-            logger.info("oneDNN is not available: linear weights stay in the plain layout")
-            return
-        for name, parent, layer in _linear_layers(model):
-            if layer.weight.dtype is torch.bfloat16:
-                setattr(parent, name, PackedLinear(layer))
+        self.attention = self._attention_of(model)
+        layers = [
+            layer for layer in _linear_layers(model) if layer[2].weight.dtype is torch.bfloat16
+        ]
+        if layers:
+            _replace(layers, self._bf16_linear())
+        for weights in model.parameters():
+            weights.detach().flatten()[:: max(1, _PAGE_BYTES // weights.element_size())].sum()
 
     def compiler_missing(self) -> str | None:
         return cpp_compiler_missing()
 
-    def keep_compiled(self, directory: Path) -> None:
-        self._programs.keep(directory)
+    def keep_compiled(self, directory: Path, *, trusted: bool = False) -> None:
+        self._programs.keep(directory, trusted=trusted)
+
+    def is_kept(self, module: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+        group_linears(module)
+        return self._programs.is_kept(module, inputs)
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        group_linears(module)
         return self._programs.compile(module, inputs)
+
+    def end_warm_up(self) -> None:
+        self._programs.drop_headers()
 
     def num_compilations(self) -> int:
         return self._programs.compiled
 
+    def _attention_of(self, model: nn.Module) -> CPUAttention:
+        config: Any = model.config
+        dtype = next(model.parameters()).dtype
+        try:
+            kernel = attention_kernel_of(config, dtype, self._kernels, trusted=self._trusted)
+        except NoKernel as error:
+            logger.info("Attention has no kernel of its own and is slower: %s", error)
+            return CPUAttention()
+        return CPUAttention(kernel)
 
-def _attention_of(model: nn.Module) -> CPUAttention:
-    config: Any = model.config
-    try:
-        return CPUAttention(decode_kernel_of(config, next(model.parameters()).dtype))
-    except NoKernel as error:
-        logger.info("Decode attention has no kernel of its own and is slower: %s", error)
-        return CPUAttention()
+    def _bf16_linear(self) -> Callable[[nn.Linear], nn.Module]:
+        """What replaces a linear layer of bf16: the layer itself where nothing is faster."""
+        packs: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        try:
+            load_linear_kernel(self._kernels, trusted=self._trusted)
+            has_kernel = True
+        except NoKernel as error:
+            has_kernel = False
+            otherwise = "computed by oneDNN" if packs else "not packed, because there is no oneDNN"
+            logger.info("Linear layers are %s: %s", otherwise, error)
+
+        def replacement(layer: nn.Linear) -> nn.Module:
+            if has_kernel and _has_kernel(layer):
+                return TiledLinear(layer)
+            return PackedLinear(layer) if packs else layer
+
+        return replacement
 
 
-def _linear_layers(model: nn.Module) -> list[tuple[str, nn.Module, nn.Linear]]:
+_Layer = tuple[str, nn.Module, nn.Linear]
+"""A linear layer, with the module that it belongs to and its name there."""
+
+
+def _linear_layers(model: nn.Module) -> list[_Layer]:
     return [
         (name, parent, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child) is nn.Linear
     ]
+
+
+def _replace(layers: list[_Layer], packed: Callable[[nn.Linear], nn.Module]) -> None:
+    """Replace each layer. Empties the list, so that no more than one weight is there twice."""
+    while layers:
+        name, parent, layer = layers.pop()
+        setattr(parent, name, packed(layer))
+
+
+def _layers_to_round(model: nn.Module) -> list[_Layer]:
+    """Those that int8 takes: not routers and gates of experts, which are small and choose."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    num_experts = {getattr(text, name, None) for name in _NUM_EXPERTS}
+    return [
+        (name, parent, layer)
+        for name, parent, layer in _linear_layers(model)
+        if _has_kernel(layer)
+        and layer.out_features >= _FEWEST_OUTPUTS
+        and layer.out_features not in num_experts
+    ]
+
+
+def _check_enough_is_rounded(model: nn.Module, layers: Sequence[nn.Linear]) -> None:
+    """Log how much of the weights is rounded. Raises `ConfigError` for less than half."""
+    if all(layer.weight.dtype is not torch.bfloat16 for _, _, layer in _linear_layers(model)):
+        raise ConfigError(
+            "quantization int8 is computed with activations of bf16: leave it out, or ask for "
+            "dtype bfloat16",
+            "quantization",
+        )
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    weights = {id(weight): weight for weight in model.parameters()}
+    sizes = {name: weight.nbytes for name, weight in weights.items() if name not in embeddings}
+    rounded = sum(sizes.get(id(layer.weight), 0) for layer in layers)
+    of_all = sum(sizes.values())
+    share = f"{rounded / _GIB:.3g} of {of_all / _GIB:.3g} GiB of weights (embeddings apart)"
+    if 2 * rounded < of_all:
+        raise ConfigError(
+            f"quantization int8 would round {share}: the others are not in linear layers, as those "
+            "of fused experts are not. Leave it out",
+            "quantization",
+        )
+    logger.info("int8: %s", share)
+
+
+def _resident_bytes(name: str) -> int:
+    """A figure of ``/proc/self/status`` in bytes. Raises `OSError`."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return next(
+        (int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(name)), 0
+    )
+
+
+def _has_kernel(layer: nn.Linear) -> bool:
+    return layer.weight.dtype is torch.bfloat16 and layer.in_features % 2 == 0
 
 
 def _cgroup_bytes(name: str) -> int | None:

@@ -1,7 +1,7 @@
 """Compiles C++ source once for this machine, and loads it.
 
 A library is compiled for the processor that runs it, so its file is named after source, compiler
-flags and processor. It is loaded only from a directory in which no other user can write.
+flags and processor. It is loaded only from a place where no other user can write.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shutil
-import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 import platformdirs
+
+from trencadis.engine.devices.own_files import other_writer, why_foreign
+from trencadis.engine.devices.processor import processor
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -37,26 +38,53 @@ class NoKernel(Exception):
 
 
 def load_kernel(
-    source: Path, definitions: Sequence[str], directory: Path | None = None
+    source: Path,
+    definitions: Sequence[str],
+    directory: Path | None = None,
+    *,
+    trusted: bool = False,
 ) -> ctypes.CDLL:
     """The library of ``source``, compiled with ``definitions`` (``D=64``) unless it was before.
 
-    ``directory`` holds compiled libraries; by default it is in the user's cache directory. Raises
-    `NoKernel`.
+    Compiled libraries are in ``directory``, or where that cannot be used, and by default, in the
+    user's cache directory. ``trusted``: those of other users are loaded, too.
+    Raises `NoKernel`.
     """
-    parent = directory or Path(platformdirs.user_cache_dir("trencadis")) / "kernels"
     try:
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_owner(parent)
         compiler = _find_compiler()
         flags = (*_FLAGS, *(f"-D{definition}" for definition in definitions))
-        named = "\n".join((source.read_text(), compiler, *flags, _processor()))
-        library = parent / f"{source.stem}-{hashlib.sha256(named.encode()).hexdigest()[:32]}.so"
-        if not _is_whole(library):
-            _compile(compiler, flags, source, library)
-        return ctypes.CDLL(str(library))
+        named = "\n".join((source.read_text(), compiler, *flags, processor()))
+        name = f"{source.stem}-{hashlib.sha256(named.encode()).hexdigest()[:32]}.so"
     except OSError as error:
         raise NoKernel(str(error)) from error
+
+    def load(parent: Path, trusted: bool) -> ctypes.CDLL:
+        library = _own_directory(parent, trusted) / name
+        if not _is_whole(library, trusted):
+            _compile(compiler, flags, source, library)
+        return ctypes.CDLL(str(library))
+
+    try:
+        if directory is not None:
+            try:
+                return load(directory, trusted)
+            except (OSError, NoKernel) as error:
+                logger.warning("The %s kernel of %s is not used: %s", source.stem, directory, error)
+        return load(Path(platformdirs.user_cache_dir("trencadis")) / "kernels", False)
+    except OSError as error:
+        raise NoKernel(str(error)) from error
+
+
+def _own_directory(directory: Path, trusted: bool) -> Path:
+    """The directory without links, made if need be. Raises `OSError` if it is not the user's."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    resolved = directory.resolve()
+    if not trusted and (reason := other_writer(resolved)) is not None:
+        raise PermissionError(
+            f"another user may have made what is in {directory}: {reason}. Make it yours alone "
+            "(chown, chmod go-w)"
+        )
+    return resolved
 
 
 def _compile(compiler: str, flags: Sequence[str], source: Path, library: Path) -> None:
@@ -79,9 +107,11 @@ def _compile(compiler: str, flags: Sequence[str], source: Path, library: Path) -
         digest.replace(library.with_suffix(_DIGEST))
 
 
-def _is_whole(library: Path) -> bool:
-    """Whether a library is as it was written: a truncated one ends the process that loads it."""
+def _is_whole(library: Path, trusted: bool) -> bool:
+    """Whether a library is as it was written, by this user: a truncated one ends the process."""
     try:
+        if not trusted and why_foreign(library.stat()) is not None:
+            return False
         return library.with_suffix(_DIGEST).read_text() == _digest(library)
     except (OSError, ValueError):
         return False
@@ -99,22 +129,3 @@ def _find_compiler() -> str:
     raise NoKernel(
         f"there is no C++ compiler {named!r} (CXX)" if named else "there is no C++ compiler"
     )
-
-
-def _check_owner(directory: Path) -> None:
-    """Raise `NoKernel` where another user could have put a library."""
-    state = directory.stat()
-    writable = state.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if state.st_uid != os.getuid() or writable:
-        raise NoKernel(f"other users can write in {directory}: make it yours alone (chmod 700)")
-
-
-def _processor() -> str:
-    """What ``-march=native`` depends on."""
-    flags = ("flags", "features", "model name")
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    found = sorted({line for line in lines if line.lower().startswith(flags)})
-    return "\n".join((platform.machine(), *found))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import importlib
 import importlib.util
 import logging
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import attrs
 import platformdirs
 
+from trencadis.engine.devices.own_files import other_writer_within
 from trencadis.engine.errors import DeviceError
 
 logger = logging.getLogger("trencadis.engine")
@@ -33,6 +36,10 @@ https://docs.habana.ai/en/latest/PyTorch/Reference/Runtime_Flags.html"""
 
 _RECIPE_CACHE_MB = 16384
 """The size that Intel's launch scripts for vLLM use (HabanaAI/vllm-fork)."""
+
+_RECIPE = ".recipe"
+_METADATA = ".metadata"
+"""The ends of the names of a recipe's files (``cache_file_handler.cpp`` of the bridge)."""
 
 _INSTALL = "https://docs.habana.ai/en/latest/Installation_Guide/"
 
@@ -64,13 +71,18 @@ def is_installed() -> bool:
     return importlib.util.find_spec("habana_frameworks") is not None
 
 
-def load_bridge(recipe_cache: Path | None = None) -> Bridge:
+def load_bridge(
+    recipe_cache: Path | None = None, *, trusted: bool = False, read_only: bool = False
+) -> Bridge:
     """Load the bridge and check that a device is available.
 
     ``recipe_cache``: a directory on a local disk that caches compiled recipes for the next start;
-    by default in the user's cache directory. Variables of the environment take precedence. Raises
-    `DeviceError` that says what to install.
+    by default in the user's cache directory. ``trusted``: those of other users, too. ``read_only``:
+    none is added to it. Variables of the environment take precedence, and are refused with
+    ``read_only``. Raises `DeviceError` that says what to install.
     """
+    if read_only and RECIPE_CACHE in os.environ:
+        raise DeviceError(f"{RECIPE_CACHE} names another directory than {recipe_cache}: unset it")
     if not is_installed():
         raise DeviceError(
             "device hpu needs habana_frameworks, which is not installed: install Intel Gaudi's "
@@ -79,7 +91,7 @@ def load_bridge(recipe_cache: Path | None = None) -> Bridge:
     _choose_mode()
     os.environ.setdefault(WEIGHT_SHARING, "0")
     if RECIPE_CACHE not in os.environ:
-        _keep_recipes(recipe_cache)
+        _keep_recipes(recipe_cache, trusted, read_only)
     try:
         bridge = _load()
         available = bridge.hpu.is_available()
@@ -108,24 +120,68 @@ def _choose_mode() -> None:
     os.environ[LAZY_MODE] = mode
 
 
-def _keep_recipes(directory: Path | None) -> None:
+def _keep_recipes(directory: Path | None, trusted: bool, read_only: bool) -> None:
     """Let the bridge cache recipes in ``directory``, or in the user's cache directory if it can."""
     place = directory or Path(platformdirs.user_cache_dir("trencadis")) / "recipes"
     try:
         if "," in str(place):
             raise OSError(errno.EINVAL, f"{RECIPE_CACHE} allows no comma in a path")
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=place):
-            pass  # a directory that is there may still be read-only
+        place = place.resolve()  # a link could be turned after the check
+        if not trusted and (reason := other_writer_within(place)) is not None:
+            logger.warning(
+                "Recipes in %s are not loaded, since another user may have made them: %s. They are "
+                "compiled at each start: make it yours alone (chown, chmod go-w), or pass "
+                "--trust-compile-cache",
+                place,
+                reason,
+            )
+            return
+        place = _copied(place) if read_only else _writable(place)
     except OSError as error:
         if directory is None:
             logger.warning("Recipes are not cached: %s cannot be used (%s)", place, error.strerror)
             return
         raise DeviceError(
             f"compile_cache {directory} cannot be used ({error.strerror}): name a directory that "
-            "can be written"
+            "can be written, or one with recipes"
         ) from error
     os.environ[RECIPE_CACHE] = f"{place},false,{_RECIPE_CACHE_MB}"
+
+
+def _writable(place: Path) -> Path:
+    """``place``, or where it is read-only and has recipes, a temporary directory with them."""
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            return place
+    except OSError:
+        if not any(place.glob(f"*{_RECIPE}")):
+            raise
+    logger.info("Recipes are read from %s, which is read-only: new ones are not kept", place)
+    return _copied(place)
+
+
+def _copied(place: Path) -> Path:
+    """A temporary directory with the recipes of ``place``, removed at exit.
+
+    The bridge locks the metadata of a recipe to read it, and stores new recipes beside it
+    (``recipe_cache.cpp``, ``lookup``). So metadata, which is small, is copied, and recipes are
+    linked. Empty metadata is of a recipe that was not stored to its end, which the bridge would
+    write anew, through a link, too: it is left out.
+    """
+    own = Path(tempfile.mkdtemp(prefix="trencadis-recipes-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    for path in place.iterdir():
+        if path.suffix == _RECIPE:
+            if _has_content(path.with_suffix(_METADATA)):
+                (own / path.name).symlink_to(path.resolve())
+        elif _has_content(path):
+            shutil.copyfile(path, own / path.name)
+    return own
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _load() -> Bridge:

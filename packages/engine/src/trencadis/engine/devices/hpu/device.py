@@ -33,7 +33,8 @@ logger = logging.getLogger("trencadis.engine")
 class HPUDevice(Device):
     """The Gaudi that the bridge assigns to this process.
 
-    ``recipe_cache``: directory for compiled recipes. Raises `DeviceError` if there is no Gaudi or
+    ``recipe_cache``: directory for compiled recipes; ``trusted``: those of other users
+    are loaded, too; ``read_only``: none are added. Raises `DeviceError` if there is no Gaudi or
     its software does not load.
     """
 
@@ -44,10 +45,18 @@ class HPUDevice(Device):
     dynamic_shapes = False
     exponential_grid = True
     compiles_forward = True
+    counts_missing = True
     temperature_source = "hlml"
 
-    def __init__(self, recipe_cache: Path | None = None, *, fp32_softmax: bool = False) -> None:
-        self._bridge = load_bridge(recipe_cache)
+    def __init__(
+        self,
+        recipe_cache: Path | None = None,
+        *,
+        fp32_softmax: bool = False,
+        trusted: bool = False,
+        read_only: bool = False,
+    ) -> None:
+        self._bridge = load_bridge(recipe_cache, trusted=trusted, read_only=read_only)
         self.torch_device = torch.device("hpu")
         self.attention: Attention = RowAttention()
         self.supports_graphs = lazy = self._bridge.lazy
@@ -73,6 +82,18 @@ class HPUDevice(Device):
         """Execute collected operations, then wait for the device."""
         self.mark_step()
         self._bridge.hpu.synchronize()
+
+    def peak_memory(self, run: Callable[[], object]) -> int:
+        """The peak of the device's tensors, or what is still in use at the end where that is more.
+
+        The bridge keeps the workspace of its recipes.
+        """
+        hpu = self._bridge.hpu
+        self.synchronize()
+        hpu.reset_peak_memory_stats()
+        before = int(hpu.memory_allocated())
+        taken = super().peak_memory(run)
+        return max(taken, int(hpu.max_memory_allocated()) - before)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # The bridge copies pageable memory to a buffer of its own before it returns, and does not
@@ -128,7 +149,7 @@ class HPUDevice(Device):
             return "the bridge's eager mode: set PT_HPU_LAZY_MODE=0"
         return None
 
-    def keep_compiled(self, directory: Path) -> None:
+    def keep_compiled(self, directory: Path, *, trusted: bool = False) -> None:
         """Nothing to do: the bridge caches recipes in the directory given when it was loaded."""
 
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:

@@ -2,7 +2,13 @@
 
 from gaudi_standin.bridge import BRIDGE
 
-__all__ = ["max_memory_allocated", "mem_get_info", "memory_allocated", "memory_stats"]
+__all__ = [
+    "max_memory_allocated",
+    "mem_get_info",
+    "memory_allocated",
+    "memory_stats",
+    "reset_peak_memory_stats",
+]
 
 
 def memory_stats(device: object = None) -> dict[str, int]:
@@ -16,6 +22,12 @@ def memory_allocated(device: object = None) -> int:
 
 def max_memory_allocated(device: object = None) -> int:
     return memory_stats()["MaxInUse"]
+
+
+def reset_peak_memory_stats(device: object = None) -> None:
+    """The peak becomes 0, and what is in use at the next allocation, as in the bridge's pools
+    (``reset_peak_mem_stats`` in ``backend/synapse_helpers/pool_allocator``)."""
+    BRIDGE.memory.peak = 0
 
 
 def mem_get_info(device: object = None) -> tuple[int, int]:

@@ -1,10 +1,10 @@
-"""Time of decode attention of one layer on the CPU: the kernel beside PyTorch's operations.
+"""Time of attention of one layer on the CPU: the kernels beside PyTorch's operations.
 
-    python benchmarks/decode_attention.py [--threads N]
+    python benchmarks/cpu_attention.py [--threads N]
 
 Both compute the same layer in turns, in bf16 with the heads of SmolLM2-135M (9 query heads, 3 KV
-heads of 64) and blocks of 32 tokens. Figures are medians of 60 turns, and the keys and values that
-the kernel reads per second.
+heads of 64) and blocks of 32 tokens. Figures are medians of 60 turns; of decode, also the keys and
+values that the kernel reads per second.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from trencadis.engine.devices.cpu.attention import CPUAttention, decode_kernel
-from trencadis.engine.models.paged_context import MASKED, DecodeContext
+from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel
+from trencadis.engine.models.paged_context import (
+    MASKED,
+    DecodeContext,
+    PagedContext,
+    RaggedChunk,
+    RaggedContext,
+)
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 32
 TURNS = 60
 LOADS = ((32, 288), (32, 128), (8, 512), (1, 1024), (1, 64))
 """Sequences, and tokens of context of each."""
+
+CHUNKS = ((4, 128, 0), (1, 256, 0), (1, 512, 0), (1, 512, 1536))
+"""Prefill chunks of a step, and tokens and context tokens of each."""
 
 
 @attrs.frozen(eq=False)
@@ -60,11 +69,36 @@ def make_batch(batch: int, context: int) -> DecodeContext:
     )
 
 
-def measure(batch: int, context: int, attentions: list[CPUAttention]) -> list[float]:
+def make_chunks(count: int, tokens: int, context: int) -> RaggedContext:
+    """Chunks of sequences whose blocks are shuffled."""
+    per_sequence = -(-(context + tokens) // BLOCK_SIZE)
+    tables = 1 + torch.randperm(count * per_sequence).view(count, per_sequence)
+    positions = torch.arange(context, context + tokens)
+    mask = torch.ones(tokens, context + tokens, dtype=torch.bool).tril_(context)
+    held_blocks = -(-context // BLOCK_SIZE)
+    chunks = tuple(
+        RaggedChunk(
+            number * tokens,
+            (number + 1) * tokens,
+            tables[number, :held_blocks] if context else None,
+            mask if context else None,
+        )
+        for number in range(count)
+    )
+    shape = (2, 1 + count * per_sequence, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+    return RaggedContext(
+        Cache(torch.randn(shape).bfloat16()),
+        tables[:, positions // BLOCK_SIZE].flatten(),
+        (positions % BLOCK_SIZE).repeat(count),
+        chunks,
+    )
+
+
+def measure(paged: PagedContext, tokens: int, attentions: list[CPUAttention]) -> list[float]:
     """Median seconds of each."""
-    paged = make_batch(batch, context)
     heads = (HEADS, KV_HEADS, KV_HEADS)
-    tensors = [torch.randn(1, n, batch, HEAD_DIM).bfloat16() for n in heads]
+    # As a linear layer leaves them: the heads of a token are adjacent.
+    tensors = [torch.randn(1, tokens, n, HEAD_DIM).bfloat16().transpose(1, 2) for n in heads]
     seconds: list[list[float]] = [[] for _ in attentions]
     for _ in range(TURNS):
         for times, attention in zip(seconds, attentions, strict=True):
@@ -80,16 +114,25 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     torch.set_num_threads(parser.parse_args().threads)
     torch.manual_seed(0)
-    kernel = decode_kernel(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+    kernel = attention_kernel(HEADS, KV_HEADS, HEAD_DIM, torch.bfloat16)
+    both = [CPUAttention(), CPUAttention(kernel)]
+    console = Console(width=100)
     table = Table("sequences", "context", "operations", "kernel", "ratio", "read by the kernel")
     for batch, context in LOADS:
-        operations, own = measure(batch, context, [CPUAttention(), CPUAttention(kernel)])
+        operations, own = measure(make_batch(batch, context), batch, both)
         bytes_read = 2 * 2 * batch * context * KV_HEADS * HEAD_DIM
         table.add_row(
             *(str(batch), str(context), f"{operations * 1e6:,.0f} µs", f"{own * 1e6:,.0f} µs"),
             *(f"{operations / own:.1f}", f"{bytes_read / own / 1e9:.1f} GB/s"),
         )
-    console = Console(width=100)
+    console.print(table)
+    table = Table("chunks", "tokens of each", "context", "operations", "kernel", "ratio")
+    for count, tokens, context in CHUNKS:
+        operations, own = measure(make_chunks(count, tokens, context), count * tokens, both)
+        table.add_row(
+            *(str(count), str(tokens), str(context)),
+            *(f"{operations * 1e6:,.0f} µs", f"{own * 1e6:,.0f} µs", f"{operations / own:.1f}"),
+        )
     console.print(table)
     console.print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
 

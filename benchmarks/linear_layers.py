@@ -1,0 +1,69 @@
+"""The CPU's linear layers of bf16: the engine's kernel beside oneDNN with packed weights.
+
+    OMP_NUM_THREADS=1 python benchmarks/linear_layers.py
+
+Both are called in turns, with enough weights that none stays in the caches from call to call. Times
+are of the processor, which other load on the machine moves less than those of a clock; the least of
+each is shown.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
+
+SHAPES = {
+    "a decoder layer of SmolLM2-135M": (
+        *((576, 576), (576, 192), (576, 192), (576, 576)),
+        *((576, 1536), (576, 1536), (1536, 576)),
+    ),
+    "4,096 to 4,096": ((4096, 4096),),
+    "14,336 to 4,096": ((14336, 4096),),
+}
+ROWS = (1, 8, 32, 256)
+WEIGHT_BYTES = 80 << 20
+ROUNDS = 7
+
+
+def main() -> None:
+    load_linear_kernel()
+    table = Table("weights", "rows", "oneDNN", "kernel", "ratio", "kernel's GFLOP/s")
+    for name, shapes in SHAPES.items():
+        size = sum(2 * inputs * outputs for inputs, outputs in shapes)
+        copies = max(2, WEIGHT_BYTES // size)
+        plain = [nn.Linear(*shape, bias=False).bfloat16() for shape in shapes * copies]
+        packed, tiled = ([kind(layer) for layer in plain] for kind in (PackedLinear, TiledLinear))
+        for rows in ROWS:
+            given = {shape[0]: torch.randn(1, rows, shape[0]).bfloat16() for shape in shapes}
+            times = [(_seconds(packed, given), _seconds(tiled, given)) for _ in range(ROUNDS)]
+            theirs, ours = (min(column) / copies for column in zip(*times, strict=True))
+            table.add_row(
+                name,
+                str(rows),
+                f"{theirs * 1e3:.2f} ms",
+                f"{ours * 1e3:.2f} ms",
+                f"{theirs / ours:.2f}",
+                f"{rows * size / ours / 1e9:.0f}",
+            )
+    Console(width=110).print(table)
+    print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+
+
+@torch.inference_mode()
+def _seconds(layers: Sequence[nn.Module], given: dict[int, torch.Tensor]) -> float:
+    started = time.process_time()
+    for layer in layers:
+        layer(given[layer.in_features])
+    return time.process_time() - started
+
+
+if __name__ == "__main__":
+    main()

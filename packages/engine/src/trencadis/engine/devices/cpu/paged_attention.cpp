@@ -1,0 +1,531 @@
+// Attention over a paged KV cache, for one layer: writes the new keys and values, then attends.
+//
+// Compiled for one model: D is the head size (a multiple of 16), G the query heads of each KV head,
+// BF16 the type (1: bf16, 0: fp32). Softmax and sums are fp32. Layouts are those of
+// `block_attention.py`: the cache of a layer is [blocks, K, S, D]; of the pairs (block, sequence),
+// the first are the blocks 0, 1, 2, ... themselves and the last `num_extra` name their block.
+//
+// The functions return 0, or 1 where there is no memory: then nothing was written. An exception would
+// end the process, so all memory is taken before the first write and before any parallel region.
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <vector>
+#if BF16 && defined(__AVX512BF16__)
+#include <immintrin.h>
+#define DOT_PRODUCTS (D % 32 == 0)
+#endif
+
+// Several libraries of this source are in one process, for models with other heads. Names that are not
+// of this file alone could be shared between them, as a static variable of an inline function is.
+namespace {
+
+typedef float Vector __attribute__((vector_size(64)));
+typedef int32_t Integers __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+typedef uint16_t Halves __attribute__((vector_size(32)));
+
+constexpr int W = 16;      // lanes of a Vector
+constexpr int DV = D / W;  // Vectors of a head
+constexpr int STRIP = 64;  // positions that are scored at once
+
+#if BF16
+typedef uint16_t Scalar;
+static inline Vector load(const Scalar* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof halves);
+    return (Vector)(__builtin_convertvector(halves, Words) << 16);
+}
+static inline void store(Scalar* to, Vector x) {
+    Words words = (Words)x;
+    words = (words + 0x7fff + ((words >> 16) & 1)) >> 16;  // to nearest, ties to even
+    Halves halves = __builtin_convertvector(words, Halves);
+    std::memcpy(to, &halves, sizeof halves);
+}
+static inline Scalar bounded(Scalar x) { return (x & 0x7f80) == 0x7f80 ? 0 : x; }
+#else
+typedef float Scalar;
+static inline Vector load(const Scalar* from) {
+    Vector x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+static inline void store(Scalar* to, Vector x) { std::memcpy(to, &x, sizeof x); }
+static inline Scalar bounded(Scalar x) { return std::isfinite(x) ? x : 0; }
+#endif
+
+static inline Vector loadf(const float* from) {
+    Vector x;
+    std::memcpy(&x, from, sizeof x);
+    return x;
+}
+
+static inline Vector splat(float x) { return x - Vector{}; }
+
+typedef float Half __attribute__((vector_size(32)));
+typedef float Quarter __attribute__((vector_size(16)));
+
+static inline float sum(Vector x) {
+    Half halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    halves[0] += halves[1];
+    Quarter quarters[2];
+    std::memcpy(quarters, halves, sizeof quarters);
+    quarters[0] += quarters[1];
+    return (quarters[0][0] + quarters[0][2]) + (quarters[0][1] + quarters[0][3]);
+}
+
+static inline float largest(Vector x) {
+    Half halves[2];
+    std::memcpy(halves, &x, sizeof x);
+    halves[0] = halves[0] > halves[1] ? halves[0] : halves[1];
+    Quarter quarters[2];
+    std::memcpy(quarters, halves, sizeof quarters);
+    const Quarter top = quarters[0] > quarters[1] ? quarters[0] : quarters[1];
+    return std::max(std::max(top[0], top[2]), std::max(top[1], top[3]));
+}
+
+// exp(x) for x <= 0; 0 below -87. Polynomial of 2^f on [-0.5, 0.5], relative error 2e-7.
+static inline Vector exponential(Vector x) {
+    Vector lowest = splat(-87.0f);
+    Integers tiny = x < lowest;
+    x = tiny ? lowest : x;
+    Vector y = x * 1.4426950408889634f;
+    Vector shifter = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+    Vector rounded = y + shifter;
+    Integers exponent = (Integers)rounded << 23;
+    Vector f = y - (rounded - shifter);
+    Vector p = splat(1.535336188319500e-4f);
+    p = p * f + 1.339887440266574e-3f;
+    p = p * f + 9.618437357674640e-3f;
+    p = p * f + 5.550332471162809e-2f;
+    p = p * f + 2.402264791363012e-1f;
+    p = p * f + 6.931472028550421e-1f;
+    p = p * f + 1.0f;
+    Vector result = (Vector)((Integers)p + exponent);
+    return tiny ? Vector{} : result;
+}
+
+// Where the processor multiplies vectors of bf16, four keys are scored at once: adding up the lanes of
+// one score takes longer than its products.
+#if DOT_PRODUCTS
+constexpr int KEYS = 4;
+constexpr int PAIRS = D / 32;  // vectors of pairs of a head
+
+static inline void load_pairs(__m512bh* pairs, const Scalar* from) {
+    for (int p = 0; p < PAIRS; ++p) pairs[p] = (__m512bh)_mm512_loadu_si512(from + 32 * p);
+}
+
+static inline __m512 folded(__m512 x, __m512 y) {
+    return _mm512_add_ps(_mm512_unpacklo_ps(x, y), _mm512_unpackhi_ps(x, y));
+}
+
+static inline __m128 scores_of(const __m512bh* query, const __m512bh (*keys)[PAIRS]) {
+    __m512 sums[KEYS];
+    for (int i = 0; i < KEYS; ++i) {
+        sums[i] = _mm512_setzero_ps();
+        for (int p = 0; p < PAIRS; ++p) sums[i] = _mm512_dpbf16_ps(sums[i], query[p], keys[i][p]);
+    }
+    const __m512d a = _mm512_castps_pd(folded(sums[0], sums[1]));
+    const __m512d b = _mm512_castps_pd(folded(sums[2], sums[3]));
+    // Each quarter has a part of all four.
+    const __m512 quarters = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
+                                          _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+    const __m256 halves =
+        _mm256_add_ps(_mm512_castps512_ps256(quarters), _mm512_extractf32x8_ps(quarters, 1));
+    return _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps(halves, 1));
+}
+#endif
+
+// A partial softmax: the largest score, the sum of exponentials, the values weighted by them.
+struct Partial {
+    float peak[G];
+    float total[G];
+    float weighted[G][D];
+};
+
+// Attention of one sequence and KV head to some of its blocks.
+struct Item {
+    int32_t row, head, begin, end;
+};
+
+static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_stride, float scale,
+                          const Scalar* keys, const Scalar* values, int64_t block_stride,
+                          const int32_t* pairs, int32_t num_pairs, const int64_t* extra,
+                          int64_t num_prefix, const float* bias, int64_t S) {
+    Vector q[G][DV], weighted[G][DV];
+    float peak[G], total[G];
+    for (int g = 0; g < G; ++g) {
+        for (int v = 0; v < DV; ++v) {
+            q[g][v] = load(query + g * query_stride + v * W) * scale;
+            weighted[g][v] = Vector{};
+        }
+        peak[g] = -INFINITY;
+        total[g] = 0;
+    }
+#if DOT_PRODUCTS
+    __m512bh q_pairs[G][PAIRS];
+    for (int g = 0; g < G; ++g) load_pairs(q_pairs[g], query + g * query_stride);
+#endif
+    alignas(64) float weights[G][STRIP];
+    for (int32_t i = 0; i < num_pairs; ++i) {
+        const int64_t pair = pairs[i];
+        const int64_t block = pair < num_prefix ? pair : extra[pair - num_prefix];
+        for (int64_t from = 0; from < S; from += STRIP) {
+            const int count = (int)std::min<int64_t>(STRIP, S - from);
+            const int padded = (count + W - 1) / W * W;
+            const Scalar* key = keys + block * block_stride + from * D;
+            const Scalar* value = values + block * block_stride + from * D;
+            const float* shift = bias + pair * S + from;
+            int scored = 0;
+#if DOT_PRODUCTS
+            for (; scored + KEYS <= count; scored += KEYS) {
+                __m512bh k[KEYS][PAIRS];
+                for (int n = 0; n < KEYS; ++n) load_pairs(k[n], key + (scored + n) * D);
+                const __m128 bias_of = _mm_loadu_ps(shift + scored);
+                for (int g = 0; g < G; ++g)
+                    _mm_storeu_ps(weights[g] + scored,
+                                  _mm_fmadd_ps(scores_of(q_pairs[g], k), _mm_set1_ps(scale), bias_of));
+            }
+#endif
+            for (int s = scored; s < count; ++s) {
+                Vector k[DV];
+                for (int v = 0; v < DV; ++v) k[v] = load(key + s * D + v * W);
+                for (int g = 0; g < G; ++g) {
+                    Vector product = q[g][0] * k[0];
+                    for (int v = 1; v < DV; ++v) product += q[g][v] * k[v];
+                    weights[g][s] = sum(product) + shift[s];
+                }
+            }
+            for (int g = 0; g < G; ++g) {
+                for (int s = count; s < padded; ++s) weights[g][s] = -INFINITY;
+                Vector tops = loadf(weights[g]);
+                for (int s = W; s < padded; s += W) {
+                    Vector next = loadf(weights[g] + s);
+                    tops = tops > next ? tops : next;
+                }
+                const float top = std::max(peak[g], largest(tops));
+                const float ratio = top > peak[g] ? std::exp(peak[g] - top) : 1.0f;
+                Vector sums = Vector{};
+                for (int s = 0; s < padded; s += W) {
+                    Vector x = exponential(loadf(weights[g] + s) - top);
+                    std::memcpy(weights[g] + s, &x, sizeof x);
+                    sums += x;
+                }
+                peak[g] = top;
+                total[g] = total[g] * ratio + sum(sums);
+                for (int v = 0; v < DV; ++v) weighted[g][v] *= ratio;
+            }
+            for (int s = 0; s < count; ++s) {
+                Vector x[DV];
+                for (int v = 0; v < DV; ++v) x[v] = load(value + s * D + v * W);
+                for (int g = 0; g < G; ++g)
+                    for (int v = 0; v < DV; ++v) weighted[g][v] += weights[g][s] * x[v];
+            }
+        }
+    }
+    std::memcpy(partial.peak, peak, sizeof peak);
+    std::memcpy(partial.total, total, sizeof total);
+    std::memcpy(partial.weighted, weighted, sizeof weighted);
+}
+
+// The attention of one sequence and KV head, from its partial softmaxes.
+static void combine(Scalar* out, const Partial* partials, int64_t count) {
+    for (int g = 0; g < G; ++g) {
+        float top = partials[0].peak[g];
+        for (int64_t i = 1; i < count; ++i) top = std::max(top, partials[i].peak[g]);
+        float total = 0;
+        Vector sums[DV] = {};
+        for (int64_t i = 0; i < count; ++i) {
+            const float ratio = std::exp(partials[i].peak[g] - top);
+            total += partials[i].total[g] * ratio;
+            for (int v = 0; v < DV; ++v) sums[v] += loadf(partials[i].weighted[g] + v * W) * ratio;
+        }
+        for (int v = 0; v < DV; ++v) store(out + g * D + v * W, sums[v] / total);
+    }
+}
+
+// The key or value of one token, for all heads, into the cache.
+static void write_row(Scalar* to, const Scalar* from, int64_t heads, int64_t from_head,
+                      int64_t to_head) {
+    // Finite: the next owner of a block adds a bias to what it has not overwritten yet.
+    for (int64_t k = 0; k < heads; ++k)
+        for (int d = 0; d < D; ++d) to[k * to_head + d] = bounded(from[k * from_head + d]);
+}
+
+}  // namespace
+
+// query [K * G, B, D], key and value [K, B, D], each with the strides of its first two axes; out
+// [B, K * G, D]; write_blocks, write_offsets [B]; owners [N], bias [N, S], extra [num_extra].
+extern "C" int decode_attention(
+    const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
+    const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
+    Scalar* out, Scalar* keys, Scalar* values, const int64_t* write_blocks,
+    const int64_t* write_offsets, const int64_t* owners, const float* bias, const int64_t* extra,
+    int64_t num_extra, int64_t N, int64_t B, int64_t K, int64_t S, float scale,
+    int64_t num_threads) try {
+    const int64_t head_stride = S * D, block_stride = K * head_stride;
+
+    // Pairs by owner. Row B takes those without one.
+    std::vector<int32_t> first(B + 2, 0), pairs(N);
+    for (int64_t i = 0; i < N; ++i) ++first[owners[i] + 1];
+    for (int64_t b = 0; b <= B; ++b) first[b + 1] += first[b];
+    std::vector<int32_t> next(first.begin(), first.end() - 1);
+    for (int64_t i = 0; i < N; ++i) pairs[next[owners[i]]++] = (int32_t)i;
+
+    // Few items where there are many rows, several per row where there are few.
+    const int64_t num_items = 4 * num_threads;
+    const int32_t per_item =
+        (int32_t)std::max<int64_t>(4, (first[B] * K + num_items - 1) / num_items);
+    std::vector<Item> items;
+    for (int32_t b = 0; b < B; ++b)
+        for (int32_t k = 0; k < K; ++k)
+            for (int32_t i = first[b]; i < first[b + 1]; i += per_item)
+                items.push_back({b, k, i, std::min(i + per_item, first[b + 1])});
+    std::vector<Partial> partials(items.size());
+    const int64_t count = (int64_t)items.size();
+
+    for (int64_t b = 0; b < B; ++b) {
+        const int64_t to = write_blocks[b] * block_stride + write_offsets[b] * D;
+        write_row(keys + to, key + b * key_row, K, key_head, head_stride);
+        write_row(values + to, value + b * value_row, K, value_head, head_stride);
+    }
+
+#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
+    for (int64_t i = 0; i < count; ++i) {
+        const Item& item = items[i];
+        const int64_t head = item.head * head_stride;
+        attend_blocks(partials[i], query + item.head * G * query_head + item.row * query_row,
+                      query_head, scale, keys + head, values + head, block_stride,
+                      &pairs[item.begin], item.end - item.begin, extra, N - num_extra, bias, S);
+    }
+
+    std::memset(out, 0, sizeof(Scalar) * B * K * G * D);
+    for (int64_t i = 0; i < count;) {
+        int64_t end = i + 1;
+        while (end < count && items[end].row == items[i].row && items[end].head == items[i].head)
+            ++end;
+        combine(out + (items[i].row * K + items[i].head) * G * D, &partials[i], end - i);
+        i = end;
+    }
+    return 0;
+} catch (const std::exception&) {
+    return 1;
+}
+
+// Prefill, where the processor multiplies vectors of bf16. With tiles of bf16 PyTorch has faster
+// products. Keys and values of `TILE` positions are packed into pairs, as the instruction takes them,
+// for all queries of an item: both products then are rows of pairs by a packed tile.
+#if BF16 && defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+namespace {
+
+constexpr int R = 12;        // rows of a product: 24 sums, 2 vectors of a tile, 1 of pairs
+constexpr int COLUMNS = 32;  // columns of a product
+constexpr int TILE = 64;     // positions that are scored at once; from position 0 on in every chunk
+constexpr int QUERIES = std::max(1, 96 / G);  // of an item: packing takes a tenth of its time
+constexpr int ROWS = (QUERIES * G + R - 1) / R * R;
+constexpr int WIDTH = (D + COLUMNS - 1) / COLUMNS * COLUMNS;
+
+// Queries `start` to `end` of a batch, after `context` tokens that are in the cache already.
+struct Chunk {
+    int64_t start, end, context;
+    const int64_t* blocks;
+    int64_t blocks_of_queries() const { return (end - start + QUERIES - 1) / QUERIES; }
+};
+
+// Up to `QUERIES` queries of a chunk, with the heads of one KV head.
+struct Queries {
+    int64_t chunk, head, first;
+};
+
+struct Cache {
+    const Scalar *keys, *values;
+    int64_t block_stride, head_stride, S;
+    const int64_t *write_blocks, *write_offsets;
+
+    // Where the key or value of a position of a chunk is, from the start of either.
+    int64_t place(const Chunk& chunk, int64_t head, int64_t position) const {
+        const int64_t token = chunk.start + position - chunk.context;
+        const bool is_new = position >= chunk.context;
+        const int64_t block = is_new ? write_blocks[token] : chunk.blocks[position / S];
+        const int64_t offset = is_new ? write_offsets[token] : position % S;
+        return block * block_stride + head * head_stride + offset * D;
+    }
+};
+
+// out [R, 32] = out * ratio + pairs [units, R] by tile [units, 32]. Without a ratio `out` is not read.
+static inline void multiply(float* out, int64_t stride, const float* ratio, const int32_t* pairs,
+                            const int32_t* tile, int units) {
+    __m512 sums[R][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+        for (int h = 0; h < 2; ++h)
+            sums[r][h] = ratio == nullptr ? _mm512_setzero_ps()
+                                          : _mm512_mul_ps(_mm512_loadu_ps(out + r * stride + h * W),
+                                                          _mm512_set1_ps(ratio[r]));
+    for (int u = 0; u < units; ++u, pairs += R, tile += COLUMNS) {
+        const __m512bh t0 = (__m512bh)_mm512_loadu_si512(tile);
+        const __m512bh t1 = (__m512bh)_mm512_loadu_si512(tile + W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(pairs[r]);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], t0, x);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], t1, x);
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < R; ++r)
+        for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * stride + h * W, sums[r][h]);
+}
+
+static inline __m512i widened(const Scalar* from) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+}
+
+// Keys as [TILE / 32, D / 2, 32]: pairs of a key's values. Values as [WIDTH / 32, TILE / 2, 32]: pairs
+// of two positions. Positions from `count` on are 0, and so are a head's values from D on.
+struct Packed {
+    alignas(64) int32_t keys[TILE * D / 2];
+    alignas(64) int32_t values[WIDTH * TILE / 2];
+
+    void fill(const Cache& cache, const Chunk& chunk, int64_t head, int64_t first, int count) {
+        for (int s = 0; s < TILE; s += 2) {
+            static const Scalar none[D] = {};
+            const Scalar* pair[2] = {none, none};
+            for (int i = 0; i < 2; ++i) {
+                int32_t* column = keys + s / COLUMNS * COLUMNS * D / 2 + s % COLUMNS + i;
+                if (s + i >= count) {
+                    for (int u = 0; u < D / 2; ++u) column[u * COLUMNS] = 0;
+                    continue;
+                }
+                const int64_t place = cache.place(chunk, head, first + s + i);
+                const Scalar* key = cache.keys + place;
+                for (int u = 0; u < D / 2; ++u)
+                    std::memcpy(column + u * COLUMNS, key + 2 * u, sizeof *column);
+                pair[i] = cache.values + place;
+            }
+            for (int d = 0; d < D; d += W)
+                _mm512_store_si512(
+                    values + (d / COLUMNS * TILE + s) / 2 * COLUMNS + d % COLUMNS,
+                    _mm512_or_si512(widened(pair[0] + d), _mm512_slli_epi32(widened(pair[1] + d), 16)));
+        }
+    }
+};
+
+// One row's scores of a tile: softmax so far, and the weights as pairs, `R` apart.
+struct Softmax {
+    float peak = -INFINITY, total = 0;
+
+    // Takes the positions up to `last`; returns the ratio of the old sums to the new ones.
+    float add(const float* scores, float scale, int last, int32_t* pairs) {
+        const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+        Vector x[TILE / W], tops = splat(-INFINITY), sums = Vector{};
+        for (int v = 0; v < TILE / W; ++v) {
+            const Integers masked = lanes + v * W > last;
+            x[v] = masked ? splat(-INFINITY) : loadf(scores + v * W) * scale;
+            tops = tops > x[v] ? tops : x[v];
+        }
+        const float top = std::max(peak, largest(tops));
+        const float ratio = top > peak ? std::exp(peak - top) : 1.0f;
+        for (int v = 0; v < TILE / W; ++v) {
+            x[v] = exponential(x[v] - top);
+            sums += x[v];
+        }
+        alignas(64) int32_t row[TILE / 2];
+        for (int v = 0; v < TILE / W; v += 2)
+            _mm512_store_si512(row + v * W / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[v + 1],
+                                                                             (__m512)x[v]));
+        for (int u = 0; u < TILE / 2; ++u) pairs[u * R] = row[u];
+        peak = top;
+        total = total * ratio + sum(sums);
+        return ratio;
+    }
+};
+
+static void attend_queries(const Queries& item, const Chunk& chunk, const Cache& cache,
+                           const Scalar* query, int64_t query_head, int64_t query_row, Scalar* out,
+                           int64_t K, float scale) {
+    const int64_t count = std::min<int64_t>(QUERIES, chunk.end - chunk.start - item.first);
+    const int64_t rows = count * G, start = chunk.start + item.first;
+    alignas(64) int32_t queries[ROWS * D / 2] = {};   // blocks of R rows, each [D / 2, R]
+    alignas(64) float sums[ROWS * WIDTH] = {};        // [ROWS, WIDTH]
+    alignas(64) float scores[R * TILE];               // [R, TILE]
+    alignas(64) int32_t weights[TILE / 2 * R] = {};   // [TILE / 2, R]
+    Softmax softmax[ROWS];
+    Packed packed;
+    const Scalar* of_head = query + item.head * G * query_head + start * query_row;
+    for (int64_t row = 0; row < rows; ++row) {
+        const Scalar* from = of_head + row % G * query_head + row / G * query_row;
+        for (int u = 0; u < D / 2; ++u)
+            std::memcpy(queries + row / R * R * D / 2 + u * R + row % R, from + 2 * u,
+                        sizeof(int32_t));
+    }
+    std::memset(packed.values, 0, sizeof packed.values);
+    const int64_t first = chunk.context + item.first, visible = first + count;
+    for (int64_t tile = 0; tile < visible; tile += TILE) {
+        packed.fill(cache, chunk, item.head, tile, (int)std::min<int64_t>(TILE, visible - tile));
+        for (int64_t begin = 0; begin < rows; begin += R) {
+            for (int h = 0; h < TILE / COLUMNS; ++h)
+                multiply(scores + h * COLUMNS, TILE, nullptr, queries + begin * D / 2,
+                         packed.keys + h * COLUMNS * D / 2, D / 2);
+            float ratio[R] = {};
+            for (int64_t r = 0; r < std::min<int64_t>(R, rows - begin); ++r) {
+                const int64_t last = std::min<int64_t>(TILE, first + (begin + r) / G - tile);
+                ratio[r] = softmax[begin + r].add(scores + r * TILE, scale, (int)last, weights + r);
+            }
+            for (int c = 0; c < WIDTH / COLUMNS; ++c)
+                multiply(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio, weights,
+                         packed.values + c * COLUMNS * TILE / 2, TILE / 2);
+        }
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+        Scalar* to = out + (start + row / G) * K * G * D + (item.head * G + row % G) * D;
+        for (int v = 0; v < DV; ++v)
+            store(to + v * W, loadf(sums + row * WIDTH + v * W) / softmax[row].total);
+    }
+}
+
+}  // namespace
+
+// query [K * G, T, D], key and value [K, T, D], each with the strides of its first two axes; out
+// [T, K * G, D]; write_blocks, write_offsets [T]. The chunks follow each other from token 0 on. Tokens
+// after the last one are padding: nothing is written for them, and their rows of `out` are 0.
+extern "C" int prefill_attention(
+    const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
+    const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
+    Scalar* out, Scalar* keys, Scalar* values, const int64_t* write_blocks,
+    const int64_t* write_offsets, const Chunk* chunks, int64_t num_chunks, int64_t T, int64_t K,
+    int64_t S, float scale, int64_t num_threads) try {
+    const Cache cache{keys, values, K * S * D, S * D, S, write_blocks, write_offsets};
+    int64_t count = 0;
+    for (int64_t i = 0; i < num_chunks; ++i) count += chunks[i].blocks_of_queries() * K;
+    std::vector<Queries> items;
+    items.reserve(count);
+    // The last queries of a chunk see the most positions, and start first.
+    for (int64_t i = 0; i < num_chunks; ++i)
+        for (int64_t b = chunks[i].blocks_of_queries() - 1; b >= 0; --b)
+            for (int64_t k = 0; k < K; ++k) items.push_back({i, k, b * QUERIES});
+    const int64_t end = num_chunks == 0 ? 0 : chunks[num_chunks - 1].end;
+
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t t = 0; t < end; ++t) {
+            const int64_t to = write_blocks[t] * cache.block_stride + write_offsets[t] * D;
+            write_row(keys + to, key + t * key_row, K, key_head, cache.head_stride);
+            write_row(values + to, value + t * value_row, K, value_head, cache.head_stride);
+        }
+#pragma omp for schedule(dynamic, 1)
+        for (int64_t i = 0; i < count; ++i)
+            attend_queries(items[i], chunks[items[i].chunk], cache, query, query_head, query_row,
+                           out, K, scale);
+    }
+    std::memset(out + end * K * G * D, 0, sizeof(Scalar) * (T - end) * K * G * D);
+    return 0;
+} catch (const std::exception&) {
+    return 1;
+}
+#endif

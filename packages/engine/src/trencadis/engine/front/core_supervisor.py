@@ -1,0 +1,240 @@
+"""Keeps an engine core alive: reads its messages, notices its death or a hang, and restarts it.
+
+What a message means for a request or a call is left to who runs the supervisor.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+
+import attrs
+
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.core.core_process import LogSettings
+from trencadis.engine.errors import (
+    EngineDead,
+    EngineError,
+    EngineRestarting,
+    EngineUnresponsive,
+)
+from trencadis.engine.front.core_client import CoreClient
+from trencadis.engine.ipc.messages import Busy, Failed, FromCore, Ready, StepDone, Stop, ToCore
+from trencadis.engine.outputs import EngineStats
+from trencadis.engine.runner.limits import token_budget
+
+logger = logging.getLogger("trencadis.engine")
+
+_STOP_SECONDS = 10.0
+"""Time for the core to end by itself before its process is killed."""
+
+_RECOVERY_POLL_SECONDS = 0.05
+"""Period in which a caller looks whether the core has been restarted."""
+
+_MAX_BACKOFF_SECONDS = 30.0
+"""Longest wait before a restart of the core: 1 s before the first, then twice as long each time."""
+
+
+class CoreSupervisor:
+    """A core that is restarted after its death, ``config.engine_restarts`` times in all.
+
+    ``config`` is that of the model that it serves, with which it is restarted; ``ready`` and
+    ``stats`` are what it last told of itself. ``busy`` is its last message, if it says that what it
+    does may take minutes, and ``restarting`` why it died, while it is being restarted. ``failure``
+    says why no request can be served any more.
+    """
+
+    def __init__(
+        self, config: EngineConfig, core: CoreClient, ready: Ready, log: LogSettings
+    ) -> None:
+        self.config = config
+        self.ready = ready
+        self.busy: Busy | None = None
+        self.restarting = ""
+        self.failure: str | None = None
+        self._num_restarts = 0
+        self.stats = self._first_stats()
+        self._core = core
+        self._log = log
+        self._last_message_s = time.monotonic()
+        self._has_failed = asyncio.Event()
+
+    async def run(
+        self,
+        on_message: Callable[[FromCore], Awaitable[None]],
+        on_death: Callable[[EngineDead], None],
+    ) -> None:
+        """Read the core's messages until it dies for good; restart it before that.
+
+        ``on_message`` gets each message. ``on_death`` gets the error with which all requests end,
+        at each death: `EngineRestarting`, and `EngineDead` after the last.
+        """
+        try:
+            await self._supervise(on_message, on_death)
+        except Exception as error:  # nothing reads the core from here on: every caller must fail
+            logger.exception("The engine stops serving: its core is no longer supervised")
+            reason = f"the supervision of the engine core ended by {type(error).__name__}: {error}"
+            on_death(self.fail(f"{reason}. Restart the server"))
+
+    async def _supervise(
+        self,
+        on_message: Callable[[FromCore], Awaitable[None]],
+        on_death: Callable[[EngineDead], None],
+    ) -> None:
+        while True:
+            reason = await self._read(on_message)
+            if self._num_restarts >= self.config.engine_restarts:
+                break
+            self.restarting = reason
+            lost = f"{reason}: this request is lost. The core is restarted: send it again"
+            on_death(EngineRestarting(lost))
+            while self.restarting and self._num_restarts < self.config.engine_restarts:
+                await self._restart()
+            if self.restarting:
+                reason = self.restarting
+                break
+        logger.error("The engine stops serving: %s", reason)
+        on_death(self.fail(f"{reason}: restart the server"))
+
+    def fail(self, reason: str) -> EngineDead:
+        """No request can be served any more; returns the error that says why."""
+        if self.failure is None:
+            self.failure = reason
+        self._has_failed.set()
+        return EngineDead(self.failure)
+
+    async def send(self, message: ToCore) -> None:
+        """Queue a message for the core."""
+        await self._core.send(message)
+
+    async def stop(self) -> None:
+        """Let the core end by itself, then end its process."""
+        if self._core.is_alive:
+            await self._core.send(Stop())
+        await self._core.end(_STOP_SECONDS)
+
+    async def kill(self) -> None:
+        """End the core's process."""
+        await self._core.end()
+
+    def use_model(self, config: EngineConfig, ready: Ready) -> None:
+        """The core serves the model of ``config`` now, also after a restart."""
+        self.config, self.ready = config, ready
+        self.stats = self._first_stats()
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self.failure is None and not self.restarting and self._core.is_alive
+
+    @property
+    def silence_s(self) -> float:
+        """Seconds since the last message of the core. An idle core sends one each second."""
+        return time.monotonic() - self._last_message_s
+
+    async def wait_until_recovered(self) -> None:
+        """Wait until a core that died has been restarted. Raises `EngineDead` where it is not."""
+        while not self.is_alive:
+            if self.failure is not None:
+                raise EngineDead(self.failure)
+            await asyncio.sleep(_RECOVERY_POLL_SECONDS)
+
+    async def wait_until_failed(self) -> str:
+        """Wait until no request can be served any more; returns why."""
+        await self._has_failed.wait()
+        return self.failure or ""
+
+    def check_health(self) -> None:
+        """Raise an error of `AsyncEngine.check_health` when requests cannot be served."""
+        if self.failure is not None:
+            raise EngineDead(self.failure, is_refusal=True)
+        if not self.is_alive:
+            reason = self.restarting or "the engine core is gone"
+            if self._num_restarts >= self.config.engine_restarts and not self.restarting:
+                raise EngineDead(f"{reason}: restart the server", is_refusal=True)
+            raise EngineRestarting(
+                f"{reason}: it is being restarted, try again in some seconds", is_refusal=True
+            )
+        limit_s = max(self.config.hang_timeout, self._busy_s)
+        if self.silence_s > limit_s:
+            what = "the engine core hangs" if self.busy is None else self.busy.reason
+            raise EngineUnresponsive(
+                f"{what}: no message for {self.silence_s:.0f} s, "
+                f"more than {limit_s:.0f} s. Restart the server if it stays so"
+            )
+
+    async def _restart(self) -> None:
+        """Start another core, after a wait. Where that fails, the reason is the new one."""
+        await self._core.end()
+        self.stats = self._first_stats()
+        delay_s = min(2.0**self._num_restarts, _MAX_BACKOFF_SECONDS)
+        self._num_restarts += 1
+        logger.error(
+            "%s: restart %d of %d in %.0f s",
+            self.restarting,
+            self._num_restarts,
+            self.config.engine_restarts,
+            delay_s,
+        )
+        await asyncio.sleep(delay_s)
+        try:
+            self._core = CoreClient(self.config, self._log)
+            self.ready = await self._core.wait_until_ready()
+        except asyncio.CancelledError:  # the engine is stopped
+            await self._core.end()
+            raise
+        except EngineError as error:
+            self.restarting = str(error)
+            return
+        except Exception as error:  # such as no socket or process left: the next try may have one
+            logger.exception("The engine core could not be started again")
+            self.restarting = f"{type(error).__name__}: {error}"
+            return
+        self.restarting, self.busy = "", None
+        self._last_message_s = time.monotonic()
+        self.stats = self._first_stats()
+        logger.info("The engine core serves again")
+
+    async def _read(self, on_message: Callable[[FromCore], Awaitable[None]]) -> str:
+        """Pass on each message of the core; returns why there are no more."""
+        try:
+            while True:
+                message = await self._core.receive(self.patience_s)
+                self._last_message_s = time.monotonic()
+                self.busy = message if isinstance(message, Busy) else None
+                if isinstance(message, Failed):
+                    raise EngineDead(message.message)
+                if isinstance(message, StepDone) and message.stats is not None:
+                    self.stats = attrs.evolve(message.stats, num_core_restarts=self._num_restarts)
+                await on_message(message)
+        except EngineError as error:
+            return str(error)
+        except Exception as error:
+            # The core's messages are not read from here on, so every waiting caller must fail.
+            logger.exception("The front cannot read the engine core's messages")
+            return f"{type(error).__name__}: {error}"
+
+    @property
+    def patience_s(self) -> float | None:
+        """Seconds of silence after which the core is killed; None: it never is."""
+        config = self.config
+        if not config.hang_restart_timeout:
+            return None
+        return max(config.hang_restart_timeout, config.hang_timeout, self._busy_s)
+
+    @property
+    def _busy_s(self) -> float:
+        """Seconds for which the core has said that it may be silent; 0: it has said nothing."""
+        return 0.0 if self.busy is None else self.busy.limit_s
+
+    def _first_stats(self) -> EngineStats:
+        """The stats before the core has sent its own."""
+        return EngineStats(
+            num_total_blocks=self.ready.num_blocks - 1,
+            block_size=self.ready.block_size,
+            max_running_seqs=self.config.max_num_seqs,
+            max_prefill_tokens=token_budget(self.config),
+            num_core_restarts=self._num_restarts,
+        )

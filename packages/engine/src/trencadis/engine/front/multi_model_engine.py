@@ -1,0 +1,449 @@
+"""Several models in one engine: one of them is active, and `switch_model` activates another."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import attrs
+
+from trencadis.engine.core.core_process import LogSettings
+from trencadis.engine.errors import (
+    ConfigError,
+    EngineDead,
+    InvalidRequest,
+    ModelError,
+    ModelNotActiveError,
+    SwitchFailedError,
+    SwitchInProgressError,
+)
+from trencadis.engine.front.async_engine import AsyncEngine
+from trencadis.engine.front.embeddings import Embedding
+from trencadis.engine.front.multi_model_config import ModelEntry
+from trencadis.engine.front.prepared_models import PreparedModels
+from trencadis.engine.inspection import EngineInspection
+from trencadis.engine.outputs import CompletionDelta, EngineStats
+from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.validators import plain_number, shown
+from trencadis.scheduler import BatchControl, BatchControlResult
+
+if TYPE_CHECKING:
+    from trencadis.engine.front.tokenizer import Tokenizer
+    from trencadis.engine.ipc.messages import Reconfigured
+
+Running = Literal["wait", "abort", "park"]
+"""What happens to requests that still run when the drain limit has passed."""
+
+_MAX_DRAIN_SECONDS = 86_400.0
+
+_MAX_STASH_GIB = 1 << 20
+
+
+@attrs.frozen(kw_only=True)
+class SwitchReport:
+    """What a switch did.
+
+    - ``parked``, ``aborted``: requests of the previous model that were kept, and ended.
+    - ``resumed``: parked requests of the new model that go on.
+    - ``prepare_s``: seconds in which the previous model was served as before: the download or the
+      conversion of a checkpoint, its tokenizer. About 0 for a model that was active before.
+    - ``drain_s``, ``unload_s``, ``load_s``, ``warmup_s``, ``total_s``: seconds.
+    - ``memory_before_bytes``, ``memory_after_bytes``: device memory in use (on the CPU, resident
+      memory of the core's process).
+    - ``from_stash``: whether the weights came from host memory instead of a file.
+    """
+
+    previous: str
+    active: str
+    parked: int = 0
+    aborted: int = 0
+    resumed: int = 0
+    prepare_s: float = 0.0
+    drain_s: float = 0.0
+    unload_s: float = 0.0
+    load_s: float = 0.0
+    warmup_s: float = 0.0
+    total_s: float = 0.0
+    memory_before_bytes: int = 0
+    memory_after_bytes: int = 0
+    from_stash: bool = False
+
+
+class MultiModelEngine:
+    """Serves the active one of several models. Start it with `start`, end it with `stop`.
+
+    ``active`` is the alias of the first active model, by default that of the first entry.
+    ``model_stash_gib``: most host memory, in GiB, for the weights of models that are not active; a
+    switch to one of these is quick. Raises `ConfigError` for models that one engine cannot serve,
+    and `UnknownModelError` for an ``active`` that is none of them.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[ModelEntry],
+        *,
+        active: str | None = None,
+        model_stash_gib: float = 16.0,
+        log: LogSettings | None = None,
+    ) -> None:
+        self._models = PreparedModels(models)
+        stash_gib = plain_number(model_stash_gib)
+        if not isinstance(stash_gib, (int, float)) or not 0 <= stash_gib <= _MAX_STASH_GIB:
+            raise ConfigError(
+                f"model_stash_gib must be from 0 to {_MAX_STASH_GIB}, got {shown(model_stash_gib)}"
+            )
+        self._stash_bytes = int(stash_gib * (1 << 30))
+        self._first = models[0].alias if active is None else self.entry_of(active).alias
+        self._log = log
+        self._lock = asyncio.Lock()
+        self._is_switching = False
+        self._engine: AsyncEngine | None = None
+        self._parked: dict[str, list[Any]] = {}
+
+    async def start(self) -> None:
+        """Start the core with the active model; returns when requests can be served.
+
+        Raises the errors of `AsyncEngine.start`.
+        """
+        self._engine = await AsyncEngine.start(self._models.config_of(self.active), self._log)
+        self._models.add(self.active, self._engine.tokenizer)
+
+    async def stop(self) -> None:
+        """End the core. Requests that still run, or are parked, end with `EngineDead`."""
+        if self._engine is not None:
+            await self._engine.stop()
+        self._models.close()
+
+    @property
+    def engine(self) -> AsyncEngine:
+        """The engine that serves the active model. It stays the same through switches."""
+        if self._engine is None:
+            raise EngineDead("the engine was not started: await start() first")
+        return self._engine
+
+    @property
+    def active(self) -> str:
+        """The alias of the active model."""
+        # The engine's own name: it changes in the same instant as tokenizer and longest sequence.
+        return self._first if self._engine is None else self._engine.model_name
+
+    @property
+    def aliases(self) -> tuple[str, ...]:
+        """The aliases of all models, in their order."""
+        return self._models.aliases
+
+    @property
+    def entry(self) -> ModelEntry:
+        """The active model's entry."""
+        return self._models.entry_of(self.active)
+
+    def entry_of(self, alias: str) -> ModelEntry:
+        """The entry of a model. Raises `UnknownModelError`, which names those that there are."""
+        return self._models.entry_of(alias)
+
+    @property
+    def is_switching(self) -> bool:
+        """Whether a switch has begun to drain. New requests are refused with
+        `SwitchInProgressError`."""
+        return self._is_switching
+
+    async def prepare_model(self, alias: str) -> float:
+        """Prepare a switch to ``alias`` while the active model is served; returns the seconds.
+
+        The checkpoint is downloaded or converted, and its tokenizer loaded, in the first call.
+        Raises `UnknownModelError`, and `SwitchFailedError` with the step ``prepare``.
+        """
+        began = time.monotonic()
+        with self._preparing():
+            await self._models.prepare(alias)
+        return time.monotonic() - began
+
+    async def switch_model(
+        self,
+        alias: str,
+        *,
+        running: Running = "wait",
+        drain_timeout_s: float = 60.0,
+        wait_for_turn: bool = True,
+    ) -> SwitchReport:
+        """Make ``alias`` the active model; returns when it serves.
+
+        First the model is prepared, see `prepare_model`; the active one is served meanwhile. Then
+        requests that run may end within ``drain_timeout_s`` seconds; new ones are refused with
+        `SwitchInProgressError`. ``running`` says what happens to those that are left then:
+
+        - ``wait``: nothing, the switch fails.
+        - ``abort``: they end with the reason ``abort``.
+        - ``park``: they are kept by their tokens and go on when their model is active again.
+          In fp32, greedy and seeded requests give the tokens that they would have given
+          undisturbed; in bf16 a near tie may fall otherwise, as it may in other company.
+
+        One switch runs at a time; a second one waits for it, or without ``wait_for_turn`` raises
+        `SwitchInProgressError`. A switch that has begun goes on when its caller is cancelled. For
+        the active model nothing happens.
+
+        Raises `UnknownModelError`, `InvalidRequest` for a wrong argument, `SwitchFailedError` once
+        the previous model serves again, and the errors of `AsyncEngine.check_health`.
+        """
+        self.entry_of(alias)
+        _check_arguments(running, drain_timeout_s)
+        if self._lock.locked() and not wait_for_turn:
+            raise SwitchInProgressError("another switch of models is under way: try again later")
+        await self._lock.acquire()
+        task = asyncio.ensure_future(self._switch_and_release(alias, running, drain_timeout_s))
+        task.add_done_callback(_retrieve)
+        return await asyncio.shield(task)
+
+    async def _switch_and_release(
+        self, alias: str, running: Running, drain_timeout_s: float
+    ) -> SwitchReport:
+        try:
+            if alias == self.active:
+                return SwitchReport(previous=alias, active=alias)
+            began = time.monotonic()
+            await self.engine.check_health()
+            with self._preparing():
+                tokenizer = await self._models.prepare(alias)
+                await asyncio.to_thread(tokenizer.start_renderer)
+            await self.engine.check_health()
+            self._is_switching = True
+            self.engine.close_admission(
+                f"the engine switches from {self.active} to {alias}: try again in some seconds"
+            )
+            prepare_s = time.monotonic() - began
+            report = await self._switch(alias, tokenizer, running, drain_timeout_s)
+            return attrs.evolve(report, prepare_s=prepare_s, total_s=time.monotonic() - began)
+        finally:
+            self._is_switching = False
+            if self._engine is not None:
+                self._engine.close_admission("")
+            try:
+                self._models.release_all_but(self.active)
+            finally:
+                self._lock.release()
+
+    async def _switch(
+        self, alias: str, tokenizer: Tokenizer, running: Running, drain_timeout_s: float
+    ) -> SwitchReport:
+        """The caller's side of a switch, in the order of seed 004, once the model is prepared."""
+        began, previous, engine = time.monotonic(), self.active, self.engine
+        num_left = await engine.drain(drain_timeout_s)
+        drain_s = time.monotonic() - began
+        if num_left and running == "wait":
+            raise SwitchFailedError(
+                f"{num_left} requests still run after {drain_timeout_s:g} s: wait longer, or say "
+                "running='abort' or 'park'",
+                "drain",
+                previous,
+            )
+        aborted = await engine.abort_all() if running == "abort" else 0
+        await engine.check_health()  # a core that has died by now did not die of the new model
+        parked = engine.park() if running == "park" else []
+        try:
+            done = await self._reconfigure(alias, tokenizer)
+        except Exception:
+            if engine.is_sleeping:  # it could not be woken up now
+                self._parked.setdefault(previous, []).extend(parked)
+            else:
+                await engine.resume(parked)  # `previous` is active, or they end with an error
+            raise
+        self._parked.setdefault(previous, []).extend(parked)
+        resumed = await engine.resume(self._parked.pop(alias, []))
+        return SwitchReport(
+            previous=previous,
+            active=alias,
+            parked=len(parked),
+            aborted=aborted,
+            resumed=resumed,
+            drain_s=drain_s,
+            unload_s=done.unload_s,
+            load_s=done.load_s,
+            warmup_s=done.warmup_s,
+            memory_before_bytes=done.memory_before_bytes,
+            memory_after_bytes=done.memory_after_bytes,
+            from_stash=done.from_stash,
+        )
+
+    async def _reconfigure(self, alias: str, tokenizer: Tokenizer) -> Reconfigured:
+        """Let the core switch. Raises `SwitchFailedError` once the previous model serves again.
+
+        `EngineRestarting`, then, too, where the core died before it began the switch.
+        """
+        previous, config = self.active, self._models.config_of(alias)
+        try:
+            return await self.engine.reconfigure(config, tokenizer, self._stash_bytes)
+        except SwitchFailedError as error:
+            state = "sleeps" if error.step == "wake" else "is still active"
+            raise SwitchFailedError(
+                f"{previous} {state}: the switch to {alias} failed in step {error.step}: {error}",
+                error.step,
+                previous,
+            ) from None
+        except EngineDead as error:
+            has_begun = self.engine.has_begun_change
+            await self.engine.wait_until_recovered()
+            if not has_begun:
+                raise
+            raise SwitchFailedError(
+                f"{previous} is active again: the engine core died in the switch to {alias} "
+                f"({error})",
+                "core",
+                previous,
+            ) from error
+
+    async def tokenizer_of(self, alias: str) -> Tokenizer:
+        """The tokenizer of a model, be it active or not; loaded with the first call.
+
+        Raises `UnknownModelError`, `ConfigError` for a chat template that cannot be used, and
+        `ModelError`.
+        """
+        return await self._models.tokenizer_of(alias)
+
+    @contextlib.contextmanager
+    def _preparing(self) -> Generator[None, None, None]:
+        """Turn errors into `SwitchFailedError`: nothing has changed."""
+        try:
+            yield
+        except (ConfigError, ModelError, OSError) as error:
+            raise SwitchFailedError(
+                f"{self.active} is still active: {error}", "prepare", self.active
+            ) from error
+
+    def _check_active(self, model: str | None) -> None:
+        if model is not None and self.entry_of(model).alias != self.active:
+            raise ModelNotActiveError(
+                f"the model {model} is not active, {self.active} is: switch to {model} first"
+            )
+
+    # As AsyncEngine.
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the active model."""
+        return self.engine.tokenizer
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest prompt plus output of the active model, tokens."""
+        return self.engine.max_model_len
+
+    @property
+    def embedding_size(self) -> int:
+        """As `AsyncEngine.embedding_size`, of the active model."""
+        return self.engine.embedding_size
+
+    @property
+    def model_name(self) -> str:
+        """The alias of the active model."""
+        return self.active
+
+    @property
+    def stats(self) -> EngineStats:
+        """The latest snapshot. Totals count since the last switch."""
+        return self.engine.stats
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        """As `AsyncEngine.info`, of the active model."""
+        return self.engine.info
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether requests can be served."""
+        return self.engine.is_alive
+
+    @property
+    def is_sleeping(self) -> bool:
+        """Whether the device memory is released, so that requests are refused."""
+        return self.engine.is_sleeping
+
+    async def wait_until_failed(self) -> str:
+        """Wait until no request can be served any more; returns why."""
+        return await self.engine.wait_until_failed()
+
+    async def check_health(self) -> None:
+        """Raises an error when requests cannot be served, as `AsyncEngine.check_health`.
+
+        A switch is no reason: the core is at work.
+        """
+        await self.engine.check_health()
+
+    async def generate(
+        self,
+        prompt_token_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+        model: str | None = None,
+    ) -> AsyncGenerator[CompletionDelta, None]:
+        """As `AsyncEngine.generate`. ``model`` is the alias whose tokenizer made the prompt.
+
+        Raises `ModelNotActiveError` where another model is active by now, `SwitchInProgressError`
+        while models are switched, and `UnknownModelError`.
+        """
+        self._check_active(model)
+        stream = self.engine.generate(
+            prompt_token_ids, params, request_id, priority, cache_salt, client
+        )
+        async with contextlib.aclosing(stream):
+            async for delta in stream:
+                yield delta
+
+    async def embed(
+        self,
+        prompt_token_ids: Sequence[int],
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+        model: str | None = None,
+    ) -> Embedding:
+        """As `AsyncEngine.embed`, with ``model`` as in `generate`."""
+        self._check_active(model)
+        return await self.engine.embed(prompt_token_ids, request_id, priority, cache_salt, client)
+
+    async def abort(self, request_id: str) -> None:
+        """As `AsyncEngine.abort`, also of a parked request."""
+        await self.engine.abort(request_id)
+
+    async def control(self, order: BatchControl) -> BatchControlResult:
+        """As `AsyncEngine.control`, for the active model."""
+        return await self.engine.control(order)
+
+    async def inspect(self) -> EngineInspection:
+        """As `AsyncEngine.inspect`, for the active model."""
+        return await self.engine.inspect()
+
+    async def sleep(self, level: int = 1) -> int:
+        """As `AsyncEngine.sleep`."""
+        return await self.engine.sleep(level)
+
+    async def wake_up(self) -> None:
+        """As `AsyncEngine.wake_up`. A switch to another model wakes the engine up, too."""
+        await self.engine.wake_up()
+        if not self.is_sleeping:
+            await self.engine.resume(self._parked.pop(self.active, []))
+
+
+def _check_arguments(running: Running, drain_timeout_s: float) -> None:
+    if running not in get_args(Running):
+        names = ", ".join(get_args(Running))
+        raise InvalidRequest(f"running must be one of {names}, got {shown(running)}", "running")
+    limit = plain_number(drain_timeout_s)
+    if not isinstance(limit, (int, float)) or not 0 <= limit <= _MAX_DRAIN_SECONDS:
+        raise InvalidRequest(
+            f"drain_timeout_s must be from 0 to {_MAX_DRAIN_SECONDS:g} seconds, "
+            f"got {shown(drain_timeout_s)}",
+            "drain_timeout_s",
+        )
+
+
+def _retrieve(task: asyncio.Future[SwitchReport]) -> None:
+    """Look at a task's error, so that none is reported as lost where the caller was cancelled."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,198 @@
+"""The requests of a front that have not ended: those that the core knows, and parked ones."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator
+
+import attrs
+import msgspec
+
+from trencadis.engine.errors import (
+    EngineDead,
+    EngineError,
+    EngineOverloaded,
+    EngineSleeping,
+    InvalidRequest,
+    RequestFailed,
+)
+from trencadis.engine.front.core_supervisor import CoreSupervisor
+from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.ipc.messages import Abort, Add, Finish, Rejected, StepDone
+from trencadis.engine.outputs import CompletionDelta
+
+logger = logging.getLogger("trencadis.engine")
+
+_DRAIN_POLL_SECONDS = 0.005
+"""Period in which a drain looks whether requests are left."""
+
+
+@attrs.define(eq=False)
+class OpenRequest:
+    """A request. Its generator reads ``queue``, at most one delta per generated token.
+
+    ``add`` is the message that began it. ``keys``: under which keys the core knows it, and which
+    sample it has there; None is all of them.
+    """
+
+    stream: RequestStream
+    queue: asyncio.Queue[CompletionDelta | EngineError]
+    add: Add
+    keys: dict[str, int | None]
+
+    def resumption(self, key: str, sample: int | None, token_ids: tuple[int, ...]) -> Add:
+        """The message by which ``sample`` goes on after ``token_ids``."""
+        params = self.add.params
+        if sample is not None and params.num_seqs > 1:
+            seed = None if params.seed is None else params.seed + sample
+            params = attrs.evolve(params, n=1, best_of=None, seed=seed)
+        return msgspec.structs.replace(
+            self.add, key=key, params=params, output_token_ids=token_ids, is_resumed=True
+        )
+
+
+class OpenRequests:
+    """Begins, ends, parks and resumes requests, and gives them the core's tokens.
+
+    ``numbers`` make the keys of resumed requests unique.
+    """
+
+    def __init__(self, core: CoreSupervisor, numbers: Iterator[int]) -> None:
+        self._core = core
+        self._numbers = numbers
+        self._requests: dict[str, OpenRequest] = {}
+        self._parked: set[OpenRequest] = set()
+
+    def begin(
+        self, stream: RequestStream, queue: asyncio.Queue[CompletionDelta | EngineError], add: Add
+    ) -> OpenRequest:
+        """A request that is sent to the core with the message ``add``."""
+        request = self._requests[add.key] = OpenRequest(stream, queue, add, {add.key: None})
+        return request
+
+    def unfinished(self) -> list[OpenRequest]:
+        """All requests, parked ones last."""
+        return [*dict.fromkeys(self._requests.values()), *self._parked]
+
+    def keys_of(self, request_ids: Iterable[str]) -> tuple[str, ...]:
+        """The keys under which the core knows these requests."""
+        names = frozenset(request_ids)
+        return tuple(key for key, each in self._requests.items() if each.stream.request_id in names)
+
+    async def abort(self, request: OpenRequest) -> None:
+        """Abort a request in the core, unless it has ended there."""
+        self._parked.discard(request)
+        keys = tuple(key for key in request.keys if self._requests.pop(key, None) is not None)
+        request.keys.clear()
+        if keys and self._core.is_alive:
+            await self._core.send(Abort(keys))
+
+    async def abort_all(self) -> int:
+        """End every request that is not parked with the reason ``abort``; returns how many."""
+        requests = list(dict.fromkeys(self._requests.values()))
+        for request in requests:
+            request.stream.abort()
+            await self.abort(request)
+        return len(requests)
+
+    async def drain(self, timeout_s: float) -> int:
+        """Wait until no request is left, at most ``timeout_s`` seconds; returns how many are."""
+        deadline = time.monotonic() + timeout_s
+        while self._requests and time.monotonic() < deadline:
+            self._core.check_health()
+            await asyncio.sleep(_DRAIN_POLL_SECONDS)
+        return len(dict.fromkeys(self._requests.values()))
+
+    def park(self) -> list[OpenRequest]:
+        """Keep all requests by their tokens, here alone: the core may forget them."""
+        parked = list(dict.fromkeys(self._requests.values()))
+        for request in parked:
+            request.keys.clear()
+        self._requests.clear()
+        self._parked.update(parked)
+        return parked
+
+    async def resume(self, parked: Iterable[OpenRequest]) -> int:
+        """Go on with parked requests; returns how many there are.
+
+        Those that have ended meanwhile are skipped. Where the core cannot be reached, those that
+        are left end with the error.
+        """
+        waiting = [request for request in parked if request in self._parked]
+        for number, request in enumerate(waiting):
+            self._parked.discard(request)
+            try:
+                for sample, token_ids in request.stream.to_resume().items():
+                    self._core.check_health()
+                    key = f"{request.stream.request_id}/{next(self._numbers)}"
+                    self._requests[key] = request
+                    request.keys[key] = sample
+                    await self._core.send(request.resumption(key, sample, token_ids))
+            except EngineError as error:
+                for left in waiting[number:]:
+                    self._parked.discard(left)
+                    await self.abort(left)
+                    left.queue.put_nowait(type(error)(*error.args))
+                return number
+        return len(waiting)
+
+    async def deliver(self, step: StepDone) -> None:
+        """Give each request its tokens of a step."""
+        for token in step.tokens:
+            request = self._requests.get(token.key)
+            if request is None:
+                continue  # aborted after the core had sent the token
+            sample = request.keys[token.key]
+            try:
+                stopped = request.stream.push(
+                    token if sample is None else msgspec.structs.replace(token, index=sample)
+                )
+            except Exception as error:  # only this request is concerned: the others are served
+                await self._fail(token.key, error)
+                continue
+            if stopped:  # by a stop string, which the core cannot see
+                await self._core.send(Finish(token.key, token.index))
+            stream = request.stream
+            if stream.finished if sample is None else stream.has_ended(sample):
+                del self._requests[token.key], request.keys[token.key]
+
+    async def _fail(self, key: str, error: Exception) -> None:
+        """End a request because of an unexpected error, which its caller gets."""
+        name = key.rpartition("/")[0]
+        logger.error("Request %s fails", name, exc_info=error)
+        if not isinstance(error, EngineError):
+            error = RequestFailed(f"request {name} failed: {type(error).__name__}: {error}")
+        request = self._requests[key]
+        request.queue.put_nowait(error)
+        await self.abort(request)
+
+    def reject(self, message: Rejected) -> None:
+        """End a request that the core has refused."""
+        if message.overloaded:
+            self.end_with(message.key, EngineOverloaded(message.message))
+        elif message.sleeping:
+            self.end_with(message.key, EngineSleeping(message.message))
+        else:
+            self.end_with(message.key, InvalidRequest(message.message, message.field))
+
+    def end_with(self, key: str, error: EngineError) -> None:
+        """End a request, which has ended in the core, with an error."""
+        request = self._requests.pop(key, None)
+        if request is not None:
+            del request.keys[key]
+            request.queue.put_nowait(error)
+
+    def end_all(self, error: EngineDead) -> None:
+        """End every request that is not parked with an error."""
+        for request in dict.fromkeys(self._requests.values()):
+            request.queue.put_nowait(type(error)(*error.args))
+            request.keys.clear()
+        self._requests.clear()
+
+    def end_parked(self, error: EngineDead) -> None:
+        """End every parked request with an error."""
+        for request in self._parked:
+            request.queue.put_nowait(type(error)(*error.args))
+        self._parked.clear()

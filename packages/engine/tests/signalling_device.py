@@ -1,0 +1,39 @@
+"""A CPU whose core signals itself, or fails, before a step of a switch.
+
+The file that `SIGNAL_FILE` names holds the step and the number of the signal, 0 for an error. The
+core that follows it deletes it. Import this in a core alone: it replaces the steps, and a step
+may be silent no longer than a core that serves.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from trencadis.engine.core import reconfigure
+from trencadis.engine.devices import CPUDevice
+
+SIGNAL_FILE = "TRENCADIS_TEST_SIGNAL_FILE"
+
+
+class SignallingCPU(CPUDevice):
+    """As `CPUDevice`."""
+
+
+def _signalled(name: str, step: reconfigure.Step) -> reconfigure.Step:
+    def run(switch: reconfigure._Switch) -> None:
+        file = Path(os.environ[SIGNAL_FILE])
+        if file.exists():
+            wanted, number = file.read_text().split()
+            if wanted == name:
+                file.unlink()
+                if number == "0":
+                    raise RuntimeError("a fault")
+                os.kill(os.getpid(), int(number))
+        step(switch)
+
+    return run
+
+
+reconfigure._STEP_SECONDS = reconfigure.BUSY_SECONDS = 0.0
+reconfigure.STEPS = tuple((name, _signalled(name, step)) for name, step in reconfigure.STEPS)

@@ -1,0 +1,99 @@
+"""A core that cannot be started again: the engine ends, and no caller waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import tempfile
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import zmq
+
+from trencadis.engine import EngineConfig, EngineDead, EngineRestarting, LogSettings
+from trencadis.engine.front import core_supervisor
+from trencadis.engine.front.core_client import CoreClient
+from trencadis.engine.front.core_supervisor import CoreSupervisor
+from trencadis.engine.ipc import channel
+from trencadis.engine.ipc.messages import Ready
+
+READY = Ready(
+    max_model_len=64,
+    num_blocks=9,
+    block_size=8,
+    dtype="float32",
+    device="cpu",
+    num_buckets=0,
+    warmup_seconds=0.0,
+)
+NO_FILES = zmq.ZMQError(errno.EMFILE)
+
+
+class DeadCore:
+    """A core whose process has ended."""
+
+    is_alive = False
+
+    def __init__(self, fault: Exception | None = None) -> None:
+        self.fault = fault
+
+    async def receive(self, patience_s: float | None = None) -> Any:
+        raise EngineDead("the engine core ended with exit code -9")
+
+    async def end(self, patience_seconds: float = 0.0) -> None:
+        if self.fault is not None:
+            raise self.fault
+
+
+def unstartable(*_: Any) -> CoreClient:
+    raise NO_FILES
+
+
+@pytest.mark.parametrize(
+    "core", [DeadCore(), DeadCore(PermissionError("no permission"))], ids=["start", "end"]
+)
+def test_a_core_that_cannot_be_started_again_ends_the_engine(
+    monkeypatch: pytest.MonkeyPatch, core: Any
+) -> None:
+    monkeypatch.setattr(core_supervisor, "_MAX_BACKOFF_SECONDS", 0.0)
+    monkeypatch.setattr(core_supervisor, "CoreClient", unstartable)
+    deaths: list[EngineDead] = []
+
+    async def ignore(_: Any) -> None: ...
+
+    async def body() -> None:
+        config = EngineConfig(model="m", engine_restarts=3)
+        supervisor = CoreSupervisor(config, core, READY, LogSettings())
+        reading = asyncio.create_task(supervisor.run(ignore, deaths.append))
+        with pytest.raises(EngineDead, match=r"Too many|no permission"):
+            await supervisor.wait_until_recovered()
+        await reading
+        assert await supervisor.wait_until_failed()
+        with pytest.raises(EngineDead):
+            supervisor.check_health()
+
+    asyncio.run(asyncio.wait_for(body(), 10))
+    assert [type(error) for error in deaths] == [EngineRestarting, EngineDead]
+
+
+@pytest.mark.parametrize("part", ["socket", "process"])
+def test_a_core_that_cannot_be_started_leaves_no_directory_behind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, part: str
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise NO_FILES
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    if part == "socket":
+        monkeypatch.setattr(channel, "_bind", fail)
+    else:
+        monkeypatch.setattr(BaseProcess, "start", fail)
+
+    async def body() -> None:
+        CoreClient(EngineConfig(model="m"), LogSettings())
+
+    with pytest.raises(zmq.ZMQError):
+        asyncio.run(body())
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,389 @@
+"""Linear layers of bf16 by the CPU's own kernel: right, and alike in every batch."""
+
+from __future__ import annotations
+
+import logging
+import re
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+from trencadis.engine import LLM, ConfigError, SamplingParams
+from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu import native_kernel, tiled_linear
+from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.tiled_linear import (
+    Int8Linear,
+    TiledLinear,
+    group_linears,
+    load_linear_kernel,
+)
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> None:
+    try:
+        load_linear_kernel()
+        load_linear_kernel(weights=torch.int8)
+    except NoKernel as error:
+        pytest.skip(f"this processor has no kernel: {error}")
+
+
+def layer(inputs: int, outputs: int, *, bias: bool, seed: int = 0) -> nn.Linear:
+    torch.manual_seed(seed)
+    return nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 70),
+    st.integers(1, 60).map(lambda pairs: 2 * pairs),
+    st.integers(1, 100),
+    st.booleans(),
+    st.integers(1, 3),
+)
+def test_a_product_is_that_of_pytorch(
+    num_rows: int, inputs: int, outputs: int, bias: bool, threads: int
+) -> None:
+    plain = layer(inputs, outputs, bias=bias, seed=num_rows)
+    rows = torch.randn(1, num_rows, inputs).bfloat16()
+    expected = plain.float()(rows.float())
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        out = TiledLinear(plain.bfloat16())(rows)
+    finally:
+        torch.set_num_threads(before)
+    assert (out.shape, out.dtype) == ((1, num_rows, outputs), torch.bfloat16)
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=8e-3)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.integers(1, 40),
+    st.integers(1, 60).map(lambda pairs: 2 * pairs),
+    st.integers(1, 100),
+    st.booleans(),
+)
+def test_int8_weights_differ_by_half_a_step_of_their_output(
+    num_rows: int, inputs: int, outputs: int, bias: bool
+) -> None:
+    plain = layer(inputs, outputs, bias=bias, seed=num_rows)
+    plain.weight.data[0] = 0.0
+    rows = torch.randn(num_rows, inputs).bfloat16()
+    steps = plain.weight.float().abs().amax(1, keepdim=True) / 127
+    rounded = (plain.weight.float() / steps.clamp_min(1e-30)).round() * steps
+    assert (rounded - plain.weight.float()).abs().le(steps * 0.501).all()
+    expected = rows.float() @ rounded.T + (plain.bias.float() if bias else 0.0)
+    out = Int8Linear(plain)(rows)
+    torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=8e-3)
+
+
+@pytest.mark.parametrize("packed", [TiledLinear, Int8Linear])
+@pytest.mark.parametrize("num_rows", [1, 3, 29, 70])
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_layers_of_one_input_give_together_what_each_gives_alone(
+    packed: type[TiledLinear], num_rows: int, threads: int
+) -> None:
+    layers = [
+        packed(layer(48, outputs, bias=outputs == 33, seed=outputs)) for outputs in (96, 33, 5)
+    ]
+    rows = torch.randn(1, num_rows, 48).bfloat16()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        together = torch.ops.trencadis.tiled_linears(
+            rows,
+            [own.tiles for own in layers],
+            [own.scales for own in layers],
+            [own.bias for own in layers],
+            [own.out_features for own in layers],
+        )
+        alone = [own(rows) for own in layers]
+    finally:
+        torch.set_num_threads(before)
+    for out, expected in zip(together, alone, strict=True):
+        assert torch.equal(out, expected)
+
+
+class Gated(nn.Module):
+    """Two layers with one input, and one with their result."""
+
+    def __init__(self, kinds: Sequence[type[TiledLinear]]) -> None:
+        super().__init__()
+        shapes = ((32, 64), (32, 64), (64, 32))
+        self.gate, self.up, self.down = (
+            kind(layer(*shape, bias=False, seed=number))
+            for number, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+        )
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down(F.silu(self.gate(rows)) * self.up(rows))
+        return out
+
+
+@pytest.mark.parametrize(
+    ("kinds", "calls"),
+    [((TiledLinear,) * 3, 2), ((Int8Linear,) * 3, 2), ((TiledLinear, Int8Linear, TiledLinear), 3)],
+)
+def test_a_program_computes_layers_of_one_input_and_type_by_one_call(
+    kinds: tuple[type[TiledLinear], ...], calls: int
+) -> None:
+    model, rows = Gated(kinds), torch.randn(1, 5, 32).bfloat16()
+    names = [name for name, _ in model.named_buffers()]
+
+    def run(rows: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        named = dict(zip(names, weights, strict=True))
+        return torch.func.functional_call(model, named, (rows,))
+
+    inputs = [rows, *(buffer for _, buffer in model.named_buffers())]
+    traced = make_fx(run, tracing_mode="fake")(*inputs)
+    group_linears(traced)
+    found = [node for node in traced.graph.nodes if "tiled_linear" in str(node.target)]
+    assert len(found) == calls
+    assert torch.equal(traced(*inputs), model(rows))
+
+
+def test_a_layer_after_a_change_of_its_input_is_computed_after_it() -> None:
+    def run(rows: torch.Tensor, *tiles: torch.Tensor) -> list[torch.Tensor]:
+        hidden, outs = rows * 1, []
+        for weight in tiles:
+            outs.append(torch.ops.trencadis.tiled_linear(hidden, weight, None, None, 64))
+            hidden.view(-1).add_(1)
+        return outs
+
+    layers = (TiledLinear(layer(32, 64, bias=False, seed=number)) for number in range(2))
+    inputs = [torch.randn(5, 32).bfloat16(), *(own.tiles for own in layers)]
+    traced = make_fx(run, tracing_mode="fake")(*inputs)
+    group_linears(traced)
+    for out, expected in zip(traced(*inputs), run(*inputs), strict=True):
+        assert torch.equal(out, expected)
+
+
+def test_rows_that_are_not_adjacent_in_memory_are_read_in_order() -> None:
+    tiled = TiledLinear(layer(34, 50, bias=True))
+    rows = torch.randn(34, 9).bfloat16().T
+    assert torch.equal(tiled(rows), tiled(rows.contiguous()))
+    assert tiled(rows[:0]).shape == (0, 50)
+
+
+def test_a_row_does_not_depend_on_the_others() -> None:
+    tiled = TiledLinear(layer(96, 80, bias=False))
+    rows = torch.randn(40, 96).bfloat16()
+    together = tiled(rows)
+    for count in (1, 2, 13, 25):
+        assert torch.equal(tiled(rows[:count]), together[:count])
+
+
+def test_what_is_not_finite_stays_in_its_own_row() -> None:
+    tiled = TiledLinear(layer(64, 40, bias=True))
+    rows = torch.randn(3, 64).bfloat16()
+    clean = tiled(rows)
+    rows[1] = float("nan")
+    out = tiled(rows)
+    assert out[1].isnan().all()
+    assert torch.equal(out[::2], clean[::2])
+
+
+def linears(model: Path, **changes: object) -> tuple[set[type], list[tuple[int, ...]]]:
+    """The types of an engine's linear layers, and what it generates."""
+    given = {"device": "cpu", "dtype": "bfloat16", "max_model_len": 64, "warmup": "none"}
+    llm = LLM(str(model), **{**given, **changes})
+    kinds = {
+        type(module)
+        for module in llm.core.worker._model.modules()
+        if isinstance(module, (nn.Linear, PackedLinear, TiledLinear))
+    }
+    results = llm.generate([list(range(1, 40)), [7], list(range(100, 117))], GREEDY)
+    return kinds, [result.completions[0].token_ids for result in results]
+
+
+def test_an_engine_computes_all_its_linear_layers_with_the_kernel(tiny_model: Path) -> None:
+    kinds, tokens = linears(tiny_model)
+    assert kinds == {TiledLinear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+
+
+@pytest.mark.parametrize("fault", ["no compiler", "wrong results", "another processor"])
+def test_without_a_right_kernel_onednn_computes(
+    tiny_model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    fault: str,
+) -> None:
+    caplog.set_level(logging.INFO)
+    if fault == "no compiler":
+        monkeypatch.setenv("CXX", "no-such-compiler")
+    elif fault == "another processor":
+        flags = (*native_kernel._FLAGS, "-mno-avx512bf16")
+        monkeypatch.setattr(native_kernel, "_FLAGS", flags)
+    else:
+        right: Callable[..., torch.Tensor] = tiled_linear._product
+        monkeypatch.setattr(tiled_linear, "_product", lambda *given: 1.1 * right(*given))
+    kinds, tokens = linears(tiny_model)
+    assert kinds == {PackedLinear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+    reasons = {"no compiler": "no-such-compiler", "wrong results": "off by"}
+    reason = reasons.get(fault, "no products of bf16 vectors")
+    assert "Linear layers are computed by oneDNN: " in caplog.text
+    assert reason in caplog.text
+
+
+@pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])
+def test_onednn_packs_layers_with_an_odd_number_of_inputs(
+    tmp_path: Path,
+    make_tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    compiler: str,
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    kinds, _ = linears(make_tiny_model(tmp_path, intermediate_size=63))
+    assert kinds == ({PackedLinear} if compiler != "g++" else {PackedLinear, TiledLinear})
+
+
+def test_int8_halves_the_weights_of_linear_layers(tiny_model: Path) -> None:
+    kinds, tokens = linears(tiny_model, quantization="int8")
+    assert kinds == {Int8Linear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+    plain = layer(64, 96, bias=False)
+    assert Int8Linear(plain).tiles.nbytes * 2 == TiledLinear(plain).tiles.nbytes
+
+
+@pytest.mark.parametrize("num_rows", [1, 14, 29])
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+def test_a_kernel_that_is_wrong_for_some_numbers_of_rows_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, num_rows: int, weights: torch.dtype
+) -> None:
+    right: Callable[..., torch.Tensor] = tiled_linear._product
+
+    def wrong(compute: object, rows: torch.Tensor, *given: object) -> torch.Tensor:
+        return right(compute, rows, *given) * (1.1 if len(rows) == num_rows else 1.0)
+
+    monkeypatch.setattr(tiled_linear, "_product", wrong)
+    with pytest.raises(NoKernel, match=f"its result for {num_rows} rows is off by"):
+        load_linear_kernel(weights=weights)
+
+
+def test_a_large_batch_leaves_no_memory_taken() -> None:
+    tiled = TiledLinear(layer(512, 32, bias=False))
+    tiled(torch.zeros(1, 512).bfloat16())
+    process = psutil.Process()
+    before = process.memory_info().rss
+    tiled(torch.zeros(1 << 16, 512, dtype=torch.bfloat16))  # its inputs are 64 MiB
+    assert process.memory_info().rss - before < 32 << 20
+
+
+def test_int8_tells_how_much_it_rounds(tiny_model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    linears(tiny_model, quantization="int8")
+    assert re.search(r"int8: (\S+) of \S+ GiB of weights \(embeddings apart\)", caplog.text)
+
+
+def test_int8_is_refused_where_most_weights_are_in_fused_experts(tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        **{"vocab_size": 258, "hidden_size": 64, "num_hidden_layers": 1, "num_experts": 16},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 64},
+    )
+    model = Qwen3MoeForCausalLM(config).bfloat16()
+    with pytest.raises(ConfigError, match=r"would round \S+ of \S+ GiB of weights") as refusal:
+        CPUDevice().quantize(model)
+    assert refusal.value.field == "quantization"
+    assert not any(isinstance(module, Int8Linear) for module in model.modules())
+
+
+class Routed(nn.Module):
+    """A layer of experts that a router and a gate choose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = PreTrainedConfig(num_experts=64)
+        self.router, self.gate = layer(128, 64, bias=False), layer(128, 1, bias=False)
+        self.experts = nn.ModuleList(layer(128, 256, bias=False) for _ in range(6))
+
+
+def test_int8_leaves_routers_and_gates_as_they_are() -> None:
+    model = Routed()
+    CPUDevice().quantize(model)
+    assert (type(model.router), type(model.gate)) == (nn.Linear, nn.Linear)
+    assert {type(expert) for expert in model.experts} == {Int8Linear}
+
+
+@pytest.mark.parametrize("prepare", [CPUDevice.quantize, CPUDevice.optimize])
+def test_loading_has_no_more_than_one_weight_twice(
+    monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
+) -> None:
+    model, remaining = Routed(), []
+    originals = [weakref.ref(module) for module in model.modules() if type(module) is nn.Linear]
+    build = TiledLinear.__init__
+
+    def counting(self: TiledLinear, linear: nn.Linear) -> None:
+        remaining.append(sum(original() is not None for original in originals))
+        build(self, linear)
+
+    monkeypatch.setattr(TiledLinear, "__init__", counting)
+    monkeypatch.setattr(CPUDevice, "_attention_of", lambda self, model: None)
+    prepare(CPUDevice(), model)
+    first, last = len(originals), len(originals) - len(remaining) + 1
+    assert remaining == list(range(first, last - 1, -1)), "each original goes when it is replaced"
+
+
+@pytest.mark.parametrize("pack", [tiled_linear._quantized, tiled_linear._tiled])
+def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> None:
+    weight, sizes = torch.randn(5000, 64).bfloat16(), []
+
+    class Recording(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result._base is None:
+                sizes.append((result.untyped_storage().nbytes(), func))
+            return result
+
+    with Recording():
+        pack(weight)
+    largest = [size for size, func in sizes if "empty" not in str(func)]
+    assert max(largest) <= weight.nbytes
+
+
+@pytest.mark.parametrize("packed", [TiledLinear, Int8Linear])
+def test_more_outputs_than_are_packed_at_a_time_keep_their_order(packed: type[TiledLinear]) -> None:
+    plain = layer(32, 2 * tiled_linear._CHUNK + 45, bias=True)
+    rows = torch.randn(3, 32).bfloat16()
+    torch.testing.assert_close(packed(plain)(rows), plain(rows), atol=0.02, rtol=0.02)
+
+
+@pytest.mark.slow
+def test_compiled_programs_call_the_kernel(tiny_model: Path, tmp_path: Path) -> None:
+    for quantization in ("none", "int8"):
+        given = {"quantization": quantization, "compile": True, "compile_cache": tmp_path}
+        _, tokens = linears(tiny_model, **given)
+        assert [len(sampled) for sampled in tokens] == [12] * 3
+
+
+def test_int8_without_bf16_or_the_kernel_is_refused(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ConfigError, match="activations of bf16") as refusal:
+        linears(tiny_model, quantization="int8", dtype="float32")
+    assert refusal.value.field == "quantization"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    with pytest.raises(ConfigError, match="no-such-compiler"):
+        linears(tiny_model, quantization="int8")
+
+
+def test_int8_on_another_device_is_refused(tiny_model: Path, lazy_gaudi: object) -> None:
+    with pytest.raises(ConfigError, match="the device is hpu"):
+        linears(tiny_model, device="hpu", quantization="int8")

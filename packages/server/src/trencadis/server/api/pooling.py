@@ -1,0 +1,272 @@
+"""The bodies of requests for embeddings and scores, and of their responses.
+
+``/v1/embeddings`` is OpenAI's, scores are vLLM's, and ``rerank`` is that of Jina, Cohere and vLLM.
+Types are strict, and fields that are not supported are refused, as in `protocol`.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from typing import Annotated, Any, ClassVar, Literal
+
+from openai.types.completion_usage import PromptTokensDetails
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, model_validator
+from typing_extensions import Self
+
+from trencadis.engine import InvalidRequest
+from trencadis.server.api.characters import check_characters
+from trencadis.server.api.protocol import CacheSalt, as_prompts
+from trencadis.server.api.unsupported_fields import UNSUPPORTED_POOLING, refuse_unsupported
+
+MAX_INPUTS = 2048
+"""Most inputs of one request: the OpenAI API's limit."""
+
+_PAIRS = (("text_1", "text_2"), ("queries", "documents"), ("data_1", "data_2"))
+"""The names that vLLM has given to the two sides of a score."""
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    return as_prompts(value, MAX_INPUTS, "inputs")
+
+
+def _texts(value: Any) -> list[str]:
+    """A text or a list of texts, as a list."""
+    if isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list) or not value:
+        raise InvalidRequest("must be a text or a list of texts")
+    if len(value) > MAX_INPUTS:
+        raise InvalidRequest(f"holds {len(value)} texts, at most {MAX_INPUTS} may be sent")
+    return [_text(each) for each in value]
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise InvalidRequest("must be text: images and other parts are not supported")
+    return check_characters(value)
+
+
+def _documents(value: Any) -> list[str]:
+    """Texts, or objects with a ``text``."""
+    if isinstance(value, list):
+        value = [_text_of(each) if isinstance(each, dict) else each for each in value]
+    return _texts(value)
+
+
+def _text_of(document: dict[str, Any]) -> Any:
+    if "text" not in document:
+        raise InvalidRequest(
+            "must be texts, or objects with a text: images and other parts are not supported"
+        )
+    return document["text"]
+
+
+Texts = Annotated[list[str], PlainValidator(_texts, str | list[str])]
+
+
+class Document(BaseModel):
+    """A document of a request to rerank that is no plain text."""
+
+    text: str
+
+
+Documents = Annotated[list[str], PlainValidator(_documents, list[str | Document])]
+
+
+class PoolingRequest(BaseModel):
+    """The fields that requests for embeddings and scores share.
+
+    ``id_prefix`` begins the id of a response.
+    """
+
+    id_prefix: ClassVar[str]
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
+    cache_salt: CacheSalt | None = None
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        le=2**31 - 1,
+        description="Longer inputs are cut at their end to so many tokens; -1: to the model's "
+        "context. By default they are an error.",
+    )
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        refuse_unsupported(self.model_extra or {}, UNSUPPORTED_POOLING)
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0: leave at least one token", "truncate_prompt_tokens"
+            )
+        return self
+
+    def max_tokens(self, max_model_len: int) -> int | None:
+        """How many tokens of an input are kept; None: longer ones are an error."""
+        asked = self.truncate_prompt_tokens
+        return max_model_len if asked == -1 else asked
+
+    @abstractmethod
+    def named_inputs(self) -> dict[str, str | list[int]]:
+        """What embeddings are wanted of, by the names under which the client knows it."""
+
+    def check_size(self, embedding_size: int) -> None:
+        """Raise `InvalidRequest` where embeddings of so many numbers cannot answer the request."""
+
+
+class EmbeddingRequest(PoolingRequest):
+    """``POST /v1/embeddings``."""
+
+    id_prefix: ClassVar[str] = "embd"
+
+    input: Annotated[
+        list[str | list[int]],
+        PlainValidator(_inputs, str | list[str] | list[int] | list[list[int]]),
+    ]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: int | None = Field(
+        default=None,
+        ge=1,
+        le=2**31 - 1,
+        description="The first so many numbers, normalised again. Only models that were trained "
+        "for it (Matryoshka) keep their quality.",
+    )
+
+    def named_inputs(self) -> dict[str, str | list[int]]:
+        return {f"input[{number}]": each for number, each in enumerate(self.input)}
+
+    def check_size(self, embedding_size: int) -> None:
+        if self.dimensions is not None and self.dimensions > embedding_size:
+            raise InvalidRequest(
+                f"dimensions {self.dimensions} is above the {embedding_size} numbers of this "
+                "model's embeddings",
+                "dimensions",
+            )
+
+
+class ScoreRequest(PoolingRequest):
+    """``POST /v1/score``: one text and several, or as many on both sides."""
+
+    id_prefix: ClassVar[str] = "score"
+
+    text_1: Texts | None = None
+    text_2: Texts | None = None
+    queries: Texts | None = None
+    documents: Texts | None = None
+    data_1: Texts | None = None
+    data_2: Texts | None = None
+    _names: tuple[str, str] = PrivateAttr(default=_PAIRS[0])
+
+    @model_validator(mode="after")
+    def _check_pair(self) -> Self:
+        given = [name for pair in _PAIRS for name in pair if getattr(self, name) is not None]
+        if tuple(given) not in _PAIRS:
+            listed = ", or ".join(" and ".join(pair) for pair in _PAIRS)
+            raise InvalidRequest(f"a score needs {listed}", given[0] if given else "text_1")
+        self._names = (given[0], given[1])
+        first, second = self.sides
+        if len(first) not in (1, len(second)):
+            raise InvalidRequest(
+                f"{given[0]} has {len(first)} texts and {given[1]} {len(second)}: give one, or as "
+                "many as there",
+                given[0],
+            )
+        return self
+
+    @property
+    def sides(self) -> tuple[list[str], list[str]]:
+        """The texts of both sides."""
+        first, second = (getattr(self, name) for name in self._names)
+        return first, second
+
+    def named_inputs(self) -> dict[str, str | list[int]]:
+        """As above, the first side first."""
+        return {
+            f"{name}[{number}]": text
+            for name, texts in zip(self._names, self.sides, strict=True)
+            for number, text in enumerate(texts)
+        }
+
+
+class RerankRequest(PoolingRequest):
+    """``POST /v1/rerank``."""
+
+    id_prefix: ClassVar[str] = "rerank"
+
+    query: Annotated[str, PlainValidator(_text, str)]
+    documents: Documents
+    top_n: int | None = Field(
+        default=None, ge=0, le=2**31 - 1, description="How many results; 0: all, the default."
+    )
+    return_documents: bool | None = Field(
+        default=None, description="Whether results repeat their documents; the default is true."
+    )
+
+    def named_inputs(self) -> dict[str, str | list[int]]:
+        """As above, the query first."""
+        documents = {f"documents[{number}]": text for number, text in enumerate(self.documents)}
+        return {"query": self.query, **documents}
+
+
+class PoolingUsage(BaseModel):
+    """Token counts of a request; nothing is generated."""
+
+    prompt_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class EmbeddingObject(BaseModel):
+    """An embedding: numbers, or with ``base64`` their float32 in little endian."""
+
+    object: Literal["embedding"]
+    index: int
+    embedding: list[float] | str
+
+
+class EmbeddingList(BaseModel):
+    """The response of ``/v1/embeddings``, in the order of the inputs."""
+
+    object: Literal["list"]
+    data: list[EmbeddingObject]
+    model: str
+    usage: PoolingUsage
+
+
+class ScoreObject(BaseModel):
+    """The cosine of two embeddings."""
+
+    object: Literal["score"]
+    index: int
+    score: float
+
+
+class ScoreList(BaseModel):
+    """The response of ``/v1/score``."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[ScoreObject]
+    usage: PoolingUsage
+
+
+class RerankResult(BaseModel):
+    """A document, by its number in the request, and the cosine of its embedding and the query's."""
+
+    index: int
+    relevance_score: float
+    document: Document | None = None
+
+
+class RerankList(BaseModel):
+    """The response of ``/v1/rerank``, the most relevant document first."""
+
+    id: str
+    model: str
+    results: list[RerankResult]
+    usage: PoolingUsage

@@ -1,0 +1,459 @@
+"""``POST /v1/responses``: the fields of OpenAI's Responses API, and its response.
+
+The server stores nothing, so a request has the whole conversation. Fields as in
+https://platform.openai.com/docs/api-reference/responses; those that this server does not support
+are refused.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Annotated, Any, Literal
+
+import attrs
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
+from typing_extensions import Self
+
+from trencadis.engine import InvalidRequest, SamplingParams
+from trencadis.server.api.attrs_fields import derived_field
+from trencadis.server.api.characters import Text, check_characters
+from trencadis.server.api.chat_messages import ChatMessage, joined_text
+from trencadis.server.api.protocol import MAX_MESSAGES, CacheSalt, ChatCompletionRequest
+from trencadis.server.api.tools import (
+    MAX_TOOLS,
+    CalledFunction,
+    EarlierCall,
+    FunctionDefinition,
+    FunctionTool,
+    ObjectSchema,
+    ToolChoice,
+    ToolName,
+    parsed_arguments,
+)
+from trencadis.server.api.translation import chat_request
+from trencadis.server.api.unsupported_fields import refuse_undeclared
+
+CLIENT_FIELDS = {
+    "messages": "input",
+    "prompt": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""The names of chat fields in this API, where they differ."""
+
+_PARAMETERS = attrs.fields_dict(SamplingParams)
+_TEXT_KEYS = dict.fromkeys(("input_text", "output_text", "text", "reasoning_text"), "text")
+_TEXT_KEYS |= {"summary_text": "text", "refusal": "refusal"}
+
+_REQUIRED = {
+    "message": ("role", "content"),
+    "function_call": ("call_id", "name", "arguments"),
+    "function_call_output": ("call_id", "output"),
+    "reasoning": (),
+}
+"""The fields that an item of each type must have."""
+
+_WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+"""Fields that do not affect the output of a text model."""
+
+_ACCEPTED: dict[str, tuple[Any, ...]] = {
+    "truncation": ("disabled",),
+    "service_tier": ("auto", "default"),
+    "include": (["reasoning.encrypted_content"],),  # reasoning is sent unencrypted
+    "top_logprobs": (0,),
+    "stream_options": ({"include_obfuscation": False},),
+}
+"""Unsupported fields, each with the values that have no effect."""
+
+MAX_DEPTH = 128
+"""How deep a schema may be nested. The response repeats schemas, and pydantic writes at most 255
+levels."""
+
+
+def _bounded(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema.
+
+    Raises `InvalidRequest` if it is nested deeper than `MAX_DEPTH` or is not JSON in UTF-8.
+    """
+    level: list[Any] = [schema]
+    for _ in range(MAX_DEPTH):
+        level = [
+            part
+            for value in level
+            for part in (value.values() if isinstance(value, dict) else value)
+            if isinstance(part, (dict, list))
+        ]
+        if not level:
+            try:
+                check_characters(json.dumps(schema, ensure_ascii=False, allow_nan=False))
+            except ValueError as error:
+                raise InvalidRequest(f"is not JSON: {error}") from error
+            return schema
+    raise InvalidRequest(f"is nested more than {MAX_DEPTH} deep")
+
+
+JoinedText = Annotated[
+    Text,
+    BeforeValidator(lambda value: joined_text(value, _TEXT_KEYS), str | list[dict[str, Any]]),
+]
+"""A text, or a list of text parts."""
+
+
+class InputItem(BaseModel):
+    """One item of the conversation: a message, a tool call, its output, or reasoning.
+
+    The items of an earlier response's ``output`` are accepted unchanged.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: JoinedText | None = None
+    call_id: Text | None = None
+    name: Text | None = None
+    arguments: Text | None = None
+    output: JoinedText | None = None
+    summary: JoinedText | None = None
+
+    @model_validator(mode="after")
+    def _check_fields(self) -> Self:
+        for name in _REQUIRED[self.type]:
+            if getattr(self, name) is None:
+                raise InvalidRequest(f"an item of type {self.type!r} needs {name}")
+        if self.arguments is not None:
+            parsed_arguments(self.arguments)
+        ignored = ("id", "status", "phase", "encrypted_content")
+        refuse_undeclared(self.model_extra, ignored, nested=True)
+        return self
+
+
+def _items(value: Any) -> Any:
+    return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+class ResponsesTool(BaseModel):
+    """A function that the model may call. Other tools run at OpenAI, and are refused.
+
+    ``strict`` changes nothing, as in `FunctionDefinition`.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["function"]
+    name: ToolName
+    description: Text | None = None
+    parameters: Annotated[ObjectSchema, AfterValidator(_bounded)] | None = None
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        refuse_undeclared(self.model_extra, nested=True)
+        return self
+
+    def for_chat(self) -> FunctionTool:
+        """The tool of a chat request."""
+        function = FunctionDefinition(
+            name=self.name, description=self.description, parameters=self.parameters
+        )
+        return FunctionTool(type="function", function=function)
+
+
+def _tool_choice(value: Any) -> ToolChoice | None:
+    if value is None:
+        return None
+    if value in ("none", "auto", "required"):
+        return ToolChoice(value)
+    if isinstance(value, dict) and value.get("type") == "function":
+        name = value.get("name")
+        if isinstance(name, str):
+            others = {key: value[key] for key in value if key not in ("type", "name")}
+            refuse_undeclared(others, nested=True)
+            return ToolChoice("required", name)
+    raise InvalidRequest(
+        'must be "none", "auto", "required" or {"type": "function", "name": …}, '
+        f"got {str(value)[:200]}"
+    )
+
+
+class TextFormat(BaseModel):
+    """The form of the answer. ``strict`` changes nothing: an answer always has this form."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: Text | None = None
+    description: Text | None = None
+    json_schema: Annotated[dict[str, Any], AfterValidator(_bounded)] | None = Field(
+        default=None, alias="schema"
+    )
+    strict: bool | None = None
+
+    @model_validator(mode="after")
+    def _check_schema(self) -> Self:
+        if self.type == "json_schema" and self.json_schema is None:
+            raise InvalidRequest("needs schema, as its type says")
+        if self.type != "json_schema" and self.json_schema is not None:
+            raise InvalidRequest(f"has a schema, which type {self.type!r} does not take")
+        refuse_undeclared(self.model_extra, nested=True)
+        return self
+
+    def for_chat(self) -> dict[str, Any]:
+        """The ``response_format`` of a chat request."""
+        if self.type != "json_schema":
+            return {"type": self.type}
+        return {"type": "json_schema", "json_schema": {"schema": self.json_schema}}
+
+
+class TextConfig(BaseModel):
+    """How the text of the answer is to be."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    format: TextFormat | None = None
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        refuse_undeclared(self.model_extra, accepted={"verbosity": ("medium",)}, nested=True)
+        return self
+
+
+class ReasoningConfig(BaseModel):
+    """OpenAI's settings of reasoning, none of which a model here has."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        refuse_undeclared(self.model_extra, nested=True)
+        return self
+
+
+class ResponsesRequest(BaseModel):
+    """``POST /v1/responses``. Nothing is stored, whatever ``store`` is left at."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    input: Annotated[
+        list[InputItem],
+        Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
+        BeforeValidator(_items, str | list[InputItem]),
+    ]
+    instructions: Text | None = None
+    max_output_tokens: int | None = derived_field(_PARAMETERS["max_tokens"], None)
+    temperature: float | None = derived_field(_PARAMETERS["temperature"], None)
+    top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
+    tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: Annotated[
+        ToolChoice | None, PlainValidator(_tool_choice, str | dict[str, Any] | None)
+    ] = None
+    parallel_tool_calls: bool | None = None
+    text: TextConfig | None = None
+    reasoning: ReasoningConfig | None = None
+    stream: bool | None = None
+    metadata: dict[Text, Text] | None = None
+    cache_salt: CacheSalt | None = None
+
+    @model_validator(mode="after")
+    def _check_supported(self) -> Self:
+        fields = self.model_extra or {}
+        if fields.get("store"):
+            raise InvalidRequest(
+                "store is not supported, because this server stores no responses: send false",
+                "store",
+            )
+        if fields.get("previous_response_id") is not None:
+            raise InvalidRequest(
+                "previous_response_id is not supported, because this server stores no responses: "
+                "send the whole conversation as input",
+                "previous_response_id",
+            )
+        refuse_undeclared(fields, _WITHOUT_EFFECT, accepted=_ACCEPTED)
+        return self
+
+    def chat(self) -> ChatCompletionRequest:
+        """This request as a chat request. Raises `InvalidRequest`."""
+        text_format = self.text.format if self.text else None
+        return chat_request(
+            model=self.model,
+            messages=self._messages(),
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            tools=None if self.tools is None else [tool.for_chat() for tool in self.tools],
+            tool_choice=self.tool_choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+            response_format=None if text_format is None else text_format.for_chat(),
+            stream=self.stream,
+            cache_salt=self.cache_salt,
+        )
+
+    def _messages(self) -> list[ChatMessage]:
+        messages = list(_messages_of(self.input))
+        if self.instructions is not None:
+            messages.insert(0, ChatMessage(role="system", content=self.instructions))
+        return messages
+
+
+def _messages_of(items: Iterable[InputItem]) -> Iterable[ChatMessage]:
+    """The messages of a conversation.
+
+    Reasoning, text and calls of an answer are several items here, and one message in chat.
+    """
+    answer: dict[str, Any] = {}
+    for item in items:
+        is_text = item.type == "message" and item.role == "assistant"
+        is_answer = is_text or item.type in ("reasoning", "function_call")
+        begins_answer = (item.type == "reasoning" and answer) or (
+            is_text and answer.keys() & {"content", "tool_calls"}
+        )
+        if answer and (begins_answer or not is_answer):
+            yield _assistant(answer)
+            answer = {}
+        if item.type == "function_call":
+            function = CalledFunction(name=item.name or "", arguments=item.arguments or "{}")
+            answer.setdefault("tool_calls", []).append(
+                EarlierCall(id=item.call_id, function=function)
+            )
+        elif item.type == "reasoning":
+            answer["reasoning"] = item.content or item.summary or ""
+        elif is_text:
+            answer["content"] = item.content
+        elif item.type == "function_call_output":
+            yield ChatMessage(role="tool", tool_call_id=item.call_id, content=item.output)
+        else:
+            yield ChatMessage(role=item.role or "user", content=item.content)
+    if answer:
+        yield _assistant(answer)
+
+
+def _assistant(answer: dict[str, Any]) -> ChatMessage:
+    return ChatMessage(role="assistant", **({"content": ""} | answer))
+
+
+# the response
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(BaseModel):
+    """Text of the answer."""
+
+    type: Literal["output_text"] = "output_text"
+    text: str
+    annotations: list[dict[str, Any]] = []
+    logprobs: list[dict[str, Any]] = []
+
+
+class ReasoningText(BaseModel):
+    """Text of the reasoning."""
+
+    type: Literal["reasoning_text"] = "reasoning_text"
+    text: str
+
+
+class OutputMessage(BaseModel):
+    """Text for the reader."""
+
+    id: str
+    type: Literal["message"] = "message"
+    status: ItemStatus
+    role: Literal["assistant"] = "assistant"
+    content: list[OutputText]
+
+
+class ReasoningItem(BaseModel):
+    """What the model wrote before its answer. There are no summaries."""
+
+    id: str
+    type: Literal["reasoning"] = "reasoning"
+    summary: list[dict[str, Any]] = []
+    content: list[ReasoningText]
+    status: ItemStatus
+
+
+class FunctionCallItem(BaseModel):
+    """A tool call. ``arguments`` is JSON as the model wrote it."""
+
+    id: str
+    type: Literal["function_call"] = "function_call"
+    call_id: str
+    name: str
+    arguments: str
+    status: ItemStatus
+
+
+OutputItem = OutputMessage | ReasoningItem | FunctionCallItem
+
+
+class InputTokensDetails(BaseModel):
+    """``cached_tokens``: prefix hits. Writing to the cache costs nothing here."""
+
+    cached_tokens: int
+    cache_write_tokens: int = 0
+
+
+class OutputTokensDetails(BaseModel):
+    """Of the output tokens."""
+
+    reasoning_tokens: int
+
+
+class ResponsesUsage(BaseModel):
+    """Token counts."""
+
+    input_tokens: int
+    input_tokens_details: InputTokensDetails
+    output_tokens: int
+    output_tokens_details: OutputTokensDetails
+    total_tokens: int
+
+
+class IncompleteDetails(BaseModel):
+    """Why an answer was cut."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class ResponseError(BaseModel):
+    """Why there is no complete answer."""
+
+    code: str
+    message: str
+
+
+class ResponseObject(BaseModel):
+    """The response. Fields of the request are repeated."""
+
+    id: str
+    object: Literal["response"] = "response"
+    created_at: int
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    error: ResponseError | None = None
+    incomplete_details: IncompleteDetails | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    model: str
+    output: list[OutputItem]
+    parallel_tool_calls: bool
+    previous_response_id: None = None
+    reasoning: dict[str, Any] = {"effort": None, "summary": None}
+    store: Literal[False] = False
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_p: float
+    truncation: Literal["disabled"] = "disabled"
+    usage: ResponsesUsage | None = None

@@ -1,0 +1,1 @@
+"""The commands of ``engine-serve`` besides serving: run-batch, bench, complete, chat."""

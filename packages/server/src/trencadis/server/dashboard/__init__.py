@@ -1,0 +1,1 @@
+"""The page ``/dashboard``: its files, and the snapshots that it shows."""

@@ -1,0 +1,24 @@
+"""An error as an HTTP response, in the form of the API that the request was sent to."""
+
+from __future__ import annotations
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from trencadis.server.errors import ApiError
+from trencadis.server.http.paths import MESSAGES_PATH, is_under
+
+
+class ErrorResponse(Response):
+    """The response for an error: of the Anthropic API under ``/v1/messages``, else of OpenAI's."""
+
+    def __init__(self, error: ApiError) -> None:
+        super().__init__(status_code=error.status, headers=error.headers)
+        self._error = error
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._error
+        is_messages = is_under(scope, MESSAGES_PATH)
+        body = error.anthropic_body if is_messages else error.body
+        response = JSONResponse(body, status_code=error.status, headers=error.headers)
+        await response(scope, receive, send)

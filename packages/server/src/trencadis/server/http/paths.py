@@ -1,0 +1,37 @@
+"""Paths that have a rule of their own."""
+
+from __future__ import annotations
+
+from starlette.types import Scope
+
+ADMIN_PATH = "/v1/admin"
+"""The paths that need an admin key."""
+
+DASHBOARD_PATH = "/dashboard"
+"""The page for operators, and below it what the page loads."""
+
+DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
+"""The content of the page, which needs an admin key if there are any."""
+
+_CLIENT_PATHS = ("/v1", "/v2", "/rerank", "/score")
+"""The paths of clients: all that reach a model, and what else is under ``/v1``."""
+
+MESSAGES_PATH = "/v1/messages"
+"""The paths of the Anthropic API, whose errors have its form."""
+
+
+def is_under(scope: Scope, prefix: str) -> bool:
+    """Whether the path of a request is ``prefix`` or below it."""
+    path = path_of(scope)
+    return path == prefix or path.startswith(f"{prefix}/")
+
+
+def is_of_clients(scope: Scope) -> bool:
+    """Whether a request is for one of the paths of clients, which need an API key."""
+    return any(is_under(scope, path) for path in _CLIENT_PATHS)
+
+
+def path_of(scope: Scope) -> str:
+    """The path of a request within this app, which may be mounted under another path."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))

@@ -1,0 +1,258 @@
+"""``POST /v1/responses``: OpenAI's Responses API, without stored responses."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request, Response
+
+from trencadis.server.api.protocol import ChatCompletionRequest
+from trencadis.server.api.responses import (
+    CLIENT_FIELDS,
+    FunctionCallItem,
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemStatus,
+    OutputItem,
+    OutputMessage,
+    OutputText,
+    OutputTokensDetails,
+    ReasoningItem,
+    ReasoningText,
+    ResponseError,
+    ResponseObject,
+    ResponsesRequest,
+    ResponsesUsage,
+)
+from trencadis.server.api.translation import client_fields
+from trencadis.server.errors import ApiError
+from trencadis.server.generation.answer_blocks import (
+    AnswerBlocks,
+    Block,
+    BlockBegin,
+    BlockChange,
+    BlockText,
+    ReasoningUsage,
+)
+from trencadis.server.generation.answer_plan import AnswerPlan
+from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoice, FinishReason
+from trencadis.server.generation.prompts import Prompt
+from trencadis.server.generation.served_model import ServedModel
+from trencadis.server.http.content_type import require_json
+from trencadis.server.routes.context import ServingContext
+from trencadis.server.routes.generation_response import (
+    ResponseWriter,
+    event,
+    generation_responses,
+    respond_to_chat,
+)
+
+_EVENTS = (
+    'event: response.created\ndata: {"type": "response.created", "response": {...}}\n\n',
+    "those of OpenAI's Responses API",
+)
+
+
+def responses_router(context: ServingContext) -> APIRouter:
+    """The route for responses."""
+    router = APIRouter(tags=["responses"], dependencies=[Depends(require_json)])
+
+    @router.post(
+        "/v1/responses",
+        response_model=None,
+        responses=generation_responses(ResponseObject, _EVENTS),
+    )
+    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+        """Answer a conversation of items, in one response or as a stream of events."""
+        with client_fields(CLIENT_FIELDS):
+            writer = partial(ResponsesWriter, body)
+            return await respond_to_chat(context, request, body.chat(), writer)
+
+    return router
+
+
+class ResponsesWriter(ResponseWriter):
+    """Writes the answer as output items: reasoning, messages and function calls."""
+
+    id_prefix = "resp_"
+
+    def __init__(
+        self,
+        body: ResponsesRequest,
+        model: ServedModel,
+        request: ChatCompletionRequest,
+        prompts: Sequence[Prompt],
+    ) -> None:
+        super().__init__(model, request, prompts)
+        self._body = body
+        self._chat = request
+        self._params = request.sampling_params(None, model.default_sampling)
+        plan = prompts[0].answer or AnswerPlan()
+        self.usage: ReasoningUsage = ReasoningUsage.of(plan, self.usage.prompt_tokens)
+        self._answer = AnswerBlocks(plan)
+        self._num_events = 0
+
+    def whole(self, choices: Sequence[FinishedChoice]) -> str:
+        (choice,) = choices
+        self._answer.add(choice.text, is_last=True)
+        return self._finished(choice.finish_reason).model_dump_json()
+
+    async def events(self, deltas: ChoiceStream) -> AsyncGenerator[str, None]:
+        async for item in deltas:
+            self.usage.add(item.prompt, item.delta)
+            if not self._num_events:
+                for kind in ("created", "in_progress"):
+                    yield self._event(f"response.{kind}", response=self._response("in_progress"))
+            reason = item.finish_reason
+            for change in self._answer.add(item.delta.text, is_last=reason is not None):
+                for text in self._change(change, reason):
+                    yield text
+            if reason is not None:
+                response = self._finished(reason)
+                yield self._event(f"response.{response.status}", response=response)
+
+    def failure(self, error: ApiError) -> str:
+        """The event ``error``, and ``response.failed`` with what there is of the answer."""
+        fields = {"code": error.code, "message": error.message, "param": error.param}
+        response = self._response("failed")
+        response.output = self._items("incomplete")
+        response.error = ResponseError(code=error.code or "server_error", message=error.message)
+        return self._event("error", **fields) + self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> str:
+        number = self._num_events
+        self._num_events += 1
+        values = {
+            name: value.model_dump() if isinstance(value, ResponseObject) else value
+            for name, value in fields.items()
+        }
+        return event(kind, sequence_number=number, **values)
+
+    def _change(self, change: BlockChange, reason: FinishReason | None) -> Iterator[str]:
+        """The events of a change of the answer."""
+        block = change.block
+        at = {"output_index": block.index}
+        within = {"item_id": _item_id(block), **at}
+        if block.kind != "call":
+            within["content_index"] = 0
+        if isinstance(change, BlockBegin):
+            item = _item(block, "", "in_progress").model_dump()
+            if block.kind != "call":
+                item["content"] = []
+            yield self._event("response.output_item.added", **at, item=item)
+            if block.kind != "call":
+                part = _part(block, "").model_dump()
+                yield self._event("response.content_part.added", **within, part=part)
+        elif isinstance(change, BlockText):
+            extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            name = f"response.{_TEXT_EVENTS[block.kind]}.delta"
+            yield self._event(name, **within, delta=change.text, **extra)
+        else:
+            yield from self._done(block, at, within, self._status_of(block, reason))
+
+    def _done(
+        self, block: Block, at: dict[str, Any], within: dict[str, Any], status: ItemStatus
+    ) -> Iterator[str]:
+        name = f"response.{_TEXT_EVENTS[block.kind]}.done"
+        if block.kind == "call":
+            yield self._event(name, **within, name=block.name, arguments=block.text)
+        else:
+            extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            yield self._event(name, **within, text=block.text, **extra)
+            part = _part(block, block.text).model_dump()
+            yield self._event("response.content_part.done", **within, part=part)
+        item = _item(block, block.text, status).model_dump()
+        yield self._event("response.output_item.done", **at, item=item)
+
+    def _finished(self, reason: FinishReason) -> ResponseObject:
+        is_cut = reason == "length"
+        response = self._response("incomplete" if is_cut else "completed")
+        response.output = self._items("incomplete" if is_cut else "completed")
+        response.usage = self._token_counts()
+        if is_cut:
+            response.incomplete_details = IncompleteDetails(reason="max_output_tokens")
+        return response
+
+    def _items(self, last: ItemStatus) -> list[OutputItem]:
+        """The blocks as items; ``last`` is the status of the last one."""
+        blocks = self._answer.blocks
+        return [
+            _item(block, block.text, "completed" if block is not blocks[-1] else last)
+            for block in blocks
+        ]
+
+    def _status_of(self, block: Block, reason: FinishReason | None) -> ItemStatus:
+        """The status of a block that has ended, in the delta with this finish reason."""
+        is_cut = reason == "length" and block is self._answer.blocks[-1]
+        return "incomplete" if is_cut else "completed"
+
+    def _token_counts(self) -> ResponsesUsage:
+        usage = self.usage
+        return ResponsesUsage(
+            input_tokens=usage.prompt_tokens,
+            input_tokens_details=InputTokensDetails(cached_tokens=sum(usage.cached.values())),
+            output_tokens=usage.completion_tokens,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=usage.reasoning_tokens),
+            total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        )
+
+    def _response(self, status: Any) -> ResponseObject:
+        """The response without output, with the settings that are in force."""
+        body = self._body
+        text_format = body.text.format if body.text and body.text.format else None
+        as_sent = {"type": "text"}
+        if text_format is not None:
+            as_sent = text_format.model_dump(by_alias=True, exclude_none=True)
+        return ResponseObject(
+            id=self.id,
+            created_at=self.created,
+            status=status,
+            instructions=body.instructions,
+            max_output_tokens=body.max_output_tokens,
+            metadata=body.metadata or {},
+            model=self.model_name,
+            output=[],
+            parallel_tool_calls=body.parallel_tool_calls is not False,
+            temperature=self._params.temperature,
+            text={"format": as_sent},
+            tool_choice=_tool_choice(self._chat),
+            tools=[tool.model_dump() for tool in body.tools or ()],
+            top_p=self._params.top_p,
+        )
+
+
+_TEXT_EVENTS = {
+    "text": "output_text",
+    "reasoning": "reasoning_text",
+    "call": "function_call_arguments",
+}
+_ID_PREFIXES = {"text": "msg_", "reasoning": "rs_", "call": "fc_"}
+
+
+def _item_id(block: Block) -> str:
+    return _ID_PREFIXES[block.kind] + block.id
+
+
+def _part(block: Block, text: str) -> OutputText | ReasoningText:
+    return OutputText(text=text) if block.kind == "text" else ReasoningText(text=text)
+
+
+def _item(block: Block, text: str, status: ItemStatus) -> OutputItem:
+    item_id = _item_id(block)
+    if block.kind == "text":
+        return OutputMessage(id=item_id, status=status, content=[OutputText(text=text)])
+    if block.kind == "reasoning":
+        return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text=text)])
+    return FunctionCallItem(
+        id=item_id, call_id=block.call_id, name=block.name, arguments=text, status=status
+    )
+
+
+def _tool_choice(request: ChatCompletionRequest) -> str | dict[str, Any]:
+    """The choice of tools; OpenAI's default without tools is "auto"."""
+    if not request.tools:
+        return "auto" if request.tool_choice is None else request.tool_choice.mode
+    choice = request.choice_of_tools
+    return choice.mode if choice.name is None else {"type": "function", "name": choice.name}

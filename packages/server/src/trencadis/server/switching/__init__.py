@@ -1,0 +1,1 @@
+"""Switches between the models of one engine: by an operator, and by the requests themselves."""

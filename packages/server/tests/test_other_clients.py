@@ -1,0 +1,260 @@
+"""Client libraries beside the official ones, and curl: ``nox -s tests_clients`` installs them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from typing import Any
+
+import openai
+import pytest
+import pytest_asyncio
+from pydantic import BaseModel
+from test_tool_calls import QWEN
+
+pytestmark = pytest.mark.asyncio
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+ECHO = "[user]hello[assistant]"
+"""What the stand-in for an engine answers to them."""
+
+
+class City(BaseModel):
+    """A city."""
+
+    city: str
+
+
+@pytest_asyncio.fixture
+async def tool_url(engine, serving):
+    """The URL of a server whose model writes calls as Qwen 3 does."""
+    engine.tokenizer.chat_template = QWEN
+    engine.max_model_len = 8192
+    async with serving() as url:
+        yield url
+
+
+def call_of(name: str) -> list[str]:
+    """The texts of the tokens of a call."""
+    call = json.dumps({"name": name, "arguments": {"city": "Paris"}})
+    return ["<tool_call>\n", call[:9], call[9:], "\n</tool_call>"]
+
+
+# litellm
+
+
+@pytest.fixture
+def litellm_fields(url) -> dict[str, Any]:
+    return {
+        "model": "openai/stand-in",
+        "api_base": f"{url}/v1",
+        "api_key": "none",
+        "max_retries": 0,
+    }
+
+
+async def test_litellm_reads_whole_answers(litellm_fields):
+    litellm = pytest.importorskip("litellm")
+    answer = await litellm.acompletion(messages=MESSAGES, n=2, logprobs=True, **litellm_fields)
+    assert [choice.message.content for choice in answer.choices] == [ECHO, ECHO]
+    assert answer.usage.prompt_tokens == 23
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def test_litellm_reads_streams(litellm_fields):
+    litellm = pytest.importorskip("litellm")
+    stream = await litellm.acompletion(
+        messages=MESSAGES, stream=True, stream_options={"include_usage": True}, **litellm_fields
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert text == ECHO
+    assert chunks[-1].usage.completion_tokens == 22
+
+
+async def test_litellm_tells_the_errors_apart(litellm_fields, engine):
+    litellm = pytest.importorskip("litellm")
+    with pytest.raises(litellm.BadRequestError, match="context"):
+        await litellm.acompletion(messages=MESSAGES, max_tokens=1000, **litellm_fields)
+    with pytest.raises(litellm.NotFoundError, match="does not exist"):
+        await litellm.acompletion(
+            messages=MESSAGES, **(litellm_fields | {"model": "openai/another"})
+        )
+    engine.overloaded = True
+    with pytest.raises(litellm.exceptions.ServiceUnavailableError, match="waiting"):
+        await litellm.acompletion(messages=MESSAGES, **litellm_fields)
+
+
+async def test_litellm_reads_calls_of_tools(tool_url, engine, litellm_fields):
+    litellm = pytest.importorskip("litellm")
+    engine.script = call_of("weather")
+    tool = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+    fields = litellm_fields | {"api_base": f"{tool_url}/v1", "tools": [tool]}
+    answer = await litellm.acompletion(messages=MESSAGES, tool_choice="required", **fields)
+    (call,) = answer.choices[0].message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", '{"city": "Paris"}')
+    assert answer.choices[0].finish_reason == "tool_calls"
+
+
+async def test_litellm_reads_embeddings(litellm_fields, engine):
+    litellm = pytest.importorskip("litellm")
+    engine.embedding_size = 8
+    answer = await litellm.aembedding(input=["a", "bc"], **litellm_fields)
+    assert [len(item["embedding"]) for item in answer.data] == [8, 8]
+    assert answer.usage.prompt_tokens == 5
+
+
+# langchain-openai
+
+
+def langchain_model(url: str, **fields: Any) -> Any:
+    langchain_openai = pytest.importorskip("langchain_openai")
+    return langchain_openai.ChatOpenAI(
+        model="stand-in", base_url=f"{url}/v1", api_key="none", max_retries=0, **fields
+    )
+
+
+@pytest.mark.parametrize("use_responses_api", [False, True])
+async def test_langchain_reads_whole_answers_and_streams(url, use_responses_api):
+    model = langchain_model(url, use_responses_api=use_responses_api)
+    answer = await model.ainvoke("hello")
+    assert answer.text == ECHO
+    assert answer.usage_metadata["output_tokens"] == 22
+    parts = [part.text async for part in model.astream("hello")]
+    assert len(parts) > 3
+    assert "".join(parts) == ECHO
+
+
+async def test_langchain_reads_embeddings(url, engine):
+    langchain_openai = pytest.importorskip("langchain_openai")
+    engine.embedding_size = 8
+    model = langchain_openai.OpenAIEmbeddings(
+        model="stand-in",
+        base_url=f"{url}/v1",
+        api_key="none",
+        check_embedding_ctx_length=False,  # otherwise it sends tokens of OpenAI's own models
+    )
+    assert [len(vector) for vector in await model.aembed_documents(["a", "bc"])] == [8, 8]
+
+
+async def test_langchain_reads_calls_of_tools(tool_url, engine):
+    engine.script = call_of("City")
+    model = langchain_model(tool_url).bind_tools([City], tool_choice="required")
+    answer = await model.ainvoke("Where?")
+    (call,) = answer.tool_calls
+    assert (call["name"], call["args"]) == ("City", {"city": "Paris"})
+    merged = None
+    async for part in model.astream("Where?"):
+        merged = part if merged is None else merged + part
+    assert merged.tool_calls[0]["args"] == {"city": "Paris"}
+
+
+@pytest.mark.parametrize("method", ["json_schema", "function_calling"])
+async def test_langchain_parses_answers_into_a_model(tool_url, engine, method):
+    is_call = method == "function_calling"
+    engine.script = call_of("City") if is_call else ['{"city": ', '"Paris"}']
+    model = langchain_model(tool_url).with_structured_output(City, method=method)
+    assert await model.ainvoke("Where?") == City(city="Paris")
+
+
+# pydantic-ai
+
+
+def agent(url: str, **fields: Any) -> Any:
+    pydantic_ai = pytest.importorskip("pydantic_ai")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    model = OpenAIChatModel("stand-in", provider=OpenAIProvider(openai_client=client))
+    return pydantic_ai.Agent(model, **fields)
+
+
+async def test_pydantic_ai_reads_whole_answers_and_streams(url):
+    answer = await agent(url).run("hello")
+    assert answer.output == ECHO
+    async with agent(url).run_stream("hello") as stream:
+        assert [text async for text in stream.stream_text(debounce_by=None)][-1] == ECHO
+
+
+async def test_pydantic_ai_gets_an_output_of_its_type(tool_url, engine):
+    engine.script = call_of("final_result")
+    answer = await agent(tool_url, output_type=City).run("Where?")
+    assert answer.output == City(city="Paris")
+    (_, params, _, _), *_ = engine.requests
+    assert params.structured_output is not None, "the call is forced"
+
+
+# curl, with the requests of the examples in OpenAI's API reference
+
+WEATHER = {
+    "name": "get_current_weather",
+    "description": "Get the current weather in a given location",
+    "parameters": {
+        "type": "object",
+        "properties": {
+            "location": {"type": "string", "description": "The city and state"},
+            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
+        },
+        "required": ["location"],
+    },
+}
+DEVELOPER = [{"role": "developer", "content": "You are a helpful assistant."}, *MESSAGES]
+EXAMPLES = {
+    "chat": ("chat/completions", {"messages": DEVELOPER}),
+    "chat streaming": ("chat/completions", {"messages": DEVELOPER, "stream": True}),
+    "chat functions": (
+        "chat/completions",
+        {
+            "messages": MESSAGES,
+            "tools": [{"type": "function", "function": WEATHER}],
+            "tool_choice": "auto",
+        },
+    ),
+    "chat logprobs": (
+        "chat/completions",
+        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
+    ),
+    "completions": (
+        "completions",
+        {"prompt": "Say this is a test", "max_tokens": 7, "temperature": 0},
+    ),
+    "completions streaming": (
+        "completions",
+        {"prompt": "Say this is a test", "max_tokens": 7, "temperature": 0, "stream": True},
+    ),
+    "responses": ("responses", {"input": "Tell me a three sentence bedtime story."}),
+    "responses streaming": (
+        "responses",
+        {"instructions": "You are a helpful assistant.", "input": "Hello!", "stream": True},
+    ),
+    "responses functions": (
+        "responses",
+        {
+            "input": "What is the weather like in Boston today?",
+            "tools": [{"type": "function", **WEATHER}],
+            "tool_choice": "auto",
+        },
+    ),
+}
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("name", EXAMPLES)
+async def test_the_examples_of_the_api_reference_are_answered(tool_url, name):
+    path, body = EXAMPLES[name]
+    process = await asyncio.create_subprocess_exec(
+        *("curl", "--silent", "--no-buffer", "--fail-with-body", f"{tool_url}/v1/{path}"),
+        *("-H", "Content-Type: application/json", "-H", "Authorization: Bearer sk-none"),
+        *("-d", json.dumps({"model": "stand-in", **body})),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    printed, _ = await process.communicate()
+    assert process.returncode == 0, printed
+    if not body.get("stream"):
+        assert json.loads(printed)["object"] in ("chat.completion", "text_completion", "response")
+    elif path == "responses":
+        assert b"event: response.completed\n" in printed
+    else:
+        assert printed.endswith(b"data: [DONE]\n\n")

@@ -1,0 +1,103 @@
+"""Requests that wait until their prompt is rendered and tokenised do not wait for slow ones."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+
+from trencadis.engine import SlowConversation
+from trencadis.server.generation.prompt_thread import PromptThread
+
+
+def said(text):
+    return {"messages": [{"role": "user", "content": text}], "max_tokens": 1}
+
+
+@pytest.mark.asyncio
+async def test_a_conversation_that_takes_long_to_render_delays_no_other(
+    client, engine, monkeypatch, soon
+):
+    render, may_end, slow_calls = engine.tokenizer.render_chat, threading.Event(), []
+
+    def slow(messages, *, quick, **options):
+        if messages[0]["content"] == "slow":
+            slow_calls.append(quick)
+            if quick:
+                raise SlowConversation("it takes too long")
+            assert may_end.wait(30)
+        return render(messages, **options)
+
+    monkeypatch.setattr(engine.tokenizer, "render_chat", slow)
+    path = "/v1/chat/completions"
+    waiting = [asyncio.create_task(client.post(path, json=said("slow"))) for _ in range(2)]
+    try:
+        await soon(lambda: len(slow_calls) == 3)
+        for _ in range(3):
+            assert (await client.post(path, json=said("usual"))).status_code == 200
+        assert not any(task.done() for task in waiting)
+    finally:
+        may_end.set()
+    assert [(await task).status_code for task in waiting] == [200, 200]
+    assert sorted(slow_calls) == [False, False, True, True]
+
+
+@pytest.fixture
+def thread():
+    thread = PromptThread("test")
+    yield thread
+    thread.close()
+
+
+def test_clients_are_served_in_rotation_whatever_one_of_them_has_sent(thread):
+    served, begun, may_begin = [], threading.Event(), threading.Event()
+    thread.submit("flood", lambda: (begun.set(), may_begin.wait(30)))
+    assert begun.wait(30)
+    sent = ["flood"] * 50 + ["a", "b", "a", "c"]
+    futures = [thread.submit(name, lambda name=name: served.append(name)) for name in sent]
+    may_begin.set()
+    for future in futures:
+        future.result(timeout=30)
+    assert served[:8] == ["flood", "a", "b", "c", "flood", "a", "flood", "flood"]
+    assert sorted(served) == sorted(sent)
+
+
+def test_the_error_of_a_piece_of_work_is_that_of_its_request_alone(thread):
+    failing = thread.submit("", lambda: 1 // 0)
+    assert thread.submit("", lambda: 7).result(timeout=30) == 7
+    with pytest.raises(ZeroDivisionError):
+        failing.result(timeout=30)
+
+
+def test_a_request_that_was_cancelled_is_not_worked_for(thread):
+    done, may_begin = [], threading.Event()
+    thread.submit("a", lambda: may_begin.wait(30))
+    cancelled = thread.submit("a", lambda: done.append("cancelled"))
+    last = thread.submit("b", lambda: done.append("b"))
+    assert cancelled.cancel()
+    may_begin.set()
+    last.result(timeout=30)
+    thread.submit("a", lambda: None).result(timeout=30)
+    assert done == ["b"]
+
+
+def test_what_waits_is_cancelled_when_the_thread_closes(thread):
+    begun, may_end = threading.Event(), threading.Event()
+
+    def work():
+        begun.set()
+        return may_end.wait(30)
+
+    running = thread.submit("a", work)
+    waiting = [thread.submit(name, lambda: None) for name in ("a", "b")]
+    assert begun.wait(30)
+    thread.close()
+    may_end.set()
+    assert running.result(timeout=30)
+    for future in waiting:
+        with pytest.raises(CancelledError):
+            future.result(timeout=30)
+    with pytest.raises(RuntimeError):
+        thread.submit("a", lambda: None)
