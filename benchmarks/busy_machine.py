@@ -1,10 +1,11 @@
 """Throughput on a quiet machine, and beside a process that keeps one core busy.
 
-    python benchmarks/busy_machine.py [--rounds N] [--seconds S]
+    python benchmarks/busy_machine.py                                     # this engine
+    python benchmarks/busy_machine.py --vllm-python .nox/peers/bin/python  # and vLLM
 
-32 sequences of the small default model decode in bf16: with as many threads as there are cores, and
-with threads that follow the free cores (the default). Each figure is from a process of its own; the
-rounds take turns, and medians are printed.
+32 requests of the small default model, in bf16, as in ``benchmarks/versus.py``: each engine is a
+process of its own that stays loaded, and they take turns. Medians of the rounds are printed; the
+first round is not counted.
 """
 
 from __future__ import annotations
@@ -12,49 +13,51 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import random
+import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from rich.console import Console
 from rich.table import Table
+from versus import Load, Worker
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams, default_model
+from trencadis.engine import default_model
 
-SEQUENCES = 32
-WARM_UP_STEPS = 40
-MODES = ("adapted", "fixed")
+LOAD = Load(32, 64, 96)
+OURS = ("eager", "compile")
+Seconds = dict[tuple[str, bool], list[float]]
+"""Seconds of each round, by engine and whether a core was busy."""
 
 
-def serve(mode: str, seconds: float) -> float:
-    """Output tokens per second of a core that decodes for ``seconds``."""
-    core = EngineCore(
-        EngineConfig(
-            model=default_model(),
-            device="cpu",
-            dtype="bfloat16",
-            max_model_len=1024,
-            max_num_seqs=SEQUENCES,
-            max_num_batched_tokens=512,
-            warmup="none",
-            cpu_threads=len(os.sched_getaffinity(0)) if mode == "fixed" else None,
-        )
-    )
-    core.warm_up()
-    rng = random.Random(0)
-    params = SamplingParams(temperature=0.0, max_tokens=900, ignore_eos=True)
-    for number in range(SEQUENCES):
-        core.add(f"{number}", tuple(rng.randrange(100, 40_000) for _ in range(64)), params)
-    for _ in range(WARM_UP_STEPS):
-        core.step()
-    steps, start = 0, time.monotonic()
-    while time.monotonic() < start + seconds:
-        core.step()
-        steps += 1
-    return steps * SEQUENCES / (time.monotonic() - start)
+def main() -> None:
+    options = _options()
+    pythons = dict.fromkeys(OURS, sys.executable)
+    if options.vllm_python:
+        pythons["vllm"] = options.vllm_python
+    workers: dict[str, Worker] = {}
+    try:
+        for name, python in pythons.items():
+            workers[name] = Worker(name, python, default_model())
+        seconds = measure(workers, options.rounds)
+    finally:
+        for worker in workers.values():
+            worker.close()
+    show(seconds)
+
+
+def measure(workers: Mapping[str, Worker], rounds: int) -> Seconds:
+    seconds: Seconds = {(name, busy): [] for name in workers for busy in (False, True)}
+    for number in range(rounds + 1):
+        for name, worker in workers.items():
+            for busy in (False, True):
+                with neighbour(busy):
+                    taken_s = worker.run(LOAD, seed=number)
+                if number:
+                    seconds[name, busy].append(taken_s)
+    return seconds
 
 
 @contextlib.contextmanager
@@ -70,39 +73,29 @@ def neighbour(busy: bool) -> Iterator[None]:
             process.kill()
 
 
-def measure(mode: str, busy: bool, seconds: float) -> float:
-    environ = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
-    command = [sys.executable, __file__, "--serve", mode, "--seconds", f"{seconds}"]
-    with neighbour(busy):
-        done = subprocess.run(command, env=environ, check=True, stdout=subprocess.PIPE, text=True)
-    return float(done.stdout.split()[-1])
+def show(seconds: Seconds) -> None:
+    table = Table("engine", "quiet", "one core busy", "busy / quiet", "rounds")
+    for name in dict.fromkeys(name for name, _ in seconds):
+        quiet, busy = seconds[name, False], seconds[name, True]
+        shares = [a / b for a, b in zip(quiet, busy, strict=True)]
+        speeds = [
+            f"{LOAD.requests * LOAD.output / statistics.median(taken_s):.0f} tok/s"
+            for taken_s in (quiet, busy)
+        ]
+        rounds = ", ".join(f"{share:.2f}" for share in shares)
+        table.add_row(name, *speeds, f"{statistics.median(shares):.2f}", rounds)
+    console = Console(width=100)
+    console.print(table)
+    console.print(
+        f"{LOAD}; {os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
+    )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=10.0)
-    parser.add_argument("--serve", choices=MODES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.serve:
-        print(serve(options.serve, options.seconds))
-        return
-    found: dict[tuple[str, bool], list[float]] = {}
-    for _ in range(options.rounds):
-        for mode in MODES:
-            for busy in (False, True):
-                rate = measure(mode, busy, options.seconds)
-                found.setdefault((mode, busy), []).append(rate)
-    table = Table("threads", "quiet", "one core busy", "busy / quiet", "rounds")
-    for mode in MODES:
-        quiet, busy = (statistics.median(found[mode, state]) for state in (False, True))
-        rounds = ", ".join(
-            f"{b / a:.2f}" for a, b in zip(found[mode, False], found[mode, True], strict=True)
-        )
-        table.add_row(
-            mode, f"{quiet:.0f} tok/s", f"{busy:.0f} tok/s", f"{busy / quiet:.2f}", rounds
-        )
-    Console(width=100).print(table)
+    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
