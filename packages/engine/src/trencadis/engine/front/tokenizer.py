@@ -200,27 +200,17 @@ class Tokenizer:
         that take too long to render, and for a model without a template; `RequestFailed` where the
         process does not answer.
         """
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "this model has no chat template: use the completions endpoint", "messages"
-            )
-        if continue_final_message and add_generation_prompt:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other",
-                "continue_final_message",
-            )
-        if taken := sorted(_OWN_ARGUMENTS & (chat_template_kwargs or {}).keys()):
-            raise InvalidRequest(
-                f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
-            )
+        self._check_chat_arguments(
+            add_generation_prompt and continue_final_message, chat_template_kwargs or {}
+        )
         given = (
             [_without_none(message) for message in messages],
             None if tools is None else [dict(tool) for tool in tools],
             dict(chat_template_kwargs or {}),
         )
+        # Random digits, so that no content can have it and no filter of a template changes it.
+        separator = f"\ue000{secrets.randbits(64)}\ue001"
         try:
-            # Random digits, so that no content can have it and no filter of a template changes it.
-            separator = f"\ue000{secrets.randbits(64)}\ue001"
             listed, listed_tools, named = self._without_special(given, separator)
             fixed = {
                 "chat_template": self._tokenizer.get_chat_template(None, listed_tools),
@@ -229,29 +219,37 @@ class Tokenizer:
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
             }
-            answer = self._renderer.render(
-                self._tokenizer.special_tokens_map | named | fixed, quick
-            )
+            arguments = self._tokenizer.special_tokens_map | named | fixed
+            answer = self._renderer.render(arguments, quick)
         except _UNSENDABLE as error:
-            raise InvalidRequest(
-                f"the chat template rejects these messages: {error}", "messages"
-            ) from error
+            raise _rejected(error) from error
         if "timed_out" in answer:
-            raise InvalidRequest(
-                "the chat template rejects these messages: rendering them takes more than "
-                f"{PATIENT_SECONDS:.0f} s",
-                "messages",
-            )
+            raise _rejected(f"rendering them takes more than {PATIENT_SECONDS:.0f} s")
         if "text" not in answer:
-            raise InvalidRequest(
-                f"the chat template rejects these messages: {answer['error']}", "messages"
-            )
+            raise _rejected(answer["error"])
         try:
             texts = answer["text"].split(separator)
             parts = [self.encode(part, add_special_tokens=False) for part in texts]
         except InvalidRequest as error:
             raise InvalidRequest(f"the rendered messages: {error}", "messages") from error
         return list(itertools.chain.from_iterable(parts))
+
+    def _check_chat_arguments(
+        self, both_ends: bool, chat_template_kwargs: Mapping[str, Any]
+    ) -> None:
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "this model has no chat template: use the completions endpoint", "messages"
+            )
+        if both_ends:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        if taken := sorted(_OWN_ARGUMENTS & chat_template_kwargs.keys()):
+            raise InvalidRequest(
+                f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
+            )
 
     def _special_starts(self, text: str) -> Iterator[int]:
         """Where a special token begins. A search keeps all threads of the process waiting, so it
@@ -301,6 +299,10 @@ def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:
         ) from error
     except _TEMPLATE_ERRORS:
         pass  # it may refuse this conversation, which is an example
+
+
+def _rejected(reason: object) -> InvalidRequest:
+    return InvalidRequest(f"the chat template rejects these messages: {reason}", "messages")
 
 
 def _without_none(message: Mapping[str, Any]) -> dict[str, Any]:
