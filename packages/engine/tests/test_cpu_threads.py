@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,8 @@ from trencadis.engine.devices.cpu.threads import (
     next_num_threads,
     read_core_times,
 )
+from trencadis.engine.runner.model_runner import ModelRunner
+from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 
 
 @pytest.fixture(autouse=True)
@@ -92,13 +95,13 @@ def test_the_engine_adapts_while_it_serves(
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(threads, "PERIOD_SECONDS", 0.0)
     monkeypatch.setattr(threads, "default_num_threads", lambda: 2)
-    torch.set_num_threads(2)
     clock = [BEFORE]
     device = CPUDevice()
-    device._threads = AdaptiveThreads(2, lambda: clock[0])
     config = EngineConfig(model=str(tiny_model), device="cpu", warmup="none", max_model_len=64)
     core = EngineCore(config, device)
     core.warm_up()
+    torch.set_num_threads(2)
+    device._threads = AdaptiveThreads(2, lambda: clock[0])
     core.add("a", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True))
     seen = []
     for waited, idle in ((0.0, 0.0), (0.7, 0.0), (0.0, 0.0), (0.0, 1.0), (0.0, 0.0)):
@@ -108,6 +111,39 @@ def test_the_engine_adapts_while_it_serves(
         seen.append(torch.get_num_threads())
     assert seen == [2, 1, 1, 2, 2]
     assert caplog.text.count("other processes use the cores (--cpu-threads fixes the number)") == 1
+
+
+def test_the_engine_adapts_while_it_warms_up(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each bucket and each sampled batch, as before a step."""
+    device = CPUDevice()
+    begun = 0
+
+    def begin_step() -> None:
+        nonlocal begun
+        begun += 1
+
+    def counted(method: Callable[..., None]) -> tuple[Callable[..., None], list[int]]:
+        counts = []
+
+        def call(*args: Any) -> None:
+            before = begun
+            method(*args)
+            counts.append(begun - before)
+
+        return call, counts
+
+    execute, of_buckets = counted(ModelRunner.execute)
+    sample, of_samples = counted(SamplerWarmup.sample)
+    monkeypatch.setattr(device, "begin_step", begin_step)
+    monkeypatch.setattr(ModelRunner, "execute", execute)
+    monkeypatch.setattr(SamplerWarmup, "sample", sample)
+    core = EngineCore(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=64), device)
+    assert begun, "the profiling run"
+    core.warm_up()
+    assert all(of_buckets)
+    assert any(of_samples), "a batch of no rows has nothing to run"
 
 
 def test_without_figures_the_number_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,7 +156,7 @@ class Device(abc.ABC):
         return PendingCopy([tensor.cpu() for tensor in tensors], self.synchronize)
 
     def begin_step(self) -> None:  # noqa: B027 - most devices have nothing to do
-        """Called at the start of each step of the engine, by the thread that runs it."""
+        """Called before each step of the engine and each run of warm-up, by the thread of both."""
 
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Let a lazy device execute the operations collected so far."""

@@ -399,6 +399,7 @@ class ModelRunner:
     def execute(self, phase: Phase, bucket: Bucket) -> None:
         """Compile for the bucket's shapes where the device compiles, and run each shape once."""
         for shape in self._shapes(phase, bucket):
+            self._device.begin_step()
             self.forward_runner.prepare(self._dummy(shape))
         self._ready_buckets.add((phase, bucket))
 

@@ -86,6 +86,7 @@ class SamplerWarmup:
             for seed, request in enumerate(self._requests)
         ]
         if rows:
+            self._device.begin_step()
             words = self._device.upload(torch.from_numpy(self._sampler.words(rows, len(rows))))
             pending = self._sampler.launch(self._logits, words, rows)
             pending.read(self._device.fetch(pending.outputs).wait())

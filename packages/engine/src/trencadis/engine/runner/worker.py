@@ -451,6 +451,7 @@ class Worker:
                 batch = build_decode((), layout, shape, cache, upload)
             else:
                 batch = build_prompt((), shape, cache, upload)
+            self.device.begin_step()
             before = self.device.free_memory()
             with self._shortened():
                 taken = self.device.peak_memory(functools.partial(forward_runner.run, batch))
