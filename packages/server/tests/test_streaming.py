@@ -138,6 +138,15 @@ async def test_a_client_that_does_not_read_is_disconnected(serving, engine, soon
     assert engine.aborted
 
 
+async def test_the_time_between_tokens_is_not_that_of_a_client_that_does_not_read(serving, engine):
+    engine.delay = 0.5
+    async with serving(send_timeout=0.1) as url, httpx.AsyncClient(base_url=url) as client:
+        body = {"prompt": "abcd", "stream": True}
+        response = await client.post("/v1/completions", json=body)
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert "error" not in response.text
+
+
 async def test_a_long_prompt_does_not_delay_other_requests(url, engine):
     encode = engine.tokenizer.encode
     started, release = threading.Event(), threading.Event()
