@@ -1,6 +1,7 @@
 """Leaves out the tests that are marked slow or soak, unless ``-m`` names the marker.
 
-Hypothesis has no deadline for an example: a busy machine would fail tests that are right.
+Hypothesis has no deadline for an example, and no limit of the time in which it draws them: a busy
+machine would fail tests that are right.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 import re
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 LEFT_OUT = {"slow", "soak"}
 

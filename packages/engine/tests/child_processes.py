@@ -18,21 +18,14 @@ def own_processes() -> None:
 
 def children() -> list[psutil.Process]:
     """The processes that the test has started and that have not ended."""
-    return [
-        child
-        for child in _all() - _of_other_tests
-        # multiprocessing's resource tracker stays by design, for the life of this process.
-        if "resource_tracker" not in _command(child)
-    ]
+    commands = {child: _command(child) for child in _all() - _of_other_tests}
+    # multiprocessing's resource tracker stays by design, for the life of this process.
+    return [c for c, command in commands.items() if command and "resource_tracker" not in command]
 
 
 def core_process() -> psutil.Process:
     """The process of the engine core; another one renders chat templates."""
-    (core,) = (
-        child
-        for child in _all() - _of_other_tests
-        if child.status() != psutil.STATUS_ZOMBIE and "spawn_main" in _command(child)
-    )
+    (core,) = (child for child in _all() - _of_other_tests if "spawn_main" in _command(child))
     return core
 
 
@@ -41,4 +34,8 @@ def _all() -> set[psutil.Process]:
 
 
 def _command(process: psutil.Process) -> str:
-    return " ".join(process.cmdline())
+    """The command line; nothing of a process that has ended, collected or not."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:  # or a zombie
+        return ""

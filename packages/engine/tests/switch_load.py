@@ -69,7 +69,7 @@ class SwitchLoad:
         """Wait for the answers to all requests, and raise what ended a client."""
         self._is_over.set()
         for alias in (*self.answered, *self.answered):  # so that the parked requests end
-            await engine.switch_model(alias, drain_timeout_s=120)
+            await engine.switch_model(alias, drain_timeout_s=600)
         await asyncio.gather(*self._clients)
 
     async def _ask(self, engine: MultiModelEngine, alias: str, text: str, expected: Answer) -> None:

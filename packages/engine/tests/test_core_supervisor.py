@@ -74,7 +74,7 @@ def test_a_core_that_cannot_be_started_again_ends_the_engine(
         with pytest.raises(EngineDead):
             supervisor.check_health()
 
-    asyncio.run(asyncio.wait_for(body(), 10))
+    asyncio.run(asyncio.wait_for(body(), 60))
     assert [type(error) for error in deaths] == [EngineRestarting, EngineDead]
 
 

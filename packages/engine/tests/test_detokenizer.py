@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import resource
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -244,9 +247,18 @@ def test_a_slow_conversation_delays_no_quick_one(tiny_model: Path) -> None:
                 with pytest.raises(SlowConversation):
                     tokenizer.render_chat(slow, quick=True)
             rest = pool.submit(tokenizer.render_chat, slow, quick=False)
-            for _ in range(3):
-                assert tokenizer.decode(tokenizer.render_chat(usual, quick=True)) == "ok"
-            assert not rest.done()
+            patient = tokenizer._renderer._patient
+            for _ in range(6000):
+                if patient._asked is not None:
+                    break
+                time.sleep(0.01)
+            os.killpg(patient.started().pid, signal.SIGSTOP)  # it ends after the others
+            try:
+                for _ in range(3):
+                    assert tokenizer.decode(tokenizer.render_chat(usual, quick=True)) == "ok"
+                assert not rest.done()
+            finally:
+                os.killpg(patient.started().pid, signal.SIGCONT)
             with pytest.raises(InvalidRequest, match="takes more than 2 s"):
                 rest.result(timeout=60)
         assert tokenizer.decode(tokenizer.render_chat(usual, quick=False)) == "ok"

@@ -41,7 +41,7 @@ from trencadis.engine.validators import shown
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SOAK_CALLS = 100_000
-CALL_SECONDS = 60.0
+CALL_SECONDS = 300.0
 
 
 class Unruly:
@@ -200,7 +200,7 @@ class EngineFuzzer:
             await asyncio.wait_for(client, CALL_SECONDS)
         await self.engine.check_health()
         assert await self._answer([5, 6, 7]) == expected
-        for _ in range(300):
+        for _ in range(3000):
             if not (self.engine.stats.num_used_blocks or self.engine.stats.num_running_reqs):
                 break
             await asyncio.sleep(0.1)

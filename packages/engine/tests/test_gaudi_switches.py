@@ -22,7 +22,7 @@ from trencadis.engine import (
     SamplingParams,
 )
 
-LIMIT_SECONDS = 500
+LIMIT_SECONDS = 1800
 TEXTS = sorted(PROMPTS, key=len)[:3]
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 

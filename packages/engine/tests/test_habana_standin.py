@@ -107,7 +107,9 @@ STEPS = {
 WRITES_VIEWS = ("write a row", "write rows", "in place")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(st.lists(st.sampled_from(sorted(STEPS)), max_size=12), st.integers(0, 9))
 def test_any_program_gives_what_the_cpu_gives(lazy_gaudi, names, seed):
     first = torch.randn(4, 4, generator=torch.Generator().manual_seed(seed))
@@ -122,7 +124,9 @@ def test_any_program_gives_what_the_cpu_gives(lazy_gaudi, names, seed):
 # Graphs.
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None
+)
 @given(
     st.lists(st.sampled_from(sorted(set(STEPS) - set(WRITES_VIEWS))), min_size=1, max_size=12),
     st.lists(st.integers(0, 9), min_size=1, max_size=3),

@@ -10,8 +10,8 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
-import psutil
 import pytest
+from child_processes import core_process
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -212,10 +212,11 @@ def test_the_front_raises_the_error_of_an_inspection(tiny_model: Path) -> None:
         finally:
             await engine.stop()
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+    asyncio.run(asyncio.wait_for(body(), 600))
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("own_processes")
 def test_a_front_gets_the_inspection_of_its_core_and_an_error_when_the_core_dies(
     tiny_model: Path,
 ) -> None:
@@ -229,11 +230,7 @@ def test_a_front_gets_the_inspection_of_its_core_and_an_error_when_the_core_dies
             assert isinstance(seen, EngineInspection)
             assert seen.blocks.num_blocks == 12
             assert sum(seen.grids[1].num_hits) == 4
-            (core,) = (
-                child
-                for child in psutil.Process().children()
-                if "spawn_main" in " ".join(child.cmdline())
-            )
+            core = core_process()
             os.kill(core.pid, signal.SIGSTOP)
             waiting = asyncio.ensure_future(engine.inspect())
             await asyncio.sleep(0.1)
@@ -244,4 +241,4 @@ def test_a_front_gets_the_inspection_of_its_core_and_an_error_when_the_core_dies
         finally:
             await engine.stop()
 
-    asyncio.run(asyncio.wait_for(body(), 60))
+    asyncio.run(asyncio.wait_for(body(), 600))

@@ -148,7 +148,7 @@ def test_a_compiler_that_hangs_is_stopped(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler = tmp_path / "slow"
-    compiler.write_text("#!/bin/sh\nexec sleep 60\n")
+    compiler.write_text("#!/bin/sh\nexec sleep 600\n")
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setattr(native_kernel, "_LIMIT_SECONDS", 0.2)

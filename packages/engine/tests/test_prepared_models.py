@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.usefixtures("own_processes")
 
 QUIET = LogSettings(level=logging.CRITICAL)
 PROMPT = list(range(5, 25))
-LIMIT_SECONDS = 300
+LIMIT_SECONDS = 900
 
 
 def entry(alias: str, model: Path | str) -> ModelEntry:
@@ -72,13 +73,21 @@ async def answer(engine: MultiModelEngine, model: str, max_tokens: int = 8) -> l
 
 
 async def preparing() -> psutil.Process:
-    """The process that prepares a model, stopped."""
-    while True:
-        for child in children():
-            if "checkpoint_process" in " ".join(child.cmdline()):
-                child.suspend()
-                return child
-        await asyncio.sleep(0.001)
+    """The next process that prepares a model, stopped before it is asked for one."""
+    start, found = LineProcess._start, []
+
+    def stopped(process: LineProcess) -> subprocess.Popen[bytes]:
+        child = start(process)
+        if process._module.endswith("checkpoint_process"):
+            child.send_signal(signal.SIGSTOP)
+            found.append(child.pid)
+        return child
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LineProcess, "_start", stopped)
+        while not found:  # noqa: ASYNC110 - a thread starts it
+            await asyncio.sleep(0.001)
+    return psutil.Process(found[0])
 
 
 @pytest.fixture
@@ -119,7 +128,7 @@ def test_the_active_model_serves_while_the_next_one_is_prepared(
             await preparing()
         # The engine that stops does not wait for the conversion.
         with pytest.raises(SwitchFailedError) as raised:
-            await asyncio.wait_for(switching, 30)
+            await asyncio.wait_for(switching, 120)
         assert raised.value.step == "prepare"
 
     asyncio.run(asyncio.wait_for(body(), LIMIT_SECONDS))
@@ -320,7 +329,7 @@ def test_the_weights_of_a_hub_id_are_downloaded_before_the_switch(
     hub: type[Hub], tmp_path: Path, file: str
 ) -> None:
     hub.files[file] = b"weights"
-    process = LineProcess("trencadis.engine.models.checkpoint_process", answer_s=60)
+    process = LineProcess("trencadis.engine.models.checkpoint_process", answer_s=600)
     try:
         for _ in range(2):
             assert process.ask("org/next") == {"source": "org/next", "has_weights": True}
@@ -337,7 +346,7 @@ def test_the_weights_of_a_hub_id_are_downloaded_before_the_switch(
 def test_a_hub_that_refuses_the_weights_is_no_hub_without_them(hub: type[Hub]) -> None:
     """It was told as prepared, and the switch failed after the active model had left."""
     hub.files["model.safetensors"] = b"weights"
-    process = LineProcess("trencadis.engine.models.checkpoint_process", answer_s=60)
+    process = LineProcess("trencadis.engine.models.checkpoint_process", answer_s=600)
     try:
         for status in (401, 403, 501):
             hub.status = status
@@ -377,7 +386,7 @@ def test_a_killed_server_leaves_no_process_that_downloads() -> None:
     """Its input ends with the server; it went on for as long as the download took."""
     code = (
         "import time; from trencadis.engine.models import checkpoint_process as process; "
-        "process.locate = lambda _: print(flush=True) or time.sleep(60); process.main()"
+        "process.locate = lambda _: print(flush=True) or time.sleep(600); process.main()"
     )
     with subprocess.Popen(
         [sys.executable, "-c", code],
@@ -391,7 +400,7 @@ def test_a_killed_server_leaves_no_process_that_downloads() -> None:
         assert process.stderr.readline() == b"\n", "it is at work"
         process.stdin.close()
         try:
-            assert process.wait(30) == 0
+            assert process.wait(120) == 0
         finally:
             process.kill()
 
@@ -405,7 +414,7 @@ def test_the_next_conversion_removes_what_a_killed_one_has_left_and_not_what_ano
         (tmp_path / f"{name}.gguf").write_bytes(name.encode())
     code = (
         "import pathlib, sys, time; from trencadis.engine.models import gguf; "
-        "gguf._convert = lambda *_: print(flush=True) or time.sleep(60); "
+        "gguf._convert = lambda *_: print(flush=True) or time.sleep(600); "
         "gguf.convert_gguf(pathlib.Path(sys.argv[1]), cache=pathlib.Path(sys.argv[2]))"
     )
     (cache / ".kept-by-the-user").mkdir(parents=True)

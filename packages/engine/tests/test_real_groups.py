@@ -17,6 +17,7 @@ from trencadis.engine import (
     Tokenizer,
     default_model,
 )
+from trencadis.scheduler import PreemptionCosts
 
 pytestmark = [
     pytest.mark.model,
@@ -96,6 +97,8 @@ def driven(llm: LLM, monkeypatch: pytest.MonkeyPatch, due: Callable[[int], bool]
         return step()
 
     monkeypatch.setattr(llm.core, "step", stepping)
+    # A machine that stops for a moment in a swap would recompute from then on.
+    monkeypatch.setattr(PreemptionCosts, "update", lambda *_: None)
 
 
 def tokens(results: list[Generation]) -> list[list[list[int]]]:

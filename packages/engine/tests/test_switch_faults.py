@@ -44,7 +44,7 @@ PROMPT = list(range(5, 25))
 LONG = {"temperature": 0.0, "max_tokens": 220, "ignore_eos": True}
 SHORT = {"temperature": 0.0, "max_tokens": 6, "ignore_eos": True}
 STASH_BYTES = 1 << 30
-CALL_SECONDS = 150.0
+CALL_SECONDS = 300.0
 """Time in which every call of an engine without a core must end."""
 
 
@@ -66,8 +66,8 @@ def models(
         num_blocks=400,
         warmup="none",
         engine_restarts=50,
-        hang_timeout=3.0,
-        hang_restart_timeout=4.0,
+        hang_timeout=60.0,
+        hang_restart_timeout=60.0,
     )
     second = attrs.evolve(first, model=str(other), block_size=16)
     return ModelEntry("first", first), ModelEntry("second", second)
@@ -80,6 +80,11 @@ def signal_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(Path(__file__).parent)
     monkeypatch.setattr(core_supervisor, "_MAX_BACKOFF_SECONDS", 0.01)
     return file
+
+
+def patience(number: int) -> dict[str, float]:
+    """Of a front whose core is sent this signal. No step takes as long on a busy machine."""
+    return {"hang_timeout": 6.0, "hang_restart_timeout": 8.0} if number == signal.SIGSTOP else {}
 
 
 def tell(file: Path, step: str, number: int) -> None:
@@ -101,10 +106,10 @@ async def running(
     try:
         yield engine
     finally:
-        await asyncio.wait_for(engine.stop(), 30)
+        await asyncio.wait_for(engine.stop(), 120)
 
 
-def limited(body: Callable[[], Awaitable[None]], seconds: float = 240) -> None:
+def limited(body: Callable[[], Awaitable[None]], seconds: float = 900) -> None:
     asyncio.run(asyncio.wait_for(body(), seconds))
 
 
@@ -157,7 +162,7 @@ def test_a_core_that_dies_or_hangs_in_any_step_is_replaced_and_parked_requests_g
     models: tuple[ModelEntry, ModelEntry], signal_file: Path, number: signal.Signals
 ) -> None:
     async def body() -> None:
-        async with running(models) as engine:
+        async with running(models, **patience(number)) as engine:
             undisturbed = await collect(engine, **LONG)
             for step in ("sleep", "load", "resume"):
                 tell(signal_file, step, number)
@@ -172,7 +177,7 @@ def test_a_core_that_dies_or_hangs_in_any_step_is_replaced_and_parked_requests_g
             assert (await engine.switch_model("second")).active == "second"
             assert await collect(engine, **SHORT) != undisturbed[: SHORT["max_tokens"]]
 
-    limited(body, 900)
+    limited(body, 1800)
 
 
 STEPS = ("deserialise", "pause", "sleep", "unload", "load", "cache", "rebuild", "resume")
@@ -233,7 +238,7 @@ def test_a_call_to_a_core_that_is_gone_ends_and_the_next_one_works(
     models: tuple[ModelEntry, ModelEntry], signal_file: Path, number: signal.Signals
 ) -> None:
     async def body() -> None:
-        async with running(models) as engine:
+        async with running(models, **patience(number)) as engine:
             second = engine.entry_of("second").config
             for call in (
                 engine.sleep,

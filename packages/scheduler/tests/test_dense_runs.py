@@ -32,7 +32,7 @@ def test_a_failure_is_repeated_by_the_command_that_it_prints() -> None:
     assert Parameters.draw(random.Random(7)) == DenseRun(7).parameters
     script = Path(__file__).parent / "dense_runs.py"
     command = [sys.executable, str(script), "--first", "7", "--runs", "1"]
-    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, check=True, capture_output=True, text=True, timeout=600)
     run = DenseRun(7)
     run.execute()
     assert f"'steps': {run.counts['steps']}" in result.stdout

@@ -83,7 +83,7 @@ def answer(port: int, tls: ClientTls | None, until: Callable[[str], bool]) -> st
     """The first result of a client that satisfies ``until``: "readings", or a fault."""
     backoff = Backoff(initial_s=0.02, max_s=0.1)
     source = SidecarSource(f"localhost:{port}", tls=tls, backoff=backoff)
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 120.0
     try:
         while True:
             try:

@@ -105,7 +105,7 @@ def test_the_readme_example_runs(tmp_path: Path) -> None:
         check=True,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert f"# {done.stdout}" in script
 

@@ -7,6 +7,7 @@ its delays and its errors.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -47,7 +48,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
     server = uvicorn.Server(config)
     task = asyncio.create_task(server._serve())
     try:
-        for _ in range(1000):
+        for _ in range(6000):
             if server.started:
                 break
             await asyncio.sleep(0.01)
@@ -55,7 +56,7 @@ async def listening(app: Any) -> AsyncIterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         server.should_exit = True
-        await asyncio.wait_for(task, 10)
+        await asyncio.wait_for(task, 60)
 
 
 @pytest_asyncio.fixture
@@ -83,13 +84,17 @@ def served() -> Callable[..., Any]:
 
 @pytest.fixture
 def soon() -> Iterator[Callable[..., Any]]:
-    """``await soon(condition)``: wait up to some seconds until another task makes it true."""
+    """``await soon(condition)``: wait until another task makes it true, on a slow machine, too.
 
-    async def wait(condition: Callable[[], bool], limit: float = 5.0) -> None:
-        for _ in range(int(limit / 0.01)):
-            if condition():
+    A condition may be a coroutine function.
+    """
+
+    async def wait(condition: Callable[[], Any]) -> None:
+        for _ in range(6000):
+            found = condition()
+            if await found if inspect.isawaitable(found) else found:
                 return
             await asyncio.sleep(0.01)
-        pytest.fail(f"did not happen within {limit} seconds")
+        pytest.fail("did not happen within a minute")
 
     yield wait

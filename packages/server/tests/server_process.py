@@ -10,8 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -58,7 +58,7 @@ class ServerProcess:
                 return match
         pytest.fail(f"no line matches {pattern!r} in:\n{''.join(self.output)}")
 
-    def end(self, seconds: float = 30) -> int:
+    def end(self, seconds: float = 120) -> int:
         """Its exit code after SIGTERM."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(seconds)
@@ -67,7 +67,33 @@ class ServerProcess:
         """End it and whatever it started, now."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait(10)
+        self.process.wait(60)
+
+
+class SlowedServer(ServerProcess):
+    """A server on the CPU whose steps a test can slow, see `slowed_device`."""
+
+    def __init__(
+        self, directory: Path, *flags: str, environ: Mapping[str, str] | None = None
+    ) -> None:
+        self._slow_file = directory / "slow"
+        module = Path(__file__).parents[2] / "engine" / "tests"
+        path = (str(module), os.environ.get("PYTHONPATH", ""))
+        variables = {
+            "PYTHONPATH": os.pathsep.join(filter(None, path)),
+            "TRENCADIS_TEST_SLOW_FILE": str(self._slow_file),
+        }
+        device = ("--device", "slowed_device:SlowedCPU")
+        super().__init__(*flags, *device, environ={**variables, **(environ or {})})
+
+    @contextmanager
+    def slow_steps(self) -> Iterator[None]:
+        """Requests go on slowly meanwhile, so that they run until the test has seen them run."""
+        self._slow_file.touch()
+        try:
+            yield
+        finally:
+            self._slow_file.unlink()
 
 
 def session_members(leader: int) -> list[int]:
@@ -98,7 +124,7 @@ def core_of(server: ServerProcess) -> int:
     return core
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 10) -> None:
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

@@ -36,7 +36,8 @@ class SwitchingStandIn(StandInEngine):
         self.is_switching = False
         self.is_sleeping = False
         self.levels: list[int] = []
-        self.switch_delay = 0.0
+        self.may_switch = asyncio.Event()
+        self.may_switch.set()
         self.prepared: list[str] = []
         self.prepare_s = 0.0
         self.may_prepare = asyncio.Event()
@@ -113,7 +114,7 @@ class SwitchingStandIn(StandInEngine):
         previous = self.active
         self.is_switching = True
         try:
-            await asyncio.sleep(self.switch_delay)
+            await self.may_switch.wait()
             if self.fault is not None:
                 fault, self.fault = self.fault, None
                 raise fault

@@ -296,12 +296,15 @@ async def test_a_key_has_a_limited_number_of_requests_in_progress(
     engine, key_file, serving, soon, caplog
 ):
     """A stream is in progress until it ends, and other keys are served meanwhile."""
-    engine.delay = 0.02
+    engine.delay = 0.1
     settings = {"api_key_file": key_file(), "max_requests_per_key": 2, "retry_after": 7}
-    body = {"prompt": "a" * 60, "stream": True, "max_tokens": 60}
+    body = {"prompt": "a" * 120, "stream": True, "max_tokens": 120}
     ann, bob = bearer(KEYS["ann"]), bearer(KEYS["bob"])
     with caplog.at_level(logging.WARNING, "trencadis.server"):
-        async with serving(**settings) as url, httpx.AsyncClient(base_url=url) as client:
+        async with (
+            serving(**settings) as url,
+            httpx.AsyncClient(base_url=url, timeout=60) as client,
+        ):
 
             async def stream() -> int:
                 async with client.stream(
@@ -321,6 +324,7 @@ async def test_a_key_has_a_limited_number_of_requests_in_progress(
             assert (await client.get("/v1/models", headers=ann)).status_code == 200
             served = await client.post("/v1/completions", json=BODY, headers=bob)
             assert served.status_code == 200
+            engine.delay = 0.0
             assert all(await asyncio.gather(*streams))
             again = await client.post("/v1/completions", json=BODY, headers=ann)
             assert again.status_code == 200
@@ -336,14 +340,15 @@ async def test_requests_that_are_refused_or_given_up_leave_no_place_taken(
 ):
     settings = {"api_key_file": key_file(), "max_requests_per_key": 1}
     ann = bearer(KEYS["ann"])
-    async with serving(**settings) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serving(**settings) as url, httpx.AsyncClient(base_url=url, timeout=60) as client:
         for body in ({"prompt": []}, {"prompt": "a", "temperature": -1}):
             refused = await client.post("/v1/completions", json=body, headers=ann)
             assert refused.status_code == 400
-        engine.delay = 0.02
-        with pytest.raises(httpx.ReadTimeout):
-            body = {"prompt": "a" * 100, "max_tokens": 100}
-            await client.post("/v1/completions", json=body, headers=ann, timeout=0.2)
+        engine.delay = 0.1
+        body = {"prompt": "a" * 100, "max_tokens": 100}
+        left = asyncio.create_task(client.post("/v1/completions", json=body, headers=ann))
+        await soon(lambda: engine.running)
+        left.cancel()
         await soon(lambda: not engine.running)
         engine.delay = 0.0
         assert (await client.post("/v1/completions", json=BODY, headers=ann)).status_code == 200

@@ -54,14 +54,25 @@ async def test_latencies_throughput_and_goodput_are_reported(url, engine, tmp_pa
 
 @pytest.mark.asyncio
 async def test_no_more_than_the_concurrency_run_at_once(url, engine):
+    """The first ones are answered once three are there."""
     engine.delay = 0.002
-    most = 0
+    most = num_running = 0
+    are_there = asyncio.Event()
     generate = engine.generate
 
-    def watched(*args, **fields):
-        nonlocal most
-        most = max(most, len(engine.running) + 1)
-        return generate(*args, **fields)
+    async def watched(prompt_token_ids, params, *args, **fields):
+        nonlocal most, num_running
+        num_running += 1
+        most = max(most, num_running)
+        if most == 3:
+            are_there.set()
+        try:
+            if params.max_tokens > 1:  # not that which measures the tokens of a word
+                await asyncio.wait_for(are_there.wait(), 60)
+            async for delta in generate(prompt_token_ids, params, *args, **fields):
+                yield delta
+        finally:
+            num_running -= 1
 
     engine.generate = watched
     flags = ("--concurrency", "3", "-n", "12", "--output-tokens", "5", "--no-ignore-eos")

@@ -36,7 +36,7 @@ FAULTS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGKILL)
 ERRORS = {"engine_restarting", "engine_unresponsive"}
 """What a client is told while the core is gone."""
 
-START_SECONDS = 120.0
+START_SECONDS = 600.0
 PROMPTS = tuple(f"{letter} {number}" for letter in "abcde" for number in range(2))
 MAX_TOKENS = (8, 32, 96)
 
@@ -49,7 +49,7 @@ def server(tmp_path: Path) -> Iterator[ServerProcess]:
         *(str(save_tiny_model(tmp_path / "model")), "--dtype", "float32", "--warmup", "none"),
         *("--block-size", "8", "--num-gpu-blocks-override", "600", "--max-num-seqs", "32"),
         *("--engine-restarts", str(len(FAULTS)), "--no-enable-prefix-caching"),
-        *("--hang-timeout", "4", "--hang-restart-timeout", "6", "--disable-access-log"),
+        *("--hang-timeout", "6", "--hang-restart-timeout", "8", "--disable-access-log"),
     )
     try:
         server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
@@ -243,14 +243,14 @@ def check(results: Results, expected: Expected) -> Counter[str]:
 
 async def resources_of_an_idle_server(server: ServerProcess) -> Resources:
     """After the connections of its clients have been closed."""
-    async with httpx.AsyncClient(base_url=server.url) as http:
-        await until(lambda: is_idle(http), 30)
+    async with httpx.AsyncClient(base_url=server.url, timeout=60) as http:
+        await until(lambda: is_idle(http), 120)
 
     async def is_alone() -> bool:
         connections = psutil.Process(server.process.pid).net_connections("tcp")
         return not any(each.status in ("ESTABLISHED", "CLOSE_WAIT") for each in connections)
 
-    await until(is_alone, 30)
+    await until(is_alone, 120)
     return Resources.of(server)
 
 
@@ -262,7 +262,7 @@ async def run(server: ServerProcess, num_requests: int) -> None:
 
     def connect() -> httpx.AsyncClient:
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        return httpx.AsyncClient(base_url=server.url, timeout=60, limits=limits)
+        return httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits)
 
     async with connect() as http:
         expected = await answers_of_a_quiet_server(http)

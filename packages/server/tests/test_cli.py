@@ -430,7 +430,7 @@ def run(*argv):
         check=False,
         capture_output=True,
         text=True,
-        timeout=180,
+        timeout=600,
         env=os.environ,
     )
 
@@ -446,7 +446,7 @@ def test_help_answers_without_a_web_framework_or_torch():
         "assert not heavy, heavy\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     assert "--max-num-batched-tokens" in done.stdout

@@ -61,6 +61,17 @@ def complete(client, model, prompt="abc", **fields):
     return client.post("/v1/completions", json={"model": model, "prompt": prompt, **fields})
 
 
+async def until_waiting(client, count):
+    """Wait until so many requests wait for a switch."""
+    name = "trencadis:num_requests_waiting_for_switch"
+    for _ in range(6000):
+        text = (await client.get("/metrics")).text
+        if float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)[1]) == count:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail(f"{count} requests never waited")
+
+
 async def test_all_models_are_listed_and_one_is_active(client):
     listed = (await client.get("/v1/models")).json()["data"]
     assert [(model["id"], model["active"]) for model in listed] == [
@@ -183,7 +194,7 @@ async def test_a_web_page_cannot_switch_or_sleep(client, engine, path):
 
 
 async def test_switches_count_as_admin_calls(engine):
-    async with client_of(engine, admin_rate_limit=1) as client:
+    async with client_of(engine, admin_rate_limit=0.01) as client:
         first, second = [await client.post(SWITCH, json={"model": "b"}) for _ in range(2)]
     assert (first.status_code, second.status_code) == (200, 429)
 
@@ -206,15 +217,18 @@ async def test_a_model_may_be_called_switch(engine):
 
 
 async def test_a_second_switch_waits_or_gets_409(client, engine, soon):
-    engine.switch_delay = 0.2
+    engine.may_switch.clear()
     first = asyncio.create_task(client.post(SWITCH, json={"model": "b"}))
     await soon(lambda: engine.is_switching)
     refused = await client.post(SWITCH, json={"model": "c", "wait": False})
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "switch_in_progress")
     assert refused.headers["retry-after"] == "1"
-    waiting = await client.post(SWITCH, json={"model": "c"})
+    waiting = asyncio.create_task(client.post(SWITCH, json={"model": "c"}))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    engine.may_switch.set()
     assert (await first).json()["active"] == "b"
-    assert waiting.json()["previous"] == "b"
+    assert (await waiting).json()["previous"] == "b"
     assert engine.active == "c"
 
 
@@ -230,7 +244,7 @@ async def test_a_failed_switch_names_the_step_and_the_model_that_serves(client, 
 
 
 async def test_a_request_during_a_switch_is_told_to_come_again(client, engine, soon):
-    engine.switch_delay = 0.2
+    engine.may_switch.clear()
     switch = asyncio.create_task(client.post(SWITCH, json={"model": "b"}))
     await soon(lambda: engine.is_switching)
     response = await complete(client, "a")
@@ -240,6 +254,7 @@ async def test_a_request_during_a_switch_is_told_to_come_again(client, engine, s
     assert (ready.status_code, ready.json()["error"]["code"]) == (503, "model_switching")
     for path in ("/live", "/health"):
         assert (await client.get(path)).status_code == 200
+    engine.may_switch.set()
     await switch
     assert (await client.get("/ready")).status_code == 200
 
@@ -253,7 +268,7 @@ async def test_the_active_model_serves_while_the_next_one_is_prepared(engine, so
         order = asyncio.create_task(client.post(SWITCH, json={"model": "b"}))
         await soon(lambda: engine.prepared == ["b"])
         for model in ("a", None):
-            answer = await asyncio.wait_for(complete(client, model), 10)
+            answer = await asyncio.wait_for(complete(client, model), 60)
             assert answer.json()["model"] == "a"
         assert (await client.get("/ready")).status_code == 200
         refused = await client.post(SWITCH, json={"model": "c", "wait": False})
@@ -270,7 +285,7 @@ async def test_requests_wait_for_a_model_that_is_prepared_and_others_are_served(
     async with client_of(engine, auto_switch=True, min_model_stay=0.05) as client:
         waiting = asyncio.create_task(complete(client, "b"))
         await soon(lambda: engine.prepared == ["b"])
-        assert (await asyncio.wait_for(complete(client, "a"), 10)).json()["model"] == "a"
+        assert (await asyncio.wait_for(complete(client, "a"), 60)).json()["model"] == "a"
         assert not waiting.done()
         engine.may_prepare.set()
         assert (await waiting).json()["model"] == "b"
@@ -287,7 +302,7 @@ async def test_a_model_whose_requests_have_left_while_it_was_prepared_is_not_swi
         await asyncio.gather(left, return_exceptions=True)
         later = asyncio.create_task(complete(client, "c"))
         engine.may_prepare.set()
-        assert (await asyncio.wait_for(later, 10)).json()["model"] == "c"
+        assert (await asyncio.wait_for(later, 60)).json()["model"] == "c"
     assert [alias for alias, *_ in engine.switches] == ["c"]
 
 
@@ -297,12 +312,12 @@ async def test_a_download_for_requests_keeps_nobody_from_another_model(engine, s
     async with client_of(engine, auto_switch=True, min_model_stay=0.05) as client:
         waiting = asyncio.create_task(complete(client, "b"))
         await soon(lambda: engine.prepared == ["b"])
-        assert (await asyncio.wait_for(complete(client, "c"), 10)).json()["model"] == "c"
+        assert (await asyncio.wait_for(complete(client, "c"), 60)).json()["model"] == "c"
         order = client.post(SWITCH, json={"model": "a", "wait": False})
-        assert (await asyncio.wait_for(order, 10)).json()["active"] == "a"
+        assert (await asyncio.wait_for(order, 60)).json()["active"] == "a"
         assert not waiting.done()
         engine.downloads["b"].set()
-        assert (await asyncio.wait_for(waiting, 10)).json()["model"] == "b"
+        assert (await asyncio.wait_for(waiting, 60)).json()["model"] == "b"
     assert [alias for alias, *_ in engine.switches] == ["c", "a", "b"]
     assert engine.prepared.count("b") == 1
 
@@ -312,9 +327,9 @@ async def test_a_download_for_an_operator_keeps_no_request_from_another_model(en
     async with client_of(engine, auto_switch=True, min_model_stay=0.05) as client:
         order = asyncio.create_task(client.post(SWITCH, json={"model": "b"}))
         await soon(lambda: engine.prepared == ["b"])
-        assert (await asyncio.wait_for(complete(client, "c"), 10)).json()["model"] == "c"
+        assert (await asyncio.wait_for(complete(client, "c"), 60)).json()["model"] == "c"
         engine.downloads["b"].set()
-        report = (await asyncio.wait_for(order, 10)).json()
+        report = (await asyncio.wait_for(order, 60)).json()
         assert (report["previous"], report["active"]) == ("c", "b")
 
 
@@ -328,7 +343,7 @@ async def test_a_download_ends_when_nobody_waits_for_its_model_any_more(engine, 
         assert not engine.ended_downloads
         waiting[1].cancel()
         await soon(lambda: engine.ended_downloads == ["b"])
-        assert (await asyncio.wait_for(complete(client, "a"), 10)).json()["model"] == "a"
+        assert (await asyncio.wait_for(complete(client, "a"), 60)).json()["model"] == "a"
 
 
 async def test_a_model_that_cannot_be_prepared_is_refused_and_the_active_one_goes_on(engine, soon):
@@ -362,7 +377,7 @@ async def test_an_idle_model_wakes_up_while_the_next_one_is_prepared(soon):
         engine.may_prepare.clear()
         waiting = asyncio.create_task(complete(client, "b"))
         await soon(lambda: engine.prepared == ["b"])
-        assert (await asyncio.wait_for(complete(client, "a"), 10)).json()["model"] == "a"
+        assert (await asyncio.wait_for(complete(client, "a"), 60)).json()["model"] == "a"
         engine.may_prepare.set()
         assert (await waiting).json()["model"] == "b"
 
@@ -455,28 +470,33 @@ async def test_the_api_describes_the_routes_of_development_mode(client):
 
 
 async def test_with_auto_switch_a_request_chooses_its_model(automatic, engine):
-    answers = await asyncio.gather(*(complete(automatic, model, "x" + model) for model in "abcab"))
-    assert [answer.status_code for answer in answers] == [200] * 5
-    for answer, model in zip(answers, "abcab", strict=True):
+    models = "abcab" * 4
+    answers = await asyncio.gather(*(complete(automatic, model, "x" + model) for model in models))
+    assert [answer.status_code for answer in answers] == [200] * 20
+    for answer, model in zip(answers, models, strict=True):
         assert (answer.json()["model"], answer.json()["choices"][0]["text"]) == (model, "x" + model)
     assert {alias for alias, *_ in engine.switches} >= {"b", "c"}
-    assert len(engine.switches) <= 3  # one for each model, not one for each request
+    # About one for each model, not one for each request: a slow machine may need a second turn.
+    assert len(engine.switches) <= 8
     assert engine.switches[0][1:] == ("park", 10.0)
 
 
 async def test_with_auto_switch_a_server_stays_ready_during_a_switch(automatic, engine, soon):
-    engine.switch_delay = 0.2
+    engine.may_switch.clear()
     request = asyncio.create_task(complete(automatic, "b", stream=True))
     await soon(lambda: engine.is_switching)
     assert (await automatic.get("/ready")).status_code == 200
-    others = await asyncio.gather(complete(automatic, None), complete(automatic, "a"))
+    waiting = [asyncio.create_task(complete(automatic, name)) for name in (None, "a")]
+    await until_waiting(automatic, 3)
+    engine.may_switch.set()
+    others = await asyncio.gather(*waiting)
     assert (await request).text.endswith("data: [DONE]\n\n")
     assert [other.json()["model"] for other in others] == ["b", "a"]
     assert (await complete(automatic, "x")).status_code == 404
 
 
 async def test_a_full_queue_is_told_when_to_come_again(engine, soon):
-    engine.switch_delay = 0.3
+    engine.may_switch.clear()
     async with client_of(
         engine, auto_switch=True, max_switch_waiting=1, min_model_stay=0.1
     ) as client:
@@ -485,15 +505,25 @@ async def test_a_full_queue_is_told_when_to_come_again(engine, soon):
         refused = await complete(client, "c")
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "engine_overloaded")
         assert int(refused.headers["retry-after"]) >= 1
+        engine.may_switch.set()
         assert (await first).status_code == 200
 
 
 async def test_a_drain_waits_for_requests_that_wait_for_a_switch(engine, soon):
-    engine.switch_delay = 0.2
+    engine.may_switch.clear()
     async with client_of(engine, auto_switch=True, admin_keys=["boss"]) as client:
         request = asyncio.create_task(complete(client, "b"))
         await soon(lambda: engine.is_switching)
-        drained = await client.post("/v1/admin/drain", json={"wait_s": 5}, headers=BOSS)
+        order = client.post("/v1/admin/drain", json={"wait_s": 60}, headers=BOSS)
+        draining = asyncio.create_task(order)
+
+        async def is_draining():
+            return (await client.get("/ready")).status_code == 503
+
+        await soon(is_draining)
+        assert not draining.done()
+        engine.may_switch.set()
+        drained = await draining
         assert drained.json() == {"draining": True, "num_active_requests": 0}
         assert (await request).status_code == 200
         assert engine.active == "b"
@@ -501,15 +531,18 @@ async def test_a_drain_waits_for_requests_that_wait_for_a_switch(engine, soon):
 
 
 async def test_a_client_that_has_gone_causes_no_switch(engine, serving, soon):
-    await asyncio.sleep(0)
-    async with serving(auto_switch=True, min_model_stay=0.4) as url:
-        async with httpx.AsyncClient(base_url=url) as client:
-            assert (await complete(client, "b")).status_code == 200
-            with pytest.raises(httpx.ReadTimeout):
-                await client.post(
-                    "/v1/completions", json={"model": "c", "prompt": "x"}, timeout=0.1
-                )
-        await asyncio.sleep(0.6)
+    engine.may_switch.clear()
+    async with serving(auto_switch=True, min_model_stay=0.05) as url:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            served = asyncio.create_task(complete(client, "b"))
+            await soon(lambda: engine.is_switching)
+            left = asyncio.create_task(complete(client, "c"))
+            await until_waiting(client, 2)
+            left.cancel()
+            await until_waiting(client, 1)
+            engine.may_switch.set()
+            assert (await served).status_code == 200
+        await asyncio.sleep(0.4)  # eight times the stay of b
     assert [alias for alias, *_ in engine.switches] == ["b"]
 
 
@@ -522,11 +555,11 @@ async def test_requests_for_a_model_that_cannot_be_loaded_end_and_others_go_on(a
 
 async def test_an_internal_error_of_a_switch_leaves_no_request_waiting(automatic, engine, caplog):
     engine.fault = OSError("the disk is gone")
-    failed = await asyncio.wait_for(complete(automatic, "b"), 10)
+    failed = await asyncio.wait_for(complete(automatic, "b"), 60)
     assert (failed.status_code, failed.json()["error"]["code"]) == (500, "internal_error")
     assert "the disk is gone" in caplog.text
     assert "disk" not in failed.text
-    assert (await asyncio.wait_for(complete(automatic, "c"), 10)).json()["model"] == "c"
+    assert (await asyncio.wait_for(complete(automatic, "c"), 60)).json()["model"] == "c"
 
 
 @pytest.mark.parametrize("value", ["\ud800", "\x00", "b" * 10_000, {"a": [1]}, [], 1e308, None])
@@ -600,12 +633,12 @@ async def test_the_command_line_of_the_seed_is_accepted(tmp_path, caplog):
 async def test_no_request_wakes_an_engine_that_an_operator_put_to_sleep(automatic, engine):
     await automatic.post("/sleep")
     assert (await automatic.get("/ready")).status_code == 503
-    refused = await asyncio.wait_for(complete(automatic, "b"), 10)
+    refused = await asyncio.wait_for(complete(automatic, "b"), 60)
     assert refused.status_code == 503, refused.text
     assert not engine.switches
     await automatic.post("/wake_up")
     assert (await automatic.get("/ready")).status_code == 200
-    assert (await asyncio.wait_for(complete(automatic, "b"), 10)).json()["model"] == "b"
+    assert (await asyncio.wait_for(complete(automatic, "b"), 60)).json()["model"] == "b"
 
 
 async def test_requests_that_an_operator_parks_bring_their_model_back(automatic, engine, soon):
@@ -618,32 +651,35 @@ async def test_requests_that_an_operator_parks_bring_their_model_back(automatic,
 async def test_a_switch_goes_on_when_its_operator_has_left_and_requests_find_its_model(
     automatic, engine, soon
 ):
-    engine.switch_delay = 0.2
+    engine.may_switch.clear()
     order = asyncio.create_task(automatic.post(SWITCH, json={"model": "b"}))
     await soon(lambda: engine.is_switching)
     order.cancel()
     await asyncio.gather(order, return_exceptions=True)
-    waiting = await asyncio.wait_for(complete(automatic, "b"), 10)
-    assert waiting.json()["model"] == "b"
+    waiting = asyncio.create_task(complete(automatic, "b"))
+    await until_waiting(automatic, 1)
+    engine.may_switch.set()
+    assert (await asyncio.wait_for(waiting, 60)).json()["model"] == "b"
     assert [alias for alias, *_ in engine.switches] == ["b"]
     assert not engine.is_switching
 
 
-async def test_a_model_that_failed_to_load_is_refused_until_it_is_tried_again(automatic, engine):
+async def test_a_model_that_failed_to_load_is_refused_until_it_is_tried_again(engine):
     engine.failing.add("b")
-    for _ in range(3):
-        refused = await complete(automatic, "b")
-        assert (refused.status_code, refused.json()["error"]["code"]) == (
-            503,
-            "model_switch_failed",
-        )
-        assert "no b" in refused.json()["error"]["message"]
-        assert refused.headers["retry-after"] == "2"
-    assert len(engine.switches) == 1
-    assert (await complete(automatic, "a")).status_code == 200
-    engine.failing.clear()
-    assert (await automatic.post(SWITCH, json={"model": "b"})).status_code == 200
-    assert (await complete(automatic, "b")).status_code == 200
+    async with client_of(engine, auto_switch=True, min_model_stay=300) as client:
+        for _ in range(3):
+            refused = await complete(client, "b")
+            assert (refused.status_code, refused.json()["error"]["code"]) == (
+                503,
+                "model_switch_failed",
+            )
+            assert "no b" in refused.json()["error"]["message"]
+            assert 500 < int(refused.headers["retry-after"]) <= 600
+        assert len(engine.switches) == 1
+        assert (await complete(client, "a")).status_code == 200
+        engine.failing.clear()
+        assert (await client.post(SWITCH, json={"model": "b"})).status_code == 200
+        assert (await complete(client, "b")).status_code == 200
 
 
 async def test_a_model_whose_load_ended_the_core_is_not_tried_again_for_an_hour(automatic, engine):
@@ -652,7 +688,7 @@ async def test_a_model_whose_load_ended_the_core_is_not_tried_again_for_an_hour(
     for _ in range(2):
         refused = await complete(automatic, "b")
         assert refused.status_code == 503
-        assert refused.headers["retry-after"] == "3600"
+        assert 3500 < int(refused.headers["retry-after"]) <= 3600
     assert len(engine.switches) == 1
     assert (await complete(automatic, "c")).status_code == 200
 
@@ -666,7 +702,7 @@ async def test_a_parked_model_that_is_tried_again_in_an_hour_delays_no_other(
     engine.fault = SwitchFailedError("the engine core died in the switch to a", "core", "b")
     await soon(lambda: len(engine.switches) == 2)
     await asyncio.sleep(0.1)  # the next try of a is planned
-    assert (await asyncio.wait_for(complete(automatic, "c"), 5)).json()["model"] == "c"
+    assert (await asyncio.wait_for(complete(automatic, "c"), 60)).json()["model"] == "c"
 
 
 async def test_an_order_that_fails_to_drain_says_nothing_of_the_model(automatic, engine):
@@ -715,13 +751,27 @@ async def test_an_idle_model_sleeps_and_the_next_request_wakes_it_up(soon):
         assert not engine.is_sleeping, "b has no ttl"
 
 
+def note_sleeps_at_tokens(engine):
+    """How often the engine had slept at each token that it generated."""
+    generate, noted = engine.generate, []
+
+    async def noting(*args, **fields):
+        async for delta in generate(*args, **fields):
+            noted.append(len(engine.levels))
+            yield delta
+
+    engine.generate = noting
+    return noted
+
+
 async def test_a_model_that_answers_is_not_idle(soon):
     engine = idle_after(a=0.1)
     engine.delay = 0.1
+    num_sleeps = note_sleeps_at_tokens(engine)
     async with client_of(engine, auto_switch=True) as client:
         answer = await complete(client, "a", prompt="abcdefgh", max_tokens=8)
         assert answer.status_code == 200
-        assert not engine.levels
+        assert num_sleeps == [0] * 8
         await soon(lambda: engine.is_sleeping)
 
 
@@ -751,10 +801,11 @@ async def test_a_model_whose_prompt_takes_longer_to_encode_than_its_ttl_is_not_i
         return encode(*args, **kwargs)
 
     tokenizer.encode = slow
+    num_sleeps = note_sleeps_at_tokens(engine)
     async with client_of(engine, auto_switch=True) as client:
-        answer = await asyncio.wait_for(complete(client, "a"), 10)
+        answer = await asyncio.wait_for(complete(client, "a"), 60)
         assert answer.status_code == 200
-        assert not engine.levels
+        assert num_sleeps == [0] * 3
 
 
 async def test_a_sleep_that_ends_the_core_is_not_tried_again_soon(soon):
@@ -777,10 +828,10 @@ async def test_a_model_that_an_operator_has_chosen_stays_awake_for_its_idle_time
         await client.post(SWITCH, json={"model": "a"})
         await client.post("/sleep")
         await asyncio.sleep(0.6)
+        chosen_s = time.monotonic()
         await client.post(path, json={"model": "b"})
-        await asyncio.sleep(0.3)
-        assert not engine.is_sleeping
         await soon(lambda: engine.is_sleeping)
+        assert time.monotonic() - chosen_s >= 0.5
 
 
 async def test_a_sleep_order_that_is_refused_leaves_the_engine_to_requests(soon):

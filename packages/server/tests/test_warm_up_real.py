@@ -19,7 +19,7 @@ from server_process import ServerProcess, save_tiny_model
 pytestmark = pytest.mark.slow
 
 STANDIN = Path(__file__).parents[2] / "engine" / "tests" / "habana_standin"
-START_SECONDS = 180
+START_SECONDS = 600
 FLAGS = (
     *("--dtype", "float32", "--max-model-len", "64", "--max-num-seqs", "2"),
     *("--max-num-batched-tokens", "32", "--block-size", "8"),
@@ -38,7 +38,7 @@ def serving(model: str, *flags: str, environ: Mapping[str, str] | None = None) -
     server = ServerProcess(model, *FLAGS, *flags, environ=environ)
     try:
         url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
-        with httpx.Client(base_url=url, timeout=60) as http:
+        with httpx.Client(base_url=url, timeout=300) as http:
             yield server, http
         assert server.end() == 0
     finally:
