@@ -28,6 +28,9 @@ from trencadis.engine import (
     NewToken,
     RequestFailed,
     SamplingParams,
+    Score,
+    Scoring,
+    TextPrompts,
     ThermalStats,
     default_model,
 )
@@ -91,6 +94,19 @@ def similarity() -> float:
     first, second = embeddings = llm.embed(["a text", [1, 2]])
     assert_type(embeddings, list[Embedding])
     return float(first.vector @ second.vector)
+
+
+def relevance() -> list[float]:
+    llm = LLM("./reranker", runner="pooling", score_prompt="qwen3-reranker")
+    scores = llm.score("a query", ["a document", "another"], "an instruction")
+    assert_type(scores, list[Score])
+    return [score.score for score in scores]
+
+
+async def relevance_of(engine: AsyncEngine, document: str) -> float:
+    assert_type(engine.scoring, Scoring | None)
+    assert_type(engine.text_prompts, TextPrompts)
+    return (await engine.score("a query", document, use_activation=False)).score
 
 
 async def stream() -> None:

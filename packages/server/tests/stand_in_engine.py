@@ -17,9 +17,13 @@ from trencadis.engine import (
     EngineOverloaded,
     EngineStats,
     InvalidRequest,
+    PairPrompt,
     PositionLogprobs,
     RequestStatus,
     SamplingParams,
+    Scoring,
+    SlowConversation,
+    TextPrompts,
     ThermalStats,
     TokenLogprob,
 )
@@ -36,6 +40,8 @@ class ByteTokenizer:
     def __init__(self) -> None:
         self.rendered: list[tuple[list[dict[str, Any]], Any]] = []
         """Messages and tools of each conversation."""
+        self.is_slow = False
+        """Whether pairs take longer to render than a quick attempt may."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
@@ -51,6 +57,27 @@ class ByteTokenizer:
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         return bytes([token_id]) if token_id != BOS else b""
+
+    def render_pair(
+        self,
+        prompt: PairPrompt,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_special_tokens: bool = True,
+        quick: bool | None = None,
+    ) -> list[int]:
+        if quick and self.is_slow:
+            raise SlowConversation("rendering takes more than 0.1 s")
+        if "REJECT" in document:
+            raise InvalidRequest("the template rejects these messages", "messages")
+        if instruction == "REJECT":
+            raise InvalidRequest("there is no place for it", "instruction")
+        named = "".join(f"<{k}={v}>" for k, v in (chat_template_kwargs or {}).items())
+        text = f"{named}{instruction or ''}{query}?{document}!"
+        return self.encode(text, add_special_tokens)
 
     def render_chat(
         self,
@@ -100,6 +127,9 @@ class StandInEngine:
         self.health: Exception | None = None
         self.embedding_size = 0
         """Above 0: it computes embeddings, from how often each letter occurs."""
+        self.text_prompts = TextPrompts()
+        self.scoring: Scoring | None = None
+        """Where it is set, it scores: the logit is the number of letters a in a prompt."""
 
     @property
     def stats(self) -> EngineStats:
@@ -198,7 +228,7 @@ class StandInEngine:
     async def _answers(
         self, key: str, prompt: Sequence[int], params: SamplingParams
     ) -> AsyncGenerator[CompletionDelta, None]:
-        if self.embedding_size:
+        if self.embedding_size or self.scoring is not None:
             await asyncio.sleep(self.delay)
             yield self._embedded(key, prompt)
             return
@@ -234,8 +264,12 @@ class StandInEngine:
                 )
 
     def _embedded(self, key: str, prompt: Sequence[int]) -> CompletionDelta:
-        counts = np.zeros(self.embedding_size, np.float32)
-        np.add.at(counts, np.array(prompt) % self.embedding_size, 1)
+        if self.scoring is not None:
+            result = np.array([list(prompt).count(ord("a"))], np.float32)
+        else:
+            counts = np.zeros(self.embedding_size, np.float32)
+            np.add.at(counts, np.array(prompt) % self.embedding_size, 1)
+            result = counts / np.linalg.norm(counts)
         return CompletionDelta(
             request_id=key,
             index=0,
@@ -245,7 +279,7 @@ class StandInEngine:
             num_prompt_tokens=len(prompt),
             num_cached_tokens=1,
             queue_s=self.queue_s,
-            embedding=None if self.aborts else (counts / np.linalg.norm(counts)).tobytes(),
+            embedding=None if self.aborts else result.tobytes(),
         )
 
 

@@ -56,6 +56,7 @@ ENGINE = {
     "compile_cache": ("/cache", "/cache"),
     "trust_compile_cache": (None, True),
     "runner": ("pooling", "pooling"),
+    "score_prompt": ("joined", "joined"),
     "quantization": ("int8", "int8"),
     "fp32_softmax": ("true", True),
     "engine_restarts": ("1", 1),

@@ -38,7 +38,9 @@ from trencadis.engine.outputs import (
     TokenLogprob,
 )
 from trencadis.engine.sampling_params import POOLING, SamplingParams
+from trencadis.engine.scoring import PairPrompt, Scoring
 from trencadis.engine.structured_output import StructuredOutput
+from trencadis.engine.text_prompts import TextPrompts
 
 if TYPE_CHECKING:
     from trencadis.engine.core.compile_cache import (
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
         read_multi_model_config,
     )
     from trencadis.engine.front.multi_model_engine import MultiModelEngine, SwitchReport
+    from trencadis.engine.front.scores import Score
     from trencadis.engine.front.tokenizer import Tokenizer
     from trencadis.engine.inspection import EngineInspection, GridUsage
     from trencadis.engine.ipc.messages import NewToken
@@ -87,6 +90,7 @@ _LOADED_ON_USE = {
     "MAX_CACHE_SALT": ".core.request_conversion",
     "MultiModelEngine": ".front.multi_model_engine",
     "NewToken": ".ipc.messages",
+    "Score": ".front.scores",
     "SwitchReport": ".front.multi_model_engine",
     "Tokenizer": ".front.tokenizer",
     "check_compile_cache": ".core.compile_cache",
@@ -133,15 +137,19 @@ __all__ = [
     "MultiModelConfig",
     "MultiModelEngine",
     "NewToken",
+    "PairPrompt",
     "PositionLogprobs",
     "RequestFailed",
     "RequestStatus",
     "SamplingParams",
+    "Score",
+    "Scoring",
     "SlowConversation",
     "StructuredOutput",
     "SwitchFailedError",
     "SwitchInProgressError",
     "SwitchReport",
+    "TextPrompts",
     "ThermalStats",
     "TokenLogprob",
     "Tokenizer",

@@ -68,6 +68,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
 Quantization = Literal["none", "int8"]
 Runner = Literal["generate", "pooling"]
+ScorePrompt = Literal["auto", "template", "qwen3-reranker", "conversation", "joined"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
 
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
@@ -344,8 +345,20 @@ class EngineConfig(CapacitySettings):
         metadata=setting(
             "--runner",
             group=MODEL,
-            help="pooling: the model computes embeddings of prompts, by their last token, and "
-            "generates nothing",
+            help="pooling: the model computes embeddings of prompts by their last token or, where "
+            "it is a reranker, scores of pairs, and generates nothing",
+        ),
+    )
+    score_prompt: ScorePrompt = attrs.field(
+        default="auto",
+        validator=one_of(*get_args(ScorePrompt)),
+        metadata=setting(
+            "--score-prompt",
+            group=MODEL,
+            help="how a reranker's query and document become its prompt: auto, as the checkpoint "
+            "tells; template, by the roles query and document of the chat template; "
+            "qwen3-reranker, that of this family; conversation, a question and its answer, for "
+            "reward models; joined, one after the other",
         ),
     )
     quantization: Quantization = attrs.field(

@@ -48,7 +48,8 @@ class CompletionDelta:
     the first token of an answer, the seconds that it waited in the core until it first ran; None
     for a request that was parked, which also waited for its model. ``embedding``: of an engine with
     the runner ``pooling``, the vector of the prompt, which has length 1, as float32 in little
-    endian; such a request has one delta, without text and tokens.
+    endian, or of one that scores the logit alone; such a request has one delta, without text and
+    tokens.
     """
 
     request_id: str

@@ -348,4 +348,4 @@ def _check_token_id(value: Any, name: str) -> None:
 
 POOLING = SamplingParams(max_tokens=1, temperature=0.0)
 """The parameters of every request to an engine with the runner ``pooling``: it computes the vector
-of a prompt, and generates nothing."""
+or the score of a prompt, and generates nothing."""

@@ -15,8 +15,11 @@ from trencadis.engine import (
     EngineInspection,
     EngineStats,
     ModelEntry,
+    PairPrompt,
     SamplingParams,
+    Scoring,
     SwitchReport,
+    TextPrompts,
 )
 
 
@@ -241,8 +244,62 @@ class EmbeddingEngine(Protocol):
 
 
 def embedding_size(engine: ServingEngine) -> int:
-    """Numbers of an embedding; 0 for an engine that generates."""
+    """Numbers of an embedding; 0 for an engine that generates or scores."""
     return engine.embedding_size if isinstance(engine, EmbeddingEngine) else 0
+
+
+@runtime_checkable
+class PromptingEngine(Protocol):
+    """An engine whose model may want a prompt before the texts of embeddings."""
+
+    @property
+    def text_prompts(self) -> TextPrompts: ...
+
+
+def text_prompts(engine: ServingEngine) -> TextPrompts:
+    """What an engine's model wants before the texts of embeddings."""
+    return engine.text_prompts if isinstance(engine, PromptingEngine) else TextPrompts()
+
+
+class PairTokenizer(ServingTokenizer, Protocol):
+    """The tokenizer of a model that scores pairs."""
+
+    def render_pair(
+        self,
+        prompt: PairPrompt,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
+        quick: bool | None = None,
+    ) -> list[int]:
+        """Return the token ids of the prompt by which a model scores a document for a query.
+
+        ``quick`` is that of `render_chat`. Raises `InvalidRequest` where the template rejects the
+        texts, or the prompt has no place for an instruction (field ``instruction``).
+        """
+        ...
+
+
+@runtime_checkable
+class ScoringEngine(Protocol):
+    """An engine that may score pairs of texts.
+
+    Where it does, its tokenizer is a `PairTokenizer`, and its ``generate`` takes the parameters
+    `POOLING` alone and yields one delta, whose ``embedding`` is the logit, a float32.
+    """
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """How the model scores; None while it does not."""
+        ...
+
+
+def scoring(engine: ServingEngine) -> Scoring | None:
+    """How an engine's model scores pairs; None for one that does not."""
+    return engine.scoring if isinstance(engine, ScoringEngine) else None
 
 
 @runtime_checkable

@@ -298,6 +298,9 @@ def _greeting(
     fields: dict[str, Any] = {"messages": [{"role": "user", "content": question}]}
     if engine.embedding_size:
         path, fields = "/v1/embeddings", {"input": question}
+    elif engine.scoring is not None:
+        documents = ["Paris is the capital of France.", "Bread is baked."]
+        path, fields = "/v1/rerank", {"query": question, "documents": documents}
     body = json.dumps({"model": engine.model_name, **fields}).replace("'", "'\\''")
     key = ' -H "Authorization: Bearer $VLLM_API_KEY"' if settings.has_api_keys else ""
     dashboard = f"\nDashboard: {url}/dashboard"

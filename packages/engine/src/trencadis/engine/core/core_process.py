@@ -119,6 +119,8 @@ def _ready(core: EngineCore, warmup_seconds: float) -> Ready:
         num_buckets=core.worker.num_buckets,
         warmup_seconds=warmup_seconds,
         embedding_size=core.worker.embedding_size,
+        scoring=core.spec.scoring,
+        text_prompts=core.spec.text_prompts,
     )
 
 

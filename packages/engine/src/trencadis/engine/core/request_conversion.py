@@ -118,7 +118,7 @@ def check_request(
 ) -> None:
     """Raise `InvalidRequest`, naming the field, for a request that this model cannot serve.
 
-    ``is_pooling``: it computes embeddings, for which a prompt may take all of the context.
+    ``is_pooling``: it computes embeddings or scores; a prompt may take all of the context.
     """
     length = len(prompt_token_ids)
     if length == 0:
@@ -159,10 +159,10 @@ def _check_pooling(length: int, params: SamplingParams, max_model_len: int) -> N
 
 
 def generates_nothing() -> InvalidRequest:
-    """The error for a request to generate, of an engine that computes embeddings."""
+    """The error for a request to generate, of an engine that computes embeddings or scores."""
     return InvalidRequest(
-        "this engine has the runner pooling: it computes embeddings and generates nothing. Call "
-        "embed, or start it with the runner generate",
+        "this engine has the runner pooling: it computes embeddings or scores and generates "
+        "nothing. Call embed or score, or start it with the runner generate",
         "params",
     )
 

@@ -36,6 +36,7 @@ from trencadis.engine.front.grammar_checks import GrammarChecks
 from trencadis.engine.front.model_changes import ModelChanges, end_future
 from trencadis.engine.front.open_requests import OpenRequest, OpenRequests
 from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.front.scores import Score, check_scoring
 from trencadis.engine.inspection import EngineInspection
 from trencadis.engine.ipc.messages import (
     Add,
@@ -59,6 +60,8 @@ from trencadis.engine.ipc.messages import (
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.outputs import CompletionDelta, EngineStats
 from trencadis.engine.sampling_params import POOLING, SamplingParams
+from trencadis.engine.scoring import Scoring
+from trencadis.engine.text_prompts import TextPrompts
 from trencadis.engine.validators import items_of, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
@@ -158,8 +161,18 @@ class AsyncEngine:
 
     @property
     def embedding_size(self) -> int:
-        """Numbers of an embedding; 0 for an engine that generates."""
+        """Numbers of an embedding; 0 for an engine that generates or scores."""
         return self._core.ready.embedding_size
+
+    @property
+    def scoring(self) -> Scoring | None:
+        """How the model scores pairs of texts; None for one that does not."""
+        return self._core.ready.scoring
+
+    @property
+    def text_prompts(self) -> TextPrompts:
+        """What the model wants before a text whose embedding is computed."""
+        return self._core.ready.text_prompts
 
     @property
     def model_name(self) -> str:
@@ -277,10 +290,38 @@ class AsyncEngine:
         Arguments and errors are those of `generate`; raises `RequestFailed` also where the request
         is aborted.
         """
-        check_pooling(self.embedding_size)
+        check_pooling(self.embedding_size, self.scoring)
         stream = self.generate(prompt_token_ids, POOLING, request_id, priority, cache_salt, client)
         async with contextlib.aclosing(stream):
             return Embedding.of(await anext(stream))
+
+    async def score(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        *,
+        use_activation: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+    ) -> Score:
+        """How relevant a document is to a query, of an engine with a reranker.
+
+        ``instruction`` and ``use_activation``: see `LLM.score`; other arguments and errors are
+        those of `generate`. Raises `RequestFailed` also where the request is aborted.
+        """
+        await self.check_health()
+        scoring, num_models = check_scoring(self.scoring), self._changes.num_models
+        prompt = await asyncio.to_thread(
+            self.tokenizer.render_pair, scoring.prompt, query, document, instruction=instruction
+        )
+        if num_models != self._changes.num_models:
+            raise SwitchInProgressError("the model was switched meanwhile: send it again")
+        stream = self.generate(prompt, POOLING, request_id, priority, cache_salt, client)
+        async with contextlib.aclosing(stream):
+            return Score.of(await anext(stream), scoring, use_activation)
 
     async def abort(self, request_id: str) -> None:
         """End every sample of a request. Its generator yields their last deltas and ends.

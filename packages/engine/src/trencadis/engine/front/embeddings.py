@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from trencadis.engine.errors import InvalidRequest, RequestFailed
 from trencadis.engine.outputs import CompletionDelta
+from trencadis.engine.scoring import Scoring
 
 
 @attrs.frozen(eq=False)
@@ -31,8 +32,13 @@ class Embedding:
         return cls(vector, delta.num_prompt_tokens, delta.num_cached_tokens)
 
 
-def check_pooling(embedding_size: int) -> None:
+def check_pooling(embedding_size: int, scoring: Scoring | None = None) -> None:
     """Raise `InvalidRequest` for an engine without embeddings, whose ``embedding_size`` is 0."""
+    if scoring is not None:
+        raise InvalidRequest(
+            "this engine serves a model that scores pairs and computes no embeddings: call score, "
+            "or serve an embedding model"
+        )
     if not embedding_size:
         raise InvalidRequest(
             "this engine has the runner generate and computes no embeddings: start it with the "

@@ -30,11 +30,13 @@ from trencadis.engine.errors import (
 from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.interrupts import deferred_interrupts
 from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.front.scores import Score, check_scoring
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
 from trencadis.engine.sampling_params import POOLING, SamplingParams
+from trencadis.engine.scoring import Scoring
 from trencadis.engine.validators import items_of, shown
 
 ItemT = TypeVar("ItemT")
@@ -65,14 +67,14 @@ class Generation:
 @attrs.frozen
 class _Job:
     """A checked prompt with its number, and what it gets while it is served: the completions that
-    grow, or in ``embeddings`` its embedding."""
+    grow, or in ``pooled`` the delta with its embedding or logit."""
 
     number: int
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     cache_salt: str | None
     completions: tuple[Completion, ...]
-    embeddings: list[Embedding] = attrs.field(factory=list)
+    pooled: list[CompletionDelta] = attrs.field(factory=list)
 
 
 class LLM:
@@ -127,14 +129,48 @@ class LLM:
             return self._generate(rendered, params, cache_salt)
 
     def embed(
-        self, prompts: str | Sequence[str | Sequence[int]], cache_salt: str | None = None
+        self,
+        prompts: str | Sequence[str | Sequence[int]],
+        cache_salt: str | None = None,
+        prompt_name: str | None = None,
     ) -> list[Embedding]:
-        """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`."""
+        """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`.
+
+        ``prompt_name``: which of the checkpoint's prompts is put before each text, as ``query``;
+        None for its default, as a rule none. Token ids stay unchanged.
+        """
         with self._lock:
-            check_pooling(self.core.worker.embedding_size)
-            jobs = self._jobs(self._encoded(prompts), POOLING, cache_salt)
+            check_pooling(self.core.worker.embedding_size, self.core.spec.scoring)
+            prefix = self.core.spec.text_prompts.prefix(prompt_name)
+            jobs = self._jobs(self._encoded(prompts, prefix), POOLING, cache_salt)
             self._serve(jobs)
-            return [job.embeddings[0] for job in jobs]
+            return [Embedding.of(job.pooled[0]) for job in jobs]
+
+    def score(
+        self,
+        queries: str | Sequence[str],
+        documents: str | Sequence[str],
+        instruction: str | None = None,
+        *,
+        use_activation: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[Score]:
+        """How relevant each document is to its query, with ``runner="pooling"`` and a reranker.
+
+        One query for all documents, or as many as there are. ``instruction`` tells what makes a
+        document relevant; None for what the model has by default. Without ``use_activation`` the
+        logits are the scores. Otherwise as `generate`.
+        """
+        with self._lock:
+            scoring = check_scoring(self.core.spec.scoring)
+            pairs = _pairs(queries, documents)
+            prompts = [
+                self._render_pair(scoring, number, pair, instruction)
+                for number, pair in enumerate(pairs)
+            ]
+            jobs = self._jobs(prompts, POOLING, cache_salt)
+            self._serve(jobs)
+            return [Score.of(job.pooled[0], scoring, use_activation) for job in jobs]
 
     def abort_and_swap(self, prompts: Iterable[int]) -> tuple[int, ...]:
         """Preempt prompts of the call that runs, by their numbers; from any thread.
@@ -147,16 +183,26 @@ class LLM:
         running = self.core.abort_and_swap(wanted)
         return tuple(number for number, key in numbers.items() if key in running)
 
-    def _encoded(self, prompts: str | Sequence[str | Sequence[int]]) -> list[Sequence[int]]:
+    def _encoded(
+        self, prompts: str | Sequence[str | Sequence[int]], prefix: str = ""
+    ) -> list[Sequence[int]]:
         texts = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
         return [
-            self._encode(number, prompt) if isinstance(prompt, str) else prompt
+            self._encode(number, prefix + prompt) if isinstance(prompt, str) else prompt
             for number, prompt in enumerate(texts)
         ]
 
     def _encode(self, number: int, text: str) -> list[int]:
         try:
             return self.tokenizer.encode(text)
+        except InvalidRequest as error:
+            raise _of_prompt(number, error) from error
+
+    def _render_pair(
+        self, scoring: Scoring, number: int, pair: tuple[str, str], instruction: str | None
+    ) -> list[int]:
+        try:
+            return self.tokenizer.render_pair(scoring.prompt, *pair, instruction=instruction)
         except InvalidRequest as error:
             raise _of_prompt(number, error) from error
 
@@ -253,6 +299,21 @@ def _listed(values: Iterable[ItemT], name: str) -> list[ItemT]:
     return list(items)
 
 
+def _pairs(queries: str | Sequence[str], documents: str | Sequence[str]) -> list[tuple[str, str]]:
+    """The pairs of one query and several documents, or of as many. Raises `InvalidRequest`."""
+    left = [queries] if isinstance(queries, str) else _listed(queries, "queries")
+    right = [documents] if isinstance(documents, str) else _listed(documents, "documents")
+    if len(left) == 1:
+        left *= len(right)
+    if len(left) != len(right):
+        raise InvalidRequest(
+            f"there are {len(left)} queries for {len(right)} documents: give one for all, or as "
+            "many as there are",
+            "queries",
+        )
+    return list(zip(left, right, strict=True))
+
+
 def _of_prompt(number: int, error: InvalidRequest) -> InvalidRequest:
     return InvalidRequest(f"prompt {number}: {error}", error.field)
 
@@ -297,7 +358,7 @@ def _per_prompt(
 
 def _extend(job: _Job, delta: CompletionDelta) -> None:
     if delta.embedding is not None:
-        job.embeddings.append(Embedding.of(delta))
+        job.pooled.append(delta)
         return
     completion = job.completions[delta.index]
     completion.text += delta.text

@@ -24,9 +24,12 @@ from trencadis.engine.front.async_engine import AsyncEngine
 from trencadis.engine.front.embeddings import Embedding
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.front.prepared_models import PreparedModels
+from trencadis.engine.front.scores import Score
 from trencadis.engine.inspection import EngineInspection
 from trencadis.engine.outputs import CompletionDelta, EngineStats
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.scoring import Scoring
+from trencadis.engine.text_prompts import TextPrompts
 from trencadis.engine.validators import plain_number, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
@@ -336,6 +339,16 @@ class MultiModelEngine:
         return self.engine.embedding_size
 
     @property
+    def scoring(self) -> Scoring | None:
+        """As `AsyncEngine.scoring`, of the active model."""
+        return self.engine.scoring
+
+    @property
+    def text_prompts(self) -> TextPrompts:
+        """As `AsyncEngine.text_prompts`, of the active model."""
+        return self.engine.text_prompts
+
+    @property
     def model_name(self) -> str:
         """The alias of the active model."""
         return self.active
@@ -406,6 +419,32 @@ class MultiModelEngine:
         """As `AsyncEngine.embed`, with ``model`` as in `generate`."""
         self._check_active(model)
         return await self.engine.embed(prompt_token_ids, request_id, priority, cache_salt, client)
+
+    async def score(
+        self,
+        query: str,
+        document: str,
+        instruction: str | None = None,
+        *,
+        use_activation: bool = True,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client: str = "",
+        model: str | None = None,
+    ) -> Score:
+        """As `AsyncEngine.score`, with ``model`` as in `generate`."""
+        self._check_active(model)
+        return await self.engine.score(
+            query,
+            document,
+            instruction,
+            use_activation=use_activation,
+            request_id=request_id,
+            priority=priority,
+            cache_salt=cache_salt,
+            client=client,
+        )
 
     async def abort(self, request_id: str) -> None:
         """As `AsyncEngine.abort`, also of a parked request."""

@@ -7,7 +7,6 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError, TemplateSyntaxError
@@ -18,6 +17,8 @@ from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
 from trencadis.engine.front.chat_renderer import PATIENT_SECONDS, ChatRenderer
 from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
+from trencadis.engine.models.chat_templates import template_text
+from trencadis.engine.scoring import PairPrompt
 from trencadis.engine.validators import is_text, shown
 
 _TEMPLATE_ERRORS = (
@@ -37,6 +38,19 @@ _OWN_ARGUMENTS = frozenset(
     }
 )
 """Arguments of ``render_jinja_template`` that are no arguments of the template."""
+
+_QWEN3_RERANKER = (
+    "{%- set task = instruction or 'Given a web search query, retrieve relevant passages that "
+    "answer the query' -%}"
+    "{%- set query = messages | selectattr('role', 'eq', 'query') | first -%}"
+    "{%- set document = messages | selectattr('role', 'eq', 'document') | first -%}"
+    "{{- '<|im_start|>system\\nJudge whether the Document meets the requirements based on the "
+    'Query and the Instruct provided. Note that the answer can only be "yes" or "no".<|im_end|>'
+    "\\n<|im_start|>user\\n<Instruct>: ' + task + '\\n<Query>: ' + query.content + "
+    "'\\n<Document>: ' + document.content + '<|im_end|>\\n<|im_start|>assistant\\n<think>"
+    "\\n\\n</think>\\n\\n' -}}"
+)
+"""The prompt of the model card: https://huggingface.co/Qwen/Qwen3-Reranker-0.6B."""
 
 
 def _characters_of_bytes() -> dict[str, int]:
@@ -97,7 +111,7 @@ class Tokenizer:
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
             )
         if chat_template is not None:
-            tokenizer.chat_template = _template_text(chat_template)
+            tokenizer.chat_template = template_text(chat_template)
             _check_syntax(tokenizer)
         return cls(tokenizer)
 
@@ -200,26 +214,97 @@ class Tokenizer:
         that take too long to render, and for a model without a template; `RequestFailed` where the
         process does not answer.
         """
-        self._check_chat_arguments(
-            add_generation_prompt and continue_final_message, chat_template_kwargs or {}
-        )
+        if not self._tokenizer.chat_template:
+            raise InvalidRequest(
+                "this model has no chat template: use the completions endpoint", "messages"
+            )
+        if continue_final_message and add_generation_prompt:
+            raise InvalidRequest(
+                "continue_final_message and add_generation_prompt exclude each other",
+                "continue_final_message",
+            )
+        _check_template_arguments(chat_template_kwargs)
+        fixed = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        return self._rendered(None, messages, tools, chat_template_kwargs or {}, fixed, quick)
+
+    def render_pair(
+        self,
+        prompt: PairPrompt,
+        query: str,
+        document: str,
+        *,
+        instruction: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = True,
+        quick: bool | None = None,
+    ) -> list[int]:
+        """Token ids of the prompt by which a model scores a document for a query.
+
+        ``instruction`` is the system message of a template, and its argument of this name, as in
+        sentence-transformers and in vLLM. ``add_special_tokens`` matters to texts that are joined;
+        a template has its own, and what texts spell is ordinary text, as in `render_chat`. Raises
+        as that does; an instruction that the form has no place for is an `InvalidRequest`.
+        """
+        for name, text in (("query", query), ("document", document)):
+            if not is_text(text):
+                raise InvalidRequest(
+                    f"the {name} must be a text that UTF-8 can encode, got {shown(text)}", name
+                )
+        if instruction is None:
+            instruction = prompt.instruction or None
+        if prompt.form == "joined":
+            if instruction is not None or chat_template_kwargs:
+                raise InvalidRequest(
+                    "this model's prompt is the query and the document alone, without place for an "
+                    "instruction: write it into the query",
+                    "instruction",
+                )
+            return self.encode(query + document, add_special_tokens)
+        roles = ("user", "assistant") if prompt.form == "conversation" else ("query", "document")
+        messages = [
+            *([] if instruction is None else [{"role": "system", "content": instruction}]),
+            {"role": roles[0], "content": query},
+            {"role": roles[1], "content": document},
+        ]
+        _check_template_arguments(chat_template_kwargs)
+        given = {} if instruction is None else {"instruction": instruction}
+        given |= chat_template_kwargs or {}
+        fixed = {"add_generation_prompt": False, **prompt.arguments}
+        template = _QWEN3_RERANKER if prompt.form == "qwen3-reranker" else None
+        return self._rendered(template, messages, None, given, fixed, quick)
+
+    def _rendered(
+        self,
+        template: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        arguments: Mapping[str, Any],
+        fixed: Mapping[str, Any],
+        quick: bool | None,
+    ) -> list[int]:
+        """Token ids of what a template makes of messages; None for the model's own template.
+
+        ``arguments`` of the template may come from a client, ``fixed`` ones may not.
+        """
         given = (
             [_without_none(message) for message in messages],
             None if tools is None else [dict(tool) for tool in tools],
-            dict(chat_template_kwargs or {}),
+            dict(arguments),
         )
         # Random digits, so that no content can have it and no filter of a template changes it.
         separator = f"\ue000{secrets.randbits(64)}\ue001"
         try:
             listed, listed_tools, named = self._without_special(given, separator)
-            fixed = {
-                "chat_template": self._tokenizer.get_chat_template(None, listed_tools),
+            rendered = {
+                "chat_template": template or self._tokenizer.get_chat_template(None, listed_tools),
                 "conversations": [listed],
                 "tools": listed_tools,
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
+                **fixed,
             }
-            arguments = self._tokenizer.special_tokens_map | named | fixed
+            arguments = self._tokenizer.special_tokens_map | named | rendered
             answer = self._renderer.render(arguments, quick)
         except _UNSENDABLE as error:
             raise _rejected(error) from error
@@ -233,23 +318,6 @@ class Tokenizer:
         except InvalidRequest as error:
             raise InvalidRequest(f"the rendered messages: {error}", "messages") from error
         return list(itertools.chain.from_iterable(parts))
-
-    def _check_chat_arguments(
-        self, both_ends: bool, chat_template_kwargs: Mapping[str, Any]
-    ) -> None:
-        if not self._tokenizer.chat_template:
-            raise InvalidRequest(
-                "this model has no chat template: use the completions endpoint", "messages"
-            )
-        if both_ends:
-            raise InvalidRequest(
-                "continue_final_message and add_generation_prompt exclude each other",
-                "continue_final_message",
-            )
-        if taken := sorted(_OWN_ARGUMENTS & chat_template_kwargs.keys()):
-            raise InvalidRequest(
-                f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
-            )
 
     def _special_starts(self, text: str) -> Iterator[int]:
         """Where a special token begins. A search keeps all threads of the process waiting, so it
@@ -278,16 +346,11 @@ class Tokenizer:
         return value
 
 
-def _template_text(template: str) -> str:
-    """The text of a template that is given as itself, or as the name of its file."""
-    if "{{" in template or "{%" in template:
-        return template
-    try:
-        return Path(template).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: no UTF-8, or a null character in the name
-        raise ConfigError(
-            f"chat_template {shown(template)} cannot be read: {error}", "chat_template"
-        ) from error
+def _check_template_arguments(arguments: Mapping[str, Any] | None) -> None:
+    if taken := sorted(_OWN_ARGUMENTS & (arguments or {}).keys()):
+        raise InvalidRequest(
+            f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
+        )
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -18,6 +18,8 @@ from trencadis.engine.outputs import (
     RequestStatus,
 )
 from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.scoring import Scoring
+from trencadis.engine.text_prompts import TextPrompts
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 BUSY_SECONDS = 1800.0
@@ -106,7 +108,8 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
 class Ready(msgspec.Struct, frozen=True, tag=True):
     """The core has warmed up and accepts requests.
 
-    ``embedding_size``: numbers of an embedding; 0 for a core that generates.
+    ``embedding_size``: numbers of an embedding; 0 for a core without. ``scoring``: of a core that
+    scores pairs. ``text_prompts``: those of a core that embeds.
     """
 
     max_model_len: int
@@ -117,6 +120,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     num_buckets: int
     warmup_seconds: float
     embedding_size: int = 0
+    scoring: Scoring | None = None
+    text_prompts: TextPrompts = msgspec.field(default_factory=TextPrompts)
 
 
 class Reconfigured(msgspec.Struct, frozen=True, tag=True):

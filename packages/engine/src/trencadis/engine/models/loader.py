@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     GenerationConfig,
     PreTrainedConfig,
 )
@@ -23,6 +24,8 @@ from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import ATTENTION_NAME
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
+from trencadis.engine.models.declared_modules import read_max_seq_length, read_prompts
+from trencadis.engine.models.pair_prompts import find_scoring
 from trencadis.engine.models.pooling import (
     check_causal,
     check_hidden_states,
@@ -31,6 +34,14 @@ from trencadis.engine.models.pooling import (
     remove_head,
 )
 from trencadis.engine.models.rotary import pin_frequencies
+from trencadis.engine.models.score_heads import (
+    as_scorer,
+    check_labels,
+    is_classifier,
+    keep_tokens,
+)
+from trencadis.engine.scoring import PairForm, Scoring
+from trencadis.engine.text_prompts import TextPrompts
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -42,7 +53,9 @@ class ModelSpec:
     """The facts about a checkpoint that the engine needs before it loads the weights.
 
     ``source`` is a directory or a hub id that transformers can load. Lengths are in tokens.
-    ``is_pooling``: it is loaded without its output head, for embeddings.
+    ``is_pooling``: it is loaded without its output head, for embeddings or, as ``scoring`` tells,
+    for scores. ``max_seq_length``: the length after which it wants texts cut; None for that of its
+    context. ``text_prompts``: what it wants before the texts of embeddings.
     """
 
     source: str
@@ -54,14 +67,24 @@ class ModelSpec:
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
     is_pooling: bool = False
+    scoring: Scoring | None = None
+    max_seq_length: int | None = None
+    text_prompts: TextPrompts = attrs.field(factory=TextPrompts)
 
 
-def inspect_model(name: str, *, is_pooling: bool = False) -> ModelSpec:
+def inspect_model(
+    name: str,
+    *,
+    is_pooling: bool = False,
+    score_prompt: PairForm | None = None,
+    chat_template: str | None = None,
+) -> ModelSpec:
     """Find a checkpoint and read its configuration.
 
     ``name`` is a directory, a GGUF file, or a hub id. Raises `ModelError` if there is no such
     checkpoint, or if it is not a decoder-only language model; with ``is_pooling`` it may have been
-    saved without its output head, and must be causal.
+    saved without its output head, or with a score head, and must be causal. ``score_prompt`` and
+    ``chat_template``: as `find_scoring`.
     """
     source = locate(name)
     config = _read_config(source, name)
@@ -82,7 +105,31 @@ def inspect_model(name: str, *, is_pooling: bool = False) -> ModelSpec:
         is_pooling=is_pooling,
     )
     _check_sizes(spec, name)
-    return spec
+    return _inspect_pooling(spec, name, score_prompt, chat_template) if is_pooling else spec
+
+
+def _inspect_pooling(
+    spec: ModelSpec, name: str, score_prompt: PairForm | None, chat_template: str | None
+) -> ModelSpec:
+    """The facts with those of a model that generates nothing."""
+    architectures = spec.config.architectures or ()
+    has_score_head = any(is_classifier(spec.config, each) for each in architectures)
+    if has_score_head:
+        check_labels(spec.config, name)
+    scoring = find_scoring(
+        spec.source,
+        name,
+        spec.config,
+        has_score_head=has_score_head,
+        form=score_prompt,
+        chat_template=chat_template,
+    )
+    return attrs.evolve(
+        spec,
+        scoring=scoring,
+        max_seq_length=read_max_seq_length(spec.source),
+        text_prompts=read_prompts(spec.source) if scoring is None else TextPrompts(),
+    )
 
 
 def resolve_dtype(
@@ -118,8 +165,10 @@ def load_model(
     """
     _check_full_attention(spec, max_model_len)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    has_score_head = spec.scoring is not None and not spec.scoring.token_ids
+    classes: Any = AutoModelForSequenceClassification if has_score_head else AutoModelForCausalLM
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = classes.from_pretrained(
             spec.source,
             config=spec.config,
             dtype=dtype,
@@ -130,13 +179,18 @@ def load_model(
     except BROKEN_FILE_ERRORS as error:
         raise ModelError(f"{spec.source} cannot be loaded: {reason_of(error)}") from error
     model, report = loaded
-    _check_complete(spec, report, f"{head_name(model)}." if spec.is_pooling else None)
+    is_headless = spec.is_pooling and spec.scoring is None
+    _check_complete(spec, report, f"{head_name(model)}." if is_headless else None)
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelError(
             f"{type(model).__name__} computes its own attention, so the paged one cannot be put "
             "in: serve a model of an architecture that supports transformers' AttentionInterface"
         )
-    if spec.is_pooling:
+    if has_score_head:
+        model = as_scorer(model)
+    elif spec.scoring is not None:
+        model = keep_tokens(model, spec.scoring.token_ids)
+    elif spec.is_pooling:
         check_hidden_states(model)
         remove_head(model)
     pin_frequencies(model, max_model_len)
@@ -199,12 +253,19 @@ def _check_decoder_only(config: PreTrainedConfig, name: str, *, is_pooling: bool
     known = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
     if is_pooling:
         known.update(each for each in architectures if is_headless_decoder(config, each))
+        known.update(each for each in architectures if is_classifier(config, each))
     if config.is_encoder_decoder or not any(a in known for a in architectures):
         found = ", ".join(map(str, architectures)) or config.model_type
         raise ModelError(
             f"{name} is a {found}, not a decoder-only language model: serve a checkpoint of a "
-            "...ForCausalLM architecture"
+            f"...ForCausalLM architecture{_remedy(config, architectures, is_pooling=is_pooling)}"
         )
+
+
+def _remedy(config: PreTrainedConfig, architectures: Sequence[Any], *, is_pooling: bool) -> str:
+    if is_pooling or not any(is_classifier(config, each) for each in architectures):
+        return ""
+    return ", or its scores with the runner pooling"
 
 
 def _check_sizes(spec: ModelSpec, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Decoder-only checkpoints as embedding models: no output head, and how a checkpoint pools.
+"""Decoder-only checkpoints as embedding models: without their output head.
 
 The embedding of a prompt is the normed hidden state of its last token. A causal model computes it
 from all tokens before, so it does not matter which of them were prefix hits or in earlier chunks.
@@ -8,8 +8,6 @@ prefix cache nor an earlier chunk keeps.
 
 from __future__ import annotations
 
-import json
-from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -19,19 +17,10 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
 )
-from transformers.utils.hub import cached_file
 
 from trencadis.engine.errors import ModelError
-from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 
-_MODULES = "modules.json"
-_SUPPORTED = ("Transformer", "Pooling", "Normalize")
-"""The modules of sentence-transformers that an embedding may pass through. All embeddings are
-normalised, whether the last one is there or not."""
-
-_LAST_TOKEN = "lasttoken"  # noqa: S105 - no password
-_LONG_MODE = {"pooling_mode_lasttoken": _LAST_TOKEN, "pooling_mode_mean_tokens": "mean"}
-"""How sentence-transformers before version 5 spells two of its modes: a flag for each."""
+_CAUSAL = "ForCausalLM"
 
 
 class HiddenStates(nn.Module):
@@ -61,15 +50,17 @@ def check_causal(config: PreTrainedConfig, name: str) -> None:
 
 def is_headless_decoder(config: PreTrainedConfig, architecture: str) -> bool:
     """Whether an architecture is a decoder without its head, as in ``Qwen3Model``."""
-    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:  # an encoder
-        return False
+    return architecture in {f"{stem}Model" for stem in decoder_stems(config)}
+
+
+def decoder_stems(config: PreTrainedConfig) -> tuple[str, ...]:
+    """What the names of a decoder's classes begin with, as ``Qwen3``; nothing for an encoder."""
+    if config.model_type in MODEL_FOR_MASKED_LM_MAPPING_NAMES:
+        return ()
     whole = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
     # A few model types have several classes.
     names = (whole,) if isinstance(whole, str) else tuple(whole)
-    return any(
-        each.endswith("ForCausalLM") and architecture == each.removesuffix("ForCausalLM") + "Model"
-        for each in names
-    )
+    return tuple(name.removesuffix(_CAUSAL) for name in names if name.endswith(_CAUSAL))
 
 
 def head_name(model: Any) -> str:
@@ -122,57 +113,3 @@ def embedding_size(model: Any) -> int:
     """
     size: int = model.get_output_embeddings().in_features
     return size
-
-
-def read_pooling(source: str) -> str:
-    """How a checkpoint says that it pools, for the log.
-
-    Read from ``modules.json`` and the file of the pooling module; without them the last token.
-    Raises `ModelError` for another way of pooling, and for modules that are not supported.
-    """
-    modules = _read_json(source, _MODULES)
-    if modules is None:
-        return f"the last token, because there is no {_MODULES}"
-    listed = modules if isinstance(modules, list) else [modules]
-    described = [module if isinstance(module, dict) else {} for module in listed]
-    kinds = {str(module.get("type")).rpartition(".")[2]: module for module in described}
-    for kind in kinds:
-        if kind not in _SUPPORTED:
-            raise ModelError(
-                f"{source} needs the module {kind!r} of its {_MODULES}, and embeddings are "
-                f"computed with {', '.join(_SUPPORTED)} alone: serve another checkpoint"
-            )
-    if "Pooling" not in kinds:
-        return f"the last token, because {_MODULES} has no pooling"
-    file = str(PurePosixPath(str(kinds["Pooling"].get("path", "")), "config.json"))
-    pooling = _read_json(source, file)
-    modes = _modes(pooling if isinstance(pooling, dict) else {})
-    if modes != [_LAST_TOKEN]:
-        raise ModelError(
-            f"{source} pools by {' and '.join(modes) or 'no known mode'} ({file}), and this "
-            "engine by the last token alone: serve a checkpoint that was trained for that"
-        )
-    return f"the last token ({file})"
-
-
-def _modes(pooling: dict[str, Any]) -> list[str]:
-    """The modes of a pooling module; several are joined."""
-    if "pooling_mode" in pooling:
-        mode = pooling["pooling_mode"]
-        return list(map(str, mode if isinstance(mode, list) else [mode]))
-    flags = [name for name, value in pooling.items() if name.startswith("pooling_mode_") and value]
-    return [_LONG_MODE.get(name, name.removeprefix("pooling_mode_")) for name in flags]
-
-
-def _read_json(source: str, name: str) -> Any:
-    """A file of a checkpoint; None where it has none."""
-    try:
-        path = cached_file(source, name)
-    except OSError:
-        return None
-    if path is None:
-        return None
-    try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
-    except BROKEN_FILE_ERRORS as error:
-        raise ModelError(f"the {name} of {source} cannot be used: {reason_of(error)}") from error

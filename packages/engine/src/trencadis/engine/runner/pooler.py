@@ -1,4 +1,4 @@
-"""Turns the hidden states of a model without a head into embeddings."""
+"""Turns what a model without an output head gives into embeddings, or the logits of scores."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ elements, too, and those that fail on them do it late."""
 
 
 class Pooler:
-    """A `Sampler` whose result for a row is its hidden state, divided by its length.
+    """A `Sampler` whose result for a row is the row itself.
 
-    The row is that of a prompt's last token, so this is the prompt's embedding.
+    The row is that of a prompt's last token. ``normalises``: it is a hidden state, and divided by
+    its length it is the prompt's embedding. Otherwise it has the logits of a score head or of one
+    or two tokens, see `Scoring`, and the result is a single number.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, *, normalises: bool = True) -> None:
         self._device = device
+        self._result = _embedding if normalises else _logit
 
     def release(self) -> None:
         pass
@@ -50,7 +53,7 @@ class Pooler:
         def read(copies: Sequence[torch.Tensor]) -> list[RowResult]:
             rows: npt.NDArray[np.float32] = copies[0].numpy()[: len(requests)]
             return [
-                RowResult([_embedding(row) for _ in request.samples])
+                RowResult([self._result(row) for _ in request.samples])
                 for row, request in zip(rows, requests, strict=True)
             ]
 
@@ -62,3 +65,10 @@ def _embedding(row: npt.NDArray[np.float32]) -> SampledToken:
     if not np.isfinite(length):
         return SampledToken(NO_TOKEN)
     return SampledToken(0, embedding=(row / (length or 1.0)).astype("<f4").tobytes())
+
+
+def _logit(row: npt.NDArray[np.float32]) -> SampledToken:
+    logit = float(row[0]) - float(row[1]) if len(row) > 1 else float(row[0])
+    if not np.isfinite(logit):
+        return SampledToken(NO_TOKEN)
+    return SampledToken(0, embedding=np.array([logit], "<f4").tobytes())

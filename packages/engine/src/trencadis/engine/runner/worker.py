@@ -26,8 +26,10 @@ from trencadis.bucketing import (
 from trencadis.engine.config import FITTED, EngineConfig, resolve_max_model_len
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
 from trencadis.engine.models.loader import (
+    ModelSpec,
     inspect_model,
     load_model,
     move_weights,
@@ -35,7 +37,7 @@ from trencadis.engine.models.loader import (
     resolve_dtype,
 )
 from trencadis.engine.models.paged_context import Attention
-from trencadis.engine.models.pooling import embedding_size, read_pooling
+from trencadis.engine.models.pooling import embedding_size
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.device_sampler import DeviceSampler
@@ -107,7 +109,7 @@ logger = logging.getLogger("trencadis.engine")
 class Worker:
     """A model on a device. Call `load`, `initialise_cache` and `warm_up`, in this order.
 
-    ``embedding_size``: numbers of an embedding, once it is loaded; 0 for a model that generates.
+    ``embedding_size``: numbers of an embedding, once it is loaded; 0 for a model without.
     ``is_asleep``: the device memory was released by `sleep`. ``is_discarded``: the weights, too, by
     `discard`. ``is_warm``: the warm-up has run for
     the programs and graphs that there are. ``records``: whether it serves traffic, which is
@@ -132,10 +134,8 @@ class Worker:
         self.background: BackgroundWarmupLoop | None = None
         self.is_asleep = self.is_warm = self.is_discarded = False
         self.embedding_size = 0
-        self.spec = inspect_model(config.model, is_pooling=config.runner == "pooling")
-        self._max_model_len = resolve_max_model_len(
-            config.max_model_len, self.spec.max_position_embeddings
-        )
+        self.spec = _inspect(config)
+        self._max_model_len = self._resolve_max_model_len()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._traffic_file = traffic_file(config)
         self._served = served_traffic(config)
@@ -147,15 +147,22 @@ class Worker:
 
         Logs the memory that each step took, in the words and the order of seed 000.
         """
-        if self.spec.is_pooling:
+        if self.computes_embeddings:
             logger.info(
                 "Embeddings are pooled from %s, and normalised", read_pooling(self.spec.source)
             )
+            prompts = self.spec.text_prompts
+            if prompts.texts:
+                logger.info(
+                    "Prompts of texts: %s; without prompt_name %s",
+                    ", ".join(prompts.texts),
+                    prompts.default or "none",
+                )
         start = before = self._memory_use()
         self._model = load_model(
             self.spec, self.device.torch_device, self.dtype, self._max_model_len
         )
-        if self.spec.is_pooling:
+        if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
         if self.config.quantization == "int8":
@@ -206,6 +213,29 @@ class Worker:
         self.cache = self._make_cache(num_blocks, num_host_blocks)
         self._log_memory("Initializing cache engine", self._before_cache)
         self._log_left_over()
+
+    @property
+    def computes_embeddings(self) -> bool:
+        """Whether requests get embeddings: not where they get scores or are generated."""
+        return self.spec.is_pooling and self.spec.scoring is None
+
+    def _resolve_max_model_len(self) -> int:
+        """The longest sequence: the user's, or the model's, which may have been trained for less
+        than its context."""
+        configured, trained = self.config.max_model_len, self.spec.max_seq_length
+        context = self.spec.max_position_embeddings
+        if configured is None and trained is not None:
+            return min(trained, context)
+        longest = resolve_max_model_len(configured, context)
+        if trained is not None and longest > trained:
+            logger.warning(
+                "max_model_len %d is above %d, the tokens after which %s wants texts cut "
+                "(sentence_bert_config.json)",
+                longest,
+                trained,
+                self.spec.source,
+            )
+        return longest
 
     @property
     def _place(self) -> str:
@@ -389,7 +419,7 @@ class Worker:
 
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.spec.is_pooling:
-            return Pooler(self.device)
+            return Pooler(self.device, normalises=self.computes_embeddings)
         if self.device.shares_host_memory:
             return HostSampler()
         # Other devices run a new shape without a compiler, which would take longer than it saves.
@@ -710,6 +740,22 @@ class Worker:
                 "that can be written"
             ) from error
         return True
+
+
+def _inspect(config: EngineConfig) -> ModelSpec:
+    """The facts about the model. Raises `ConfigError` for a score prompt without scores."""
+    if config.score_prompt != "auto" and config.runner != "pooling":
+        raise ConfigError(
+            f"score_prompt {config.score_prompt} is for models that score, and the runner "
+            f"{config.runner} computes no scores: choose the runner pooling",
+            "score_prompt",
+        )
+    return inspect_model(
+        config.model,
+        is_pooling=config.runner == "pooling",
+        score_prompt=None if config.score_prompt == "auto" else config.score_prompt,
+        chat_template=config.chat_template,
+    )
 
 
 @contextlib.contextmanager

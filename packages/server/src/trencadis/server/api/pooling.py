@@ -14,8 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, 
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
-from trencadis.server.api.characters import check_characters
-from trencadis.server.api.protocol import CacheSalt, as_prompts
+from trencadis.server.api.characters import Text, check_characters
+from trencadis.server.api.protocol import CacheSalt, TemplateArguments, as_prompts
 from trencadis.server.api.unsupported_fields import UNSUPPORTED_POOLING, refuse_unsupported
 
 MAX_INPUTS = 2048
@@ -113,8 +113,51 @@ class PoolingRequest(BaseModel):
     def named_inputs(self) -> dict[str, str | list[int]]:
         """What embeddings are wanted of, by the names under which the client knows it."""
 
-    def check_size(self, embedding_size: int) -> None:
+    @property
+    def text_prompt(self) -> str | None:
+        """The name of the model's prompt that is put before each text; None for its default."""
+        return None
+
+    def check_embeddings(self, embedding_size: int) -> None:
         """Raise `InvalidRequest` where embeddings of so many numbers cannot answer the request."""
+
+
+class PairRequest(PoolingRequest):
+    """The fields that requests for scores share. Those here are for models that read both texts.
+
+    Of other models a score is the cosine of two embeddings, and a field with an effect is refused.
+    """
+
+    instruction: Text | None = Field(
+        default=None,
+        description="What makes a document relevant, of models that were trained with it.",
+    )
+    chat_template_kwargs: TemplateArguments | None = Field(
+        default=None, description="Further arguments of the chat template that makes the prompt."
+    )
+    use_activation: bool | None = Field(
+        default=None, description="False: scores are logits. By default they are from 0 to 1."
+    )
+
+    def check_embeddings(self, embedding_size: int) -> None:
+        del embedding_size
+        if self.instruction is not None or self.chat_template_kwargs:
+            name = "chat_template_kwargs" if self.instruction is None else "instruction"
+            raise InvalidRequest(
+                f"{name} is for models that read query and document together, and this one "
+                "compares their embeddings: write the instruction into the query",
+                name,
+            )
+        if self.use_activation is False:
+            raise InvalidRequest(
+                "use_activation cannot be false: the scores of this model are cosines of "
+                "embeddings, which have no activation",
+                "use_activation",
+            )
+
+    @abstractmethod
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """Queries with their documents, by the names of the latter in the request."""
 
 
 class EmbeddingRequest(PoolingRequest):
@@ -134,11 +177,20 @@ class EmbeddingRequest(PoolingRequest):
         description="The first so many numbers, normalised again. Only models that were trained "
         "for it (Matryoshka) keep their quality.",
     )
+    prompt_name: Text | None = Field(
+        default=None,
+        description="Which of the prompts that the checkpoint declares is put before each text, as "
+        "query; by default the one that it declares as default, if any.",
+    )
+
+    @property
+    def text_prompt(self) -> str | None:
+        return self.prompt_name
 
     def named_inputs(self) -> dict[str, str | list[int]]:
         return {f"input[{number}]": each for number, each in enumerate(self.input)}
 
-    def check_size(self, embedding_size: int) -> None:
+    def check_embeddings(self, embedding_size: int) -> None:
         if self.dimensions is not None and self.dimensions > embedding_size:
             raise InvalidRequest(
                 f"dimensions {self.dimensions} is above the {embedding_size} numbers of this "
@@ -147,7 +199,7 @@ class EmbeddingRequest(PoolingRequest):
             )
 
 
-class ScoreRequest(PoolingRequest):
+class ScoreRequest(PairRequest):
     """``POST /v1/score``: one text and several, or as many on both sides."""
 
     id_prefix: ClassVar[str] = "score"
@@ -182,6 +234,15 @@ class ScoreRequest(PoolingRequest):
         first, second = (getattr(self, name) for name in self._names)
         return first, second
 
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """As above, the first side as queries."""
+        first, second = self.sides
+        queries = first * len(second) if len(first) == 1 else first
+        return {
+            f"{self._names[1]}[{number}]": pair
+            for number, pair in enumerate(zip(queries, second, strict=True))
+        }
+
     def named_inputs(self) -> dict[str, str | list[int]]:
         """As above, the first side first."""
         return {
@@ -191,7 +252,7 @@ class ScoreRequest(PoolingRequest):
         }
 
 
-class RerankRequest(PoolingRequest):
+class RerankRequest(PairRequest):
     """``POST /v1/rerank``."""
 
     id_prefix: ClassVar[str] = "rerank"
@@ -204,6 +265,12 @@ class RerankRequest(PoolingRequest):
     return_documents: bool | None = Field(
         default=None, description="Whether results repeat their documents; the default is true."
     )
+
+    def pairs(self) -> dict[str, tuple[str, str]]:
+        """As above."""
+        return {
+            f"documents[{number}]": (self.query, text) for number, text in enumerate(self.documents)
+        }
 
     def named_inputs(self) -> dict[str, str | list[int]]:
         """As above, the query first."""
@@ -237,7 +304,7 @@ class EmbeddingList(BaseModel):
 
 
 class ScoreObject(BaseModel):
-    """The cosine of two embeddings."""
+    """The score of a pair, or the cosine of two embeddings."""
 
     object: Literal["score"]
     index: int
@@ -256,7 +323,7 @@ class ScoreList(BaseModel):
 
 
 class RerankResult(BaseModel):
-    """A document, by its number in the request, and the cosine of its embedding and the query's."""
+    """A document, by its number in the request, and its score."""
 
     index: int
     relevance_score: float

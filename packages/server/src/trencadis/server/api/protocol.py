@@ -105,6 +105,10 @@ def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
+TemplateArguments = Annotated[dict[str, Any], AfterValidator(_template_arguments)]
+"""Arguments of a client for a chat template."""
+
+
 def as_prompts(value: Any, most: int, noun: str = "prompts") -> list[str | list[int]]:
     """A prompt in any of the API's four forms, as a list of texts and of lists of token ids.
 
@@ -301,9 +305,7 @@ class ChatCompletionRequest(GenerationRequest):
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_arguments)] | None = (
-        None
-    )
+    chat_template_kwargs: TemplateArguments | None = None
 
     @property
     def max_tokens_field(self) -> str:

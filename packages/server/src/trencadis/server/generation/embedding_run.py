@@ -1,15 +1,18 @@
-"""The embeddings of one API request: one engine request for each input."""
+"""The embeddings or scores of one API request: one engine request for each input."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import aclosing
+from typing import Generic, TypeVar
 
-from trencadis.engine import Embedding, EngineOverloaded
+from trencadis.engine import CompletionDelta, EngineOverloaded
 from trencadis.server.generation.choice_stream import ChoiceStream, EngineRequest, Generate
 from trencadis.server.metrics.serving_metrics import ServingMetrics
+
+ResultT = TypeVar("ResultT")
 
 _AT_ONCE = 128
 """Most inputs of a request that are in the engine at once: enough for full batches, and its queue
@@ -21,14 +24,15 @@ async def embed_all(
     metrics: ServingMetrics,
     requests: Sequence[EngineRequest],
     request_id: str,
-) -> list[Embedding]:
-    """The embeddings in the order of ``requests``.
+    read: Callable[[CompletionDelta], ResultT],
+) -> list[ResultT]:
+    """What ``read`` makes of the result of each request, in the order of ``requests``.
 
     An input that a full queue refuses waits for another of this request to end; with none in the
     engine it is an error. The first error ends all of them, and so does the end of the caller.
     Raises what the engine's ``generate`` raises.
     """
-    run = _EmbeddingRun(generate, metrics, requests, request_id)
+    run = _EmbeddingRun(generate, metrics, requests, request_id, read)
     tasks = [asyncio.create_task(run.embed_next()) for _ in requests[:_AT_ONCE]]
     try:
         await asyncio.gather(*tasks)
@@ -39,8 +43,8 @@ async def embed_all(
     return [run.found[number] for number in range(len(requests))]
 
 
-class _EmbeddingRun:
-    """What the tasks of one API request share. ``found``: the embeddings by number of the input."""
+class _EmbeddingRun(Generic[ResultT]):
+    """What the tasks of one API request share. ``found``: the results by number of the input."""
 
     def __init__(
         self,
@@ -48,8 +52,10 @@ class _EmbeddingRun:
         metrics: ServingMetrics,
         requests: Sequence[EngineRequest],
         request_id: str,
+        read: Callable[[CompletionDelta], ResultT],
     ) -> None:
-        self.found: dict[int, Embedding] = {}
+        self.found: dict[int, ResultT] = {}
+        self._read = read
         self._generate = generate
         self._metrics = metrics
         self._request_id = request_id
@@ -65,7 +71,7 @@ class _EmbeddingRun:
                 await self._wait()
 
     async def _embed(self, number: int, request: EngineRequest) -> bool:
-        """Whether the engine took an input, which then has its embedding.
+        """Whether the engine took an input, which then has its result.
 
         Raises `EngineOverloaded` where the engine has no other input of this request.
         """
@@ -76,7 +82,7 @@ class _EmbeddingRun:
         try:
             async with aclosing(stream):
                 async for item in stream:
-                    self.found[number] = Embedding.of(item.delta)
+                    self.found[number] = self._read(item.delta)
         except EngineOverloaded:
             if self._num_sent == 1:
                 raise

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import TypeAlias, TypeVar
 
 import attrs
 
@@ -20,8 +21,17 @@ from trencadis.server.generation.served_model import ServedModel
 
 T = TypeVar("T")
 
+RenderPair: TypeAlias = Callable[..., list[int]]
+"""`PairTokenizer.render_pair` of a model and a request, which lacks the texts and ``quick``."""
+
 _LONG = 65_536
 """Characters of a long prompt. Encoding so many takes about 50 ms."""
+
+_CHARACTERS_OF_RENDERING = 1024
+"""Characters that are encoded while another process renders a template."""
+
+_FIELDS_OF_ALL_PAIRS = ("instruction", "chat_template_kwargs", "truncate_prompt_tokens")
+"""Fields of a request that concern all of its pairs."""
 
 
 @attrs.frozen
@@ -138,6 +148,46 @@ class PromptEncoder:
             _check(token_ids, field, model)
         return encoded
 
+    async def pairs(
+        self,
+        pairs: Mapping[str, tuple[str, str]],
+        model: ServedModel,
+        render: RenderPair,
+        *,
+        max_tokens: int | None = None,
+        client: str = "",
+    ) -> list[Sequence[int]]:
+        """Token ids of the prompts of pairs, a query and a document each, by fields of the request.
+
+        Of a pair with more than ``max_tokens`` tokens the document is cut, so that what the model
+        has to see after it stays. Raises `InvalidRequest` and `ApiError`, which name the field.
+        """
+        tokenizer, lengths = model.tokenizer, {}
+        for field, (query, document) in pairs.items():
+            lengths[field] = len(query) + len(document)
+            if max_tokens is None:
+                _check_length(lengths[field], field, model)
+
+        def encode(quick: bool | None) -> list[Sequence[int]]:
+            return [
+                _render_field(
+                    field, partial(render, query, quick=quick), document, tokenizer, max_tokens
+                )
+                for field, (query, document) in pairs.items()
+            ]
+
+        work = sum(lengths.values()) + _CHARACTERS_OF_RENDERING * len(pairs)
+        if work > _LONG:
+            encoded = await self._run(lambda: encode(None), self._long, client)
+        else:
+            try:
+                encoded = await self._run(lambda: encode(True), self._short, client)
+            except SlowConversation:
+                encoded = await self._run(lambda: encode(False), self._long, client)
+        for field, token_ids in zip(pairs, encoded, strict=True):
+            _check(token_ids, field, model)
+        return encoded
+
     def close(self) -> None:
         """End the threads. Requests that wait for them are cancelled."""
         for thread in (self._short, self._long):
@@ -207,6 +257,47 @@ def _beginning(text: str, max_tokens: int, min_num_tokens: Callable[[int], int])
     while min_num_tokens(len(text) // 2) >= 2 * max_tokens:
         text = text[: len(text) // 2]
     return text
+
+
+def _render_field(
+    field: str,
+    render: RenderPair,
+    document: str,
+    tokenizer: ServingTokenizer,
+    max_tokens: int | None,
+) -> Sequence[int]:
+    """As `_render_within`; an error names the field of the request."""
+    try:
+        return _render_within(render, document, tokenizer, max_tokens)
+    except InvalidRequest as error:
+        named = error.field if error.field in _FIELDS_OF_ALL_PAIRS else field
+        raise InvalidRequest(f"{field}: {error}", named) from error
+
+
+def _render_within(
+    render: RenderPair, document: str, tokenizer: ServingTokenizer, max_tokens: int | None
+) -> Sequence[int]:
+    """The prompt of a pair, with as much of the document as ``max_tokens`` leave a place for.
+
+    Raises `InvalidRequest` where they leave none.
+    """
+    if max_tokens is None:
+        return render(document)
+    token_ids = render(_beginning(document, max_tokens, tokenizer.min_num_tokens))
+    if len(token_ids) <= max_tokens:
+        return token_ids
+    kept = tokenizer.encode(_beginning(document, max_tokens, tokenizer.min_num_tokens), False)
+    while len(token_ids) > max_tokens:
+        kept = kept[: max(0, len(kept) - (len(token_ids) - max_tokens))]
+        if not kept:
+            raise InvalidRequest(
+                f"without its document the prompt fills the {max_tokens} tokens that are kept: "
+                "shorten the query or the instruction",
+                "truncate_prompt_tokens",
+            )
+        # A character that is cut in two is left out.
+        token_ids = render(tokenizer.decode(kept).rstrip("\ufffd"))
+    return token_ids
 
 
 def _num_special(tokenizer: ServingTokenizer) -> tuple[int, int]:
@@ -304,4 +395,4 @@ def _check(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
 
 def _num_output_tokens(model: ServedModel) -> int:
     """How many tokens of the context a prompt has to leave."""
-    return 0 if model.embedding_size else 1
+    return 0 if model.is_pooling else 1

@@ -9,12 +9,14 @@ from typing import Any
 
 import attrs
 
-from trencadis.engine import ModelEntry
+from trencadis.engine import ModelEntry, Scoring, TextPrompts
 from trencadis.server.engine_protocol import (
     ServingEngine,
     ServingTokenizer,
     as_switching,
     embedding_size,
+    scoring,
+    text_prompts,
 )
 from trencadis.server.generation.answer_plan import AnswerPlanner
 from trencadis.server.parsers.chat_template import TemplateTraits
@@ -29,7 +31,9 @@ class ServedModel:
     """A model as requests to it see it. A request keeps its own through all of its steps.
 
     ``default_sampling``: the sampling parameters of a request that does not set them.
-    ``embedding_size``: numbers of an embedding; 0 for a model that generates.
+    ``embedding_size``: numbers of an embedding; 0 for a model that generates or scores.
+    ``scoring``: how it scores pairs, where it does. ``text_prompts``: what it wants before the
+    texts of embeddings.
     """
 
     name: str
@@ -39,6 +43,13 @@ class ServedModel:
     answers: AnswerPlanner
     default_sampling: Mapping[str, Any] = attrs.field(factory=dict)
     embedding_size: int = 0
+    scoring: Scoring | None = None
+    text_prompts: TextPrompts = attrs.field(factory=TextPrompts)
+
+    @property
+    def is_pooling(self) -> bool:
+        """Whether it generates nothing: requests get embeddings or scores."""
+        return self.embedding_size > 0 or self.scoring is not None
 
 
 class ServedModels:
@@ -81,7 +92,12 @@ class ServedModels:
         model = self._model(
             engine.model_name, engine.tokenizer, engine.max_model_len, entry, is_first=is_first
         )
-        return attrs.evolve(model, embedding_size=embedding_size(engine))
+        return attrs.evolve(
+            model,
+            embedding_size=embedding_size(engine),
+            scoring=scoring(engine),
+            text_prompts=text_prompts(engine),
+        )
 
     def _model(
         self,

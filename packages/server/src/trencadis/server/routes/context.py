@@ -13,6 +13,7 @@ from trencadis.server.engine_protocol import (
     SleepingEngine,
     as_switching,
     embedding_size,
+    scoring,
 )
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import Generate
@@ -123,7 +124,7 @@ class ServingContext:
         """
         switching = as_switching(self.engine)
         if switching is None:
-            computes = embedding_size(self.engine) > 0
+            computes = embedding_size(self.engine) > 0 or scoring(self.engine) is not None
         else:
             computes = switching.entry_of(name or switching.active).config.runner == "pooling"
         check_runner(name or self.engine.model_name, computes, wants_embeddings=wants_embeddings)
@@ -154,15 +155,16 @@ class ServingContext:
 
 
 def check_runner(name: str, computes_embeddings: bool, *, wants_embeddings: bool) -> None:
-    """Raise 400 for a request for embeddings to a model that generates, and the other way round."""
+    """Raise 400 for a request for embeddings or scores to a model that generates, and the other way
+    round."""
     if computes_embeddings == wants_embeddings:
         return
     if wants_embeddings:
         reason = "generates and computes no embeddings: start it with --runner pooling for them"
     else:
         reason = (
-            "computes embeddings and generates nothing: send the request to /v1/embeddings, "
-            "/v1/score or /v1/rerank, or start it with --runner generate"
+            "computes embeddings or scores and generates nothing: send the request to "
+            "/v1/embeddings, /v1/score or /v1/rerank, or start it with --runner generate"
         )
     raise ApiError(400, f"the model {name!r} {reason}", param="model", code="invalid_value")
 

@@ -274,8 +274,8 @@ async def with_model(
     sender = Sender.of(http_request, salt, context.settings)
 
     async def checked(model: ServedModel, sender: Sender) -> Response:
-        computes = model.embedding_size > 0  # the active one may not be that of before
-        check_runner(model.name, computes, wants_embeddings=wants_embeddings)
+        # The active one may not be that of before.
+        check_runner(model.name, model.is_pooling, wants_embeddings=wants_embeddings)
         return await answer(model, sender)
 
     context.check_accepting()

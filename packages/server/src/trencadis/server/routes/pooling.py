@@ -1,7 +1,7 @@
-"""``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: requests to a model of embeddings.
+"""``/v1/embeddings``, ``/v1/score`` and ``/v1/rerank``: requests to a model that generates nothing.
 
-Scores are cosines of embeddings. The short paths and ``/v2/rerank`` are those of vLLM's server, for
-clients of Jina and Cohere.
+Scores are those of a model that reads both texts, or cosines of embeddings. The short paths and
+``/v2/rerank`` are those of vLLM's server, for clients of Jina and Cohere.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +22,13 @@ from fastapi.responses import StreamingResponse
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
-from trencadis.engine import POOLING, Embedding
+from trencadis.engine import POOLING, CompletionDelta, Embedding, Score, Scoring
 from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.pooling import (
     Document,
     EmbeddingList,
     EmbeddingRequest,
+    PairRequest,
     PoolingRequest,
     PoolingUsage,
     RerankList,
@@ -37,6 +38,8 @@ from trencadis.server.api.pooling import (
     ScoreObject,
     ScoreRequest,
 )
+from trencadis.server.engine_protocol import PairTokenizer
+from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import EngineRequest
 from trencadis.server.generation.embedding_run import embed_all
 from trencadis.server.generation.served_model import ServedModel
@@ -49,6 +52,9 @@ Vector: TypeAlias = npt.NDArray[np.float32]
 Write: TypeAlias = Callable[[str, str, Sequence[Embedding]], Response]
 """Makes the response from its id, the model's name and the embeddings, in the order of the
 inputs."""
+
+WriteScores: TypeAlias = Callable[[str, str, Sequence[float], PoolingUsage], Response]
+"""Makes the response from its id, the model's name, the scores of the pairs, and their tokens."""
 
 
 def pooling_router(context: ServingContext) -> APIRouter:
@@ -63,15 +69,19 @@ def pooling_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/score", response_model=None, responses=_responses(ScoreList))
     @router.post("/score", response_model=None, responses=_responses(ScoreList))
     async def create_scores(body: ScoreRequest, request: Request) -> Response:
-        """How similar texts are: the cosines of their embeddings."""
-        return await _respond(context, request, body, partial(_scores, body))
+        """How relevant texts are to others: by a reranker, or the cosines of their embeddings."""
+        return await _respond_to_pairs(
+            context, request, body, partial(_cosines_of_score, body), _scores
+        )
 
     @router.post("/v1/rerank", response_model=None, responses=_responses(RerankList))
     @router.post("/v2/rerank", response_model=None, responses=_responses(RerankList))
     @router.post("/rerank", response_model=None, responses=_responses(RerankList))
     async def rerank(body: RerankRequest, request: Request) -> Response:
-        """Documents in the order of their similarity to a query."""
-        return await _respond(context, request, body, partial(_ranking, body))
+        """Documents in the order of their relevance to a query."""
+        return await _respond_to_pairs(
+            context, request, body, _cosines_of_rerank, partial(_ranking, body)
+        )
 
     return router
 
@@ -89,22 +99,106 @@ async def _respond(
     """
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
-        request.check_size(model.embedding_size)
-        inputs = await context.encoder.inputs(
-            request.named_inputs(),
-            model,
-            add_special_tokens=request.add_special_tokens is not False,
-            max_tokens=request.max_tokens(model.max_model_len),
-            client=sender.client,
-        )
-        requests = [_engine_request(token_ids, request, sender) for token_ids in inputs]
-        name = f"{request.id_prefix}-{uuid.uuid4().hex}"
-        generate = context.generate_for(model)
-        found = await embed_all(generate, context.metrics, requests, name)
-        return write(name, model.name, found)
+        if model.scoring is not None:
+            raise ApiError(
+                400,
+                f"the model {model.name!r} scores pairs of texts and computes no embeddings: send "
+                "the request to /v1/score or /v1/rerank",
+                param="model",
+                code="invalid_value",
+            )
+        name = _new_id(request)
+        return write(name, model.name, await _embed(context, request, model, sender, name))
 
     name, salt = request.model, request.cache_salt
     return await with_model(context, http_request, name, salt, answer, wants_embeddings=True)
+
+
+async def _respond_to_pairs(
+    context: ServingContext,
+    http_request: Request,
+    request: PairRequest,
+    cosines: Callable[[Sequence[Embedding]], list[float]],
+    write: WriteScores,
+) -> Response:
+    """Answer a request with the scores of its pairs.
+
+    ``cosines``: those of the embeddings of its inputs, which are the scores of a model that does
+    not read both texts. A client that disconnects aborts its request.
+    """
+
+    async def answer(model: ServedModel, sender: Sender) -> Response:
+        name = _new_id(request)
+        if model.scoring is not None:
+            found = await _score(context, request, model, model.scoring, sender, name)
+            scores = [score.score for score in found]
+            return write(name, model.name, scores, _usage(found))
+        embeddings = await _embed(context, request, model, sender, name)
+        return write(name, model.name, cosines(embeddings), _usage(embeddings))
+
+    name, salt = request.model, request.cache_salt
+    return await with_model(context, http_request, name, salt, answer, wants_embeddings=True)
+
+
+async def _embed(
+    context: ServingContext,
+    request: PoolingRequest,
+    model: ServedModel,
+    sender: Sender,
+    name: str,
+) -> list[Embedding]:
+    """The embeddings of the inputs of a request, in their order."""
+    request.check_embeddings(model.embedding_size)
+    prefix = model.text_prompts.prefix(request.text_prompt)
+    inputs = await context.encoder.inputs(
+        {
+            field: prefix + given if isinstance(given, str) else given
+            for field, given in request.named_inputs().items()
+        },
+        model,
+        add_special_tokens=request.add_special_tokens is not False,
+        max_tokens=request.max_tokens(model.max_model_len),
+        client=sender.client,
+    )
+    requests = [_engine_request(token_ids, request, sender) for token_ids in inputs]
+    generate = context.generate_for(model)
+    return await embed_all(generate, context.metrics, requests, name, Embedding.of)
+
+
+async def _score(
+    context: ServingContext,
+    request: PairRequest,
+    model: ServedModel,
+    scoring: Scoring,
+    sender: Sender,
+    name: str,
+) -> list[Score]:
+    """The scores of the pairs of a request, in their order."""
+    tokenizer = cast(PairTokenizer, model.tokenizer)
+    prompts = await context.encoder.pairs(
+        request.pairs(),
+        model,
+        partial(
+            tokenizer.render_pair,
+            scoring.prompt,
+            instruction=request.instruction,
+            chat_template_kwargs=request.chat_template_kwargs,
+            add_special_tokens=request.add_special_tokens is not False,
+        ),
+        max_tokens=request.max_tokens(model.max_model_len),
+        client=sender.client,
+    )
+    requests = [_engine_request(token_ids, request, sender) for token_ids in prompts]
+    uses_activation = request.use_activation is not False
+
+    def read(delta: CompletionDelta) -> Score:
+        return Score.of(delta, scoring, uses_activation)
+
+    return await embed_all(context.generate_for(model), context.metrics, requests, name, read)
+
+
+def _new_id(request: PoolingRequest) -> str:
+    return f"{request.id_prefix}-{uuid.uuid4().hex}"
 
 
 def _engine_request(
@@ -155,25 +249,36 @@ async def _embedding_pieces(
     yield f'],"model":{json.dumps(model)},"usage":{usage}}}'
 
 
-def _scores(request: ScoreRequest, name: str, model: str, found: Sequence[Embedding]) -> Response:
+def _cosines_of_score(request: ScoreRequest, found: Sequence[Embedding]) -> list[float]:
     count = len(request.sides[0])
-    scores = enumerate(_cosines(found[:count], found[count:]))
+    return _cosines(found[:count], found[count:])
+
+
+def _cosines_of_rerank(found: Sequence[Embedding]) -> list[float]:
+    return _cosines(found[:1], found[1:])
+
+
+def _scores(name: str, model: str, scores: Sequence[float], usage: PoolingUsage) -> Response:
     response = ScoreList(
         id=name,
         object="list",
         created=int(time.time()),
         model=model,
-        data=[ScoreObject(object="score", index=index, score=score) for index, score in scores],
-        usage=_usage(found),
+        data=[
+            ScoreObject(object="score", index=index, score=score)
+            for index, score in enumerate(scores)
+        ],
+        usage=usage,
     )
     return _whole(response, name)
 
 
-def _ranking(request: RerankRequest, name: str, model: str, found: Sequence[Embedding]) -> Response:
-    scores = _cosines(found[:1], found[1:])
+def _ranking(
+    request: RerankRequest, name: str, model: str, scores: Sequence[float], usage: PoolingUsage
+) -> Response:
     ranked = sorted(range(len(scores)), key=lambda index: -scores[index])
     results = [_result(request, index, scores[index]) for index in ranked[: request.top_n or None]]
-    return _whole(RerankList(id=name, model=model, results=results, usage=_usage(found)), name)
+    return _whole(RerankList(id=name, model=model, results=results, usage=usage), name)
 
 
 def _result(request: RerankRequest, index: int, score: float) -> RerankResult:
@@ -187,9 +292,9 @@ def _whole(response: BaseModel, name: str) -> Response:
     return Response(content, media_type="application/json", headers={"X-Request-Id": name})
 
 
-def _usage(found: Sequence[Embedding]) -> PoolingUsage:
-    total = sum(embedding.num_prompt_tokens for embedding in found)
-    cached = sum(embedding.num_cached_tokens for embedding in found)
+def _usage(found: Sequence[Embedding] | Sequence[Score]) -> PoolingUsage:
+    total = sum(each.num_prompt_tokens for each in found)
+    cached = sum(each.num_cached_tokens for each in found)
     return PoolingUsage(
         prompt_tokens=total,
         total_tokens=total,

@@ -1,0 +1,33 @@
+"""What an embedding model wants before a text: the prompts that its checkpoint declares."""
+
+from __future__ import annotations
+
+import attrs
+
+from trencadis.engine.errors import InvalidRequest
+
+
+@attrs.frozen
+class TextPrompts:
+    """Prompts by name, and the name of the one that is put before every text; None for none.
+
+    They are those of sentence-transformers, whose ``encode`` uses them in the same way.
+    """
+
+    texts: dict[str, str] = attrs.field(factory=dict)
+    default: str | None = None
+
+    def prefix(self, name: str | None = None) -> str:
+        """What is put before a text. Raises `InvalidRequest` for a prompt that there is not."""
+        if name is None:
+            name = self.default
+        if name is None:
+            return ""
+        if name not in self.texts:
+            known = ", ".join(map(repr, self.texts)) or "none"
+            raise InvalidRequest(
+                f"prompt_name {name!r} is none of this model's prompts ({known}): leave it out, or "
+                "write what the model wants into the text",
+                "prompt_name",
+            )
+        return self.texts[name]
