@@ -35,6 +35,14 @@ async def tool_url(engine, serving):
         yield url
 
 
+@pytest_asyncio.fixture
+async def embedding_url(engine, serving):
+    """The URL of a server whose model computes embeddings."""
+    engine.embedding_size = 8
+    async with serving() as url:
+        yield url
+
+
 def call_of(name: str) -> list[str]:
     """The texts of the tokens of a call."""
     call = json.dumps({"name": name, "arguments": {"city": "Paris"}})
@@ -97,10 +105,10 @@ async def test_litellm_reads_calls_of_tools(tool_url, engine, litellm_fields):
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-async def test_litellm_reads_embeddings(litellm_fields, engine):
+async def test_litellm_reads_embeddings(litellm_fields, embedding_url):
     litellm = pytest.importorskip("litellm")
-    engine.embedding_size = 8
-    answer = await litellm.aembedding(input=["a", "bc"], **litellm_fields)
+    fields = litellm_fields | {"api_base": f"{embedding_url}/v1"}
+    answer = await litellm.aembedding(input=["a", "bc"], **fields)
     assert [len(item["embedding"]) for item in answer.data] == [8, 8]
     assert answer.usage.prompt_tokens == 5
 
@@ -126,12 +134,11 @@ async def test_langchain_reads_whole_answers_and_streams(url, use_responses_api)
     assert "".join(parts) == ECHO
 
 
-async def test_langchain_reads_embeddings(url, engine):
+async def test_langchain_reads_embeddings(embedding_url):
     langchain_openai = pytest.importorskip("langchain_openai")
-    engine.embedding_size = 8
     model = langchain_openai.OpenAIEmbeddings(
         model="stand-in",
-        base_url=f"{url}/v1",
+        base_url=f"{embedding_url}/v1",
         api_key="none",
         check_embedding_ctx_length=False,  # otherwise it sends tokens of OpenAI's own models
     )
