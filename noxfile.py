@@ -81,7 +81,9 @@ def tests_slow(session: nox.Session) -> None:
 def tests_clients(session: nox.Session) -> None:
     """Runs the tests with client libraries of other projects."""
     install_all(session, *TEST_TOOLS, *CLIENTS)
-    pytest(session, "packages/server/tests/test_other_clients.py")
+    files = (f"packages/server/tests/test_other_clients{kind}.py" for kind in ("", "_real"))
+    without_network = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+    pytest(session, "-m", "slow or not slow", *files, env=without_network)
 
 
 @nox.session

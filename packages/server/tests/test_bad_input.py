@@ -174,6 +174,8 @@ CHAT = [
     ({"guided_choice": []}, "guided_choice"),
     ({"guided_grammar": "\ud800"}, "guided_grammar"),
     ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern"),
+    ({"service_tier": "flex"}, "service_tier"),
+    ({"verbosity": "low"}, "verbosity"),
     ({"modalities": ["text", "audio"]}, "modalities"),
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),

@@ -179,6 +179,7 @@ async def test_logprobs_report_the_chosen_and_the_most_probable_tokens(client, s
     else:
         logprobs = response.json()["choices"][0]["logprobs"]
     (position,) = logprobs["content"]
+    assert logprobs["refusal"] is None, "OpenAI's description requires it"
     assert position["token"] == "["  # noqa: S105
     assert position["bytes"] == [91]
     assert position["logprob"] == -9999.0  # minus infinity, in JSON
@@ -206,6 +207,7 @@ async def test_logprobs_without_top_logprobs_report_the_chosen_token(client, eng
     "fields",
     [
         {"user": "someone", "metadata": {"a": "b"}, "store": True},
+        {"verbosity": "medium", "prompt_cache_options": {"mode": "explicit"}},
         {"response_format": {"type": "text"}, "tools": [], "tool_choice": "none"},
         {"tools": None, "temperature": None, "n": None, "stop": None, "stream": None},
         {"something_new": 1},
@@ -213,6 +215,14 @@ async def test_logprobs_without_top_logprobs_report_the_chosen_token(client, eng
 )
 async def test_unsupported_fields_without_effect_are_accepted(client, fields):
     await chat(client, **fields)
+
+
+@pytest.mark.parametrize("tier", ["auto", "default"])
+async def test_an_answer_names_the_service_tier_if_the_request_does(client, tier):
+    assert (await chat(client, service_tier=tier)).json()["service_tier"] == "default"
+    chunks = events((await chat(client, service_tier=tier, stream=True)).text)
+    assert {chunk["service_tier"] for chunk in chunks} == {"default"}
+    assert "service_tier" not in (await chat(client)).json()
 
 
 async def test_unknown_fields_are_logged(client, caplog):

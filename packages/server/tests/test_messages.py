@@ -245,6 +245,7 @@ BAD = [
     ({"mcp_servers": [{"url": "a"}]}, "mcp_servers"),
     ({"container": "a"}, "container"),
     ({"service_tier": "priority"}, "service_tier"),
+    ({"speed": "fast"}, "speed"),
     ({"output_config": {"format": {**FORM, "made_up": 1}}}, "output_config.format"),
     ({"tools": [WEATHER], "tool_choice": {"type": "auto", "made_up": 1}}, "tool_choice"),
     ({"made_up": 1}, "made_up"),
@@ -275,6 +276,7 @@ async def test_what_is_not_supported_is_refused_in_anthropics_form(client, engin
 
 async def test_fields_without_effect_are_accepted(client):
     fields = {"metadata": {"user_id": "a"}, "service_tier": "auto", "mcp_servers": []}
+    fields["speed"] = "standard"
     response = await client.post(PATH, json={"messages": HELLO, "max_tokens": 5, **fields})
     assert response.status_code == 200, response.text
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import shutil
 from typing import Any
 
 import openai
 import pytest
 import pytest_asyncio
+from curl_examples import EMBEDDINGS, EXAMPLES, check_answer, needs_curl, printed_by_curl
 from pydantic import BaseModel
 from test_tool_calls import QWEN
 
@@ -31,6 +31,14 @@ async def tool_url(engine, serving):
     """The URL of a server whose model writes calls as Qwen 3 does."""
     engine.tokenizer.chat_template = QWEN
     engine.max_model_len = 8192
+    async with serving() as url:
+        yield url
+
+
+@pytest_asyncio.fixture
+async def embedding_url(engine, serving):
+    """The URL of a server whose model computes embeddings."""
+    engine.embedding_size = 8
     async with serving() as url:
         yield url
 
@@ -97,10 +105,10 @@ async def test_litellm_reads_calls_of_tools(tool_url, engine, litellm_fields):
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-async def test_litellm_reads_embeddings(litellm_fields, engine):
+async def test_litellm_reads_embeddings(litellm_fields, embedding_url):
     litellm = pytest.importorskip("litellm")
-    engine.embedding_size = 8
-    answer = await litellm.aembedding(input=["a", "bc"], **litellm_fields)
+    fields = litellm_fields | {"api_base": f"{embedding_url}/v1"}
+    answer = await litellm.aembedding(input=["a", "bc"], **fields)
     assert [len(item["embedding"]) for item in answer.data] == [8, 8]
     assert answer.usage.prompt_tokens == 5
 
@@ -126,12 +134,11 @@ async def test_langchain_reads_whole_answers_and_streams(url, use_responses_api)
     assert "".join(parts) == ECHO
 
 
-async def test_langchain_reads_embeddings(url, engine):
+async def test_langchain_reads_embeddings(embedding_url):
     langchain_openai = pytest.importorskip("langchain_openai")
-    engine.embedding_size = 8
     model = langchain_openai.OpenAIEmbeddings(
         model="stand-in",
-        base_url=f"{url}/v1",
+        base_url=f"{embedding_url}/v1",
         api_key="none",
         check_embedding_ctx_length=False,  # otherwise it sends tokens of OpenAI's own models
     )
@@ -186,75 +193,18 @@ async def test_pydantic_ai_gets_an_output_of_its_type(tool_url, engine):
     assert params.structured_output is not None, "the call is forced"
 
 
-# curl, with the requests of the examples in OpenAI's API reference
-
-WEATHER = {
-    "name": "get_current_weather",
-    "description": "Get the current weather in a given location",
-    "parameters": {
-        "type": "object",
-        "properties": {
-            "location": {"type": "string", "description": "The city and state"},
-            "unit": {"type": "string", "enum": ["celsius", "fahrenheit"]},
-        },
-        "required": ["location"],
-    },
-}
-DEVELOPER = [{"role": "developer", "content": "You are a helpful assistant."}, *MESSAGES]
-EXAMPLES = {
-    "chat": ("chat/completions", {"messages": DEVELOPER}),
-    "chat streaming": ("chat/completions", {"messages": DEVELOPER, "stream": True}),
-    "chat functions": (
-        "chat/completions",
-        {
-            "messages": MESSAGES,
-            "tools": [{"type": "function", "function": WEATHER}],
-            "tool_choice": "auto",
-        },
-    ),
-    "chat logprobs": (
-        "chat/completions",
-        {"messages": MESSAGES, "logprobs": True, "top_logprobs": 2},
-    ),
-    "completions": (
-        "completions",
-        {"prompt": "Say this is a test", "max_tokens": 7, "temperature": 0},
-    ),
-    "completions streaming": (
-        "completions",
-        {"prompt": "Say this is a test", "max_tokens": 7, "temperature": 0, "stream": True},
-    ),
-    "responses": ("responses", {"input": "Tell me a three sentence bedtime story."}),
-    "responses streaming": (
-        "responses",
-        {"instructions": "You are a helpful assistant.", "input": "Hello!", "stream": True},
-    ),
-    "responses functions": (
-        "responses",
-        {
-            "input": "What is the weather like in Boston today?",
-            "tools": [{"type": "function", **WEATHER}],
-            "tool_choice": "auto",
-        },
-    ),
-}
+# curl
 
 
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@needs_curl
 @pytest.mark.parametrize("name", EXAMPLES)
 async def test_the_examples_of_the_api_reference_are_answered(tool_url, name):
-    path, body = EXAMPLES[name]
-    process = await asyncio.create_subprocess_exec(
-        *("curl", "--silent", "--no-buffer", "--fail-with-body", f"{tool_url}/v1/{path}"),
-        *("-H", "Content-Type: application/json", "-H", "Authorization: Bearer sk-none"),
-        *("-d", json.dumps({"model": "stand-in", **body})),
-        stdout=asyncio.subprocess.PIPE,
-    )
-    printed, _ = await process.communicate()
-    assert process.returncode == 0, printed
-    if not body.get("stream"):
-        assert json.loads(printed)["object"] in ("chat.completion", "text_completion", "response")
-    elif path == "responses":
-        assert b"event: response.completed\n" in printed
-    else:
-        assert printed.endswith(b"data: [DONE]\n\n")
+    example = EXAMPLES[name]
+    answer = await asyncio.to_thread(printed_by_curl, tool_url, "stand-in", example)
+    check_answer(example, *answer)
+
+
+@needs_curl
+async def test_the_example_of_embeddings_is_answered(embedding_url):
+    answer = await asyncio.to_thread(printed_by_curl, embedding_url, "stand-in", EMBEDDINGS)
+    check_answer(EMBEDDINGS, *answer)

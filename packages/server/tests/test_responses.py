@@ -203,6 +203,7 @@ BAD = [
     ({"conversation": "conv_1"}, "conversation"),
     ({"background": True}, "background"),
     ({"truncation": "auto"}, "truncation"),
+    ({"service_tier": "priority"}, "service_tier"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
     ({"reasoning": {"effort": "high"}}, "reasoning"),
     ({"text": {"verbosity": "low"}}, "text"),
@@ -287,12 +288,14 @@ async def test_fields_without_effect_are_accepted(client):
         "top_logprobs": 0,
         "user": "me",
         "prompt_cache_key": "k",
+        "prompt_cache_options": {"mode": "explicit"},
         "stream_options": {"include_obfuscation": False},
         "metadata": {"a": "b"},
     }
     response = await client.post(PATH, json={"input": "hello", **fields})
     assert response.status_code == 200, response.text
     assert response.json()["metadata"] == {"a": "b"}
+    assert response.json()["service_tier"] == "default"
 
 
 async def test_an_engine_that_dies_ends_the_stream_with_the_failed_response(url, engine):

@@ -304,8 +304,8 @@ class Tokenizer:
                 "tools": listed_tools,
                 **fixed,
             }
-            arguments = self._tokenizer.special_tokens_map | named | rendered
-            answer = self._renderer.render(arguments, quick)
+            rendered |= self._tokenizer.special_tokens_map | named
+            answer = self._renderer.render(rendered, quick)
         except _UNSENDABLE as error:
             raise _rejected(error) from error
         if "timed_out" in answer:

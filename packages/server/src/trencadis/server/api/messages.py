@@ -55,7 +55,7 @@ _ROLES = {"thinking": "assistant", "tool_use": "assistant", "tool_result": "user
 _WITHOUT_EFFECT = ("metadata", "cache_control")
 """Fields that do not affect the output. Prompts are always cached."""
 
-_ACCEPTED = {"service_tier": ("auto", "standard_only")}
+_ACCEPTED = {"service_tier": ("auto", "standard_only"), "speed": ("standard",)}
 """Unsupported fields, each with the values that have no effect."""
 
 JoinedText = Annotated[

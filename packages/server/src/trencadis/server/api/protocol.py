@@ -133,6 +133,9 @@ def _check_prompt(prompt: Any) -> None:
         raise InvalidRequest("must be a text, token ids, or a list of texts or of token ids")
 
 
+ServiceTier = Literal["auto", "default"]
+"""The service tiers of the OpenAI API that ask for nothing but the ordinary one."""
+
 CacheSalt = Annotated[
     Text,
     Field(
@@ -301,6 +304,7 @@ class ChatCompletionRequest(GenerationRequest):
     tools: Annotated[list[FunctionTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
+    service_tier: ServiceTier | None = None
     # vLLM extensions
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None

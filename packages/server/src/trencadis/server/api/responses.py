@@ -27,7 +27,12 @@ from trencadis.engine import InvalidRequest, SamplingParams
 from trencadis.server.api.attrs_fields import derived_field
 from trencadis.server.api.characters import Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage, joined_text
-from trencadis.server.api.protocol import MAX_MESSAGES, CacheSalt, ChatCompletionRequest
+from trencadis.server.api.protocol import (
+    MAX_MESSAGES,
+    CacheSalt,
+    ChatCompletionRequest,
+    ServiceTier,
+)
 from trencadis.server.api.tools import (
     MAX_TOOLS,
     CalledFunction,
@@ -62,12 +67,14 @@ _REQUIRED = {
 }
 """The fields that an item of each type must have."""
 
-_WITHOUT_EFFECT = ("user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention")
+_WITHOUT_EFFECT = (
+    *("user", "safety_identifier"),
+    *("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options"),
+)
 """Fields that do not affect the output of a text model."""
 
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
-    "service_tier": ("auto", "default"),
     "include": (["reasoning.encrypted_content"],),  # reasoning is sent unencrypted
     "top_logprobs": (0,),
     "stream_options": ({"include_obfuscation": False},),
@@ -262,6 +269,7 @@ class ResponsesRequest(BaseModel):
     reasoning: ReasoningConfig | None = None
     stream: bool | None = None
     metadata: dict[Text, Text] | None = None
+    service_tier: ServiceTier | None = None
     cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
@@ -449,6 +457,7 @@ class ResponseObject(BaseModel):
     parallel_tool_calls: bool
     previous_response_id: None = None
     reasoning: dict[str, Any] = {"effort": None, "summary": None}
+    service_tier: Literal["default"] | None = None
     store: Literal[False] = False
     temperature: float
     text: dict[str, Any]

@@ -26,7 +26,7 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "audio": _NULL_ONLY,
     "prediction": _NULL_ONLY,
     "reasoning_effort": _NULL_ONLY,
-    "verbosity": _NULL_ONLY,
+    "verbosity": ("medium",),
     "web_search_options": _NULL_ONLY,
     "moderation": _NULL_ONLY,
     "service_tier": ("auto", "default"),
@@ -83,7 +83,8 @@ UNSUPPORTED_POOLING: dict[str, tuple[Any, ...]] = {
 _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key"),
-        *("prompt_cache_retention", "parallel_tool_calls", "include_reasoning", "request_id"),
+        *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
+        *("include_reasoning", "request_id"),
     }
 )
 """Fields that OpenAI or vLLM defines and that do not affect the output of a text model."""

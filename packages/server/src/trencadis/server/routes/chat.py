@@ -15,6 +15,8 @@ from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, ChatFinishReason
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
+from trencadis.server.generation.prompts import Prompt
+from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.content_type import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
@@ -45,8 +47,12 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
 
     id_prefix = "chatcmpl-"
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(
+        self, model: ServedModel, request: ChatCompletionRequest, prompts: Sequence[Prompt]
+    ) -> None:
+        super().__init__(model, request, prompts)
+        if request.service_tier is not None:
+            self.header["service_tier"] = "default"  # the one that served the request
         self._begun: set[int] = set()
         self._answers: dict[int, AnswerWriter] = {}
 
@@ -80,7 +86,7 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         logprobs = None
         if self.request.num_logprobs is not None:
             content = chat_logprobs(self.tokenizer, choice.logprobs)
-            logprobs = complete.ChoiceLogprobs(content=content)
+            logprobs = complete.ChoiceLogprobs(content=content, refusal=None)
         vllm_fields: dict[str, Any] = {"stop_reason": choice.stop_reason}
         answer = self._new_answer()
         new = answer.add(choice.text, is_last=True)
@@ -100,7 +106,7 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         logprobs = None
         if self.request.num_logprobs is not None and delta.logprobs:
             content = chat_logprobs(self.tokenizer, delta.logprobs)
-            logprobs = chunk.ChoiceLogprobs(content=content)
+            logprobs = chunk.ChoiceLogprobs(content=content, refusal=None)
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": delta.stop_reason} if ended else {}
         return chunk.Choice(

@@ -215,6 +215,7 @@ class ResponsesWriter(ResponseWriter):
             model=self.model_name,
             output=[],
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            service_tier=None if body.service_tier is None else "default",
             temperature=self._params.temperature,
             text={"format": as_sent},
             tool_choice=_tool_choice(self._chat),
