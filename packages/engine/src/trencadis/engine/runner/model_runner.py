@@ -60,8 +60,9 @@ _MAX_OVERSIZE = 4
 """A warmed-up bucket may replace a cold one if it is at most this many times as large."""
 
 _TOKENS = 16
-"""Where no program needs a bucket's size, prefill is padded to a multiple of this many tokens:
-oneDNN prepares a product for each number of rows, and keeps a limited number of them."""
+"""Where no program needs a bucket's size, longer prefill is padded to a multiple of this many
+tokens: oneDNN prepares a product for each number of rows, and keeps a limited number of them.
+Decodes have the small numbers anyway."""
 
 RecordMiss = Callable[[Phase, Bucket], None]
 
@@ -650,8 +651,13 @@ class ModelRunner:
 
 
 def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:
-    """``shape``, padded so that its tokens with the ``preceding`` ones fill `_TOKENS`."""
-    tokens = ceil_div(preceding + shape.num_tokens, _TOKENS) * _TOKENS
+    """``shape``, padded so that its tokens with the ``preceding`` ones fill `_TOKENS`.
+
+    A batch of fewer tokens is not padded: decodes have these numbers, too.
+    """
+    tokens = preceding + shape.num_tokens
+    if tokens > _TOKENS:
+        tokens = ceil_div(tokens, _TOKENS) * _TOKENS
     return attrs.evolve(shape, num_tokens=tokens - preceding)
 
 
