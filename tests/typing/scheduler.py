@@ -100,5 +100,5 @@ def main() -> None:
     scheduler.add(Request(request_id="b", prompt_token_ids=(1, 2), max_tokens=2, beam_search=beams))
     output = scheduler.schedule()
     best = [Candidate(token_id=5, logprob=-0.5), Candidate(token_id=6, logprob=-1.5)] * 2
-    scheduler.update(output, {}, candidates={output.prompts[0].seq_id: best})
+    scheduler.update(output, {}, candidates={output.prompts[0].seq_id: best}, forced={})
     assert_type(scheduler.abort("b"), bool)

@@ -102,12 +102,15 @@ class Runner:
     """Executes steps. ``sample_of``: the index of each sample in its request, by sequence id.
 
     Samples draw from ``vocabulary`` tokens: the fewer, the longer the prefixes that they share.
+    ``most_forced``: tokens that follow a sampled one at once, as if forced. They are those that the
+    model would sample next, so that no outcome depends on them.
     """
 
     scheduler: Scheduler
     memory: Memory
     sample_of: dict[int, int] = attrs.field(factory=dict)
     vocabulary: int = VOCABULARY
+    most_forced: int = 0
 
     def add(self, request: Request) -> SequenceGroup:
         group = self.scheduler.add(request).group
@@ -126,6 +129,7 @@ class Runner:
         sampled: dict[int, int] = {}
         logprobs: dict[int, float] = {}
         candidates: dict[int, tuple[Candidate, ...]] = {}
+        forced: dict[int, list[int]] = {}
         for scheduled in (*output.decodes, *output.prompts):
             context = self.memory.context(scheduled)
             self.memory.write(scheduled)
@@ -139,7 +143,22 @@ class Runner:
             for seq_id in scheduled.sample_ids:
                 sampled[seq_id] = next_token(seen, self.sample_of[seq_id], self.vocabulary)
                 logprobs[seq_id] = logprob_of(sampled[seq_id])
-        return self.scheduler.update(output, sampled, logprobs=logprobs, candidates=candidates)
+                following = self._forced(seq_id, [*seen, sampled[seq_id]])
+                if following:
+                    forced[seq_id] = following
+        return self.scheduler.update(
+            output, sampled, logprobs=logprobs, candidates=candidates, forced=forced
+        )
+
+    def _forced(self, seq_id: int, tokens: list[int]) -> list[int]:
+        """The next tokens of a sequence, 0 to ``most_forced``: as many as its last token says."""
+        sequence = self.scheduler._states.sequences.get(seq_id)
+        if sequence is None or sequence.request.is_scored:
+            return []
+        start = len(tokens)
+        for _ in range(tokens[-1] % (1 + self.most_forced)):
+            tokens.append(next_token(tokens, self.sample_of[seq_id], self.vocabulary))
+        return tokens[start:]
 
     def run(self, max_steps: int = 2000) -> None:
         for _ in range(max_steps):

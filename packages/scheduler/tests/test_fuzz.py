@@ -255,7 +255,7 @@ class Fuzzer:
 
     def scheduler_calls(self) -> list[Call]:
         scheduler = self.scheduler
-        results = {"logprobs": "logprobs", "candidates": "candidates", "timing": "timing"}
+        results = {name: name for name in ("logprobs", "candidates", "forced", "timing")}
         return [
             *[(self.add, (), REQUEST)] * 8,
             *[(self.step, (), {})] * 12,
@@ -494,6 +494,10 @@ class Fuzzer:
 
     def some_logprobs(self) -> dict[int, Any]:
         return {seq_id: self.argument("seconds", 0.1) for seq_id in self.some_sampled()}
+
+    def some_forced(self) -> dict[int, Any]:
+        seq_ids = [*self.scheduler._states.sequences, 3]
+        return {seq_id: self.some_tokens() for seq_id in self.rng.sample(seq_ids, 1)}
 
     def some_candidates(self) -> dict[int, Any]:
         return {

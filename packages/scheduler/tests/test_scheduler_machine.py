@@ -87,6 +87,7 @@ class Machine(RuleBasedStateMachine):
         policy=st.sampled_from(["fcfs", "priority"]),
         token_s=st.sampled_from([0.0, 1.0]),
         defragments=st.booleans(),
+        most_forced=st.sampled_from([0, 0, 2, 9]),
     )
     def configure(
         self,
@@ -100,6 +101,7 @@ class Machine(RuleBasedStateMachine):
         policy: str,
         token_s: float,
         defragments: bool,
+        most_forced: int,
     ) -> None:
         governor = BandwidthGovernor(1, RATE, WINDOW_S) if limited else None
         self.blocks = BlockManager(
@@ -136,7 +138,7 @@ class Machine(RuleBasedStateMachine):
             costs=PreemptionCosts(prefill_s_per_token=token_s),
             clock=lambda: self.now,
         )
-        self.runner = Runner(self.scheduler, Memory(SIZE))
+        self.runner = Runner(self.scheduler, Memory(SIZE), most_forced=most_forced)
         self.unfinished: dict[str, SequenceGroup] = {}
         self.cut: dict[int, int] = {}
         self.names = 0

@@ -381,9 +381,7 @@ def _needs_prefill(group: SequenceGroup) -> bool:
     """Whether a preempted group computes a prefill chunk when it resumes."""
     if group.status is SequenceStatus.PREEMPTED:
         return True
-    return any(
-        sequence.num_slots - sequence.num_computed_tokens > 1 for sequence in group.allocated_seqs
-    )
+    return any(sequence.is_in_prefill for sequence in group.allocated_seqs)
 
 
 class PendingPrefixes:

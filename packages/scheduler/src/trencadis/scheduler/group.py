@@ -63,6 +63,8 @@ class Sequence:
     - ``num_computed_tokens``: tokens, from the first, whose keys and values are in the KV cache.
     - ``num_slots``: tokens, from the first, that have a slot in the blocks of the sequence.
     - ``num_cached_tokens``: prompt tokens whose blocks came from the prefix cache.
+    - ``num_forced_tokens``: the newest tokens, which were forced with the last sampled one; see
+      `Scheduler.update`.
     - ``cumulative_logprob``: sum over the output tokens; of a sample, only where
       `Scheduler.update` got log-probabilities.
     """
@@ -74,6 +76,7 @@ class Sequence:
     num_computed_tokens: int = 0
     num_slots: int = 0
     num_cached_tokens: int = 0
+    num_forced_tokens: int = 0
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
 
@@ -88,6 +91,14 @@ class Sequence:
     @property
     def output_token_ids(self) -> abc.Sequence[int]:
         return self.token_ids[len(self.request.prompt_token_ids) :]
+
+    @property
+    def is_in_prefill(self) -> bool:
+        """Whether it computes a prompt, or is recomputed.
+
+        False while it computes no more than the last sampled token and those forced with it.
+        """
+        return self.num_slots - self.num_computed_tokens > 1 + self.num_forced_tokens
 
 
 class QueueKey(NamedTuple):

@@ -56,7 +56,8 @@ class FailedRequest(NamedTuple):
 class SchedulerOutput:
     """The decision of one step.
 
-    - ``prompts``: prefill chunks of two or more tokens.
+    - ``prompts``: chunks of two or more tokens: of prompts, of what is recomputed, and of tokens
+      that were forced.
     - ``decodes``: single tokens whose context is in the KV cache. They and the chunks may be
       forward passes apart or one: none reads what another writes in this step.
     - ``moves``: copy-on-write, swaps and defragmentation, to carry out in this order before the
@@ -85,6 +86,7 @@ class SchedulerOutput:
 class SequenceUpdate(NamedTuple):
     """A new token of a sequence, and the finish reason if it was the last one.
 
+    Tokens that were forced follow the sampled one, each in an update of its own.
     The tokens of running beams may still change. So a beam search reports only once it has ended:
     one update per result, best first, with its last token.
     """
@@ -129,23 +131,30 @@ class SchedulingStep:
     def schedule(self, groups: abc.Iterable[SequenceGroup]) -> None:
         """Schedule the tokens of running groups: first all decodes, then prefill chunks.
 
-        A sequence with one token to compute is a decode, one with more gets a prefill chunk.
+        A sequence with one token to compute is a decode, one with more gets a chunk.
         """
         self.schedule_prefills(self.schedule_decodes(groups))
 
     def schedule_decodes(self, groups: abc.Iterable[SequenceGroup]) -> list[SequenceGroup]:
-        """Schedule the decodes of running groups. Returns the groups that have more to compute."""
+        """Schedule the decodes of running groups, then chunks of tokens that were forced.
+
+        Returns the groups that have more to compute.
+        """
         prefills: list[SequenceGroup] = []
+        forced: list[Sequence] = []
         for group in groups:
             is_prefill = False
             for sequence in group.allocated_seqs:
                 num_tokens = sequence.num_slots - sequence.num_computed_tokens
                 if num_tokens == 1:
                     self._schedule_tokens(sequence, 1)
-                elif num_tokens > 1:
+                elif num_tokens > 1 and sequence.is_in_prefill:
                     is_prefill = True
+                elif num_tokens > 1:
+                    forced.append(sequence)
             if is_prefill:
                 prefills.append(group)
+        self._schedule_forced(forced)
         return prefills
 
     def schedule_prefills(self, groups: abc.Iterable[SequenceGroup]) -> None:
@@ -153,10 +162,27 @@ class SchedulingStep:
         for group in groups:
             for sequence in group.allocated_seqs:
                 num_tokens = sequence.num_slots - sequence.num_computed_tokens
-                if num_tokens > 1:
-                    longest = self.max_chunk_tokens or num_tokens
-                    longest = min(num_tokens, longest, self.prefill_budget)
+                if num_tokens > 1 and sequence.is_in_prefill:
+                    longest = min(self._longest_chunk(num_tokens), self.prefill_budget)
                     self.prefill_budget -= self._schedule_tokens(sequence, longest)
+
+    def _schedule_forced(self, sequences: abc.Sequence[Sequence]) -> None:
+        """Schedule tokens that were forced.
+
+        Each sequence gets one token at least, as a decode does, whatever the prefill limit: no
+        sequence advances more slowly because its tokens were forced.
+        """
+        for num_later, sequence in zip(range(len(sequences) - 1, -1, -1), sequences, strict=True):
+            num_tokens = sequence.num_slots - sequence.num_computed_tokens
+            longest = min(
+                self._longest_chunk(num_tokens), self.prefill_budget, self.token_budget - num_later
+            )
+            num_scheduled = self._schedule_tokens(sequence, max(1, longest))
+            if num_scheduled > 1:
+                self.prefill_budget -= num_scheduled
+
+    def _longest_chunk(self, num_tokens: int) -> int:
+        return min(num_tokens, self.max_chunk_tokens or num_tokens)
 
     def to_output(self, moves: CopyPlan) -> SchedulerOutput:
         return SchedulerOutput(

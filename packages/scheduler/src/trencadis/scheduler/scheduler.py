@@ -16,6 +16,8 @@ import time
 from collections import abc
 from concurrent.futures import Future
 
+import attrs
+
 from trencadis.kvcache import BlockManager, Defragmenter, Direction
 from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.beams import Candidate
@@ -324,6 +326,7 @@ class Scheduler:
         *,
         logprobs: abc.Mapping[int, float] | None = None,
         candidates: abc.Mapping[int, abc.Sequence[Candidate]] | None = None,
+        forced: abc.Mapping[int, abc.Sequence[int]] | None = None,
         timing: StepTiming | None = None,
     ) -> tuple[SequenceUpdate, ...]:
         """Apply the results of the step ``output``.
@@ -332,6 +335,10 @@ class Scheduler:
           except for beams.
         - ``logprobs``: their log-probabilities; required where ``best_of`` is above ``n``.
         - ``candidates``: the ``num_candidates`` most probable tokens of each beam with ``samples``.
+        - ``forced``: tokens that can only follow the sampled one, as those that a grammar forces.
+          They count as output, and are computed together with it. Stop tokens and ``max_tokens``
+          end a sequence among them, too; the rest is dropped then. Not for scored requests
+          (``best_of`` above ``n``, beams), whose tokens need log-probabilities.
         - ``timing``: measured durations, for the choice between swap and recomputation.
 
         Sequences of requests that were aborted since ``schedule()`` may be missing. Raises
@@ -345,16 +352,23 @@ class Scheduler:
             raise StepOrderError(
                 f"update() got another output than that of step {self._step}, which is in flight"
             )
-        results = StepResults.of(sampled, logprobs, candidates)
+        results = StepResults.of(sampled, logprobs, candidates, forced)
         self._results.check(output, results)
         if timing is not None and not isinstance(timing, StepTiming):
             raise InvalidResults(f"timing must be a StepTiming or None, got {timing!r}")
         self._in_flight = None
         if timing is not None:
+            if self._has_forced_chunks(output):
+                # They are as short as decodes, and do not tell how long a token of a prompt takes.
+                timing = attrs.evolve(timing, prompts_s=None)
             self.costs.update(output, timing)
         updates = self._results.apply(output, results)
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
         return tuple(updates)
+
+    def _has_forced_chunks(self, output: SchedulerOutput) -> bool:
+        sequences = (self._states.sequences.get(chunk.seq_id) for chunk in output.prompts)
+        return any(sequence is not None and not sequence.is_in_prefill for sequence in sequences)
 
     # The phases of schedule().
 

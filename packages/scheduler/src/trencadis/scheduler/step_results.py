@@ -19,7 +19,7 @@ from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
 from trencadis.scheduler.request import FinishReason
-from trencadis.scheduler.validators import are_token_ids, check_token_id
+from trencadis.scheduler.validators import are_token_ids, as_token_ids, check_token_id
 
 
 @attrs.frozen
@@ -29,6 +29,7 @@ class StepResults:
     tokens: abc.Mapping[int, int]
     logprobs: abc.Mapping[int, float]
     candidates: abc.Mapping[int, abc.Sequence[Candidate]]
+    forced: abc.Mapping[int, abc.Sequence[int]]
 
     @classmethod
     def of(
@@ -36,29 +37,49 @@ class StepResults:
         tokens: abc.Mapping[int, int],
         logprobs: abc.Mapping[int, float] | None,
         candidates: abc.Mapping[int, abc.Sequence[Candidate]] | None,
+        forced: abc.Mapping[int, abc.Sequence[int]] | None,
     ) -> StepResults:
-        """The arguments of `Scheduler.update`. Raises `InvalidResults` unless they are mappings."""
+        """The arguments of `Scheduler.update`.
+
+        Raises `InvalidResults` unless they are mappings, and for forced tokens that are none.
+        """
         results = cls(
             tokens,
             {} if logprobs is None else logprobs,
             {} if candidates is None else candidates,
+            {} if forced is None else forced,
         )
-        for name in ("tokens", "logprobs", "candidates"):
+        for name in ("tokens", "logprobs", "candidates", "forced"):
             value = getattr(results, name)
             if not isinstance(value, abc.Mapping):
                 argument = "sampled" if name == "tokens" else name
                 raise InvalidResults(
                     f"{argument} must be a mapping from sequence id, got {value!r}"
                 )
-        return results
+        if not results.forced:
+            return results
+        checked = {
+            seq_id: as_token_ids(token_ids, f"forced of sequence {seq_id}", InvalidResults)
+            for seq_id, token_ids in results.forced.items()
+        }
+        return attrs.evolve(results, forced=checked)
 
     def check_values(self) -> None:
-        """Raises `InvalidResults` for a token or log-probability that is none."""
+        """Raises `InvalidResults` for a token or log-probability that is none.
+
+        And for forced tokens of a sequence without a sampled one.
+        """
         if not are_token_ids(self.tokens.values()):
             for seq_id, token_id in self.tokens.items():
                 check_token_id(token_id, f"the token of sequence {seq_id}", InvalidResults)
         for seq_id, logprob in self.logprobs.items():
             _check_logprob(logprob, f"the log-probability of sequence {seq_id}")
+        for seq_id in self.forced:
+            if seq_id not in self.tokens:
+                raise InvalidResults(
+                    f"update() got forced tokens for sequence {seq_id} and no sampled one, which "
+                    "they follow: pass it in sampled"
+                )
 
     def offered(self, seq_id: int) -> tuple[Candidate, ...]:
         """The candidates of a beam. Raises `InvalidResults` if missing or invalid."""
@@ -112,6 +133,13 @@ class StepResultProcessor:
         aborted since may be missing.
         """
         results.check_values()
+        for seq_id in results.forced:
+            sequence = self._states.sequences.get(seq_id)
+            if sequence is not None and sequence.request.is_scored:
+                raise InvalidResults(
+                    f"update() got forced tokens for sequence {seq_id}, which is ranked by "
+                    "log-probabilities: forced tokens have none, so sample its tokens one by one"
+                )
         tokens = results.tokens
         decodes: abc.Iterable[ScheduledSequence] = output.decodes
         if not self._states.num_scored:
@@ -171,11 +199,22 @@ class StepResultProcessor:
     def _append(
         self, sequence: Sequence, results: StepResults, updates: list[SequenceUpdate]
     ) -> None:
-        token_id = results.tokens[sequence.seq_id]
-        sequence.token_ids.append(token_id)
-        sequence.group.client.service += OUTPUT_WEIGHT
+        """Append the sampled token of a sequence and those forced after it, until it finishes."""
         if results.logprobs:
             sequence.cumulative_logprob += results.logprobs.get(sequence.seq_id, 0.0)
+        forced = results.forced.get(sequence.seq_id, ()) if results.forced else ()
+        sequence.num_forced_tokens = len(forced)
+        update = self._append_token(sequence, results.tokens[sequence.seq_id])
+        updates.append(update)
+        for token_id in forced:
+            if update.finish_reason is not None:
+                return
+            update = self._append_token(sequence, token_id)
+            updates.append(update)
+
+    def _append_token(self, sequence: Sequence, token_id: int) -> SequenceUpdate:
+        sequence.token_ids.append(token_id)
+        sequence.group.client.service += OUTPUT_WEIGHT
         request = sequence.request
         num_output_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
         reason: FinishReason | None = None
@@ -188,7 +227,7 @@ class StepResultProcessor:
             reason = FinishReason.LENGTH
         if reason is not None:
             self.finish_sample(sequence, reason)
-        updates.append(SequenceUpdate(sequence.seq_id, request.request_id, token_id, reason))
+        return SequenceUpdate(sequence.seq_id, request.request_id, token_id, reason)
 
 
 class BeamResultProcessor:

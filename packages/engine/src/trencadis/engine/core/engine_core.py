@@ -349,7 +349,7 @@ class EngineCore:
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
         computed = self.worker.runner.run(output, self.requests.sampling_requests(output))
-        sampled = self.requests.sampled(output, computed.wait())
+        sampled = self.requests.sampled(output, computed.wait(), self._pays_to_jump)
         if computed.failed:
             self._end_failed(computed.failed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
@@ -368,6 +368,7 @@ class EngineCore:
             sampled.token_ids,
             logprobs=sampled.logprobs,
             candidates=sampled.candidates,
+            forced=sampled.forced,
             timing=timing,
         )
         self._num_steps += 1
@@ -376,6 +377,11 @@ class EngineCore:
         self._running_limit = output.max_running_seqs
         self._prefill_limit = output.max_prefill_tokens
         return self.requests.report(updates, sampled)
+
+    def _pays_to_jump(self, start: int, num_forced: int) -> bool:
+        """Whether to compute forced tokens as one chunk; see `ModelRunner.pays_to_jump`."""
+        num_seqs = self.scheduler.num_running_seqs
+        return self.worker.runner.pays_to_jump(start, num_forced, num_seqs)
 
     def _count_swaps(self, moves: CopyPlan, swap_s: Mapping[Direction, float]) -> None:
         for direction, copies in moves:

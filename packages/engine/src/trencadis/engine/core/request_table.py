@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent import futures
 
 import attrs
@@ -75,13 +75,16 @@ class _Entry:
     was_parked: bool = False
 
 
-@attrs.frozen(eq=False)
+@attrs.define(eq=False)
 class _Sample:
+    """One answer of a request. ``is_reported``: the front has its first token."""
+
     entry: _Entry
     index: int
     seed: int
     sequence: ScheduledTokens
     matcher: GrammarMatcher | None = None
+    is_reported: bool = False
 
     @property
     def is_unfinished(self) -> bool:
@@ -103,18 +106,25 @@ class _Compiling:
     grammar: futures.Future[CompiledGrammar]
 
 
+JumpPays = Callable[[int, int], bool]
+"""Whether one chunk costs less than a step for each of its tokens: a sampled one, given by its
+position, and as many forced ones as the second number."""
+
+
 @attrs.frozen
 class SampledStep:
     """The sampler's results of one step, by sequence id.
 
     ``logprobs`` has the log-probability of the sampled token where the request asked for it.
-    ``candidates`` are the most probable next tokens of each beam.
+    ``candidates`` are the most probable next tokens of each beam. ``forced`` are the tokens that
+    grammars force after the sampled ones.
     """
 
     tokens: Mapping[int, SampledToken]
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, float]
     candidates: Mapping[int, Sequence[Candidate]]
+    forced: Mapping[int, Sequence[int]]
 
 
 class RequestTable:
@@ -417,15 +427,22 @@ class RequestTable:
             masks.start()
         return requests
 
-    def sampled(self, output: SchedulerOutput, results: Mapping[int, RowResult]) -> SampledStep:
+    def sampled(
+        self,
+        output: SchedulerOutput,
+        results: Mapping[int, RowResult],
+        pays: JumpPays,
+    ) -> SampledStep:
         """The results of a step by the sequences that they belong to.
 
-        A sequence that failed has no result. Ends requests whose grammars fail on them.
+        A sequence that failed has no result. Ends requests whose grammars fail on them. ``pays``
+        says whether tokens that a grammar forces become output at once.
         """
         tokens: dict[int, SampledToken] = {}
         token_ids: dict[int, int] = {}
         logprobs: dict[int, float] = {}
         candidates: dict[int, Sequence[Candidate]] = {}
+        forced: dict[int, Sequence[int]] = {}
         live = self._live_beams() if self._beam_searches else {}
         for item in (*output.decodes, *output.prompts):
             result = results.get(item.seq_id)
@@ -442,13 +459,17 @@ class RequestTable:
                     token_ids[seq_id] = token.token_id
                     if token.logprobs is not None:
                         logprobs[seq_id] = token.logprobs.chosen.logprob
-                    self._follow(seq_id, token.token_id)
-        return SampledStep(tokens, token_ids, logprobs, candidates)
+                    following = self._follow(seq_id, token.token_id, pays)
+                    if following:
+                        forced[seq_id] = following
+        return SampledStep(tokens, token_ids, logprobs, candidates, forced)
 
     def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
         """The messages to the front for a step. Tokens of ended samples are left out."""
         tokens: list[NewToken] = []
+        number, of = 0, -1
         for update in updates:
+            number, of = (number + 1 if update.seq_id == of else 0), update.seq_id
             sample = self._samples.get(update.seq_id)
             if sample is None:
                 search = self._beam_searches.get(update.request_id)
@@ -462,12 +483,14 @@ class RequestTable:
                 self._count_prompt(entry, sequence.num_cached_tokens)
             ended = update.finish_reason
             reason: FinishReason | None = None if ended is None else ended.value
-            is_complete = sample.matcher is not None and sample.matcher.is_complete
+            # The matcher is after the last of the tokens that were forced.
+            is_last = number == len(step.forced.get(update.seq_id, ()))
+            is_complete = is_last and sample.matcher is not None and sample.matcher.is_complete
             if is_complete and reason != "stop":
                 reason = "stop"
                 if ended is None:
                     self._scheduler.finish(update.seq_id)
-            is_first = sequence.num_output_tokens == 1
+            is_first, sample.is_reported = not sample.is_reported, True
             tokens.append(
                 NewToken(
                     entry.key,
@@ -551,19 +574,31 @@ class RequestTable:
             prompt, output = resumed[0], (*resumed[1], *output)
         return SamplingRow(sample.entry.params, sample.seed, prompt, output, self._eos_token_ids)
 
-    def _follow(self, seq_id: int, token_id: int) -> None:
-        """Let the grammar of a sample follow its new token. An error ends its request alone."""
+    def _follow(self, seq_id: int, token_id: int, pays: JumpPays) -> Sequence[int]:
+        """Let the grammar of a sample follow its new token. An error ends its request alone.
+
+        Returns the tokens that the grammar forces next, where they become output at once.
+        """
         sample = self._samples.get(seq_id)  # None after the failure of another sample
         if sample is None or sample.matcher is None or not sample.is_unfinished:
-            return
-        matcher = sample.matcher
+            return ()
+        matcher, params = sample.matcher, sample.entry.params
         matcher.consume(token_id)
+        forced: Sequence[int] = ()
+        if params.logprobs is None and not params.needs_ranking:
+            # The log-probability of a token needs the logits before it.
+            forced = matcher.forced_tokens()
+        if forced and not pays(len(sample.sequence.token_ids), len(forced)):
+            forced = ()
+        matcher.consume_all(forced)
         if matcher.error:
             key = sample.entry.key
             self.abort(key)
             message = f"the grammar of structured_output cannot go on: {matcher.error}"
             logger.warning("Request %s ends: %s", key, message)
             self._failures.append(RequestError(key, message))
+            return ()
+        return forced
 
     def _hypothesis(self, entry: _Entry, seq_id: int) -> Iterator[NewToken]:
         """All tokens of one result of a beam search that has just ended."""

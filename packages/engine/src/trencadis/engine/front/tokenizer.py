@@ -304,8 +304,9 @@ class Tokenizer:
                 "tools": listed_tools,
                 **fixed,
             }
-            rendered |= self._tokenizer.special_tokens_map | named
-            answer = self._renderer.render(rendered, quick)
+            answer = self._renderer.render(
+                self._tokenizer.special_tokens_map | named | rendered, quick
+            )
         except _UNSENDABLE as error:
             raise _rejected(error) from error
         if "timed_out" in answer:

@@ -66,4 +66,5 @@ class GrammarCompiler:
     def _compile(self, structured_output: StructuredOutput) -> CompiledGrammar:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._text(), self._vocab_size, self._eos_token_ids)
-        return CompiledGrammar(new_matcher(self._tokenizer, structured_output), self._tokenizer)
+        beginning = new_matcher(self._tokenizer, structured_output)
+        return CompiledGrammar(beginning, self._tokenizer, self._vocab_size)

@@ -6,6 +6,7 @@ releases Python's lock.
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from collections.abc import Iterable, Sequence
@@ -27,16 +28,24 @@ _SLOWEST_MASK_SECONDS = 0.25
 """Processor time of a mask with which a request ends: the masks of a step delay all its rows. A
 usual mask takes a thousandth of it."""
 
+_SLOWEST_FORCED_SECONDS = 0.02
+"""Processor time of forced tokens after which a matcher is asked for no more of them: the step
+waits. Usual ones take a thousandth of it."""
+
 _MAX_THREADS = 4
 """Threads that compute the masks of a step. The forward pass needs the other cores."""
 
 
 @attrs.frozen(eq=False)
 class CompiledGrammar:
-    """A matcher at the beginning, which is copied for each answer, and its tokenizer."""
+    """A matcher at the beginning, which is copied for each answer, and its tokenizer.
+
+    ``vocab_size``: the width of the logits. The tokenizer may name tokens beyond it.
+    """
 
     beginning: LLMatcher
     tokenizer: LLTokenizer
+    vocab_size: int
 
 
 @attrs.define(eq=False)
@@ -50,6 +59,7 @@ class GrammarMatcher:
     grammar: CompiledGrammar
     error: str = ""
     _matcher: LLMatcher | None = None
+    _is_slow: bool = False
 
     @property
     def state(self) -> LLMatcher:
@@ -65,6 +75,25 @@ class GrammarMatcher:
     def consume(self, token_id: int) -> None:
         """Follow a sampled token; sets ``error`` where the grammar does not allow it."""
         if not self.error and not self.state.consume_token(token_id):
+            self.error = matcher_error(self.state)
+
+    def forced_tokens(self) -> list[int]:
+        """The tokens that the grammar forces next: at each of them, its mask has no other.
+
+        They are those that the tokenizer makes of the forced text, without the last ones where the
+        grammar also allows a longer token. The matcher keeps what it has found for the next mask. A
+        matcher that takes long is asked once: a step waits for it, while a mask has a limit.
+        """
+        if self.error or self._is_slow or self.is_complete:
+            return []
+        began = time.thread_time()
+        tokens: list[int] = self.state.compute_ff_tokens()
+        self._is_slow = time.thread_time() - began > _SLOWEST_FORCED_SECONDS
+        return list(itertools.takewhile(lambda token: token < self.grammar.vocab_size, tokens))
+
+    def consume_all(self, token_ids: Sequence[int]) -> None:
+        """Follow forced tokens; sets ``error`` where the grammar does not allow them."""
+        if token_ids and not self.error and not self.state.consume_tokens(list(token_ids)):
             self.error = matcher_error(self.state)
 
 

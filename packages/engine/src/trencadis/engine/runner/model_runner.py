@@ -34,6 +34,7 @@ from trencadis.engine.runner.sampling_rows import (
 )
 from trencadis.engine.runner.shapes import (
     BucketShape,
+    ChunkSize,
     DecodeRead,
     DecodeShape,
     MixedShape,
@@ -60,8 +61,9 @@ _MAX_OVERSIZE = 4
 """A warmed-up bucket may replace a cold one if it is at most this many times as large."""
 
 _TOKENS = 16
-"""Where no program needs a bucket's size, prefill is padded to a multiple of this many tokens:
-oneDNN prepares a product for each number of rows, and keeps a limited number of them."""
+"""Where no program needs a bucket's size, longer prefill is padded to a multiple of this many
+tokens: oneDNN prepares a product for each number of rows, and keeps a limited number of them.
+Decodes have the small numbers anyway."""
 
 RecordMiss = Callable[[Phase, Bucket], None]
 
@@ -262,6 +264,30 @@ class ModelRunner:
         is_timed = began_idle and self._device_is_idle
         copy = self._device.fetch(outputs)
         return PendingStep(swap_s, step.failed, is_timed, step.sampled, copy)
+
+    def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
+        """Whether a chunk of a token at ``start`` and ``num_forced`` more beats a step for each.
+
+        It does where chunks share the forward pass of the decodes. Elsewhere it is one more pass,
+        as long as a decode, for which all of the ``num_seqs`` sequences wait; it saves
+        ``num_forced`` of the decodes that they share. No shape is made for it.
+        """
+        if not self._pads_to_buckets:
+            return True
+        if num_forced <= num_seqs:
+            return False
+        if self._grids is None:
+            return True
+        tokens, context = 1 + num_forced, ceil_div(start, self._cache.block_size)
+        exact: PromptShape | RaggedShape = PromptShape(1, tokens, context)
+        if self._grids.ragged:
+            exact = RaggedShape(tokens, (ChunkSize(tokens, start, context),))
+        size = self._grids.prompt_size(exact)
+        bucket = None if size is None else self._grids.prompt.find(size)
+        if bucket is None:
+            return False
+        is_warm = (Phase.PROMPT, bucket) in self._ready_buckets
+        return is_warm or not self.forward_runner.needs_warmup
 
     def probe(self) -> None:
         """Run the smallest forward pass on the padding block. Raises if the device has failed."""
@@ -651,8 +677,13 @@ class ModelRunner:
 
 
 def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:
-    """``shape``, padded so that its tokens with the ``preceding`` ones fill `_TOKENS`."""
-    tokens = ceil_div(preceding + shape.num_tokens, _TOKENS) * _TOKENS
+    """``shape``, padded so that its tokens with the ``preceding`` ones fill `_TOKENS`.
+
+    A batch of fewer tokens is not padded: decodes have these numbers, too.
+    """
+    tokens = preceding + shape.num_tokens
+    if tokens > _TOKENS:
+        tokens = ceil_div(tokens, _TOKENS) * _TOKENS
     return attrs.evolve(shape, num_tokens=tokens - preceding)
 
 
