@@ -374,6 +374,7 @@ def test_a_request_that_was_parked_in_a_forced_run_goes_on(shared_core, tokenize
         assert whole[:count] + tokens == whole
 
 
+@pytest.mark.slow
 def test_on_a_gaudi_a_jump_takes_a_bucket_that_was_warmed_up(stand_in, tiny_model, tokenizer):
     with stand_in("lazy"):
         small = {"max_model_len": 64, "num_blocks": 24}
