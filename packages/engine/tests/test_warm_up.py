@@ -34,6 +34,8 @@ from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.models import decoder_layers
 from trencadis.engine.models.decoder_layers import DecoderLayers
+from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
+from trencadis.engine.runner.model_input import ModelInput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 FEW_BUCKETS = BucketingConfig(
@@ -270,6 +272,26 @@ def test_layers_of_many_kinds_are_not_compiled(
     monkeypatch.setattr(decoder_layers, "MAX_KINDS", 1)
     with pytest.raises(ModelError, match="the decoder layers are of 2 kinds, and 1 at most"):
         EngineCore(config(model, compile=True), Tracing())
+
+
+def test_warm_up_runs_each_program_once(
+    tiny_model: Path, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All buckets are ready with the two programs: of one token, and of any other number."""
+    ran = []
+    run = ForwardRunner._run
+
+    def noted(runner: ForwardRunner, batch: ModelInput) -> ForwardOutput:
+        ran.append(batch.shape.num_tokens)
+        return run(runner, batch)
+
+    core = EngineCore(config(tiny_model, compile=True, bucketing=None), Tracing())
+    monkeypatch.setattr(ForwardRunner, "_run", noted)
+    core.warm_up()
+    assert sorted(min(tokens, 2) for tokens in ran) == [1, 2]
+    assert core.stats.num_ready_buckets == core.stats.num_buckets > 2
+    assert serve(core) == expected
+    assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)
 
 
 @pytest.mark.parametrize("who", ["the trace", "the compiler"])

@@ -158,7 +158,13 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def prepare(self, batch: ModelInput) -> None:
-        """Compile for the shape of ``batch``, then run it once."""
+        """Compile for the shape of ``batch``, then run it once.
+
+        Where a program serves any number of tokens (`takes_any_tokens`), a shape whose program has
+        run is ready, and nothing is done.
+        """
+        if self.takes_any_tokens and self._program_key(batch.shape) in self._warmed_up:
+            return
         if self._layers is not None:
             # Not two threads at once: the layer that is traced is one, and so is a program's key.
             with self._compiling:
