@@ -28,7 +28,6 @@ from trencadis.engine import (
 from trencadis.engine.devices import HPUDevice
 from trencadis.engine.grammars import grammar, matcher
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher, allowed_tokens
-from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.scheduler import BatchControl
 
 pytestmark = pytest.mark.skipif(
@@ -213,7 +212,7 @@ def shared_core(tiny_model: Path) -> Iterator[EngineCore]:
 @pytest.fixture
 def never_jumps(monkeypatch) -> Callable[[], None]:
     """Turns jump-forward off for the rest of the test."""
-    return lambda: monkeypatch.setattr(ModelRunner, "pays_to_jump", lambda *_: False)
+    return lambda: monkeypatch.setattr(GrammarMatcher, "forced_tokens", lambda _: [])
 
 
 def serve(core: EngineCore, tokenizer: Tokenizer, **requests: SamplingParams) -> tuple[Served, int]:
@@ -302,6 +301,41 @@ def test_nothing_else_in_the_batch_changes(core, tokenizer, never_jumps) -> None
     assert jumped.answers == stepped.answers
     assert is_person(jumped.answers["person", 0].text)
     assert not jumped.failures
+
+
+@pytest.mark.parametrize(
+    ("regex", "max_tokens", "text"),
+    [
+        ("7abcdefghijklmnopqrstuvwxyz", 60, "7abcdefghijklmnopqrstuvwxyz"),
+        ("7abcdefghijklmnopqrstuvwxyz[0-9]", 5, "7abcd"),
+    ],
+    ids=["completes", "max_tokens"],
+)
+def test_forced_tokens_that_end_an_answer_always_pay(
+    tiny_model, tokenizer, regex: str, max_tokens: int, text: str
+) -> None:
+    """Nothing is computed after them, however many sequences run and whatever the buckets."""
+    core = make_core(tiny_model)
+    form = StructuredOutput(regex=regex)
+    params = SamplingParams(structured_output=form, max_tokens=max_tokens)
+    served, num_steps = serve(core, tokenizer, a=params, b=params, c=params)
+    assert {answer.text for answer in served.answers.values()} == {text}
+    assert num_steps == 1
+
+
+def test_a_jump_that_the_scheduler_divides_misses_no_bucket(tiny_model, tokenizer) -> None:
+    """Its last piece has a longer context than its first one."""
+    core = make_core(tiny_model)
+    core.worker.runner.forward_runner.refuse_cold = True
+    form = StructuredOutput(regex="[0-9]{60}abcdefghijklm[0-9]")
+    params = SamplingParams(structured_output=form, max_tokens=99, seed=1)
+    served = Served(core, tokenizer)
+    for key in "ab":
+        served.add(key, params, (2, 3, 4, 5))
+    served.run()
+    assert not served.failures
+    assert core.stats.num_bucket_misses == 0
+    assert {len(answer.token_ids) for answer in served.answers.values()} == {74}
 
 
 def test_beside_as_many_sequences_as_tokens_a_pass_of_its_own_does_not_pay(tiny_model) -> None:
@@ -408,7 +442,7 @@ def test_answers_to_random_schemas_are_valid_and_the_same(
     if answer.finish_reason == "stop":
         check_schema(json.loads(answer.text), schema)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ModelRunner, "pays_to_jump", lambda *_: False)
+        patch.setattr(GrammarMatcher, "forced_tokens", lambda _: [])
         stepped, many = serve(shared_core, tokenizer, a=params)
     assert jumped.answers == stepped.answers
     assert few <= many == len(answer.token_ids)

@@ -125,6 +125,8 @@ class Runner:
 
     def finish(self, output: SchedulerOutput) -> tuple[SequenceUpdate, ...]:
         """Execute a scheduled step."""
+        seq_ids = [scheduled.seq_id for scheduled in (*output.decodes, *output.prompts)]
+        assert len(seq_ids) == len(set(seq_ids)), "a sequence is scheduled once"
         self.memory.carry_out(output)
         sampled: dict[int, int] = {}
         logprobs: dict[int, float] = {}

@@ -147,6 +147,33 @@ def test_their_chunks_share_the_prefill_limit() -> None:
     assert len(output.decodes) == 2
 
 
+def test_a_chunk_of_them_is_no_longer_than_others() -> None:
+    scheduler = make(max_chunk_tokens=3)
+    scheduler.add(request("a", 1))
+    run(scheduler, 7, forced=(5,) * 9)
+    output, _ = run(scheduler)
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [3]
+
+
+def test_single_ones_take_no_prefill_budget() -> None:
+    scheduler = make(max_prefill_tokens=1)
+    for name in "ab":
+        scheduler.add(request(name, 1))
+    run(scheduler, 7, forced=(8, 9))
+    scheduler.add(request("prompt", 5))
+    output, _ = run(scheduler)
+    assert len(output.decodes) == 3, "a token of each, and the first one of the prompt"
+
+
+def test_a_sequence_forgets_them_with_its_next_sampled_token() -> None:
+    scheduler = make()
+    sequence = scheduler.add(request("a"))
+    run(scheduler, 7, forced=(8, 9))
+    run(scheduler, 7)
+    run(scheduler, 7)
+    assert sequence.num_forced_tokens == 0
+
+
 def test_they_do_not_tell_how_long_a_token_of_a_prompt_takes() -> None:
     scheduler = make()
     scheduler.add(request("a"))

@@ -588,8 +588,8 @@ class RequestTable:
         if params.logprobs is None and not params.needs_ranking:
             # The log-probability of a token needs the logits before it.
             forced = matcher.forced_tokens()
-        if forced and not pays(len(sample.sequence.token_ids), len(forced)):
-            forced = ()
+        if forced and not self._end_answer(sample, matcher, forced):
+            forced = forced if pays(len(sample.sequence.token_ids), len(forced)) else ()
         matcher.consume_all(forced)
         if matcher.error:
             key = sample.entry.key
@@ -599,6 +599,12 @@ class RequestTable:
             self._failures.append(RequestError(key, message))
             return ()
         return forced
+
+    def _end_answer(self, sample: _Sample, matcher: GrammarMatcher, forced: Sequence[int]) -> bool:
+        """Whether the forced tokens end the answer: then no forward pass computes them."""
+        sequence = sample.sequence
+        num_left = sequence.request.max_tokens - sequence.num_output_tokens - 1
+        return len(forced) >= num_left or matcher.ends_with(forced)
 
     def _hypothesis(self, entry: _Entry, seq_id: int) -> Iterator[NewToken]:
         """All tokens of one result of a beam search that has just ended."""

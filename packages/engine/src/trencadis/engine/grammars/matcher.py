@@ -91,6 +91,13 @@ class GrammarMatcher:
         self._is_slow = time.thread_time() - began > _SLOWEST_FORCED_SECONDS
         return list(itertools.takewhile(lambda token: token < self.grammar.vocab_size, tokens))
 
+    def ends_with(self, token_ids: Sequence[int]) -> bool:
+        """Whether the grammar allows no further token after these."""
+        if self.error or not token_ids:
+            return False
+        after = self.state.deep_copy()
+        return bool(after.consume_tokens(list(token_ids)) and after.is_stopped())
+
     def consume_all(self, token_ids: Sequence[int]) -> None:
         """Follow forced tokens; sets ``error`` where the grammar does not allow them."""
         if token_ids and not self.error and not self.state.consume_tokens(list(token_ids)):

@@ -278,7 +278,8 @@ class ModelRunner:
             return False
         if self._grids is None:
             return True
-        tokens, context = 1 + num_forced, ceil_div(start, self._cache.block_size)
+        # The scheduler may divide the chunk, and its last piece has the longest context.
+        tokens, context = 1 + num_forced, ceil_div(start + num_forced, self._cache.block_size)
         exact: PromptShape | RaggedShape = PromptShape(1, tokens, context)
         if self._grids.ragged:
             exact = RaggedShape(tokens, (ChunkSize(tokens, start, context),))
