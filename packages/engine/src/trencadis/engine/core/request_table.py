@@ -588,7 +588,7 @@ class RequestTable:
         if params.logprobs is None and not params.needs_ranking:
             # The log-probability of a token needs the logits before it.
             forced = matcher.forced_tokens()
-        if forced and not self._end_answer(sample, matcher, forced):
+        if forced and not self._ends_answer(sample, matcher, forced):
             forced = forced if pays(len(sample.sequence.token_ids), len(forced)) else ()
         matcher.consume_all(forced)
         if matcher.error:
@@ -600,7 +600,7 @@ class RequestTable:
             return ()
         return forced
 
-    def _end_answer(self, sample: _Sample, matcher: GrammarMatcher, forced: Sequence[int]) -> bool:
+    def _ends_answer(self, sample: _Sample, matcher: GrammarMatcher, forced: Sequence[int]) -> bool:
         """Whether the forced tokens end the answer: then no forward pass computes them."""
         sequence = sample.sequence
         num_left = sequence.request.max_tokens - sequence.num_output_tokens - 1
