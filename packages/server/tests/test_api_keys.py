@@ -250,16 +250,20 @@ async def test_a_key_fills_half_of_the_places_before_the_tokenizer_at_most(
 
         try:
             flood = [post("ann") for _ in range(3)]
+            # Two have the places, whichever came first.
+            await soon(lambda: sum(task.done() for task in flood) == 1)
             flood.append(post("ann", "/v1/messages", {**turn, "max_tokens": 4}))
             flood.append(post("ann", "/v1/messages/count_tokens", turn))
-            await soon(lambda: all(task.done() for task in flood[2:]))
+            await soon(lambda: sum(task.done() for task in flood) == 3)
             other = post("bob")
             await asyncio.sleep(0.05)
             assert not other.done()
         finally:
             may_encode.set()
-        assert [(await task).status_code for task in flood] == [200, 200, 503, 503, 503]
-        assert "prompts of this API key" in flood[2].result().text
+        assert sorted([(await task).status_code for task in flood[:3]]) == [200, 200, 503]
+        assert [(await task).status_code for task in flood[3:]] == [503, 503]
+        for task in flood:
+            assert task.result().is_success or "prompts of this API key" in task.result().text
         assert (await other).status_code == 200
 
 
