@@ -25,6 +25,8 @@ from transformers import (
     LlamaForSequenceClassification,
     MistralConfig,
     MistralForSequenceClassification,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForSequenceClassification,
@@ -44,11 +46,14 @@ from trencadis.engine import (
     ModelEntry,
     ModelError,
     MultiModelEngine,
+    PairPrompt,
     RequestFailed,
     SamplingParams,
+    Scoring,
 )
 from trencadis.engine.front import tokenizer
 from trencadis.engine.front.chat_renderer import ChatRenderer
+from trencadis.engine.models.score_heads import ScoreHead
 
 QUIET = LogSettings(level=logging.CRITICAL)
 YES, NO = 260, 261
@@ -261,6 +266,30 @@ def test_no_document_ends_its_message(published: Path) -> None:
     )
 
 
+def test_an_instruction_that_is_no_text_is_refused_by_name(published: Path) -> None:
+    llm = scorer(published)
+    for bad in (5, "\ud800"):
+        with pytest.raises(InvalidRequest, match="the instruction must be a text") as caught:
+            llm.score("a", "b", bad)  # type: ignore[arg-type]
+        assert caught.value.field == "instruction"
+
+
+def test_arguments_of_the_template_that_are_none_are_refused_by_name(published: Path) -> None:
+    llm = scorer(published)
+    nested: list[Any] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for form in ("template", "joined"):
+        prompt = PairPrompt(form)
+        for bad in (5, [1], {"x": {1}}, {"x": "\ud800"}, {"x": nested}, {"tools": []}):
+            with pytest.raises(InvalidRequest) as caught:
+                llm.tokenizer.render_pair(prompt, "a", "b", chat_template_kwargs=bad)
+            assert caught.value.field == "chat_template_kwargs"
+    with pytest.raises(InvalidRequest) as caught:
+        llm.tokenizer.render_pair(PairPrompt("joined"), "a", "b", chat_template_kwargs={"x": 1})
+    assert caught.value.field == "chat_template_kwargs"
+
+
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_a_warm_gaudi_gives_the_same_and_compiles_nothing_in_traffic(
     stand_in: Callable[..., Any], published: Path, expected: list[float], mode: str
@@ -337,6 +366,70 @@ def test_arguments_of_the_template_and_the_default_prompt_are_those_declared(
         assert close(scores_of(llm, instruction=given), wanted)
 
 
+def test_arguments_of_a_request_replace_those_declared(declared: Path) -> None:
+    template = (
+        "{% for r in ['query', 'document'] %}{{ (messages | selectattr('role', 'eq', r) | first)"
+        ".content }};{% endfor %}{{ instruction }};{{ style }};{{ length }}"
+    )
+    save_tokenizer(declared, template)
+    arguments = {"instruction": "declared", "style": "<eos>", "length": 1}
+    processing = {"processing_kwargs": {"chat_template": arguments}}
+    write(declared, "sentence_bert_config.json", processing)
+    llm = scorer(declared)
+    prompt = llm.core.spec.scoring.prompt
+
+    def rendered(**given: Any) -> str:
+        ids = llm.tokenizer.render_pair(prompt, "q", "d", **given)
+        return llm.tokenizer.decode(ids, skip_special_tokens=False)
+
+    assert rendered() == "q;d;declared;<eos>;1"
+    assert rendered(instruction="mine") == "q;d;mine;<eos>;1"
+    named = {"style": "plain", "length": 2}
+    assert rendered(chat_template_kwargs=named) == "q;d;declared;plain;2"
+    named = {"instruction": "named"}
+    assert rendered(instruction="mine", chat_template_kwargs=named) == "q;d;named;<eos>;1"
+
+
+def test_two_tokens_are_a_softmax_whatever_activation_is_declared(declared: Path) -> None:
+    identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
+    write(declared, "config_sentence_transformers.json", identity)
+    logits = answers(declared, [by_roles(document) for document in DOCUMENTS])
+    assert close(scores_of(scorer(declared)), [softmax(*pair) for pair in logits])
+
+
+def test_the_bias_of_an_output_head_is_added(tmp_path: Path) -> None:
+    sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+    checkpoint = save(tmp_path, PhiForCausalLM, PhiConfig(**sizes), ROLES)
+    model = PhiForCausalLM.from_pretrained(checkpoint)
+    model.lm_head.bias.data.normal_(std=2.0)
+    model.save_pretrained(checkpoint)
+    tokens = {"true_token_id": YES, "false_token_id": NO}
+    declare(checkpoint, {"Transformer": None, "LogitScore": tokens})
+    logits = answers(checkpoint, [by_roles(document) for document in DOCUMENTS])
+    assert close(scores_of(scorer(checkpoint)), [softmax(*pair) for pair in logits])
+
+
+def test_a_head_of_few_rows_computes_in_fp32() -> None:
+    weight, hidden = torch.randn(2, 48).bfloat16(), torch.randn(3, 48).bfloat16()
+    found = ScoreHead(weight, None)(hidden)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, hidden.float() @ weight.float().T)
+
+
+def test_no_logit_overflows() -> None:
+    assert Scoring(PairPrompt("joined")).score(-1e4) == 0.0
+    assert Scoring(PairPrompt("joined")).score(1e4) == 1.0
+
+
+def test_a_directory_of_the_hubs_cache_is_called_after_its_model(
+    published: Path, expected: list[float], tmp_path: Path
+) -> None:
+    snapshot = tmp_path / "models--Qwen--Qwen3-Reranker-0.6B" / "snapshots" / "0123abcd"
+    snapshot.parent.mkdir(parents=True)
+    snapshot.symlink_to(published)
+    assert close(scores_of(scorer(snapshot)), expected)
+
+
 def test_a_single_token_is_scored_as_its_activation_says(declared: Path) -> None:
     write(declared, "1_LogitScore/config.json", {"true_token_id": YES, "false_token_id": None})
     wanted = [yes for yes, _ in answers(declared, [by_roles(text) for text in DOCUMENTS])]
@@ -409,6 +502,32 @@ def test_scores_are_those_of_the_score_head(tmp_path: Path, model: type[Any]) ->
     llm = scorer(checkpoint, max_num_batched_tokens=32)
     assert close(scores_of(llm), sigmoid(wanted))
     assert close(scores_of(llm, use_activation=False, cache_salt="others"), wanted)
+
+
+@pytest.mark.parametrize("end", ["<eos>", "<eos><eos>"])
+def test_padding_at_the_end_of_a_prompt_is_not_scored(tmp_path: Path, end: str) -> None:
+    """As in transformers, which applies a score head to the last token that is no padding."""
+    checkpoint = save_classifier(tmp_path, chat_template=ROLES + end)
+    prompts = [by_roles(document, end=end) for document in DOCUMENTS]
+    wanted = heads(checkpoint, prompts)
+    assert close(wanted, heads(checkpoint, [by_roles(document) for document in DOCUMENTS]))
+    found = scorer(checkpoint).score(QUERY, DOCUMENTS, use_activation=False)
+    assert close([score.score for score in found], wanted)
+
+
+def test_of_a_prompt_of_padding_alone_the_first_token_is_scored(tmp_path: Path) -> None:
+    checkpoint = save_classifier(tmp_path, chat_template=None)
+    llm = scorer(checkpoint, score_prompt="joined")
+    (found,) = llm.score("<eos>", "<eos>", use_activation=False)
+    assert close(found.score, heads(checkpoint, ["<eos><eos>"]))
+    assert found.num_prompt_tokens == 1
+
+
+def test_an_answer_is_scored_after_the_whole_prompt(declared: Path) -> None:
+    """Of a model without a score head, tokens at the end are no padding."""
+    save_tokenizer(declared, ROLES + "<eos>")
+    logits = answers(declared, [by_roles(document, end="<eos>") for document in DOCUMENTS])
+    assert close(scores_of(scorer(declared)), [softmax(*pair) for pair in logits])
 
 
 def test_a_converted_reranker_scores_as_the_one_that_it_was(
@@ -502,6 +621,38 @@ def test_a_prompt_that_the_template_cannot_make_is_refused(
             "config_sentence_transformers.json",
             {"prompts": {}, "default_prompt_name": "web"},
             "the default 'web'",
+        ),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {}, "default_prompt_name": ["a"]},
+            r"the default \['a'\]",
+        ),
+        (
+            "config_sentence_transformers.json",
+            {"prompts": {"web": "\ud800"}},
+            "its prompts are",
+        ),
+        *(
+            (
+                "sentence_bert_config.json",
+                {"processing_kwargs": {"chat_template": {name: []}}},
+                f"the arguments {name} ",
+            )
+            for name in (
+                *("chat_template", "conversations", "messages", "tools", "documents"),
+                *("continue_final_message", "return_assistant_tokens_mask"),
+            )
+        ),
+        (
+            "1_LogitScore/config.json",
+            {"true_token_id": YES, "false_token_id": YES},
+            f"are both {YES}",
+        ),
+        ("modules.json", None, r"modules\.json of .* holds null"),
+        (
+            "modules.json",
+            [{"type": "a.Transformer"}, {"type": "a.LogitScore"}, {"type": "b.LogitScore"}],
+            "the module 'LogitScore' twice",
         ),
     ],
 )
@@ -604,6 +755,22 @@ def test_the_prompts_of_a_checkpoint_are_put_before_texts(tmp_path: Path) -> Non
     assert close(llm.embed("a")[0].vector, plain[1])
     ids = llm.tokenizer.encode("a")
     assert close(llm.embed([ids])[0].vector, plain[0]), "token ids stay unchanged"
+    with pytest.raises(InvalidRequest, match="token ids stay unchanged") as caught:
+        llm.embed(["a", ids], prompt_name="document")
+    assert caught.value.field == "prompt_name"
+    for bad in (["query"], 5):
+        with pytest.raises(InvalidRequest, match="none of this model's prompts"):
+            llm.embed("a", prompt_name=bad)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_that_pools_twice_is_refused(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path / "m", Qwen3ForCausalLM, Qwen3Config(**SIZES))
+    pooling = [{"path": f"{i}_Pooling", "type": "a.modules.Pooling"} for i in (1, 2)]
+    write(checkpoint, "modules.json", pooling)
+    for number, mode in (("1", "mean"), ("2", "lasttoken")):
+        write(checkpoint, f"{number}_Pooling/config.json", {"pooling_mode": mode})
+    with pytest.raises(ModelError, match="the module 'Pooling' twice"):
+        scorer(checkpoint)
 
 
 # The asynchronous fronts.

@@ -15,7 +15,7 @@ import httpx
 import pytest
 import torch
 from server_process import ServerProcess, save_tiny_model
-from stand_in_engine import BOS
+from stand_in_engine import BOS, ByteTokenizer
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -122,6 +122,38 @@ async def test_of_a_long_pair_the_document_is_cut_and_the_end_of_the_prompt_stay
     assert error["message"].startswith("text_2[0]: without its document the prompt fills")
 
 
+class SpecialTokenizer(ByteTokenizer):
+    """Texts that spell its special token have it, except those of pairs, as in the engine."""
+
+    num_renderings = 0
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        parts = [list(part.encode()) for part in text.split("<bos>")]
+        joined = [token for part in parts for token in (*part, BOS)][:-1]
+        return [BOS] * add_special_tokens + joined
+
+    def render_pair(self, *texts: Any, **arguments: Any) -> list[int]:
+        self.num_renderings += 1
+        return ByteTokenizer().render_pair(*texts, **arguments)
+
+
+async def test_a_document_that_spells_special_tokens_is_cut_as_the_text_that_it_is(client, engine):
+    engine.tokenizer = SpecialTokenizer()
+    for document, limit, prompt in (
+        ("<bos>" * 9 + "abc", 40, "qq?" + ("<bos>" * 9)[:35] + "!"),
+        ("<bos>" * 40, 9, "qq?<bos!"),
+        ("ab<bos>cd" + "é" * 20, 16, "qq?ab<bos>cdé!"),
+        ("é" * 30 + "a" * 30, 40, "qq?" + "é" * 17 + "!"),
+        ("a" * 60 + "é" * 60, 90, "qq?" + "a" * 60 + "é" * 12 + "!"),
+    ):
+        engine.tokenizer.num_renderings = 0
+        fields = {"query": "qq", "documents": [document], "truncate_prompt_tokens": limit}
+        response = await client.post("/v1/rerank", json=fields)
+        assert response.status_code == 200, response.text
+        assert prompts(engine)[-1] == prompt
+        assert engine.tokenizer.num_renderings < 12
+
+
 async def test_pairs_that_take_long_to_render_are_answered(client, engine):
     engine.tokenizer.is_slow = True
     for count in (1, 100):
@@ -187,12 +219,30 @@ async def test_a_prompt_of_the_checkpoint_is_put_before_each_text(client, engine
     become(engine, scoring=None, embedding_size=32, text_prompts=prompts_by_name)
     await client.post("/v1/embeddings", json={"input": ["a", "b"], "prompt_name": "query"})
     await client.post("/v1/embeddings", json={"input": "a"})
-    await client.post("/v1/embeddings", json={"input": [[97]], "prompt_name": "query"})
+    await client.post("/v1/embeddings", json={"input": [[97]]})
     await client.post("/v1/score", json={"text_1": "a", "text_2": "b"})
     assert prompts(engine) == ["q: a", "q: b", "o: a", "a", "o: a", "o: b"]
     error = await refusal(client, "/v1/embeddings", input="a", prompt_name="code")
     assert error["param"] == "prompt_name"
     assert "'query', 'other'" in error["message"]
+    for tokens in ([97], [[97], [98]]):
+        error = await refusal(client, "/v1/embeddings", input=tokens, prompt_name="query")
+        assert error["param"] == "prompt_name"
+        assert "token ids stay unchanged" in error["message"]
+    assert len(engine.requests) == 6
+
+
+# Models that generate.
+
+
+@pytest.mark.parametrize("path", ["/v1/score", "/rerank"])
+async def test_a_model_that_generates_says_that_it_computes_no_scores(client, engine, path):
+    become(engine, scoring=None)
+    pair = {"text_1": "a", "text_2": "b"}
+    fields = pair if path == "/v1/score" else {"query": "a", "documents": ["b"]}
+    error = await refusal(client, path, **fields)
+    assert error["param"] == "model"
+    assert "computes no embeddings or scores" in error["message"]
 
 
 # A server process.

@@ -27,12 +27,14 @@ class PairPrompt:
     """The prompt of a query and a document.
 
     ``instruction``: that of requests without one; "" for that of the template. ``arguments``:
-    further arguments of the chat template.
+    further arguments of the chat template, which a request may replace. ``pad_token_id``: a token
+    that is left out at the end of a prompt, because the model is scored at the last other one.
     """
 
     form: PairForm
     instruction: str = ""
     arguments: dict[str, Any] = attrs.field(factory=dict)
+    pad_token_id: int | None = None
 
 
 @attrs.frozen

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import attrs
 
 from trencadis.engine.errors import InvalidRequest
@@ -23,11 +25,21 @@ class TextPrompts:
             name = self.default
         if name is None:
             return ""
-        if name not in self.texts:
+        if not isinstance(name, str) or name not in self.texts:
             known = ", ".join(map(repr, self.texts)) or "none"
             raise InvalidRequest(
-                f"prompt_name {name!r} is none of this model's prompts ({known}): leave it out, or "
-                "write what the model wants into the text",
+                f"prompt_name {name!r} is none of this model's prompts ({known}): leave it "
+                "out, or write what the model wants into the text",
                 "prompt_name",
             )
         return self.texts[name]
+
+
+def check_named_texts(name: str | None, prompts: Sequence[object]) -> None:
+    """Raise `InvalidRequest` for token ids with the name of a prompt: it is put before texts."""
+    if name is not None and not all(isinstance(prompt, str) for prompt in prompts):
+        raise InvalidRequest(
+            "prompt_name names what is put before texts, and token ids stay unchanged: leave it "
+            "out, or send texts",
+            "prompt_name",
+        )

@@ -37,6 +37,7 @@ from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
 from trencadis.engine.sampling_params import POOLING, SamplingParams
 from trencadis.engine.scoring import Scoring
+from trencadis.engine.text_prompts import check_named_texts
 from trencadis.engine.validators import items_of, shown
 
 ItemT = TypeVar("ItemT")
@@ -137,12 +138,14 @@ class LLM:
         """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`.
 
         ``prompt_name``: which of the checkpoint's prompts is put before each text, as ``query``;
-        None for its default, as a rule none. Token ids stay unchanged.
+        None for its default, as a rule none. Token ids stay unchanged, so that they take no name.
         """
         with self._lock:
             check_pooling(self.core.worker.embedding_size, self.core.spec.scoring)
             prefix = self.core.spec.text_prompts.prefix(prompt_name)
-            jobs = self._jobs(self._encoded(prompts, prefix), POOLING, cache_salt)
+            listed = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
+            check_named_texts(prompt_name, listed)
+            jobs = self._jobs(self._encoded(listed, prefix), POOLING, cache_salt)
             self._serve(jobs)
             return [Embedding.of(job.pooled[0]) for job in jobs]
 

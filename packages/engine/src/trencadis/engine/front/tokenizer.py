@@ -248,31 +248,51 @@ class Tokenizer:
         a template has its own, and what texts spell is ordinary text, as in `render_chat`. Raises
         as that does; an instruction that the form has no place for is an `InvalidRequest`.
         """
-        for name, text in (("query", query), ("document", document)):
+        texts = {"query": query, "document": document}
+        if instruction is not None:
+            texts["instruction"] = instruction
+        for name, text in texts.items():
             if not is_text(text):
                 raise InvalidRequest(
                     f"the {name} must be a text that UTF-8 can encode, got {shown(text)}", name
                 )
+        _check_template_arguments(chat_template_kwargs)
+        _check_sendable(chat_template_kwargs)
+        if prompt.form == "joined":
+            declared = prompt.instruction or None
+            _check_joined(declared if instruction is None else instruction, chat_template_kwargs)
+            token_ids = self.encode(query + document, add_special_tokens)
+        else:
+            token_ids = self._rendered_pair(
+                prompt, query, document, instruction, chat_template_kwargs or {}, quick
+            )
+        return _without_padding(token_ids, prompt.pad_token_id)
+
+    def _rendered_pair(
+        self,
+        prompt: PairPrompt,
+        query: str,
+        document: str,
+        instruction: str | None,
+        arguments: Mapping[str, Any],
+        quick: bool | None,
+    ) -> list[int]:
+        """Token ids of what a template makes of a pair, with the ``arguments`` of a client."""
+        # What the checkpoint declares are defaults: what a client sends replaces them.
+        replaced = {*arguments, *([] if instruction is None else ["instruction"])}
+        fixed = {"add_generation_prompt": False} | {
+            name: value for name, value in prompt.arguments.items() if name not in replaced
+        }
         if instruction is None:
             instruction = prompt.instruction or None
-        if prompt.form == "joined":
-            if instruction is not None or chat_template_kwargs:
-                raise InvalidRequest(
-                    "this model's prompt is the query and the document alone, without place for an "
-                    "instruction: write it into the query",
-                    "instruction",
-                )
-            return self.encode(query + document, add_special_tokens)
         roles = ("user", "assistant") if prompt.form == "conversation" else ("query", "document")
         messages = [
             *([] if instruction is None else [{"role": "system", "content": instruction}]),
             {"role": roles[0], "content": query},
             {"role": roles[1], "content": document},
         ]
-        _check_template_arguments(chat_template_kwargs)
         given = {} if instruction is None else {"instruction": instruction}
-        given |= chat_template_kwargs or {}
-        fixed = {"add_generation_prompt": False, **prompt.arguments}
+        given |= arguments
         template = _QWEN3_RERANKER if prompt.form == "qwen3-reranker" else None
         return self._rendered(template, messages, None, given, fixed, quick)
 
@@ -348,10 +368,45 @@ class Tokenizer:
 
 
 def _check_template_arguments(arguments: Mapping[str, Any] | None) -> None:
+    if arguments is not None and not isinstance(arguments, Mapping):
+        raise InvalidRequest(
+            f"chat_template_kwargs must be arguments by name, got {shown(arguments)}",
+            "chat_template_kwargs",
+        )
     if taken := sorted(_OWN_ARGUMENTS & (arguments or {}).keys()):
         raise InvalidRequest(
             f"chat_template_kwargs may not set {', '.join(taken)}", "chat_template_kwargs"
         )
+
+
+def _check_sendable(arguments: Mapping[str, Any] | None) -> None:
+    """Raise `InvalidRequest` for arguments of a template that cannot be sent to its process."""
+    try:
+        json.dumps(dict(arguments or {}), ensure_ascii=False).encode()
+    except _UNSENDABLE as error:
+        raise InvalidRequest(
+            f"chat_template_kwargs must be JSON that UTF-8 can encode: {error}",
+            "chat_template_kwargs",
+        ) from error
+
+
+def _check_joined(instruction: str | None, arguments: Mapping[str, Any] | None) -> None:
+    """Raise `InvalidRequest` for what a prompt without a template has no place for."""
+    if instruction is not None or arguments:
+        field = "chat_template_kwargs" if instruction is None else "instruction"
+        raise InvalidRequest(
+            "this model's prompt is the query and the document alone, without place for "
+            f"{field}: leave it out, or write it into the query",
+            field,
+        )
+
+
+def _without_padding(token_ids: list[int], pad_token_id: int | None) -> list[int]:
+    """Token ids without padding at their end; of padding alone, the first token."""
+    end = len(token_ids)
+    while end > 1 and token_ids[end - 1] == pad_token_id:
+        end -= 1
+    return token_ids[:end]
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -13,6 +13,7 @@ from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.scoring import Activation
 from trencadis.engine.text_prompts import TextPrompts
+from trencadis.engine.validators import is_text
 
 _MODULES = "modules.json"
 _TRANSFORMER = "sentence_bert_config.json"
@@ -35,6 +36,14 @@ _OF_TOKENS_ALONE = frozenset({"padding", "truncation", "max_length", "return_ten
 
 _OWN_ARGUMENTS = frozenset({"restore_suffix"})
 """Arguments among them that sentence-transformers itself takes: a suffix is never cut here."""
+
+_OF_ENGINE = frozenset(
+    {
+        *("chat_template", "conversations", "messages", "tools", "documents"),
+        *("continue_final_message", "return_assistant_tokens_mask"),
+    }
+)
+"""Arguments among them that the engine gives itself."""
 
 
 def read_pooling(source: str) -> str:
@@ -83,6 +92,11 @@ def read_score_tokens(source: str, vocab_size: int) -> tuple[int, ...] | None:
                 f"the {file} of {source} cannot be used: it names the token {token!r}, and the "
                 f"model has those from 0 to {vocab_size - 1}"
             )
+    if true == false:
+        raise ModelError(
+            f"the {file} of {source} cannot be used: its true and its false token are both {true}, "
+            "so that all scores would be the same"
+        )
     return tokens
 
 
@@ -120,8 +134,9 @@ def read_prompts(source: str) -> TextPrompts:
     """
     settings = _read_object(source, _SETTINGS)
     texts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
-    is_named = isinstance(texts, dict) and all(isinstance(text, str) for text in texts.values())
-    if not is_named or (default is not None and default not in texts):
+    is_named = isinstance(texts, dict) and all(map(is_text, (*texts, *texts.values())))
+    is_known = default is None or (isinstance(default, str) and default in texts)
+    if not is_named or not is_known:
         raise ModelError(
             f"the {_SETTINGS} of {source} cannot be used: its prompts are {texts!r}, the default "
             f"{default!r}"
@@ -130,11 +145,19 @@ def read_prompts(source: str) -> TextPrompts:
 
 
 def read_template_arguments(source: str) -> dict[str, Any]:
-    """The arguments that a checkpoint gives to its chat template."""
+    """The arguments that a checkpoint gives to its chat template.
+
+    Raises `ModelError` for those that say what is rendered, which the requests do.
+    """
     processing = _read_object(source, _TRANSFORMER).get("processing_kwargs")
     arguments = processing.get("chat_template") if isinstance(processing, dict) else None
     if not isinstance(arguments, dict):
         return {}
+    if taken := sorted(_OF_ENGINE & arguments.keys()):
+        raise ModelError(
+            f"{source} gives its chat template the arguments {', '.join(taken)} "
+            f"({_TRANSFORMER}), which requests alone may say: remove them there"
+        )
     left_out = _OF_TOKENS_ALONE | _OWN_ARGUMENTS
     return {name: value for name, value in arguments.items() if name not in left_out}
 
@@ -162,13 +185,25 @@ def read_max_seq_length(source: str) -> int | None:
 
 
 def _read_modules(source: str) -> dict[str, dict[str, Any]] | None:
-    """The modules of a checkpoint by their kind, as ``Pooling``; None without ``modules.json``."""
+    """The modules of a checkpoint by their kind, as ``Pooling``; None without ``modules.json``.
+
+    Raises `ModelError` for several of a kind: here each is computed once.
+    """
     modules = _read_json(source, _MODULES)
     if modules is None:
         return None
     listed = modules if isinstance(modules, list) else [modules]
     described = [module if isinstance(module, dict) else {} for module in listed]
-    return {str(module.get("type")).rpartition(".")[2]: module for module in described}
+    kinds: dict[str, dict[str, Any]] = {}
+    for module in described:
+        kind = str(module.get("type")).rpartition(".")[2]
+        if kind in kinds:
+            raise ModelError(
+                f"the {_MODULES} of {source} cannot be used: it has the module {kind!r} twice, and "
+                "this engine computes each once"
+            )
+        kinds[kind] = module
+    return kinds
 
 
 def _check_modules(
@@ -210,6 +245,9 @@ def _read_json(source: str, name: str) -> Any:
     if path is None:
         return None
     try:
-        return json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
     except BROKEN_FILE_ERRORS as error:
         raise ModelError(f"the {name} of {source} cannot be used: {reason_of(error)}") from error
+    if value is None:
+        raise ModelError(f"the {name} of {source} cannot be used: it holds null alone")
+    return value

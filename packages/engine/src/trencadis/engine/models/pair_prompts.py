@@ -71,6 +71,8 @@ def find_scoring(
         form or _form(name, template, is_family=is_family),
         read_prompts(source).prefix(),
         read_template_arguments(source),
+        # As transformers: a score head is applied to the last token that is no padding.
+        config.get_text_config().pad_token_id if has_score_head else None,
     )
     _check_form(name, prompt.form, template)
     # The softmax of two tokens, whatever is declared: it is what they were trained by.

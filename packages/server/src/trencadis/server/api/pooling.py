@@ -183,6 +183,16 @@ class EmbeddingRequest(PoolingRequest):
         "query; by default the one that it declares as default, if any.",
     )
 
+    @model_validator(mode="after")
+    def _check_prompt_name(self) -> Self:
+        if self.prompt_name is not None and not all(isinstance(each, str) for each in self.input):
+            raise InvalidRequest(
+                "prompt_name names what is put before texts, and token ids stay unchanged: leave "
+                "it out, or send texts",
+                "prompt_name",
+            )
+        return self
+
     @property
     def text_prompt(self) -> str | None:
         return self.prompt_name

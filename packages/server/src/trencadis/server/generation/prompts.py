@@ -30,6 +30,10 @@ _LONG = 65_536
 _CHARACTERS_OF_RENDERING = 1024
 """Characters that are encoded while another process renders a template."""
 
+_MAX_RENDERINGS = 128
+"""Most beginnings of a document that are rendered to find the longest that fits. Each fourth halves
+what is left, so that these suffice for any document; as a rule a handful does."""
+
 _FIELDS_OF_ALL_PAIRS = ("instruction", "chat_template_kwargs", "truncate_prompt_tokens")
 """Fields of a request that concern all of its pairs."""
 
@@ -283,21 +287,32 @@ def _render_within(
     """
     if max_tokens is None:
         return render(document)
-    token_ids = render(_beginning(document, max_tokens, tokenizer.min_num_tokens))
-    if len(token_ids) <= max_tokens:
-        return token_ids
-    kept = tokenizer.encode(_beginning(document, max_tokens, tokenizer.min_num_tokens), False)
-    while len(token_ids) > max_tokens:
-        kept = kept[: max(0, len(kept) - (len(token_ids) - max_tokens))]
-        if not kept:
-            raise InvalidRequest(
-                f"without its document the prompt fills the {max_tokens} tokens that are kept: "
-                "shorten the query or the instruction",
-                "truncate_prompt_tokens",
-            )
-        # A character that is cut in two is left out.
-        token_ids = render(tokenizer.decode(kept).rstrip("\ufffd"))
-    return token_ids
+    document = _beginning(document, max_tokens, tokenizer.min_num_tokens)
+    longer = render(document)
+    if len(longer) <= max_tokens:
+        return longer
+    # Only the lengths of prompts tell what fits: where a document spells a special token, its own
+    # tokens are others than those that it has in a prompt. Without it, the prompt is estimated.
+    num_rest = len(longer) - len(tokenizer.encode(document, add_special_tokens=False))
+    fitting: Sequence[int] = ()
+    low, high, num_low, num_high = 0, len(document), max(0, num_rest), len(longer)
+    for probe in range(_MAX_RENDERINGS):
+        if high - low <= 1 or len(fitting) == max_tokens:
+            break
+        share = (max_tokens - num_low) / max(1, num_high - num_low) if probe % 4 < 3 else 0.5
+        middle = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        token_ids = render(document[:middle])
+        if len(token_ids) <= max_tokens:
+            fitting, low, num_low = token_ids, middle, len(token_ids)
+        else:
+            high, num_high = middle, len(token_ids)
+    if not fitting:
+        raise InvalidRequest(
+            f"without its document the prompt fills the {max_tokens} tokens that are kept: "
+            "shorten the query or the instruction",
+            "truncate_prompt_tokens",
+        )
+    return fitting
 
 
 def _num_special(tokenizer: ServingTokenizer) -> tuple[int, int]:

@@ -160,7 +160,10 @@ def check_runner(name: str, computes_embeddings: bool, *, wants_embeddings: bool
     if computes_embeddings == wants_embeddings:
         return
     if wants_embeddings:
-        reason = "generates and computes no embeddings: start it with --runner pooling for them"
+        reason = (
+            "generates and computes no embeddings or scores: start it with --runner pooling for "
+            "them"
+        )
     else:
         reason = (
             "computes embeddings or scores and generates nothing: send the request to "
