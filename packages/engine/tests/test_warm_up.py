@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -418,18 +419,30 @@ def test_shapes_become_ready_behind_traffic(
 
 
 @pytest.mark.slow
-def test_requests_are_served_while_a_shape_is_being_compiled(
-    tiny_model: Path, compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
+def test_requests_are_served_while_a_bucket_is_being_prepared(
+    tiny_model: Path,
+    compiled: tuple[EngineCore, Path],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, cache = compiled
     buckets = attrs.evolve(FEW_BUCKETS, prompt_query=AxisConfig(min=16, step=16, max=32))
     core = EngineCore(on_cpu(tiny_model, cache, warmup="background", bucketing=buckets))
     core.warm_up()
+    prepare, may_prepare = ForwardRunner.prepare, threading.Event()
+
+    def held(runner: ForwardRunner, batch: ModelInput) -> None:
+        assert may_prepare.wait(300)
+        prepare(runner, batch)
+
+    monkeypatch.setattr(ForwardRunner, "prepare", held)
     assert core.is_warming_up
     core.advance_warm_up()
-    before = core.stats.num_ready_buckets
-    assert serve(core) == expected
-    assert before < core.stats.num_buckets
+    try:
+        assert serve(core) == expected
+        assert core.stats.num_ready_buckets < core.stats.num_buckets
+    finally:
+        may_prepare.set()
     deadline = time.monotonic() + 120
     while core.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
