@@ -25,6 +25,15 @@ STANDIN = Path(__file__).parent / "habana_standin"
 SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
 """``hpu-lazy`` or ``hpu-eager``: the whole suite runs on the stand-in for a Gaudi."""
 
+_WITHOUT_DEVICE = (
+    *("channel", "cpu_threads", "detokenizer", "heat", "line_process", "multi_model_config"),
+    *("native_kernel", "request_stream", "rotary", "sampling_params", "simulated_cli"),
+    *("simulated_costs", "simulated_published", "simulated_runner", "simulation", "validators"),
+)
+"""What they test uses no device, so a session on another one would only repeat them."""
+
+collect_ignore = [f"test_{name}.py" for name in _WITHOUT_DEVICE if SESSION_DEVICE is not None]
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
     "{% endif %}{{ m['role'] + ':' + m['content'] + '\\n' }}{% endfor %}"
