@@ -53,6 +53,7 @@ from trencadis.engine import (
 )
 from trencadis.engine.front import tokenizer
 from trencadis.engine.front.chat_renderer import ChatRenderer
+from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.score_heads import ScoreHead
 
 QUIET = LogSettings(level=logging.CRITICAL)
@@ -502,6 +503,7 @@ def test_scores_are_those_of_the_score_head(tmp_path: Path, model: type[Any]) ->
     llm = scorer(checkpoint, max_num_batched_tokens=32)
     assert close(scores_of(llm), sigmoid(wanted))
     assert close(scores_of(llm, use_activation=False, cache_salt="others"), wanted)
+    assert len(decoder_layers(llm.core.worker._model)) == 2, "by which devices compile them"
 
 
 @pytest.mark.parametrize("end", ["<eos>", "<eos><eos>"])

@@ -48,6 +48,8 @@ class SequenceScorer(nn.Module):
         self.model = decoder
         self.score = head
         self.config = config
+        # By it the decoder layers are found, to be compiled.
+        self._no_split_modules = getattr(decoder, "_no_split_modules", None)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.model.get_input_embeddings()  # type: ignore[operator, no-any-return]
