@@ -175,7 +175,8 @@ def generation_responses(
     answer = {
         "model": whole,
         "content": {
-            "text/event-stream": {"schema": {"type": "string"}, "example": example},
+            # Without a schema: clients would check each event by it, and an event is no text.
+            "text/event-stream": {"example": example},
         },
         "description": f"The answer. With `stream`, server-sent events: {meaning}.",
     }
