@@ -1,13 +1,16 @@
 """A CPU whose core signals itself, or fails, before a step of a switch.
 
 The file that `SIGNAL_FILE` names holds the step and the number of the signal, 0 for an error. The
-core that follows it deletes it. Import this in a core alone: it replaces the steps, and a step
-may be silent no longer than a core that serves.
+core that follows it deletes it. Before a signal it waits for a file ``begun`` beside it, which the
+test creates once the front has read that the core has begun: what is not yet sent would be lost.
+Import this in a core alone: it replaces the steps, and a step may be silent no longer than a core
+that serves.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 from trencadis.engine.core import reconfigure
@@ -29,6 +32,10 @@ def _signalled(name: str, step: reconfigure.Step) -> reconfigure.Step:
                 file.unlink()
                 if number == "0":
                     raise RuntimeError("a fault")
+                begun = file.with_name("begun")
+                while not begun.exists():
+                    time.sleep(0.001)
+                begun.unlink()
                 os.kill(os.getpid(), int(number))
         step(switch)
 

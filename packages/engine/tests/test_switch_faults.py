@@ -139,7 +139,7 @@ async def begun(engine: MultiModelEngine) -> asyncio.Task[list[int]]:
 
 
 async def switched_while_parked(
-    engine: MultiModelEngine, alias: str = "second"
+    engine: MultiModelEngine, signal_file: Path, alias: str = "second"
 ) -> tuple[asyncio.Task[list[int]], BaseException | object]:
     """A parked request, and what the caller of the switch gets."""
     parked = await begun(engine)
@@ -150,6 +150,9 @@ async def switched_while_parked(
         await engine.sleep()
     with pytest.raises(SwitchInProgressError):
         await collect(engine, **SHORT)
+    while not engine.engine.has_begun_change and not switching.done():  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    signal_file.with_name("begun").touch()
     (outcome,) = await asyncio.gather(
         asyncio.wait_for(switching, CALL_SECONDS), return_exceptions=True
     )
@@ -166,7 +169,7 @@ def test_a_core_that_dies_or_hangs_in_any_step_is_replaced_and_parked_requests_g
             undisturbed = await collect(engine, **LONG)
             for step in ("sleep", "load", "resume"):
                 tell(signal_file, step, number)
-                parked, outcome = await switched_while_parked(engine)
+                parked, outcome = await switched_while_parked(engine, signal_file)
                 assert was_followed(signal_file), step
                 assert isinstance(outcome, SwitchFailedError), (step, outcome)
                 assert (outcome.step, outcome.active) == ("core", "first")
@@ -193,7 +196,7 @@ def test_a_fault_in_any_step_is_told_and_the_previous_model_serves_on(
             undisturbed = await collect(engine, **LONG)
             for step in STEPS:
                 tell(signal_file, step, 0)
-                parked, outcome = await switched_while_parked(engine)
+                parked, outcome = await switched_while_parked(engine, signal_file)
                 assert was_followed(signal_file), step
                 assert isinstance(outcome, SwitchFailedError), (step, outcome)
                 assert (outcome.step, outcome.active) == (step, "first")
@@ -215,7 +218,7 @@ def test_without_a_core_every_call_ends_and_parked_requests_too(
     async def body() -> None:
         async with running(models, engine_restarts=0) as engine:
             tell(signal_file, "load", signal.SIGKILL)
-            parked, outcome = await switched_while_parked(engine)
+            parked, outcome = await switched_while_parked(engine, signal_file)
             assert isinstance(outcome, EngineDead)
             with pytest.raises(EngineDead):
                 await asyncio.wait_for(parked, CALL_SECONDS)
