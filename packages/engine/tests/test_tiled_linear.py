@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -43,12 +44,30 @@ def kernel() -> None:
         pytest.skip(f"this processor has no kernel: {error}")
 
 
+@pytest.fixture(params=[True, False], ids=["fp32", "pairs"])
+def widens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Each way to multiply that this processor has."""
+    way: bool = request.param
+    monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+    try:
+        for weights in (torch.bfloat16, torch.int8):
+            load_linear_kernel(weights=weights, widens=way)
+    except NoKernel as error:
+        pytest.skip(str(error))
+    return way
+
+
 def layer(inputs: int, outputs: int, *, bias: bool, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.usefixtures("widens")
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # alike in all examples
+)
 @given(
     st.integers(1, 70),
     st.integers(1, 60).map(lambda pairs: 2 * pairs),
@@ -72,7 +91,12 @@ def test_a_product_is_that_of_pytorch(
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=8e-3)
 
 
-@settings(max_examples=150, deadline=None)
+@pytest.mark.usefixtures("widens")
+@settings(
+    max_examples=150,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # alike in all examples
+)
 @given(
     st.integers(1, 40),
     st.integers(1, 60).map(lambda pairs: 2 * pairs),
@@ -93,6 +117,7 @@ def test_int8_weights_differ_by_half_a_step_of_their_output(
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=8e-3)
 
 
+@pytest.mark.usefixtures("widens")
 @pytest.mark.parametrize("packed", [TiledLinear, Int8Linear])
 @pytest.mark.parametrize("num_rows", [1, 3, 29, 70])
 @pytest.mark.parametrize("threads", [1, 2, 3])
@@ -174,6 +199,7 @@ def test_a_layer_after_a_change_of_its_input_is_computed_after_it() -> None:
         assert torch.equal(out, expected)
 
 
+@pytest.mark.usefixtures("widens")
 def test_rows_that_are_not_adjacent_in_memory_are_read_in_order() -> None:
     tiled = TiledLinear(layer(34, 50, bias=True))
     rows = torch.randn(34, 9).bfloat16().T
@@ -181,6 +207,7 @@ def test_rows_that_are_not_adjacent_in_memory_are_read_in_order() -> None:
     assert tiled(rows[:0]).shape == (0, 50)
 
 
+@pytest.mark.usefixtures("widens")
 def test_a_row_does_not_depend_on_the_others() -> None:
     tiled = TiledLinear(layer(96, 80, bias=False))
     rows = torch.randn(40, 96).bfloat16()
@@ -189,6 +216,7 @@ def test_a_row_does_not_depend_on_the_others() -> None:
         assert torch.equal(tiled(rows[:count]), together[:count])
 
 
+@pytest.mark.usefixtures("widens")
 def test_what_is_not_finite_stays_in_its_own_row() -> None:
     tiled = TiledLinear(layer(64, 40, bias=True))
     rows = torch.randn(3, 64).bfloat16()
@@ -229,7 +257,7 @@ def test_without_a_right_kernel_onednn_computes(
     if fault == "no compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
     elif fault == "another processor":
-        flags = (*native_kernel._FLAGS, "-mno-avx512bf16")
+        flags = (*native_kernel._FLAGS, "-mno-avx512f")
         monkeypatch.setattr(native_kernel, "_FLAGS", flags)
     else:
         right: Callable[..., torch.Tensor] = tiled_linear._product
@@ -238,9 +266,56 @@ def test_without_a_right_kernel_onednn_computes(
     assert kinds == {PackedLinear}
     assert [len(sampled) for sampled in tokens] == [12] * 3
     reasons = {"no compiler": "no-such-compiler", "wrong results": "off by"}
-    reason = reasons.get(fault, "no products of bf16 vectors")
+    reason = reasons.get(fault, "no vectors of 512 bits")
     assert "Linear layers are computed by oneDNN: " in caplog.text
     assert reason in caplog.text
+
+
+def test_a_processor_without_products_of_bf16_widens(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = (*native_kernel._FLAGS, "-mno-avx512bf16")
+    monkeypatch.setattr(native_kernel, "_FLAGS", flags)
+    monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+    kinds, tokens = linears(tiny_model)
+    assert kinds == {TiledLinear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+    with pytest.raises(NoKernel, match="no products of pairs of bf16"):
+        load_linear_kernel(widens=False)
+    # Rounded by the source, not by an instruction: the same, also for what is not finite.
+    tiled = TiledLinear(layer(64, 40, bias=True))
+    rows = torch.randn(30, 64).bfloat16()
+    rows[3], rows[4, 0], rows[5, 0] = float("nan"), float("inf"), 3e38
+    rounded = tiled(rows)
+    monkeypatch.undo()
+    load_linear_kernel(widens=True)
+    try:
+        torch.testing.assert_close(rounded, tiled(rows), rtol=0, atol=0, equal_nan=True)
+    finally:
+        load_linear_kernel()
+
+
+@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("slow", [True, False])
+def test_the_faster_way_to_multiply_is_taken(
+    monkeypatch: pytest.MonkeyPatch, weights: torch.dtype, slow: bool
+) -> None:
+    """Whichever that is here: each is delayed in turn."""
+    monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+    right = tiled_linear._product
+
+    def delayed(kernel: tiled_linear._Kernel, *given: object) -> torch.Tensor:
+        if kernel.widens is slow:
+            time.sleep(0.002)
+        return right(kernel, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(tiled_linear, "_product", delayed)
+    try:
+        load_linear_kernel(weights=weights, widens=False)
+    except NoKernel as error:
+        pytest.skip(str(error))
+    load_linear_kernel(weights=weights)
+    assert tiled_linear._KERNELS[weights].widens is not slow
 
 
 @pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])
@@ -278,6 +353,7 @@ def test_a_kernel_that_is_wrong_for_some_numbers_of_rows_is_not_used(
         load_linear_kernel(weights=weights)
 
 
+@pytest.mark.usefixtures("widens")
 def test_a_large_batch_leaves_no_memory_taken() -> None:
     tiled = TiledLinear(layer(512, 32, bias=False))
     tiled(torch.zeros(1, 512).bfloat16())
@@ -358,6 +434,7 @@ def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> 
     assert max(largest) <= weight.nbytes
 
 
+@pytest.mark.usefixtures("widens")
 @pytest.mark.parametrize("packed", [TiledLinear, Int8Linear])
 def test_more_outputs_than_are_packed_at_a_time_keep_their_order(packed: type[TiledLinear]) -> None:
     plain = layer(32, 2 * tiled_linear._CHUNK + 45, bias=True)

@@ -136,7 +136,7 @@ class CPUDevice(Device):
     def optimize(self, model: nn.Module) -> None:
         """Replace bf16 linear layers by layers with weights in the order of a kernel.
 
-        The kernel is our own where the processor has products of bf16 vectors and there is a
+        The kernel is our own where the processor has vectors of 512 bits and there is a
         compiler (`TiledLinear`), for an even number of inputs; else oneDNN's (`PackedLinear`),
         which repacks a plain weight in every call. fp32 layers stay plain, so that results equal
         those of the unmodified model.

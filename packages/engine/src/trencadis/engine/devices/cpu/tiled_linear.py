@@ -1,4 +1,4 @@
-"""Linear layers of bf16 as a kernel of our own, where the processor multiplies vectors of bf16.
+"""Linear layers of bf16 as a kernel of our own, where the processor has vectors of 512 bits.
 
 oneDNN prepares its products for many rows; a decode step has few. The kernel reads a weight once,
 in order, and keeps the sums of all rows in registers. Each row is computed alike in every batch.
@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import ctypes
 import operator
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
@@ -37,10 +39,13 @@ _TOLERANCE = 0.02
 _TRIED = (1, 14, 29)
 """Rows of the trials: a decode of one sequence, a whole block of the kernel, and several blocks."""
 
+_TIMED_ROWS, _TIMED_INPUTS, _TIMED_OUTPUTS, _TIMED_ROUNDS = 28, 512, 256, 20
+"""Of the products that decide how a kernel multiplies: some milliseconds."""
+
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: tuple[Any, ...] = (
     *(_POINTER, _POINTER, _INTEGER),
-    *(_POINTER, *[_INTEGER] * 3),
+    *(_POINTER, *[_INTEGER] * 4),
 )
 
 _LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -53,7 +58,15 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 
 
-_KERNELS: dict[torch.dtype, Callable[..., None]] = {}
+@attrs.frozen
+class _Kernel:
+    """A compiled kernel, and whether it multiplies bf16 widened to fp32, or pairs of bf16."""
+
+    compute: Callable[..., None]
+    widens: bool
+
+
+_KERNELS: dict[torch.dtype, _Kernel] = {}
 """The kernels of this process by the type of the weights: they are the same for all models."""
 
 
@@ -62,17 +75,29 @@ def load_linear_kernel(
     *,
     trusted: bool = False,
     weights: torch.dtype = torch.bfloat16,
+    widens: bool | None = None,
 ) -> None:
     """Load the kernel that `TiledLinear` needs, or `Int8Linear` for ``weights`` of int8.
 
-    It is tried first: see `load_kernel`. Raises `NoKernel` on a processor without products of bf16
-    vectors, or with faster ones.
+    It is tried first: see `load_kernel`. Raises `NoKernel` on a processor without vectors of 512
+    bits, or with products of tiles, which are faster.
+
+    ``widens``: whether bf16 is widened to fp32 and multiplied by the instruction for fp32, not by
+    that for pairs of bf16. None: what takes less time here. Intel's processors compute twice as
+    much in the first way, AMD's (Zen 4) in the second, and those without AVX512-BF16 have the
+    first alone. Sums are of fp32 in both.
     """
     definitions = (f"INT8={int(weights is torch.int8)}",)
-    compute = load_kernel(_SOURCE, definitions, directory, trusted=trusted).tiled_linears
+    library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
+    compute = library.tiled_linears
     compute.argtypes, compute.restype = _ARGUMENTS, None
-    _try(compute, weights)
-    _KERNELS[weights] = compute
+    found = [_Kernel(compute, way) for way in ((True, False) if library.has_pairs() else (True,))]
+    kernels = [kernel for kernel in found if widens in (None, kernel.widens)]
+    if not kernels:
+        raise NoKernel("this processor has no products of pairs of bf16")
+    for kernel in kernels:
+        _try(kernel, weights)
+    _KERNELS[weights] = _fastest(kernels, weights)
 
 
 class TiledLinear(nn.Module):
@@ -167,19 +192,19 @@ def _compute_together(
 
 
 def _product(
-    compute: Callable[..., None],
+    kernel: _Kernel,
     rows: torch.Tensor,
     tiles: torch.Tensor,
     scales: torch.Tensor | None,
     bias: torch.Tensor | None,
     outputs: int,
 ) -> torch.Tensor:
-    (out,) = _products(compute, rows, (tiles,), (scales,), (bias,), (outputs,))
+    (out,) = _products(kernel, rows, (tiles,), (scales,), (bias,), (outputs,))
     return out
 
 
 def _products(
-    compute: Callable[..., None],
+    kernel: _Kernel,
     rows: torch.Tensor,
     tiles: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None],
@@ -198,10 +223,15 @@ def _products(
             *(0 if bias is None else bias.data_ptr(), out.data_ptr(), count),
         )
     # What the kernel needs beside its results, so that it allocates nothing.
-    pairs = torch.empty_like(rows) if num_rows > 1 else None
-    compute(
+    if kernel.widens:
+        copies = threads if num_rows == 1 else num_rows
+        scratch: torch.Tensor | None = rows.new_empty(copies, inputs, dtype=torch.float32)
+    else:
+        scratch = torch.empty_like(rows) if num_rows > 1 else None
+    kernel.compute(
         *(rows.data_ptr(), (_INTEGER * len(layers))(*layers), len(outs)),
-        *(None if pairs is None else pairs.data_ptr(), num_rows, inputs, threads),
+        *(None if scratch is None else scratch.data_ptr(), num_rows, inputs),
+        *(threads, int(kernel.widens)),
     )
     return outs
 
@@ -286,19 +316,39 @@ def _layers_of_one_input(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]
     return [(rows, nodes) for rows, nodes in found if len(nodes) > 1]
 
 
-def _try(compute: Callable[..., None], weights: torch.dtype) -> None:
+def _try(kernel: _Kernel, weights: torch.dtype) -> None:
     """Raise `NoKernel` where the kernel's result is not that of PyTorch."""
-    random = torch.Generator().manual_seed(0)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random).bfloat16()
-
-    weight, bias = tensor(45, 70), tensor(45)
-    tiles, scales = _quantized(weight) if weights is torch.int8 else (_tiled(weight), None)
+    weight, bias = _random(45, 70), _random(45)
+    tiles, scales = _packed(weight, weights)
     for num_rows in _TRIED:
-        rows = tensor(num_rows, 70)
+        rows = _random(num_rows, 70)
         expected = F.linear(rows.float(), weight.float(), bias.float())
-        result = _product(compute, rows, tiles, scales, bias, len(weight)).float()
+        result = _product(kernel, rows, tiles, scales, bias, len(weight)).float()
         error = ((result - expected).abs().max() / expected.abs().max()).item()
         if not error <= _TOLERANCE:
             raise NoKernel(f"its result for {num_rows} rows is off by {error:.3g}")
+
+
+def _fastest(kernels: Sequence[_Kernel], weights: torch.dtype) -> _Kernel:
+    """The kernel that computes a block of rows in the least time, each called in turns."""
+    if len(kernels) == 1:
+        return kernels[0]
+    weight, rows = _random(_TIMED_OUTPUTS, _TIMED_INPUTS), _random(_TIMED_ROWS, _TIMED_INPUTS)
+    tiles, scales = _packed(weight, weights)
+
+    def seconds(kernel: _Kernel) -> float:
+        started = time.perf_counter()
+        _product(kernel, rows, tiles, scales, None, _TIMED_OUTPUTS)
+        return time.perf_counter() - started
+
+    times = [[seconds(kernel) for kernel in kernels] for _ in range(_TIMED_ROUNDS)]
+    least = [min(of_kernel) for of_kernel in zip(*times, strict=True)]
+    return kernels[least.index(min(least))]
+
+
+def _random(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
+
+
+def _packed(weight: torch.Tensor, weights: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return _quantized(weight) if weights is torch.int8 else (_tiled(weight), None)
