@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import itertools
+import time
 import types
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -15,11 +17,17 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import LlamaConfig
 
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import attention as attention_module
 from trencadis.engine.devices.cpu import native_kernel
-from trencadis.engine.devices.cpu.attention import AttentionKernel, CPUAttention, attention_kernel
+from trencadis.engine.devices.cpu.attention import (
+    AttentionKernel,
+    CPUAttention,
+    attention_kernel,
+    attention_kernel_of,
+)
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
@@ -60,7 +68,14 @@ def kernel(groups: int, head_dim: int, dtype: torch.dtype) -> AttentionKernel:
 
 
 class KernelAttention(CPUAttention):
-    """The CPU's attention with the kernels for the heads that it is called with."""
+    """The CPU's attention with the kernels for the heads that it is called with.
+
+    ``widens``: how prefill multiplies.
+    """
+
+    def __init__(self, *, widens: bool = False) -> None:
+        super().__init__()
+        self._widens = widens
 
     def attend(
         self,
@@ -72,8 +87,8 @@ class KernelAttention(CPUAttention):
         scale: float,
     ) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
-        own = CPUAttention(kernel(groups, query.shape[3], query.dtype))
-        return own.attend(query, key, value, layer, paged, scale)
+        chosen = attrs.evolve(kernel(groups, query.shape[3], query.dtype), widens=self._widens)
+        return CPUAttention(chosen).attend(query, key, value, layer, paged, scale)
 
 
 FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention(), KernelAttention()]
@@ -297,7 +312,11 @@ def exact(case: Sequences, row: int) -> torch.Tensor:
     return (scores.masked_fill(~causal, -torch.inf).softmax(-1) @ v).transpose(0, 1)
 
 
-@pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
+@pytest.mark.parametrize(
+    "attention",
+    [FORMULATIONS[0], FORMULATIONS[2], KernelAttention(widens=True)],
+    ids=["blocks", "cpu", "cpu-fp32"],
+)
 @settings(max_examples=25, deadline=None)
 @given(
     st.lists(st.integers(1, 300), min_size=1, max_size=3),
@@ -332,11 +351,15 @@ def test_chunks_in_bf16_stay_within_its_rounding(
     assert not out[end:].any()
 
 
+@pytest.mark.parametrize("widens", [False, True], ids=["pairs", "fp32"])
 @pytest.mark.parametrize("cuts", [(1,), (64,), (100, 130), (31, 64, 65, 199)])
-def test_a_prompt_gives_the_same_bits_however_it_is_cut(cuts: tuple[int, ...]) -> None:
+def test_a_prompt_gives_the_same_bits_however_it_is_cut(
+    cuts: tuple[int, ...], widens: bool
+) -> None:
     if kernel(3, 64, torch.bfloat16).prefill is None:
         pytest.skip("this processor prefills with PyTorch's operations")
-    case = Sequences([200], 6, 2, torch.bfloat16, KernelAttention(), 16, 64)
+    attention = KernelAttention(widens=widens)
+    case = Sequences([200], 6, 2, torch.bfloat16, attention, 16, 64)
     whole = prefill(case, [(0, 0, 200)])
     edges = (0, *cuts, 200)
     parts = [prefill(case, [(0, start, end - start)]) for start, end in itertools.pairwise(edges)]
@@ -382,6 +405,23 @@ def test_a_processor_without_products_of_bf16_prefills_with_operations(
     torch.testing.assert_close(out, exact(case, 0), atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("slow", [True, False])
+def test_prefill_multiplies_in_the_faster_way(monkeypatch: pytest.MonkeyPatch, slow: bool) -> None:
+    """Whichever that is here: each is delayed in turn."""
+    if kernel(2, 32, torch.bfloat16).prefill is None:
+        pytest.skip("this processor prefills with PyTorch's operations")
+    right = attention_module._prefill
+
+    def delayed(compute: Callable[..., int], widens: bool, *given: Any) -> torch.Tensor:
+        if widens is slow:
+            time.sleep(0.002)
+        return right(compute, widens, *given)
+
+    monkeypatch.setattr(attention_module, "_prefill", delayed)
+    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    assert attention_kernel_of(config, torch.bfloat16).widens is not slow
+
+
 @pytest.mark.parametrize("wrong", ["narrow values", "one head", "fp32"])
 def test_rows_that_the_cache_does_not_hold_are_not_read_by_a_kernel(wrong: str) -> None:
     """It would read beyond them."""
@@ -412,7 +452,7 @@ def test_a_kernel_without_memory_raises_and_writes_nothing() -> None:
         chunk = (ctypes.c_int64 * 4)(0, tokens, 0, 0)
         last = {
             "decode": (None, None, None, 0, 0, tokens, 1, 16, 1.0, 2),
-            "prefill": (chunk, 1, tokens, 1, 16, 1.0, 2),
+            "prefill": (chunk, 1, tokens, 1, 16, 1.0, 2, 0),
         }[name]
         cache = (case.cache.key(0).data_ptr(), case.cache.value(0).data_ptr())
         status = compute(None, 0, 0, None, None, 0, 0, 0, 0, None, *cache, None, None, *last)

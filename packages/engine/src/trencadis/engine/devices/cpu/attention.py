@@ -15,7 +15,7 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
-from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
+from trencadis.engine.devices.cpu.native_kernel import NoKernel, fastest, load_kernel
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
 from trencadis.engine.models.paged_context import (
     MASKED,
@@ -43,7 +43,7 @@ _ROWS: tuple[Any, ...] = (
 """What both kernels take first: queries, keys and values, the result, the cache, and the slots."""
 
 _DECODE: tuple[Any, ...] = (*_ROWS, *[_POINTER] * 3, *[_INTEGER] * 5, ctypes.c_float, _INTEGER)
-_PREFILL: tuple[Any, ...] = (*_ROWS, _POINTER, *[_INTEGER] * 4, ctypes.c_float, _INTEGER)
+_PREFILL: tuple[Any, ...] = (*_ROWS, _POINTER, *[_INTEGER] * 4, ctypes.c_float, *[_INTEGER] * 2)
 
 
 @attrs.frozen(eq=False)
@@ -51,7 +51,8 @@ class AttentionKernel:
     """The functions of the source, compiled for the heads and the type of a model.
 
     They take the arguments of the source, in order. ``prefill`` is None where PyTorch's operations
-    are faster. ``groups`` are the query heads of each KV head.
+    are faster. ``groups`` are the query heads of each KV head. ``widens``: whether prefill
+    multiplies bf16 widened to fp32, or pairs of bf16 (see `load_linear_kernel`).
     """
 
     decode: Callable[..., int]
@@ -59,6 +60,7 @@ class AttentionKernel:
     groups: int
     head_dim: int
     dtype: torch.dtype
+    widens: bool = False
 
     def fits(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
@@ -112,7 +114,7 @@ class CPUAttention:
         if isinstance(paged, DecodeContext):
             return _decode(kernel.decode, query, key, value, layer, paged, scale)
         if isinstance(paged, RaggedContext) and kernel.prefill is not None:
-            return _prefill(kernel.prefill, query, key, value, layer, paged, scale)
+            return _prefill(kernel.prefill, kernel.widens, query, key, value, layer, paged, scale)
         return self._blocks.attend(query, key, value, layer, paged, scale)
 
 
@@ -142,6 +144,7 @@ def _decode(
 
 def _prefill(
     compute: Callable[..., int],
+    widens: bool,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -157,7 +160,7 @@ def _prefill(
             *rows,
             *((_INTEGER * len(chunks))(*chunks), len(paged.chunks)),
             *(query.shape[2], keys.shape[1], keys.shape[2]),
-            *(scale, torch.get_num_threads()),
+            *(scale, torch.get_num_threads(), int(widens)),
         )
     )
     return out
@@ -212,8 +215,10 @@ def attention_kernel_of(
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kernel = attention_kernel(heads, kv_heads, head_dim, dtype, directory, trusted=trusted)
-    _try(kernel, heads // kv_heads, head_dim, dtype)
-    return kernel
+    ways = [kernel] if kernel.prefill is None else [attrs.evolve(kernel, widens=True), kernel]
+    for way in ways:
+        _try(way)
+    return fastest(ways, _timed(kernel))
 
 
 def attention_kernel(
@@ -242,19 +247,15 @@ def attention_kernel(
     return AttentionKernel(decode, prefill, heads // kv_heads, head_dim, dtype)
 
 
-def _try(kernel: AttentionKernel, groups: int, head_dim: int, dtype: torch.dtype) -> None:
+_TRIAL_BLOCKS, _TRIAL_KV_HEADS, _TRIAL_BLOCK_SIZE = 8, 2, 24
+
+
+def _try(kernel: AttentionKernel) -> None:
     """Raise `NoKernel` where the kernel's result differs from that of PyTorch's operations."""
-    blocks, kv_heads, size = 8, 2, 24
-    random = torch.Generator().manual_seed(0)
-
-    def tensor(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=random).to(dtype)
-
-    held = tensor(2, blocks, kv_heads, size, head_dim)
+    head_dim, dtype = kernel.head_dim, kernel.dtype
+    held = _trial_cache(kernel)
     for make_context, tokens in ((_trial_decode, 3), (_trial_prefill, 40)):
-        query, key, value = (
-            tensor(1, heads, tokens, head_dim) for heads in (groups * kv_heads, kv_heads, kv_heads)
-        )
+        query, key, value = _trial_rows(kernel, tokens)
         expected, result = (
             attention.attend(query, key, value, 0, make_context(held.clone()), head_dim**-0.5)
             for attention in (CPUAttention(), CPUAttention(kernel))
@@ -262,6 +263,30 @@ def _try(kernel: AttentionKernel, groups: int, head_dim: int, dtype: torch.dtype
         error = (result.float() - expected.float()).abs().max().item()
         if not error <= _TOLERANCE[dtype]:
             raise NoKernel(f"its result is off by {error:.3g}")
+
+
+def _timed(kernel: AttentionKernel) -> Callable[[AttentionKernel], object]:
+    """What decides how a kernel multiplies: the chunks of the trial."""
+    context, rows = _trial_prefill(_trial_cache(kernel)), _trial_rows(kernel, 40)
+    return lambda way: CPUAttention(way).attend(*rows, 0, context, 1.0)
+
+
+def _trial_cache(kernel: AttentionKernel) -> torch.Tensor:
+    shape = (2, _TRIAL_BLOCKS, _TRIAL_KV_HEADS, _TRIAL_BLOCK_SIZE, kernel.head_dim)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(kernel.dtype)
+
+
+def _trial_rows(
+    kernel: AttentionKernel, tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values."""
+    random = torch.Generator().manual_seed(tokens)
+
+    def rows(heads: int) -> torch.Tensor:
+        shape = (1, heads, tokens, kernel.head_dim)
+        return torch.randn(shape, generator=random).to(kernel.dtype)
+
+    return rows(kernel.groups * _TRIAL_KV_HEADS), rows(_TRIAL_KV_HEADS), rows(_TRIAL_KV_HEADS)
 
 
 def _trial_decode(held: torch.Tensor) -> DecodeContext:

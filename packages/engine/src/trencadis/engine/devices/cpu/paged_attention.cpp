@@ -356,9 +356,56 @@ struct Cache {
     }
 };
 
-// out [R, 32] = out * ratio + pairs [units, R] by tile [units, 32]. Without a ratio `out` is not read.
-static inline void multiply(float* out, int64_t stride, const float* ratio, const int32_t* pairs,
-                            const int32_t* tile, int units) {
+// The two ways to multiply: see `tiled_linear.cpp`. Rows of a product are `units` pairs of bf16, or
+// the two floats of each, always with R rows beside each other.
+struct Pairs {
+    typedef int32_t Entry;
+    static constexpr int OF_UNIT = 1;
+
+    static inline void put(int32_t* entries, int32_t pair) { *entries = pair; }
+
+    static inline void add(__m512 (&sums)[R][2], const int32_t* entries, const int32_t* tile) {
+        const __m512bh t0 = (__m512bh)_mm512_loadu_si512(tile);
+        const __m512bh t1 = (__m512bh)_mm512_loadu_si512(tile + W);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(entries[r]);
+            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], t0, x);
+            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], t1, x);
+        }
+    }
+};
+
+struct Floats {
+    typedef float Entry;
+    static constexpr int OF_UNIT = 2;
+
+    static inline void put(float* entries, int32_t pair) {
+        const uint32_t both[2] = {(uint32_t)pair << 16, (uint32_t)pair & 0xffff0000u};
+        for (int i = 0; i < 2; ++i) std::memcpy(entries + i * R, both + i, sizeof *entries);
+    }
+
+    static inline void add(__m512 (&sums)[R][2], const float* entries, const int32_t* tile) {
+        const __m512i t0 = _mm512_loadu_si512(tile), t1 = _mm512_loadu_si512(tile + W);
+        add(sums, entries, (__m512)_mm512_slli_epi32(t0, 16), (__m512)_mm512_slli_epi32(t1, 16));
+        add(sums, entries + R, (__m512)_mm512_maskz_mov_epi16(0xAAAAAAAA, t0),
+            (__m512)_mm512_maskz_mov_epi16(0xAAAAAAAA, t1));
+    }
+
+    static inline void add(__m512 (&sums)[R][2], const float* entries, __m512 t0, __m512 t1) {
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const __m512 x = _mm512_set1_ps(entries[r]);
+            sums[r][0] = _mm512_fmadd_ps(t0, x, sums[r][0]);
+            sums[r][1] = _mm512_fmadd_ps(t1, x, sums[r][1]);
+        }
+    }
+};
+
+// out [R, 32] = out * ratio + rows [units, R] by tile [units, 32]. Without a ratio `out` is not read.
+template <class Products>
+static inline void multiply(float* out, int64_t stride, const float* ratio,
+                            const typename Products::Entry* rows, const int32_t* tile, int units) {
     __m512 sums[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
@@ -366,16 +413,8 @@ static inline void multiply(float* out, int64_t stride, const float* ratio, cons
             sums[r][h] = ratio == nullptr ? _mm512_setzero_ps()
                                           : _mm512_mul_ps(_mm512_loadu_ps(out + r * stride + h * W),
                                                           _mm512_set1_ps(ratio[r]));
-    for (int u = 0; u < units; ++u, pairs += R, tile += COLUMNS) {
-        const __m512bh t0 = (__m512bh)_mm512_loadu_si512(tile);
-        const __m512bh t1 = (__m512bh)_mm512_loadu_si512(tile + W);
-#pragma GCC unroll 16
-        for (int r = 0; r < R; ++r) {
-            const __m512bh x = (__m512bh)_mm512_set1_epi32(pairs[r]);
-            sums[r][0] = _mm512_dpbf16_ps(sums[r][0], t0, x);
-            sums[r][1] = _mm512_dpbf16_ps(sums[r][1], t1, x);
-        }
-    }
+    for (int u = 0; u < units; ++u, rows += R * Products::OF_UNIT, tile += COLUMNS)
+        Products::add(sums, rows, tile);
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
         for (int h = 0; h < 2; ++h) _mm512_storeu_ps(out + r * stride + h * W, sums[r][h]);
@@ -415,12 +454,13 @@ struct Packed {
     }
 };
 
-// One row's scores of a tile: softmax so far, and the weights as pairs, `R` apart.
+// One row's scores of a tile: softmax so far, and the weights as a row of a product.
 struct Softmax {
     float peak = -INFINITY, total = 0;
 
     // Takes the positions up to `last`; returns the ratio of the old sums to the new ones.
-    float add(const float* scores, float scale, int last, int32_t* pairs) {
+    template <class Products>
+    float add(const float* scores, float scale, int last, typename Products::Entry* weights) {
         const Integers lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         Vector x[TILE / W], tops = splat(-INFINITY), sums = Vector{};
         for (int v = 0; v < TILE / W; ++v) {
@@ -438,30 +478,36 @@ struct Softmax {
         for (int v = 0; v < TILE / W; v += 2)
             _mm512_store_si512(row + v * W / 2, (__m512i)_mm512_cvtne2ps_pbh((__m512)x[v + 1],
                                                                              (__m512)x[v]));
-        for (int u = 0; u < TILE / 2; ++u) pairs[u * R] = row[u];
+        for (int u = 0; u < TILE / 2; ++u)
+            Products::put(weights + u * R * Products::OF_UNIT, row[u]);
         peak = top;
         total = total * ratio + sum(sums);
         return ratio;
     }
 };
 
+template <class Products>
 static void attend_queries(const Queries& item, const Chunk& chunk, const Cache& cache,
                            const Scalar* query, int64_t query_head, int64_t query_row, Scalar* out,
                            int64_t K, float scale) {
     const int64_t count = std::min<int64_t>(QUERIES, chunk.end - chunk.start - item.first);
     const int64_t rows = count * G, start = chunk.start + item.first;
-    alignas(64) int32_t queries[ROWS * D / 2] = {};   // blocks of R rows, each [D / 2, R]
-    alignas(64) float sums[ROWS * WIDTH] = {};        // [ROWS, WIDTH]
-    alignas(64) float scores[R * TILE];               // [R, TILE]
-    alignas(64) int32_t weights[TILE / 2 * R] = {};   // [TILE / 2, R]
+    typedef typename Products::Entry Entry;
+    constexpr int64_t OF_UNIT = Products::OF_UNIT, OF_ROW = D / 2 * OF_UNIT;
+    alignas(64) Entry queries[ROWS * OF_ROW] = {};             // blocks of R rows, of D / 2 units
+    alignas(64) float sums[ROWS * WIDTH] = {};                 // [ROWS, WIDTH]
+    alignas(64) float scores[R * TILE];                        // [R, TILE]
+    alignas(64) Entry weights[TILE / 2 * R * OF_UNIT] = {};    // R rows of TILE / 2 units
     Softmax softmax[ROWS];
     Packed packed;
     const Scalar* of_head = query + item.head * G * query_head + start * query_row;
     for (int64_t row = 0; row < rows; ++row) {
         const Scalar* from = of_head + row % G * query_head + row / G * query_row;
-        for (int u = 0; u < D / 2; ++u)
-            std::memcpy(queries + row / R * R * D / 2 + u * R + row % R, from + 2 * u,
-                        sizeof(int32_t));
+        for (int u = 0; u < D / 2; ++u) {
+            int32_t pair;
+            std::memcpy(&pair, from + 2 * u, sizeof pair);
+            Products::put(queries + row / R * R * OF_ROW + u * R * OF_UNIT + row % R, pair);
+        }
     }
     std::memset(packed.values, 0, sizeof packed.values);
     const int64_t first = chunk.context + item.first, visible = first + count;
@@ -469,16 +515,17 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
         packed.fill(cache, chunk, item.head, tile, (int)std::min<int64_t>(TILE, visible - tile));
         for (int64_t begin = 0; begin < rows; begin += R) {
             for (int h = 0; h < TILE / COLUMNS; ++h)
-                multiply(scores + h * COLUMNS, TILE, nullptr, queries + begin * D / 2,
-                         packed.keys + h * COLUMNS * D / 2, D / 2);
+                multiply<Products>(scores + h * COLUMNS, TILE, nullptr, queries + begin * OF_ROW,
+                                   packed.keys + h * COLUMNS * D / 2, D / 2);
             float ratio[R] = {};
             for (int64_t r = 0; r < std::min<int64_t>(R, rows - begin); ++r) {
                 const int64_t last = std::min<int64_t>(TILE, first + (begin + r) / G - tile);
-                ratio[r] = softmax[begin + r].add(scores + r * TILE, scale, (int)last, weights + r);
+                ratio[r] = softmax[begin + r].template add<Products>(scores + r * TILE, scale,
+                                                                     (int)last, weights + r);
             }
             for (int c = 0; c < WIDTH / COLUMNS; ++c)
-                multiply(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio, weights,
-                         packed.values + c * COLUMNS * TILE / 2, TILE / 2);
+                multiply<Products>(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio, weights,
+                                   packed.values + c * COLUMNS * TILE / 2, TILE / 2);
         }
     }
     for (int64_t row = 0; row < rows; ++row) {
@@ -492,13 +539,14 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
 
 // query [K * G, T, D], key and value [K, T, D], each with the strides of its first two axes; out
 // [T, K * G, D]; write_blocks, write_offsets [T]. The chunks follow each other from token 0 on. Tokens
-// after the last one are padding: nothing is written for them, and their rows of `out` are 0.
+// after the last one are padding: nothing is written for them, and their rows of `out` are 0. widens:
+// by `Floats`, otherwise by `Pairs`.
 extern "C" int prefill_attention(
     const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
     const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
     Scalar* out, Scalar* keys, Scalar* values, const int64_t* write_blocks,
     const int64_t* write_offsets, const Chunk* chunks, int64_t num_chunks, int64_t T, int64_t K,
-    int64_t S, float scale, int64_t num_threads) try {
+    int64_t S, float scale, int64_t num_threads, int64_t widens) try {
     const Cache cache{keys, values, K * S * D, S * D, S, write_blocks, write_offsets};
     int64_t count = 0;
     for (int64_t i = 0; i < num_chunks; ++i) count += chunks[i].blocks_of_queries() * K;
@@ -508,6 +556,7 @@ extern "C" int prefill_attention(
     for (int64_t i = 0; i < num_chunks; ++i)
         for (int64_t b = chunks[i].blocks_of_queries() - 1; b >= 0; --b)
             for (int64_t k = 0; k < K; ++k) items.push_back({i, k, b * QUERIES});
+    const auto attend = widens ? attend_queries<Floats> : attend_queries<Pairs>;
     const int64_t end = num_chunks == 0 ? 0 : chunks[num_chunks - 1].end;
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -520,8 +569,8 @@ extern "C" int prefill_attention(
         }
 #pragma omp for schedule(dynamic, 1)
         for (int64_t i = 0; i < count; ++i)
-            attend_queries(items[i], chunks[items[i].chunk], cache, query, query_head, query_row,
-                           out, K, scale);
+            attend(items[i], chunks[items[i].chunk], cache, query, query_head, query_row, out, K,
+                   scale);
     }
     std::memset(out + end * K * G * D, 0, sizeof(Scalar) * (T - end) * K * G * D);
     return 0;

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import ctypes
 import operator
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from trencadis.engine.devices.cpu.native_kernel import NoKernel, load_kernel
+from trencadis.engine.devices.cpu.native_kernel import NoKernel, fastest, load_kernel
 from trencadis.kvcache import ceil_div
 
 _SOURCE = Path(__file__).with_name("tiled_linear.cpp")
@@ -39,8 +38,8 @@ _TOLERANCE = 0.02
 _TRIED = (1, 14, 29)
 """Rows of the trials: a decode of one sequence, a whole block of the kernel, and several blocks."""
 
-_TIMED_ROWS, _TIMED_INPUTS, _TIMED_OUTPUTS, _TIMED_ROUNDS = 28, 512, 256, 20
-"""Of the products that decide how a kernel multiplies: some milliseconds."""
+_TIMED_ROWS, _TIMED_INPUTS, _TIMED_OUTPUTS = 28, 512, 256
+"""Of the product that decides how a kernel multiplies: less than a millisecond."""
 
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: tuple[Any, ...] = (
@@ -97,7 +96,7 @@ def load_linear_kernel(
         raise NoKernel("this processor has no products of pairs of bf16")
     for kernel in kernels:
         _try(kernel, weights)
-    _KERNELS[weights] = _fastest(kernels, weights)
+    _KERNELS[weights] = fastest(kernels, _timed(weights))
 
 
 class TiledLinear(nn.Module):
@@ -329,21 +328,11 @@ def _try(kernel: _Kernel, weights: torch.dtype) -> None:
             raise NoKernel(f"its result for {num_rows} rows is off by {error:.3g}")
 
 
-def _fastest(kernels: Sequence[_Kernel], weights: torch.dtype) -> _Kernel:
-    """The kernel that computes a block of rows in the least time, each called in turns."""
-    if len(kernels) == 1:
-        return kernels[0]
+def _timed(weights: torch.dtype) -> Callable[[_Kernel], object]:
+    """What decides how a kernel multiplies: the product of two blocks of rows."""
     weight, rows = _random(_TIMED_OUTPUTS, _TIMED_INPUTS), _random(_TIMED_ROWS, _TIMED_INPUTS)
     tiles, scales = _packed(weight, weights)
-
-    def seconds(kernel: _Kernel) -> float:
-        started = time.perf_counter()
-        _product(kernel, rows, tiles, scales, None, _TIMED_OUTPUTS)
-        return time.perf_counter() - started
-
-    times = [[seconds(kernel) for kernel in kernels] for _ in range(_TIMED_ROUNDS)]
-    least = [min(of_kernel) for of_kernel in zip(*times, strict=True)]
-    return kernels[least.index(min(least))]
+    return lambda kernel: _product(kernel, rows, tiles, scales, None, _TIMED_OUTPUTS)
 
 
 def _random(*shape: int) -> torch.Tensor:
