@@ -147,6 +147,25 @@ def test_all_that_a_step_computes_is_one_forward_pass(
     assert llm.core.stats.num_padded_tokens <= 15 * sum(count > 0 for count in chunks)
 
 
+@pytest.mark.parametrize(
+    ("num_decodes", "length", "padding"),
+    [(0, 5, 0), (0, 16, 0), (0, 17, 15), (3, 5, 0), (3, 15, 14)],
+)
+def test_only_passes_of_more_than_16_tokens_are_padded(
+    tiny_model: Path, num_decodes: int, length: int, padding: int
+) -> None:
+    """To a multiple of 16; decodes have the smaller numbers, too."""
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(device="cpu")))
+    core.warm_up()
+    for i in range(num_decodes):
+        core.add(str(i), (i,), GREEDY)
+    core.step()
+    core.add("prompt", tuple(range(length)), GREEDY)
+    core.step()
+    assert core.stats.num_padded_tokens == padding
+    core.close()
+
+
 def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(warmup="full")))
     report = core.warm_up()

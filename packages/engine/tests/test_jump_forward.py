@@ -16,6 +16,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_structured_output import PERSON, DeviceOnCPU, Served, check_schema, is_person, make_core
+from test_warm_up import Tracing
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from trencadis.engine import (
@@ -348,6 +349,37 @@ def test_beside_as_many_sequences_as_tokens_a_pass_of_its_own_does_not_pay(tiny_
     core.close()
     core = make_core(tiny_model, **SHARED)
     assert core.worker.runner.pays_to_jump(20, 1, 64)
+    core.close()
+
+
+@pytest.mark.parametrize(("num_samples", "steps"), [(1, 2), (2, 4)])
+def test_samples_of_one_request_count_one_by_one(
+    tiny_model, tokenizer, num_samples: int, steps: int
+) -> None:
+    """Two tokens are forced: a pass of their own saves more than it takes beside one sequence."""
+    core = make_core(tiny_model)
+    params = bound(StructuredOutput(regex="[a-z]xy[0-9]"), n=num_samples)
+    served, num_steps = serve(core, tokenizer, a=params)
+    assert {len(answer.token_ids) for answer in served.answers.values()} == {4}
+    assert num_steps == steps
+    core.close()
+
+
+@pytest.mark.parametrize(
+    ("warmup", "steps"),
+    [
+        pytest.param("none", TAGS_LENGTH - len("</kind>"), id="cold"),
+        pytest.param("full", 3, id="warm", marks=pytest.mark.slow),
+    ],
+)
+def test_where_shapes_are_compiled_a_jump_takes_a_bucket_that_was_warmed_up(
+    tiny_model, tokenizer, warmup: str, steps: int
+) -> None:
+    """Only the end of the answer, which nothing computes, jumps beside a cold one."""
+    core = make_core(tiny_model, Tracing(), warmup=warmup, compile=True, on_bucket_miss="eager")
+    served, num_steps = serve(core, tokenizer, a=bound())
+    assert len(served.answers["a", 0].token_ids) == TAGS_LENGTH
+    assert num_steps == steps
     core.close()
 
 

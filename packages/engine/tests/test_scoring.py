@@ -289,6 +289,9 @@ def test_arguments_of_the_template_that_are_none_are_refused_by_name(published: 
     with pytest.raises(InvalidRequest) as caught:
         llm.tokenizer.render_pair(PairPrompt("joined"), "a", "b", chat_template_kwargs={"x": 1})
     assert caught.value.field == "chat_template_kwargs"
+    with pytest.raises(InvalidRequest) as caught:
+        llm.tokenizer.render_pair(PairPrompt("joined", "find pages"), "a", "b")
+    assert caught.value.field == "instruction"
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
@@ -565,6 +568,19 @@ def test_texts_may_be_joined(tmp_path: Path) -> None:
     assert close(scores_of(llm), sigmoid(heads(checkpoint, [QUERY + text for text in DOCUMENTS])))
     with pytest.raises(InvalidRequest, match="write it into the query"):
         llm.score(QUERY, DOCUMENTS, instruction="Find poems.")
+
+
+def test_texts_that_are_joined_have_no_place_for_a_default_prompt(tmp_path: Path) -> None:
+    checkpoint, file = save_classifier(tmp_path), "config_sentence_transformers.json"
+    prompts = {"prompts": {"web": "find pages", "empty": ""}}
+    write(checkpoint, file, {**prompts, "default_prompt_name": "web"})
+    with pytest.raises(ConfigError, match=rf"'web' that the {file} of .* remove") as caught:
+        scorer(checkpoint, score_prompt="joined")
+    assert caught.value.field == "score_prompt"
+    wanted = sigmoid(heads(checkpoint, [QUERY + text for text in DOCUMENTS]))
+    for default in (None, "empty"):
+        write(checkpoint, file, {**prompts, "default_prompt_name": default})
+        assert close(scores_of(scorer(checkpoint, score_prompt="joined")), wanted)
 
 
 def test_a_score_head_whose_result_is_no_number_fails_its_pair_alone(tmp_path: Path) -> None:

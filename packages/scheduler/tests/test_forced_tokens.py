@@ -165,13 +165,23 @@ def test_single_ones_take_no_prefill_budget() -> None:
     assert len(output.decodes) == 3, "a token of each, and the first one of the prompt"
 
 
-def test_a_sequence_forgets_them_with_its_next_sampled_token() -> None:
-    scheduler = make()
-    sequence = scheduler.add(request("a"))
-    run(scheduler, 7, forced=(8, 9))
-    run(scheduler, 7)
-    run(scheduler, 7)
-    assert sequence.num_forced_tokens == 0
+@pytest.mark.parametrize("swapped", ["in a forced run", "decoding", "in a prompt"])
+def test_a_swapped_request_waits_for_prefill_budget_with_a_prompt_alone(swapped: str) -> None:
+    scheduler = make(max_prefill_tokens=4, num_host_blocks=64, force_evict_hold_s=0.0)
+    scheduler.costs.prefill_s_per_token = 1.0  # so that it is swapped and not recomputed
+    scheduler.add(request("swapped", 10 if swapped == "in a prompt" else 1))
+    scheduler.add(request("other", 1, max_tokens=40))
+    output = scheduler.schedule()
+    sampled = {item.seq_id: 7 for item in output.decodes}
+    forced = {1: (6,) * 30} | ({0: (5,) * 9} if swapped == "in a forced run" else {})
+    scheduler.update(output, sampled, forced=forced)
+    run(scheduler)
+    scheduler.abort_and_swap(["swapped"])
+    output, _ = run(scheduler)
+    assert scheduler.num_preemptions - scheduler.num_recomputes == 1
+    assert [(chunk.seq_id, len(chunk.token_ids)) for chunk in output.prompts] == [(1, 4)]
+    assert [decode.seq_id for decode in output.decodes] == ([] if "prompt" in swapped else [0])
+    assert scheduler.num_swapped == ("prompt" in swapped)
 
 
 def test_they_do_not_tell_how_long_a_token_of_a_prompt_takes() -> None:
@@ -183,6 +193,29 @@ def test_they_do_not_tell_how_long_a_token_of_a_prompt_takes() -> None:
     assert learned != before
     run(scheduler, timing=StepTiming(prompts_s=4.0))
     assert scheduler.costs.prefill_s_per_token == learned
+
+
+@pytest.mark.parametrize("recomputed", ["one that has sampled since", "what two have in common"])
+def test_a_last_chunk_without_them_is_that_of_a_prompt(recomputed: str) -> None:
+    """Although it is no longer than they were."""
+    scheduler = make(max_num_batched_tokens=8, force_evict_hold_s=0.0)
+    if recomputed == "one that has sampled since":
+        scheduler.add(request("a", 2))
+        run(scheduler, 7, forced=(5,) * 9)
+        run(scheduler)
+        run(scheduler)  # 13 tokens, of which 12 are computed
+    else:
+        scheduler.add(request("a", 12, n=2))
+        run(scheduler)
+        output = scheduler.schedule()
+        scheduler.update(output, {0: 7, 1: 8}, forced={0: (5,) * 5, 1: (6,) * 5})
+    scheduler.abort_and_swap(["a"])
+    output, _ = run(scheduler)
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [8]
+    before = scheduler.costs.prefill_s_per_token
+    output, _ = run(scheduler, timing=StepTiming(prompts_s=4.0))
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [5 if "one" in recomputed else 4]
+    assert scheduler.costs.prefill_s_per_token != before
 
 
 @pytest.mark.parametrize(

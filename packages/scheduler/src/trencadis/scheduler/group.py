@@ -96,9 +96,10 @@ class Sequence:
     def is_in_prefill(self) -> bool:
         """Whether it computes a prompt, or is recomputed.
 
-        False while it computes no more than the last sampled token and those forced with it.
+        False while it computes no more than the last sampled token and those forced with it. They
+        are the newest: a leader that is recomputed with a part of its tokens has none among them.
         """
-        return self.num_slots - self.num_computed_tokens > 1 + self.num_forced_tokens
+        return len(self.token_ids) - self.num_computed_tokens > 1 + self.num_forced_tokens
 
 
 class QueueKey(NamedTuple):

@@ -24,7 +24,10 @@ class Runtime(Protocol):
     """A host that compiles a bucket when it first executes it."""
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Run one forward pass of exactly this shape on dummy data. Leave no visible state."""
+        """Run one forward pass of exactly this shape on dummy data. Leave no visible state.
+
+        A host may leave it out where an earlier one has made this shape ready.
+        """
 
     def synchronize(self) -> None:
         """Wait until the device has finished all submitted work."""

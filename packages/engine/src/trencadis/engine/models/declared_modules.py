@@ -15,9 +15,11 @@ from trencadis.engine.scoring import Activation
 from trencadis.engine.text_prompts import TextPrompts
 from trencadis.engine.validators import is_text
 
+SETTINGS_FILE = "config_sentence_transformers.json"
+"""Has the prompts, the name of the default one, and the activation of scores."""
+
 _MODULES = "modules.json"
 _TRANSFORMER = "sentence_bert_config.json"
-_SETTINGS = "config_sentence_transformers.json"
 
 _OF_EMBEDDINGS = ("Transformer", "Pooling", "Normalize")
 """The modules of sentence-transformers that an embedding may pass through. All embeddings are
@@ -112,7 +114,7 @@ def read_activation(source: str, config: PreTrainedConfig) -> Activation:
     """
     nested = getattr(config, "sentence_transformers", None)
     named = (
-        _read_object(source, _SETTINGS).get("activation_fn")
+        _read_object(source, SETTINGS_FILE).get("activation_fn")
         or (nested.get("activation_fn") if isinstance(nested, dict) else None)
         or getattr(config, "sbert_ce_default_activation_function", None)
     )
@@ -132,14 +134,14 @@ def read_prompts(source: str) -> TextPrompts:
 
     Raises `ModelError` for what are no texts by name, and for a default that is not among them.
     """
-    settings = _read_object(source, _SETTINGS)
+    settings = _read_object(source, SETTINGS_FILE)
     texts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
     is_named = isinstance(texts, dict) and all(map(is_text, (*texts, *texts.values())))
     is_known = default is None or (isinstance(default, str) and default in texts)
     if not is_named or not is_known:
         raise ModelError(
-            f"the {_SETTINGS} of {source} cannot be used: its prompts are {texts!r}, the default "
-            f"{default!r}"
+            f"the {SETTINGS_FILE} of {source} cannot be used: its prompts are {texts!r}, the "
+            f"default {default!r}"
         )
     return TextPrompts(texts, default)
 

@@ -10,10 +10,11 @@ from typing import Any
 
 from transformers import AutoTokenizer, PreTrainedConfig
 
-from trencadis.engine.errors import ModelError
+from trencadis.engine.errors import ConfigError, ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.chat_templates import template_text
 from trencadis.engine.models.declared_modules import (
+    SETTINGS_FILE,
     check_score_modules,
     has_modules,
     read_activation,
@@ -48,7 +49,8 @@ def find_scoring(
     Qwen3-Reranker: where ``name`` has that of the family, since its first releases are told from
     other models by nothing else, or where ``form`` says so. ``form``: that of the prompt, where the
     user names one. ``chat_template``: replaces that of the checkpoint. Raises `ModelError` for what
-    cannot be served, and where neither the checkpoint nor the user tells the form.
+    cannot be served, and where neither the checkpoint nor the user tells the form, and
+    `ConfigError` for a form without place for the default prompt of the checkpoint.
     """
     vocab_size = config.get_text_config(decoder=True).vocab_size
     is_family = _names_family(name) or form == _FAMILY
@@ -66,15 +68,23 @@ def find_scoring(
                 "in its modules.json. Leave score_prompt out to serve its embeddings"
             )
         return None
-    template = _template(source, chat_template)
+    template, texts = _template(source, chat_template), read_prompts(source)
     prompt = PairPrompt(
         form or _form(name, template, is_family=is_family),
-        read_prompts(source).prefix(),
+        texts.prefix(),
         read_template_arguments(source),
         # As transformers: a score head is applied to the last token that is no padding.
         config.get_text_config().pad_token_id if has_score_head else None,
     )
     _check_form(name, prompt.form, template)
+    if prompt.form == "joined" and prompt.instruction:
+        raise ConfigError(
+            f"score_prompt joined has no place for the default prompt {texts.default!r} that the "
+            f"{SETTINGS_FILE} of {name} declares, so every request would be refused: remove "
+            "default_prompt_name there and let clients write the prompt into the query, or choose "
+            "another score_prompt",
+            "score_prompt",
+        )
     # The softmax of two tokens, whatever is declared: it is what they were trained by.
     activation = "sigmoid" if len(tokens) == 2 else read_activation(source, config)
     logger.info(

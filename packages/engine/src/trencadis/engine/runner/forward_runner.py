@@ -158,10 +158,11 @@ class ForwardRunner:
 
     @torch.inference_mode()
     def prepare(self, batch: ModelInput) -> None:
-        """Compile for the shape of ``batch``, then run it once.
+        """Compile for the shape of ``batch`` where layers are compiled, then run it.
 
-        Where a program serves any number of tokens (`takes_any_tokens`), a shape whose program has
-        run is ready, and nothing is done.
+        Does nothing where `takes_any_tokens` holds and the program of the shape has run, be it in
+        another shape: then this one is ready. Without programs, each shape counts by itself.
+        Elsewhere the batch runs each time; after `capture` it replays the graph.
         """
         if self.takes_any_tokens and self._program_key(batch.shape) in self._warmed_up:
             return

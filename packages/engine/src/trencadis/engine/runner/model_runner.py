@@ -424,7 +424,11 @@ class ModelRunner:
     # Warm-up's GraphRuntime. Dummy batches write to the padding block only.
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
-        """Compile for the bucket's shapes where the device compiles, and run each shape once."""
+        """Compile for the bucket's shapes where the device compiles, and run each on dummy data.
+
+        Leaves out a shape whose program serves any number of tokens and has run in another bucket;
+        see `ForwardRunner.prepare`.
+        """
         for shape in self._shapes(phase, bucket):
             self._device.begin_step()
             self.forward_runner.prepare(self._dummy(shape))
