@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.runner.sampler import rank_tokens, sample
+from trencadis.engine.runner.sampler import argmax_in_blocks, rank_tokens, sample
 from trencadis.engine.runner.sampling_rows import SamplingRow
 from trencadis.engine.sampling_params import SamplingParams
 
@@ -32,6 +32,30 @@ LOGITS = torch.log(torch.tensor([0.5, 0.25, 0.15, 0.07, 0.03]))
 def test_greedy_takes_the_likeliest() -> None:
     tokens = sample(torch.stack([LOGITS, LOGITS.flip(0)]), [row(temperature=0.0)] * 2)
     assert [one.token_id for one in tokens] == [0, 4]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.integers(0, 4),
+    st.sampled_from([1, 127, 128, 255, 256, 257, 300, 1024, 49_152, 50_257]),
+    st.integers(0, 2**32),
+    st.lists(
+        st.tuples(st.integers(0, 10**6), st.sampled_from([math.nan, math.inf, -math.inf, 3.0])),
+        max_size=6,
+    ),
+)
+def test_the_largest_score_is_found_as_pytorch_finds_it(
+    rows: int, size: int, seed: int, special: list[tuple[int, float]]
+) -> None:
+    """Of equal ones the first; few different values, so that there are many."""
+    scores = torch.randint(-3, 3, (rows, size), generator=torch.Generator().manual_seed(seed))
+    scores = scores.float()
+    for place, value in special:
+        if rows:
+            scores.view(-1)[place % scores.numel()] = value
+    if rows > 1:
+        scores[1] = -math.inf
+    assert torch.equal(argmax_in_blocks(scores), scores.argmax(-1))
 
 
 def test_draws_follow_the_distribution() -> None:
