@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/linear_layers.py
 
-Both are called in turns, with enough weights that none stays in the caches from call to call. Times
-are of the processor, which other load on the machine moves less than those of a clock; the least of
-each is shown.
+The kernel multiplies pairs of bf16, or bf16 widened to fp32, and takes the faster way. All are called
+in turns, with enough weights that none stays in the caches from call to call. Times are of the
+processor, which other load on the machine moves less than those of a clock; the least of each is
+shown.
 """
 
 from __future__ import annotations
@@ -34,8 +35,7 @@ ROUNDS = 7
 
 
 def main() -> None:
-    load_linear_kernel()
-    table = Table("weights", "rows", "oneDNN", "kernel", "ratio", "kernel's GFLOP/s")
+    table = Table("weights", "rows", "oneDNN", "pairs of bf16", "fp32", "taken", "ratio", "GFLOP/s")
     for name, shapes in SHAPES.items():
         size = sum(2 * inputs * outputs for inputs, outputs in shapes)
         copies = max(2, WEIGHT_BYTES // size)
@@ -43,18 +43,30 @@ def main() -> None:
         packed, tiled = ([kind(layer) for layer in plain] for kind in (PackedLinear, TiledLinear))
         for rows in ROWS:
             given = {shape[0]: torch.randn(1, rows, shape[0]).bfloat16() for shape in shapes}
-            times = [(_seconds(packed, given), _seconds(tiled, given)) for _ in range(ROUNDS)]
-            theirs, ours = (min(column) / copies for column in zip(*times, strict=True))
+            times = [_in_turns(packed, tiled, given) for _ in range(ROUNDS)]
+            theirs, pairs, fp32, taken = (
+                min(column) / copies for column in zip(*times, strict=True)
+            )
             table.add_row(
                 name,
                 str(rows),
-                f"{theirs * 1e3:.2f} ms",
-                f"{ours * 1e3:.2f} ms",
-                f"{theirs / ours:.2f}",
-                f"{rows * size / ours / 1e9:.0f}",
+                *(f"{seconds * 1e3:.2f} ms" for seconds in (theirs, pairs, fp32, taken)),
+                f"{theirs / taken:.2f}",
+                f"{rows * size / taken / 1e9:.0f}",
             )
     Console(width=110).print(table)
     print(f"{torch.get_num_threads()} threads, torch {torch.__version__}")
+
+
+def _in_turns(
+    packed: Sequence[nn.Module], tiled: Sequence[nn.Module], given: dict[int, torch.Tensor]
+) -> list[float]:
+    """Seconds of oneDNN, of each way in which the kernel can multiply, and of the one it takes."""
+    seconds = [_seconds(packed, given)]
+    for widens in (False, True, None):
+        load_linear_kernel(widens=widens)
+        seconds.append(_seconds(tiled, given))
+    return seconds
 
 
 @torch.inference_mode()

@@ -31,6 +31,9 @@ from typing import Any, NamedTuple
 
 ENGINES = ("eager", "compile", "int8", "transformers", "vllm")
 MAX_MODEL_LEN = 1024
+SETTLE_SECONDS = 1.0
+"""Pause before each load: threads of the engine before may still wait for work, in a loop."""
+
 VLLM_MEMORY = 0.3
 """Share of the host's memory: the other engines need theirs."""
 
@@ -85,6 +88,7 @@ def measure(workers: dict[str, Worker], rounds: int) -> dict[Load, dict[str, lis
     for number in range(rounds + 1):
         for load in LOADS:
             for name, worker in workers.items():
+                time.sleep(SETTLE_SECONDS)
                 taken_s = worker.run(load, seed=number)
                 if number:
                     seconds[load][name].append(taken_s)
