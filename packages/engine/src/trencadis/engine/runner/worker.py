@@ -23,7 +23,7 @@ from trencadis.bucketing import (
     BucketingConfig,
     BucketingError,
 )
-from trencadis.engine.config import FITTED, EngineConfig, resolve_max_model_len
+from trencadis.engine.config import FITTED, EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
@@ -64,6 +64,7 @@ from trencadis.engine.runner.limits import (
     ServingLimits,
     check_memory,
     num_cache_blocks,
+    resolve_max_model_len,
     token_budget,
 )
 from trencadis.engine.runner.model_input import (
