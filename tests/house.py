@@ -140,6 +140,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.core": [
         {"config_payload", "request_conversion", "thermal_monitor"},
         {"request_table"},
+        {"step_sampling"},
         {"engine_core"},
         {"compile_cache", "reconfigure"},
         {"core_process"},
