@@ -218,7 +218,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "pooler",
             "sampler",
         },
-        {"model_runner"},
+        {"cache_sizing", "grid_choice", "model_runner"},
         {"worker"},
     ],
     "engine.simulated": [
