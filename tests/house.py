@@ -218,7 +218,9 @@ FLOORS: dict[str, list[set[str]]] = {
             "pooler",
             "sampler",
         },
-        {"cache_sizing", "grid_choice", "model_runner"},
+        {"bucket_choice", "cache_sizing", "grid_choice"},
+        {"batch_builder"},
+        {"model_runner"},
         {"worker"},
     ],
     "engine.simulated": [
