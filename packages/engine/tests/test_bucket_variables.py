@@ -217,7 +217,8 @@ def long_model(make_tiny_model: object, tmp_path_factory: pytest.TempPathFactory
 def buckets_in_use(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """Each change of the bucket that batches are padded to, from now on."""
     seen: list[tuple[str, object]] = []
-    bucket_of = core.worker.runner._bucket
+    buckets = core.worker.runner._buckets
+    bucket_of = buckets.find
 
     def note(phase: Phase, size: tuple[int, ...]) -> tuple[int, ...]:
         found = bucket_of(phase, size)
@@ -225,7 +226,7 @@ def buckets_in_use(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tu
             seen.append((phase.value, found))
         return found
 
-    monkeypatch.setattr(core.worker.runner, "_bucket", note)
+    monkeypatch.setattr(buckets, "find", note)
     return seen
 
 

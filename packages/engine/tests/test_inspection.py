@@ -117,8 +117,9 @@ def test_a_hit_counts_for_the_bucket_that_ran_not_for_the_cold_one_it_stands_in_
         for small, large in itertools.permutations(grid.buckets, 2)
         if small.shape[1:] == large.shape[1:] and 2 * small.shape[0] == large.shape[0]
     )
-    runner._ready_buckets.add((Phase.DECODE, warm))
-    assert runner._bucket(Phase.DECODE, cold.shape) == warm.shape
+    buckets = runner._buckets
+    buckets.mark_ready(Phase.DECODE, warm)
+    assert buckets.find(Phase.DECODE, cold.shape) == warm.shape
     assert misses == [cold]
     usage = core.inspect().grids[1]
     assert [i for i, hits in enumerate(usage.num_hits) if hits] == [cell(usage, *warm.shape)]

@@ -31,6 +31,7 @@ from trencadis.engine.core.config_payload import (
     config_payload,
 )
 from trencadis.engine.core.reconfigure import STEPS, ModelSwitcher
+from trencadis.engine.runner.cache_sizing import CacheSizing
 from trencadis.engine.runner.worker import Worker
 from trencadis.kvcache import DefragConfig
 from trencadis.warmup import WarmupConfig
@@ -366,25 +367,28 @@ def test_a_core_that_cannot_return_sleeps_until_it_can(
 
 
 @pytest.mark.parametrize("level", [1, 2])
-@pytest.mark.parametrize("part", ["_make_cache", "warm_up"])
+@pytest.mark.parametrize(
+    ("kind", "part"), [(CacheSizing, "make_cache"), (Worker, "warm_up")], ids=["cache", "warm-up"]
+)
 def test_a_core_whose_memory_was_taken_sleeps_on(
     first: EngineConfig,
     alone: list[list[list[int]]],
     monkeypatch: pytest.MonkeyPatch,
     level: int,
+    kind: type,
     part: str,
 ) -> None:
     core, switcher = started(first)
     switcher.sleep(level)
-    own = getattr(Worker, part)
+    own = getattr(kind, part)
 
-    def full(worker: Worker, *args: Any) -> Any:
+    def full(self: object, *args: Any) -> Any:
         if args[:2] == (1, 0):  # the cache of a core that sleeps
-            return own(worker, *args)
+            return own(self, *args)
         raise torch.OutOfMemoryError("out of memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Worker, part, full)
+        patch.setattr(kind, part, full)
         if part == "warm_up":
             core.worker.is_warm = False
         for _ in range(2):

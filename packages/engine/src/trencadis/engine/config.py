@@ -1,20 +1,44 @@
 """Engine settings: one frozen value, checked before anything is loaded.
 
-The settings classes of the libraries are imported when a configuration is made: the libraries load
-NumPy, which takes longer than everything else that ``engine-serve --help`` needs.
+`CapacitySettings` has those that a simulation shares. What the environment says of the libraries'
+settings is read by `library_settings`.
 """
 
 from __future__ import annotations
 
-import fnmatch
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 
+from trencadis.engine.capacity_settings import (
+    DEFAULT_SWAP_SPACE,
+    FAULTS,
+    HEAT,
+    INT32_MAX,
+    MAX_BYTES,
+    MEMORY,
+    MODEL,
+    WARMUP,
+    CapacitySettings,
+    DeviceDefault,
+)
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.library_settings import (
+    AXIS_SETTINGS,
+    BUCKETING_VARIABLES,
+    DEFRAG_VARIABLES,
+    GRAPH_VARIABLES,
+    SKIP_WARMUP,
+    default_defrag,
+    default_graphs,
+    library_settings,
+    library_variables,
+    sets_buckets,
+    sets_strategy,
+)
 from trencadis.engine.settings import (
     from_env,
     parse_flag,
@@ -32,7 +56,6 @@ from trencadis.engine.validators import (
     items_of,
     number,
     one_of,
-    power_of_two,
     shown,
     text,
 )
@@ -46,22 +69,8 @@ if TYPE_CHECKING:
 DEVICES = ("cpu", "cuda", "hpu")
 """The devices of `trencadis.engine.devices`, which is not imported here because it needs torch."""
 
-DEFAULT_SWAP_SPACE = 4.0
-"""GiB, as in ``vllm serve --swap-space``."""
-
-INT32_MAX = 2**31 - 1
-MAX_NUM_SEQS = 1 << 16
-MAX_BATCHED_TOKENS = 1 << 24
-"""Bounds beyond which a number is a slip of the pen: no device holds a batch of that size."""
-
-MAX_BYTES = 1 << 50
 MAX_SWAP_BANDWIDTH = 1e6
 """GB/s. The fastest links between device and host have some hundred."""
-
-
-class DeviceDefault(int):
-    """A default that the device replaces by its own (``Device.defaults``), if it has one."""
-
 
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -71,176 +80,9 @@ Runner = Literal["generate", "pooling"]
 ScorePrompt = Literal["auto", "template", "qwen3-reranker", "conversation", "joined"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
 
-MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
-FAULTS = "faults"
-"""Groups of flags in ``--help``."""
-
-BUCKETING_VARIABLES = (
-    "VLLM_BUCKETING_STRATEGY",
-    "VLLM_PROMPT_BUCKETING_STRATEGY",
-    "VLLM_DECODE_BUCKETING_STRATEGY",
-    "VLLM_PROMPT_BS_BUCKET_*",
-    "VLLM_PROMPT_QUERY_BUCKET_*",
-    "VLLM_PROMPT_SEQ_BUCKET_*",
-    "VLLM_PROMPT_CTX_BUCKET_*",
-    "VLLM_DECODE_BS_BUCKET_*",
-    "VLLM_DECODE_BLOCK_BUCKET_*",
-    "VLLM_DECODE_SEQ_BUCKET_*",
-    "VLLM_BUCKETING_FROM_FILE",
-    "VLLM_PROMPT_BUCKETING_TRAFFIC",
-    "VLLM_DECODE_BUCKETING_TRAFFIC",
-    "VLLM_CONTIGUOUS_PA",
-    "VLLM_EXPONENTIAL_BUCKETING",
-)
-AXIS_SETTINGS = "MIN, STEP, MAX, LIMIT, PAD_MAX or PAD_PERCENT"
 GRIDS = ("paged", "seq", "learn")
 FITTED = "fitted:"
 """Values of `EngineConfig.bucket_grid`, and the beginning of one that names a file."""
-
-DEFRAG_VARIABLES = (
-    "VLLM_DEFRAG",
-    "VLLM_DEFRAG_WARMUP",
-    "VLLM_DEFRAG_THRESHOLD",
-    "VLLM_DEBUG",
-)
-GRAPH_VARIABLES = (
-    "VLLM_GRAPH_RESERVED_MEM",
-    "VLLM_GRAPH_PROMPT_RATIO",
-    "VLLM_GRAPH_PROMPT_STRATEGY",
-    "VLLM_GRAPH_DECODE_STRATEGY",
-)
-SKIP_WARMUP = "VLLM_SKIP_WARMUP"
-"""The variables of Gaudi's vLLM plugin that the settings classes of the libraries read."""
-
-
-def library_settings(
-    environ: Mapping[str, str],
-) -> tuple[BucketingConfig, WarmupConfig, DefragConfig]:
-    """What the environment says of the libraries' settings.
-
-    Raises `ConfigError`, which names the variable.
-    """
-    from trencadis.bucketing import BucketingConfig, BucketingError  # noqa: PLC0415
-    from trencadis.kvcache import DefragConfig, KVCacheError  # noqa: PLC0415
-    from trencadis.warmup import WarmupConfig, WarmupError  # noqa: PLC0415
-
-    try:
-        return (
-            BucketingConfig.from_env(environ),
-            WarmupConfig.from_env(environ),
-            DefragConfig.from_env(environ),
-        )
-    except (BucketingError, WarmupError, KVCacheError) as error:
-        raise ConfigError(str(error)) from error
-
-
-def library_variables() -> Iterable[str]:
-    """The variables of the libraries' settings, except those of the buckets.
-
-    `BucketingConfig.from_env` itself knows the names of its many variables.
-    """
-    _, graphs, defrag = library_settings({})
-    return (*variables_of(type(graphs)), *variables_of(type(defrag)))
-
-
-def _default_graphs() -> WarmupConfig:
-    return library_settings({})[1]
-
-
-def _default_defrag() -> DefragConfig:
-    return library_settings({})[2]
-
-
-@attrs.frozen(kw_only=True)
-class CapacitySettings:
-    """The settings that an engine and a simulation of it share."""
-
-    max_model_len: int | None = attrs.field(
-        default=None,
-        validator=integer(2, INT32_MAX, optional=True),
-        metadata=setting(
-            "--max-model-len",
-            metavar="TOKENS",
-            group=MODEL,
-            help="longest sequence: the tokens of a prompt and its answer together",
-            default="the model's context length",
-        ),
-    )
-    seed: int = attrs.field(
-        default=0,
-        validator=integer(0, 2**63 - 1),
-        metadata=setting(
-            "--seed",
-            metavar="N",
-            group=MODEL,
-            help="seed of the random draws, except for requests with their own seed",
-        ),
-    )
-    max_num_seqs: int = attrs.field(
-        default=DeviceDefault(32),
-        validator=integer(1, MAX_NUM_SEQS),
-        metadata=setting(
-            "--max-num-seqs",
-            metavar="N",
-            group=MEMORY,
-            help="most sequences decoded in one step",
-            default="32; 128 on hpu",
-        ),
-    )
-    max_num_batched_tokens: int = attrs.field(
-        default=DeviceDefault(256),
-        validator=integer(1, MAX_BATCHED_TOKENS),
-        metadata=setting(
-            "--max-num-batched-tokens",
-            metavar="TOKENS",
-            group=MEMORY,
-            help="most prompt tokens computed in one step; a longer prompt is split",
-            default="256; 2048 on hpu",
-        ),
-    )
-    max_waiting: int = attrs.field(
-        default=2048,
-        validator=integer(1, INT32_MAX),
-        metadata=setting(
-            "--max-waiting",
-            metavar="N",
-            group=MEMORY,
-            help="most requests in the waiting queue; further requests are refused",
-        ),
-    )
-    block_size: int = attrs.field(
-        default=DeviceDefault(32),
-        validator=power_of_two,
-        metadata=setting(
-            "--block-size",
-            metavar="TOKENS",
-            group=MEMORY,
-            parse=int,
-            help="tokens per KV block, a power of two",
-            default="32; 128 on hpu",
-        ),
-    )
-    num_blocks: int | None = attrs.field(
-        default=None,
-        validator=integer(2, INT32_MAX, optional=True),
-        metadata=setting(
-            "--num-gpu-blocks-override",
-            metavar="BLOCKS",
-            group=MEMORY,
-            help="number of KV blocks",
-            default="as many as fit the memory",
-        ),
-    )
-    gpu_memory_utilization: float = attrs.field(
-        default=0.9,
-        validator=number(0, 1, exclusive_low=True),
-        metadata=setting(
-            "--gpu-memory-utilization",
-            metavar="SHARE",
-            group=MEMORY,
-            help="share of the free device memory to use, above 0 and at most 1",
-        ),
-    )
 
 
 def _path(path: str | os.PathLike[str]) -> str:
@@ -444,7 +286,7 @@ class EngineConfig(CapacitySettings):
         ),
     )
     defrag: DefragConfig = attrs.field(
-        factory=_default_defrag,
+        factory=default_defrag,
         metadata=setting(
             env_patterns=DEFRAG_VARIABLES,
             help="whether and when the KV cache is defragmented, and if that is logged",
@@ -516,7 +358,7 @@ class EngineConfig(CapacitySettings):
         ),
     )
     graphs: WarmupConfig = attrs.field(
-        factory=_default_graphs,
+        factory=default_graphs,
         metadata=setting(
             env_patterns=GRAPH_VARIABLES,
             help="which graphs are captured, within which memory, on a device that has graphs",
@@ -664,11 +506,18 @@ class EngineConfig(CapacitySettings):
     )
 
     def __attrs_post_init__(self) -> None:
+        self._check_library_settings()
+        self._check_source_of_buckets()
+        self._check_programs()
+
+    def _check_library_settings(self) -> None:
         kinds = map(type, library_settings({}))
         for name, kind in zip(("bucketing", "graphs", "defrag"), kinds, strict=True):
             value = getattr(self, name)
             if not isinstance(value, kind) and not (name == "bucketing" and value is None):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {shown(value)}", name)
+
+    def _check_source_of_buckets(self) -> None:
         file = None if self.bucketing is None else self.bucketing.bucket_file
         is_fit = self.bucket_grid.startswith(FITTED) and self.bucket_grid.endswith(".json")
         if file and (is_fit or self.bucket_grid == "learn"):
@@ -677,6 +526,9 @@ class EngineConfig(CapacitySettings):
                 "both choose the buckets: leave one out",
                 "bucket_grid",
             )
+
+    def _check_programs(self) -> None:
+        """What is compiled or warmed up needs buckets."""
         if self.compile and not self.use_buckets:
             raise ConfigError(
                 "compile needs buckets, since a program is for one shape: leave use_buckets on, "
@@ -699,11 +551,11 @@ class EngineConfig(CapacitySettings):
         warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, graphs, defrag = library_settings(environ)
         grid = settings.get("bucket_grid")
-        if isinstance(grid, str) and grid == "seq" and not _sets_strategy(environ):
+        if isinstance(grid, str) and grid == "seq" and not sets_strategy(environ):
             bucketing = attrs.evolve(bucketing, strategy="lin")  # that of seed 002
         found: dict[str, Any] = {
             **from_env(environ, cls),
-            "bucketing": bucketing if _sets_buckets(environ) else None,
+            "bucketing": bucketing if sets_buckets(environ) else None,
             "warmup": "none" if graphs.skip else "full",
             "graphs": attrs.evolve(graphs, skip=False),
             "defrag": defrag,
@@ -730,39 +582,3 @@ class EngineConfig(CapacitySettings):
     def name(self) -> str:
         """The name under which clients address the model."""
         return self.served_model_name or self.model
-
-
-def _sets_buckets(environ: Mapping[str, str]) -> bool:
-    """Whether a variable of the bucket settings is set, be it to its default.
-
-    Without any, the device's own default grid applies.
-    """
-    from trencadis.bucketing import describe_variables  # noqa: PLC0415
-
-    patterns = describe_variables()
-    return any(
-        text.strip() and any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        for name, text in environ.items()
-    )
-
-
-def _sets_strategy(environ: Mapping[str, str]) -> bool:
-    """Whether a variable chooses the strategy of buckets, for any phase."""
-    return any(
-        text.strip()
-        and (name.endswith("BUCKETING_STRATEGY") or name == "VLLM_EXPONENTIAL_BUCKETING")
-        for name, text in environ.items()
-    )
-
-
-def resolve_max_model_len(configured: int | None, model_max: int) -> int:
-    """The longest sequence in tokens: ``configured``, by default ``model_max``.
-
-    Raises `ConfigError` where ``configured`` is above ``model_max``, the model's context length.
-    """
-    if configured is not None and configured > model_max:
-        raise ConfigError(
-            f"max_model_len {configured} is above the model's context length {model_max}: lower it",
-            "max_model_len",
-        )
-    return model_max if configured is None else configured

@@ -11,8 +11,10 @@ from typing import Any
 import attrs
 import msgspec
 
-from trencadis.engine.config import DeviceDefault, EngineConfig, library_settings
+from trencadis.engine.capacity_settings import DeviceDefault
+from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.library_settings import library_settings
 from trencadis.engine.validators import shown
 
 MAX_PAYLOAD_BYTES = 1 << 20

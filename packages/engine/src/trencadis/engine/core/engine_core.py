@@ -16,12 +16,14 @@ from pathlib import Path
 
 from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.request_conversion import (
+    CoreRequest,
     check_arguments,
     check_order,
     check_output,
     check_request,
 )
 from trencadis.engine.core.request_table import RequestTable
+from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import BucketMiss, InvalidRequest
@@ -142,6 +144,7 @@ class EngineCore:
         tokenizer = functools.partial(saved_tokenizer_json, self.spec.source)
         self._grammars = GrammarCompiler(tokenizer, self.spec.vocab_size, eos_token_ids)
         self.requests = RequestTable(self.scheduler, eos_token_ids, rng, self._grammars)
+        self._sampling = StepSampling(self.requests, self.scheduler, eos_token_ids, self._grammars)
 
     def rebuild(self, worker: Worker) -> None:
         """Serve ``worker``'s model instead of the present one.
@@ -213,14 +216,14 @@ class EngineCore:
             num_swap_in_bytes=self._swapped_bytes[Direction.IN],
             swap_seconds=self._swap_seconds,
             num_steps=self._num_steps,
-            num_prompt_tokens=self.requests.num_prompt_tokens,
-            num_prefix_query_tokens=self.requests.num_prompt_tokens
+            num_prompt_tokens=self._sampling.num_prompt_tokens,
+            num_prefix_query_tokens=self._sampling.num_prompt_tokens
             if self.config.enable_prefix_caching
             else 0,
-            num_prefix_hit_tokens=self.requests.num_cached_tokens,
+            num_prefix_hit_tokens=self._sampling.num_cached_tokens,
             num_defragmented_blocks=self._defragmenter.num_moved if self._defragmenter else 0,
             num_prefill_tokens=self._num_prefill_tokens,
-            num_generation_tokens=self.requests.num_generation_tokens,
+            num_generation_tokens=self._sampling.num_generation_tokens,
             num_padded_tokens=runner.padded_tokens,
             num_bucket_misses=runner.bucket_misses,
             num_cold_forwards=runner.forward_runner.cold_forwards,
@@ -270,7 +273,17 @@ class EngineCore:
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
         output = check_output(output_token_ids, params, self.spec.vocab_size)
         self.requests.add(
-            key, prompt_token_ids, params, priority, cache_salt, client, limit, output, is_resumed
+            CoreRequest(
+                key,
+                prompt_token_ids,
+                params,
+                priority,
+                cache_salt,
+                client,
+                limit,
+                output,
+                is_resumed,
+            )
         )
 
     def abort(self, key: str) -> None:
@@ -348,8 +361,8 @@ class EngineCore:
         stalled = not (output.decodes or output.prompts or output.moves)
         self.pause_s = STALLED_SECONDS if stalled else 0.0
         began = time.perf_counter()
-        computed = self.worker.runner.run(output, self.requests.sampling_requests(output))
-        sampled = self.requests.sampled(output, computed.wait(), self._pays_to_jump)
+        computed = self.worker.runner.run(output, self._sampling.row_requests(output))
+        sampled = self._sampling.sampled(output, computed.wait(), self._pays_to_jump)
         if computed.failed:
             self._end_failed(computed.failed)
         compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
@@ -376,7 +389,7 @@ class EngineCore:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         self._prefill_limit = output.max_prefill_tokens
-        return self.requests.report(updates, sampled)
+        return self._sampling.report(updates, sampled)
 
     def _pays_to_jump(self, start: int, num_forced: int) -> bool:
         """Whether to compute forced tokens as one chunk; see `ModelRunner.pays_to_jump`."""

@@ -184,21 +184,56 @@ def check_output(
     return output
 
 
-def as_request(
-    key: str,
-    prompt_token_ids: tuple[int, ...],
-    params: SamplingParams,
-    priority: int,
-    cache_salt: str | None,
-    client: str,
-    max_new_tokens: int,
-    eos_token_ids: frozenset[int],
-) -> Request:
-    """One scheduler request with id ``key``.
+@attrs.frozen(eq=False)
+class CoreRequest:
+    """A request whose arguments were checked, with the limit under which the core got it.
+
+    It goes on after ``output_token_ids``, of which `check_output` says where there may be any. If
+    it ``is_resumed``, it was accepted before. Its samples are split into groups of at most
+    ``running_limit`` sequences, the number that may run when it is added.
+    """
+
+    key: str
+    prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
+    priority: int
+    cache_salt: str | None
+    client: str
+    running_limit: int
+    output_token_ids: tuple[int, ...] = ()
+    is_resumed: bool = False
+
+
+def scheduler_requests(
+    request: CoreRequest, eos_token_ids: frozenset[int], max_model_len: int
+) -> list[Request]:
+    """The scheduler's requests, each of which becomes a group.
+
+    ``eos_token_ids`` end an answer unless the request ignores them.
+    """
+    params = request.params
+    max_new_tokens = max_model_len - len(request.prompt_token_ids)
+    eos = frozenset() if params.ignore_eos else eos_token_ids
+    group = _as_group(request, max_new_tokens, eos)
+    if output := request.output_token_ids:  # computed as a prompt, and counted as output
+        group = attrs.evolve(
+            group,
+            prompt_token_ids=(*request.prompt_token_ids, *output),
+            max_tokens=group.max_tokens - len(output),
+            min_tokens=max(0, group.min_tokens - len(output)),
+        )
+    # A group above the running limit would wait until temperature or an order raise it.
+    # Samples that are compared in the end (best_of, beams) must stay in one group.
+    return [group] if params.needs_ranking else _split_samples(group, max(1, request.running_limit))
+
+
+def _as_group(request: CoreRequest, max_new_tokens: int, eos_token_ids: frozenset[int]) -> Request:
+    """One scheduler request with the id of ``request``.
 
     ``max_new_tokens`` is the number of output tokens that the model's context leaves; it applies
-    where ``params`` sets no limit.
+    where the parameters set no limit.
     """
+    params = request.params
     beams = None
     if params.use_beam_search:
         beams = BeamSearch(
@@ -207,21 +242,21 @@ def as_request(
             early_stopping=params.early_stopping,
         )
     return Request(
-        request_id=key,
-        prompt_token_ids=prompt_token_ids,
+        request_id=request.key,
+        prompt_token_ids=request.prompt_token_ids,
         max_tokens=max_new_tokens if params.max_tokens is None else params.max_tokens,
         min_tokens=params.min_tokens,
         stop_token_ids=eos_token_ids | frozenset(params.stop_token_ids),
         n=params.n,
         best_of=None if params.use_beam_search else params.best_of,
         beam_search=beams,
-        priority=priority,
-        extra_keys=() if cache_salt is None else (cache_salt,),
-        client=client,
+        priority=request.priority,
+        extra_keys=() if request.cache_salt is None else (request.cache_salt,),
+        client=request.client,
     )
 
 
-def split_samples(request: Request, max_group_size: int) -> list[Request]:
+def _split_samples(request: Request, max_group_size: int) -> list[Request]:
     """Split a request for n samples into groups of at most ``max_group_size`` samples."""
     if request.n <= max_group_size:
         return [request]

@@ -7,43 +7,28 @@ ids in every step, so only the table knows which request a sequence belongs to.
 
 from __future__ import annotations
 
-import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent import futures
 
 import attrs
 
-from trencadis.engine.core.request_conversion import as_request, split_samples
+from trencadis.engine.core.request_conversion import CoreRequest, scheduler_requests
 from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
-from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher, StepMasks
-from trencadis.engine.ipc.messages import NewToken, Rejected, RequestError
-from trencadis.engine.outputs import FinishReason, RequestStatus
-from trencadis.engine.runner.sampling_rows import (
-    RowRequest,
-    RowResult,
-    SampledToken,
-    SamplingRow,
-)
+from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
+from trencadis.engine.ipc.messages import Rejected, RequestError
+from trencadis.engine.outputs import RequestStatus
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import (
-    Candidate,
     QueueFull,
-    Request,
-    ScheduledSequence,
     Scheduler,
-    SchedulerOutput,
     SequenceGroup,
     SequenceStatus,
-    SequenceUpdate,
     UnservableRequest,
 )
-from trencadis.scheduler import FinishReason as SchedulerFinishReason
 from trencadis.scheduler import Sequence as ScheduledTokens
-
-logger = logging.getLogger("trencadis.engine")
 
 _FURTHEST_FIRST = (
     SequenceStatus.RUNNING,
@@ -54,7 +39,7 @@ _FURTHEST_FIRST = (
 
 
 @attrs.define(eq=False)
-class _Entry:
+class Entry:
     """One request.
 
     ``sample_ids`` are sequence ids by sample index (empty for beam search). ``unfinished`` are the
@@ -76,10 +61,10 @@ class _Entry:
 
 
 @attrs.define(eq=False)
-class _Sample:
+class Sample:
     """One answer of a request. ``is_reported``: the front has its first token."""
 
-    entry: _Entry
+    entry: Entry
     index: int
     seed: int
     sequence: ScheduledTokens
@@ -93,47 +78,17 @@ class _Sample:
 
 @attrs.frozen(eq=False)
 class _Compiling:
-    """A request whose grammar is being compiled, with the arguments of `RequestTable.add`."""
+    """A request whose grammar is being compiled."""
 
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    priority: int
-    cache_salt: str | None
-    client: str
-    running_limit: int
-    output_token_ids: tuple[int, ...]
-    is_resumed: bool
+    request: CoreRequest
     grammar: futures.Future[CompiledGrammar]
 
 
-JumpPays = Callable[[int, int], bool]
-"""Whether one chunk costs less than a step for each of its tokens: a sampled one, given by its
-position, and as many forced ones as the second number."""
-
-
-@attrs.frozen
-class SampledStep:
-    """The sampler's results of one step, by sequence id.
-
-    ``logprobs`` has the log-probability of the sampled token where the request asked for it.
-    ``candidates`` are the most probable next tokens of each beam. ``forced`` are the tokens that
-    grammars force after the sampled ones.
-    """
-
-    tokens: Mapping[int, SampledToken]
-    token_ids: Mapping[int, int]
-    logprobs: Mapping[int, float]
-    candidates: Mapping[int, Sequence[Candidate]]
-    forced: Mapping[int, Sequence[int]]
-
-
 class RequestTable:
-    """Adds requests to the scheduler, samples for them, reports their tokens, ends them.
+    """Adds requests to the scheduler, and ends them. `StepSampling` samples for them.
 
-    ``rng`` gives a seed to each sample whose request has none. ``num_prompt_tokens`` counts the
-    prompt tokens of all requests that have generated a token: each prompt once, cached and
-    recomputed tokens not counted again; ``num_cached_tokens`` of them were prefix hits.
-    ``num_generation_tokens`` counts reported tokens.
+    ``rng`` gives a seed to each sample whose request has none. ``samples``, by sequence id, and
+    ``beam_searches``, by key, are those that have not ended; nothing but the table changes them.
     """
 
     def __init__(
@@ -143,9 +98,8 @@ class RequestTable:
         rng: random.Random,
         grammars: GrammarCompiler,
     ) -> None:
-        self.num_prompt_tokens = 0
-        self.num_cached_tokens = 0
-        self.num_generation_tokens = 0
+        self.samples: dict[int, Sample] = {}
+        self.beam_searches: dict[str, Entry] = {}
         self._scheduler = scheduler
         self._max_num_seqs = scheduler.scheduler_config.max_num_seqs
         self._max_model_len = scheduler.scheduler_config.max_model_len
@@ -154,9 +108,7 @@ class RequestTable:
         self._rng = rng
         self._grammars = grammars
         self._compiling: dict[str, _Compiling] = {}
-        self._entries: dict[str, _Entry] = {}
-        self._samples: dict[int, _Sample] = {}
-        self._beam_searches: dict[str, _Entry] = {}
+        self._entries: dict[str, Entry] = {}
         self._last_params = SamplingParams()
         self._failures: list[RequestError | Rejected] = []
 
@@ -177,62 +129,24 @@ class RequestTable:
             counts[next(state for state in _FURTHEST_FIRST if state in states)] += 1
         return counts
 
-    def add(
-        self,
-        key: str,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
-        client: str,
-        running_limit: int,
-        output_token_ids: tuple[int, ...] = (),
-        is_resumed: bool = False,
-    ) -> None:
+    def add(self, request: CoreRequest) -> None:
         """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
 
-        It goes on after ``output_token_ids``, of which `check_output` says where there may be any.
-
-        Samples are split into groups of at most ``running_limit`` sequences, the number that may
-        run now. Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
+        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
         structured output waits until its grammar is compiled; `add_compiled` adds it, or refuses it
         with a failure.
         """
-        self._check(key, params, priority)
+        self._check(request)
+        params = request.params
         if params.structured_output is None:
-            self._add(
-                key,
-                prompt_token_ids,
-                params,
-                priority,
-                cache_salt,
-                client,
-                running_limit,
-                output_token_ids,
-                is_resumed,
-                None,
-            )
+            self._add(request, None)
             return
-        if not is_resumed:
-            try:
-                compiling = [request.client for request in self._compiling.values()]
-                self._scheduler.check_queue(client, compiling)
-            except QueueFull as error:
-                raise EngineOverloaded(str(error)) from error
+        if not request.is_resumed:
+            self._check_queue(request.client)
         grammar = self._grammars.compile(params.structured_output)
         # Matchers are made from the compiled grammar: its text, of up to 64 KiB, is not needed.
-        params = attrs.evolve(params, structured_output=None)
-        self._compiling[key] = _Compiling(
-            prompt_token_ids,
-            params,
-            priority,
-            cache_salt,
-            client,
-            running_limit,
-            output_token_ids,
-            is_resumed,
-            grammar,
-        )
+        request = attrs.evolve(request, params=attrs.evolve(params, structured_output=None))
+        self._compiling[request.key] = _Compiling(request, grammar)
         self.add_compiled()
 
     @property
@@ -242,28 +156,17 @@ class RequestTable:
 
     def await_compiled(self, timeout_s: float) -> None:
         """Wait until a grammar is compiled, for at most ``timeout_s`` seconds."""
-        grammars = [request.grammar for request in self._compiling.values()]
+        grammars = [compiling.grammar for compiling in self._compiling.values()]
         futures.wait(grammars, timeout_s, futures.FIRST_COMPLETED)
 
     def add_compiled(self) -> None:
         """Add the requests whose grammars are compiled to the waiting queue."""
-        for key, request in tuple(self._compiling.items()):
-            if not request.grammar.done():
+        for key, compiling in tuple(self._compiling.items()):
+            if not compiling.grammar.done():
                 continue
             del self._compiling[key]
             try:
-                self._add(
-                    key,
-                    request.prompt_token_ids,
-                    request.params,
-                    request.priority,
-                    request.cache_salt,
-                    request.client,
-                    request.running_limit,
-                    request.output_token_ids,
-                    request.is_resumed,
-                    request.grammar.result(),
-                )
+                self._add(compiling.request, compiling.grammar.result())
             except EngineOverloaded as error:
                 self._failures.append(Rejected(key, str(error), overloaded=True))
             except InvalidRequest as error:
@@ -272,56 +175,52 @@ class RequestTable:
                 message = f"structured_output cannot be served: {error}"
                 self._failures.append(Rejected(key, message, "structured_output"))
 
-    def _add(
-        self,
-        key: str,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
-        client: str,
-        running_limit: int,
-        output_token_ids: tuple[int, ...],
-        is_resumed: bool,
-        grammar: CompiledGrammar | None,
-    ) -> None:
+    def _add(self, request: CoreRequest, grammar: CompiledGrammar | None) -> None:
+        entry = self._new_entry(request)
+        self._entries[request.key] = entry
+        self._schedule(entry, request)
+        if entry.params.use_beam_search:
+            entry.unfinished.update(range(entry.params.n))
+            self.beam_searches[request.key] = entry
+        else:
+            self._add_samples(entry, grammar, request.output_token_ids)
+
+    def _new_entry(self, request: CoreRequest) -> Entry:
+        params = request.params
         if params.needs_ranking and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # best_of ranks samples by logprobs
         # The prompts of one API request arrive one after another, each with its own copy.
         if params == self._last_params:
             params = self._last_params
         self._last_params = params
-        entry = _Entry(key, params, len(prompt_token_ids), was_parked=is_resumed)
-        if output_token_ids:
-            entry.resumed = prompt_token_ids, output_token_ids
+        prompt, output = request.prompt_token_ids, request.output_token_ids
+        entry = Entry(request.key, params, len(prompt), was_parked=request.is_resumed)
+        if output:
+            entry.resumed = prompt, output
             entry.prompt_counted = True  # when it was first added
-        self._entries[key] = entry
+        return entry
+
+    def _schedule(self, entry: Entry, request: CoreRequest) -> None:
+        """Add the groups of a request to the scheduler. A request with an error leaves none."""
+        eos, max_model_len = self._eos_token_ids, self._max_model_len
         try:
-            for request in self._requests(
-                key,
-                prompt_token_ids,
-                params,
-                priority,
-                cache_salt,
-                client,
-                running_limit,
-                output_token_ids,
-            ):
-                added = self._scheduler.add(request, is_resumed=is_resumed)
+            for group in scheduler_requests(request, eos, max_model_len):
+                added = self._scheduler.add(group, is_resumed=request.is_resumed)
                 entry.groups.append(added.group)
         except QueueFull as error:
-            self.abort(key)
+            self.abort(entry.key)
             raise EngineOverloaded(str(error)) from error
         except UnservableRequest as error:
-            self.abort(key)
+            self.abort(entry.key)
             raise InvalidRequest(str(error), "prompt") from error
         except BaseException:
-            self.abort(key)
+            self.abort(entry.key)
             raise
-        if params.use_beam_search:
-            entry.unfinished.update(range(params.n))
-            self._beam_searches[key] = entry
-            return
+
+    def _add_samples(
+        self, entry: Entry, grammar: CompiledGrammar | None, output_token_ids: Sequence[int]
+    ) -> None:
+        params = entry.params
         entry.unfinished.update(range(params.num_seqs))
         sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
         for index, sequence in enumerate(sequences):
@@ -330,7 +229,7 @@ class RequestTable:
             if matcher is not None:
                 for token_id in output_token_ids:
                     matcher.consume(token_id)
-            self._samples[sequence.seq_id] = _Sample(entry, index, seed, sequence, matcher)
+            self.samples[sequence.seq_id] = Sample(entry, index, seed, sequence, matcher)
             entry.sample_ids.append(sequence.seq_id)
 
     def abort(self, key: str) -> None:
@@ -339,11 +238,11 @@ class RequestTable:
         entry = self._entries.pop(key, None)
         if entry is None:
             return
-        self._beam_searches.pop(key, None)
+        self.beam_searches.pop(key, None)
         for group in entry.groups:
             self._scheduler.abort(group.request_id)
         for seq_id in entry.sample_ids:
-            del self._samples[seq_id]
+            del self.samples[seq_id]
 
     def abort_all(self) -> int:
         """End every request; returns how many there were."""
@@ -361,13 +260,18 @@ class RequestTable:
 
     def fail_sequence(self, seq_id: int, error: Exception) -> None:
         """End the request that a sequence belongs to, because of an internal error."""
-        sample = self._samples.get(seq_id)
+        sample = self.samples.get(seq_id)
         if sample is not None:
             self._fail(sample.entry, error)
         else:
-            _, entry = self._live_beams().get(seq_id, (None, None))
+            _, entry = self.live_beams().get(seq_id, (None, None))
             if entry is not None:
                 self._fail(entry, error)
+
+    def end_with(self, failure: RequestError) -> None:
+        """End the request that ``failure`` names; `take_failures` returns it."""
+        self.abort(failure.key)
+        self._failures.append(failure)
 
     def preempt(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Preempt the groups of requests that run; returns the keys of those requests."""
@@ -382,9 +286,9 @@ class RequestTable:
 
     def note_preempted(self, seq_ids: Sequence[int]) -> None:
         """Remember which requests were preempted, and how, for the status of their tokens."""
-        beams = self._live_beams() if seq_ids and self._beam_searches else {}
+        beams = self.live_beams() if seq_ids and self.beam_searches else {}
         for seq_id in seq_ids:
-            sample = self._samples.get(seq_id)
+            sample = self.samples.get(seq_id)
             entry = beams.get(seq_id, (None, None))[1] if sample is None else sample.entry
             if entry is None:
                 continue
@@ -392,6 +296,14 @@ class RequestTable:
                 entry.status = "swapped"
             elif entry.status == "normal":
                 entry.status = "preempted"
+
+    def live_beams(self) -> dict[int, tuple[ScheduledTokens, Entry]]:
+        """The beams that go on, by sequence id."""
+        return {
+            sequence.seq_id: (sequence, entry)
+            for entry in self.beam_searches.values()
+            for sequence in entry.groups[0].unfinished_seqs
+        }
 
     def take_failures(self) -> list[RequestError | Rejected]:
         """The requests that errors have ended since the last call, or that were refused late."""
@@ -403,114 +315,16 @@ class RequestTable:
         entry = self._entries.get(key)
         if entry is not None and index in entry.unfinished:
             self._scheduler.finish(entry.sample_ids[index])
-            self._end_sample(entry, index)
+            self.end_sample(entry, index)
 
-    def sampling_requests(self, output: SchedulerOutput) -> dict[int, RowRequest]:
-        """What is sampled from each row of logits of a step, by the row's sequence id."""
-        live = self._live_beams() if self._beam_searches else {}
-        masks: StepMasks | None = None
-        requests: dict[int, RowRequest] = {}
-        for item in (*output.decodes, *output.prompts):
-            if item.num_candidates:
-                requests[item.seq_id] = self._beam_request(item, *live[item.seq_id])
-            elif item.samples:
-                samples = [self._samples[seq_id] for seq_id in item.sample_ids]
-                rows = [self._sampling_row(sample) for sample in samples]
-                # The samples of a row have the same tokens, and so the same mask.
-                matcher = next((s.matcher for s in samples if s.is_unfinished), None)
-                if matcher is not None:
-                    masks = masks or self._grammars.masks()
-                    mask = masks.add(matcher, rows[0].forbidden_token_ids)
-                    rows = [attrs.evolve(row, mask=mask) for row in rows]
-                requests[item.seq_id] = RowRequest(tuple(rows))
-        if masks is not None:
-            masks.start()
-        return requests
+    def end_sample(self, entry: Entry, index: int) -> None:
+        """Mark a sample as ended. The last one removes the request."""
+        entry.unfinished.discard(index)
+        if not entry.unfinished:
+            self.abort(entry.key)
 
-    def sampled(
-        self,
-        output: SchedulerOutput,
-        results: Mapping[int, RowResult],
-        pays: JumpPays,
-    ) -> SampledStep:
-        """The results of a step by the sequences that they belong to.
-
-        A sequence that failed has no result. Ends requests whose grammars fail on them. ``pays``
-        says whether tokens that a grammar forces become output at once.
-        """
-        tokens: dict[int, SampledToken] = {}
-        token_ids: dict[int, int] = {}
-        logprobs: dict[int, float] = {}
-        candidates: dict[int, Sequence[Candidate]] = {}
-        forced: dict[int, Sequence[int]] = {}
-        live = self._live_beams() if self._beam_searches else {}
-        for item in (*output.decodes, *output.prompts):
-            result = results.get(item.seq_id)
-            if result is None:
-                continue
-            if item.num_candidates:
-                beam, entry = live[item.seq_id]
-                if not entry.prompt_counted:
-                    self._count_prompt(entry, beam.num_cached_tokens)
-                candidates[item.seq_id] = [Candidate(*token) for token in result.candidates]
-            elif item.samples:
-                for seq_id, token in zip(item.sample_ids, result.tokens, strict=True):
-                    tokens[seq_id] = token
-                    token_ids[seq_id] = token.token_id
-                    if token.logprobs is not None:
-                        logprobs[seq_id] = token.logprobs.chosen.logprob
-                    following = self._follow(seq_id, token.token_id, pays)
-                    if following:
-                        forced[seq_id] = following
-        return SampledStep(tokens, token_ids, logprobs, candidates, forced)
-
-    def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
-        """The messages to the front for a step. Tokens of ended samples are left out."""
-        tokens: list[NewToken] = []
-        number, of = 0, -1
-        for update in updates:
-            number, of = (number + 1 if update.seq_id == of else 0), update.seq_id
-            sample = self._samples.get(update.seq_id)
-            if sample is None:
-                search = self._beam_searches.get(update.request_id)
-                if search is not None:
-                    tokens.extend(self._hypothesis(search, update.seq_id))
-                continue
-            entry, sequence = sample.entry, sample.sequence
-            if not sample.is_unfinished:
-                continue
-            if not entry.prompt_counted:
-                self._count_prompt(entry, sequence.num_cached_tokens)
-            ended = update.finish_reason
-            reason: FinishReason | None = None if ended is None else ended.value
-            # The matcher is after the last of the tokens that were forced.
-            is_last = number == len(step.forced.get(update.seq_id, ()))
-            is_complete = is_last and sample.matcher is not None and sample.matcher.is_complete
-            if is_complete and reason != "stop":
-                reason = "stop"
-                if ended is None:
-                    self._scheduler.finish(update.seq_id)
-            is_first, sample.is_reported = not sample.is_reported, True
-            tokens.append(
-                NewToken(
-                    entry.key,
-                    sample.index,
-                    update.token_id,
-                    reason,
-                    sequence.num_cached_tokens,
-                    step.tokens[update.seq_id].logprobs,
-                    entry.status,
-                    is_complete and update.token_id not in self._eos_token_ids,
-                    sequence.group.queue_s if is_first and not entry.was_parked else None,
-                    step.tokens[update.seq_id].embedding,
-                )
-            )
-            if reason is not None:
-                self._end_sample(entry, sample.index)
-        self.num_generation_tokens += sum(token.embedding is None for token in tokens)
-        return tokens
-
-    def _check(self, key: str, params: SamplingParams, priority: int) -> None:
+    def _check(self, request: CoreRequest) -> None:
+        key, params, priority = request.key, request.params, request.priority
         if key in self._entries or key in self._compiling:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
         if params.needs_ranking and params.num_seqs > self._max_num_seqs:
@@ -526,120 +340,16 @@ class RequestTable:
                 "priority",
             )
 
-    def _requests(
-        self,
-        key: str,
-        prompt_token_ids: tuple[int, ...],
-        params: SamplingParams,
-        priority: int,
-        cache_salt: str | None,
-        client: str,
-        running_limit: int,
-        output_token_ids: tuple[int, ...],
-    ) -> list[Request]:
-        max_new_tokens = self._max_model_len - len(prompt_token_ids)
-        eos = frozenset() if params.ignore_eos else self._eos_token_ids
-        request = as_request(
-            key, prompt_token_ids, params, priority, cache_salt, client, max_new_tokens, eos
-        )
-        if output_token_ids:  # computed as a prompt, and counted as output
-            request = attrs.evolve(
-                request,
-                prompt_token_ids=(*prompt_token_ids, *output_token_ids),
-                max_tokens=request.max_tokens - len(output_token_ids),
-                min_tokens=max(0, request.min_tokens - len(output_token_ids)),
-            )
-        # A group above the running limit would wait until temperature or an order raise it.
-        # Samples that are compared in the end (best_of, beams) must stay in one group.
-        return [request] if params.needs_ranking else split_samples(request, max(1, running_limit))
+    def _check_queue(self, client: str) -> None:
+        clients = [compiling.request.client for compiling in self._compiling.values()]
+        try:
+            self._scheduler.check_queue(client, clients)
+        except QueueFull as error:
+            raise EngineOverloaded(str(error)) from error
 
-    def _live_beams(self) -> dict[int, tuple[ScheduledTokens, _Entry]]:
-        return {
-            sequence.seq_id: (sequence, entry)
-            for entry in self._beam_searches.values()
-            for sequence in entry.groups[0].unfinished_seqs
-        }
-
-    def _beam_request(
-        self, item: ScheduledSequence, sequence: ScheduledTokens, entry: _Entry
-    ) -> RowRequest:
-        beam = _Sample(entry, index=0, seed=0, sequence=sequence)
-        return RowRequest(beam=self._sampling_row(beam), num_candidates=item.num_candidates)
-
-    def _sampling_row(self, sample: _Sample) -> SamplingRow:
-        sequence, resumed = sample.sequence, sample.entry.resumed
-        prompt: Sequence[int] = sequence.request.prompt_token_ids
-        output: Sequence[int] = sequence.output_token_ids
-        if resumed is not None:  # penalties and draws go on where they were
-            prompt, output = resumed[0], (*resumed[1], *output)
-        return SamplingRow(sample.entry.params, sample.seed, prompt, output, self._eos_token_ids)
-
-    def _follow(self, seq_id: int, token_id: int, pays: JumpPays) -> Sequence[int]:
-        """Let the grammar of a sample follow its new token. An error ends its request alone.
-
-        Returns the tokens that the grammar forces next, where they become output at once.
-        """
-        sample = self._samples.get(seq_id)  # None after the failure of another sample
-        if sample is None or sample.matcher is None or not sample.is_unfinished:
-            return ()
-        matcher, params = sample.matcher, sample.entry.params
-        matcher.consume(token_id)
-        forced: Sequence[int] = ()
-        if params.logprobs is None and not params.needs_ranking:
-            # The log-probability of a token needs the logits before it.
-            forced = matcher.forced_tokens()
-        if forced and not self._ends_answer(sample, matcher, forced):
-            forced = forced if pays(len(sample.sequence.token_ids), len(forced)) else ()
-        matcher.consume_all(forced)
-        if matcher.error:
-            key = sample.entry.key
-            self.abort(key)
-            message = f"the grammar of structured_output cannot go on: {matcher.error}"
-            logger.warning("Request %s ends: %s", key, message)
-            self._failures.append(RequestError(key, message))
-            return ()
-        return forced
-
-    def _ends_answer(self, sample: _Sample, matcher: GrammarMatcher, forced: Sequence[int]) -> bool:
-        """Whether the forced tokens end the answer: then no forward pass computes them."""
-        sequence = sample.sequence
-        num_left = sequence.request.max_tokens - sequence.num_output_tokens - 1
-        return len(forced) >= num_left or matcher.ends_with(forced)
-
-    def _hypothesis(self, entry: _Entry, seq_id: int) -> Iterator[NewToken]:
-        """All tokens of one result of a beam search that has just ended."""
-        results = entry.groups[0].results
-        index, result = next((i, s) for i, s in enumerate(results) if s.seq_id == seq_id)
-        cached = result.num_cached_tokens
-        *tokens, last = result.output_token_ids
-        status = entry.status
-        queue_s = None if entry.was_parked else entry.groups[0].queue_s
-        for token_id in tokens:
-            yield NewToken(entry.key, index, token_id, None, cached, None, status, False, queue_s)
-            queue_s = None
-        reason = _finish_reason(result.finish_reason)
-        yield NewToken(entry.key, index, last, reason, cached, None, status, False, queue_s)
-        self._end_sample(entry, index)
-
-    def _fail(self, entry: _Entry, error: Exception) -> None:
-        self.abort(entry.key)
+    def _fail(self, entry: Entry, error: Exception) -> None:
         if isinstance(error, BucketMiss):
-            self._failures.append(RequestError(entry.key, str(error), bucket_miss=True))
+            self.end_with(RequestError(entry.key, str(error), bucket_miss=True))
             return
         message = f"internal error: {type(error).__name__}: {error}"
-        self._failures.append(RequestError(entry.key, message))
-
-    def _count_prompt(self, entry: _Entry, num_cached_tokens: int) -> None:
-        entry.prompt_counted = True
-        self.num_prompt_tokens += entry.num_prompt_tokens
-        self.num_cached_tokens += num_cached_tokens
-
-    def _end_sample(self, entry: _Entry, index: int) -> None:
-        """Mark a sample as ended. The last one removes the request."""
-        entry.unfinished.discard(index)
-        if not entry.unfinished:
-            self.abort(entry.key)
-
-
-def _finish_reason(reason: SchedulerFinishReason | None) -> FinishReason | None:
-    return None if reason is None else reason.value
+        self.end_with(RequestError(entry.key, message))

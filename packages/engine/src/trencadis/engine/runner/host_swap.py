@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import psutil
 
-from trencadis.engine.config import DEFAULT_SWAP_SPACE, EngineConfig
+from trencadis.engine.capacity_settings import DEFAULT_SWAP_SPACE
+from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.limits import check_memory

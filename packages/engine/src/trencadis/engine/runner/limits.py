@@ -124,3 +124,16 @@ def check_memory(setting: str, num_blocks: int, block_bytes: int, total: int) ->
             f"lower {setting}",
             setting,
         )
+
+
+def resolve_max_model_len(configured: int | None, model_max: int) -> int:
+    """The longest sequence in tokens: ``configured``, by default ``model_max``.
+
+    Raises `ConfigError` where ``configured`` is above ``model_max``, the model's context length.
+    """
+    if configured is not None and configured > model_max:
+        raise ConfigError(
+            f"max_model_len {configured} is above the model's context length {model_max}: lower it",
+            "max_model_len",
+        )
+    return model_max if configured is None else configured

@@ -83,6 +83,9 @@ class RowRequest:
         return not self.samples and self.beam is None
 
 
+NOTHING = RowRequest()
+
+
 @attrs.frozen
 class RowResult:
     """The tokens of a `RowRequest`; candidates are (token id, log-probability), best first."""

@@ -1,4 +1,4 @@
-"""The worker: everything of one model on one device: weights, memory plan, KV cache, warm-up.
+"""The worker: everything of one model on one device: weights, KV cache, warm-up, sleep.
 
 The engine core serves one worker. The core schedules; the worker's `ModelRunner` executes. While
 another model is served, a worker may sleep with its weights in host memory.
@@ -6,28 +6,21 @@ another model is served, a worker may sleep with its weights in host memory.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import gc
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import platformdirs
 import torch
 from torch import nn
 
-from trencadis.bucketing import (
-    Bucket,
-    BucketGrid,
-    BucketingConfig,
-    BucketingError,
-)
-from trencadis.engine.config import FITTED, EngineConfig, resolve_max_model_len
+from trencadis.bucketing import Bucket
+from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
-from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
 from trencadis.engine.models.loader import (
     ModelSpec,
     inspect_model,
@@ -40,64 +33,26 @@ from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
+from trencadis.engine.runner.cache_sizing import CacheSizing
 from trencadis.engine.runner.device_sampler import DeviceSampler
 from trencadis.engine.runner.forward_runner import ForwardRunner
-from trencadis.engine.runner.grids import (
-    Grids,
-    announce_grids,
-    build_grids,
-    build_prompts,
-    decode_read,
-    largest_prompts,
-    sequence_grids,
-)
-from trencadis.engine.runner.host_swap import num_host_blocks
-from trencadis.engine.runner.learned_grids import (
-    fitted_config,
-    learn_decodes,
-    learn_grids,
-    served_replays,
-    served_traffic,
-    traffic_file,
-)
-from trencadis.engine.runner.limits import (
-    ServingLimits,
-    check_memory,
-    num_cache_blocks,
-    token_budget,
-)
-from trencadis.engine.runner.model_input import (
-    MASK_ROWS,
-    build_decode,
-    build_prompt,
-    lay_out_decodes,
-)
+from trencadis.engine.runner.grid_choice import GridChoice
+from trencadis.engine.runner.grids import Grids, decode_read
+from trencadis.engine.runner.limits import ServingLimits, resolve_max_model_len
 from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.pooler import Pooler
-from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.sampling_rows import Sampler
-from trencadis.engine.runner.shapes import (
-    ChunkSize,
-    DecodeRead,
-    DecodeShape,
-    PromptShape,
-    RaggedShape,
-    most_prefix_pairs,
-)
-from trencadis.kvcache import ceil_div
-from trencadis.kvcache.tensors import KVCache, bytes_per_block
+from trencadis.engine.runner.shapes import DecodeRead, PromptShape, RaggedShape
+from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import (
-    GRAPH_RESERVED_MEM,
     GraphCapture,
     MemoryPlan,
     MemoryUse,
     Phase,
-    WarmupError,
     WarmupReport,
     capture_order,
-    format_bytes,
     sampler_batch_sizes,
     warm_up,
     warm_up_sampler,
@@ -111,9 +66,9 @@ class Worker:
 
     ``embedding_size``: numbers of an embedding, once it is loaded; 0 for a model without.
     ``is_asleep``: the device memory was released by `sleep`. ``is_discarded``: the weights, too, by
-    `discard`. ``is_warm``: the warm-up has run for
-    the programs and graphs that there are. ``records``: whether it serves traffic, which is
-    recorded where the settings say so; a warm-up alone writes no file of traffic.
+    `discard`. ``is_warm``: the warm-up has run for the programs and graphs that there are.
+    ``records``: whether it serves traffic, which is recorded where the settings say so; a warm-up
+    alone writes no file of traffic.
     Each of the methods raises `ModelError` or `ConfigError` when the model cannot be served under
     ``config``.
     """
@@ -125,7 +80,6 @@ class Worker:
     _model: nn.Module
     _attention: Attention
     _memory: MemoryPlan
-    _prompts: BucketGrid | None
 
     def __init__(self, config: EngineConfig, device: Device, *, records: bool = True) -> None:
         self.config = config
@@ -137,10 +91,17 @@ class Worker:
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
-        self._traffic_file = traffic_file(config)
-        self._served = served_traffic(config)
+        self._sizing = CacheSizing(
+            config,
+            device,
+            self.spec,
+            self.dtype,
+            self._max_model_len,
+            captures_graphs=self.captures_graphs,
+        )
+        self._choice = GridChoice(config, device, self._max_model_len)
         # A grid of sequence lengths is there before the cache whose size the others depend on.
-        self.grids = self._sequence_grids()
+        self.grids = self._choice.sequence_grids()
 
     def load(self) -> None:
         """Load the weights onto the device.
@@ -148,16 +109,7 @@ class Worker:
         Logs the memory that each step took, in the words and the order of seed 000.
         """
         if self.computes_embeddings:
-            logger.info(
-                "Embeddings are pooled from %s, and normalised", read_pooling(self.spec.source)
-            )
-            prompts = self.spec.text_prompts
-            if prompts.texts:
-                logger.info(
-                    "Prompts of texts: %s; without prompt_name %s",
-                    ", ".join(prompts.texts),
-                    prompts.default or "none",
-                )
+            self._announce_pooling()
         start = before = self._memory_use()
         self._model = load_model(
             self.spec, self.device.torch_device, self.dtype, self._max_model_len
@@ -174,45 +126,56 @@ class Worker:
         self._log_memory(f"Wrapping in {kind} Graph" if graphs else "Optimizing layers", before)
         self._log_memory("Loading model weights", start, in_total=True)
 
+    def _announce_pooling(self) -> None:
+        logger.info("Embeddings are pooled from %s, and normalised", read_pooling(self.spec.source))
+        prompts = self.spec.text_prompts
+        if prompts.texts:
+            logger.info(
+                "Prompts of texts: %s; without prompt_name %s",
+                ", ".join(prompts.texts),
+                prompts.default or "none",
+            )
+
     def initialise_cache(self) -> None:
         """Profile the model, size and allocate the KV cache, build the grids and the runner."""
         config, device = self.config, self.device
         self.read = self.grids.read if self.grids else decode_read(config.bucketing)
-        self._prompts = self._build_prompts()
-        self._profile_and_allocate()
+        prompts = self._choice.prompt_grid()
+        self._profile_and_allocate(self._choice.largest_prompts(self.grids, prompts))
         self._compiled = compiled = self._enable_compilation()
         if self.grids is None:
-            self.grids = self._build_grids()
+            self.grids = self._choice.choose(self.limits, prompts)
         forward_runner = ForwardRunner(self._model, device, self.cache, compiled=compiled)
         self._sampler = self._make_sampler(compiled)
         self.read = self.grids.read if self.grids else self.read
         self.runner = ModelRunner(
             forward_runner, self._sampler, device, self.cache, self.grids, self.read
         )
-        self._traffic_log = self._make_traffic_log()
+        self._traffic_log = self._choice.traffic_log(self.grids) if self._records else None
         self._set_policy_of_misses(forward_runner)
         self.is_warm = False
 
-    def _profile_and_allocate(self) -> None:
-        """Profiling run, memory plan, KV cache."""
+    def _profile_and_allocate(self, prompts: Sequence[PromptShape | RaggedShape]) -> None:
+        """Profiling run with the largest ``prompts``, memory plan, KV cache."""
+        sizing = self._sizing
         kind, before = self.device.name.upper(), self._memory_use()
-        self._memory = self._profile()
+        self._memory = sizing.profile(self._model, prompts, self.read)
         # With the peak of the run, whose memory stays free: it is none of the plan's.
         logger.info(
             self._memory_use(self._memory.free_after_profile).since(before, "Model profiling run")
         )
         self._before_cache = self._memory_use()
-        self._log_plan()
+        sizing.log_plan(self._memory)
         self.limits = ServingLimits.of(
-            self.config, self._max_model_len, self._num_blocks(self._memory, after_run=True)
+            self.config, self._max_model_len, sizing.num_blocks(self._memory, after_run=True)
         )
-        num_blocks, num_host_blocks = self.limits.num_blocks, self._num_host_blocks()
+        num_blocks, num_host_blocks = self.limits.num_blocks, sizing.num_host_blocks()
         # Where there is one memory, both would be blocks of the CPU.
         on_host = "swap" if self.device.shares_host_memory else "CPU"
         logger.info("# %s blocks: %d, # %s blocks: %d", kind, num_blocks, on_host, num_host_blocks)
-        self.cache = self._make_cache(num_blocks, num_host_blocks)
+        self.cache = sizing.make_cache(num_blocks, num_host_blocks)
         self._log_memory("Initializing cache engine", self._before_cache)
-        self._log_left_over()
+        sizing.log_left_over(self._memory, num_blocks)
 
     @property
     def computes_embeddings(self) -> bool:
@@ -246,13 +209,7 @@ class Worker:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block in all layers."""
-        return bytes_per_block(
-            num_layers=self.spec.num_layers,
-            kv_heads=self.spec.num_kv_heads,
-            block_size=self.config.block_size,
-            head_dim=self.spec.head_dim,
-            dtype=self.dtype,
-        )
+        return self._sizing.block_bytes
 
     @property
     def captures_graphs(self) -> bool:
@@ -356,10 +313,11 @@ class Worker:
         if not self.device.shares_host_memory:
             move_weights(self._model, self.device.torch_device)
         if self.runner.forward_runner.keeps_programs:
-            self.cache = self._make_cache(self.limits.num_blocks, self._num_host_blocks())
+            sizing = self._sizing
+            self.cache = sizing.make_cache(self.limits.num_blocks, sizing.num_host_blocks())
             self.runner.use_cache(self.cache)
         else:
-            self.grids = self._sequence_grids()
+            self.grids = self._choice.sequence_grids()
             self.background = None
             self.initialise_cache()
         self.is_asleep = False
@@ -385,7 +343,7 @@ class Worker:
         if self._compiled and (self.background is not None or not keeps_programs):
             gc.collect()  # see `warm_up`: also of what was compiled in traffic
         # The padding block, in host memory: a device that is full has no space for it.
-        self.cache = self._make_cache(1, 0, torch.device("cpu"))
+        self.cache = self._sizing.make_cache(1, 0, torch.device("cpu"))
         self.runner.use_cache(self.cache)
 
     def missing_buckets(self) -> list[tuple[Phase, Bucket]]:
@@ -455,171 +413,8 @@ class Worker:
         logger.info("Graphs are captured while requests are served. %s", budget.describe())
         return GraphCapture(self.runner, buckets, orders, budget)
 
-    # Memory.
-
-    def _profile(self) -> MemoryPlan:
-        """Run the largest forward passes once, and divide what the largest peak leaves.
-
-        Both run on the padding block alone, which a pass may gather as often as it likes. A decode
-        gathers at most as many blocks as fit beside the prefill's peak; the plan only gets fewer
-        of them by its own. A cache that would be too small without any peak is refused first.
-        """
-        self._num_blocks(self._plan_memory(self.device.free_memory()))
-        lowest = self._lowest_memory(self._largest_prompts())
-        num_blocks = self._num_blocks(self._plan_after_run(lowest), after_run=True)
-        decode = DecodeShape(self.config.max_num_seqs, 0, self._most_pairs(num_blocks))
-        return self._plan_after_run(min(lowest, self._lowest_memory([decode])))
-
-    def _lowest_memory(self, shapes: Sequence[PromptShape | RaggedShape | DecodeShape]) -> int:
-        """The least memory that is free while dummy batches of these shapes run, one by one."""
-        cache = self._make_cache(1, 0)
-        forward_runner = ForwardRunner(self._model, self.device, cache)
-        upload, free = self.device.upload, []
-        for shape in shapes:
-            if isinstance(shape, DecodeShape):
-                layout = lay_out_decodes((), shape.blocks, cache.block_size)
-                batch = build_decode((), layout, shape, cache, upload)
-            else:
-                batch = build_prompt((), shape, cache, upload)
-            self.device.begin_step()
-            before = self.device.free_memory()
-            with self._shortened():
-                taken = self.device.peak_memory(functools.partial(forward_runner.run, batch))
-            free.append(before - taken)
-        return min(free)
-
-    def _shortened(self) -> contextlib.AbstractContextManager[None]:
-        """Where a chunk of a long context takes minutes, the profiling run omits equal layers.
-
-        They take the memory that the layer before has freed.
-        """
-        is_slow = self.device.shares_host_memory
-        return one_layer_of_each_kind(self._model) if is_slow else contextlib.nullcontext()
-
-    def _largest_prompts(self) -> Sequence[PromptShape | RaggedShape]:
-        """The shapes of prefill batches that may take the most memory."""
-        budget, longest = token_budget(self.config), self._max_model_len
-        block_size = self.config.block_size
-        if self._is_ragged and self.config.use_buckets:
-            # A chunk attends in slices, so one of a slice's size has the largest context and mask.
-            query = min(budget, MASK_ROWS, max(1, longest - block_size))
-            context = longest - query
-            chunk = ChunkSize(query, context, ceil_div(context, block_size))
-            return [RaggedShape(budget, (chunk,))]
-        if self.grids is not None:
-            shapes = [
-                shape
-                for bucket in self.grids.prompt.buckets
-                for shape in self.grids.prompt_shapes(bucket.shape)
-                if isinstance(shape, PromptShape)
-            ]
-        elif self._prompts is not None:
-            shapes = [PromptShape(*bucket.shape) for bucket in self._prompts.buckets]
-        else:
-            query = min(budget, longest)
-            context = ceil_div(longest - query, block_size)
-            shapes = [
-                PromptShape(ceil_div(budget, query), query, 0),
-                PromptShape(1, query, context),
-            ]
-        return largest_prompts(shapes, block_size)
-
-    def _most_pairs(self, num_blocks: int) -> int:
-        """The most (block, sequence) pairs that a decode scores in a cache of so many blocks."""
-        of_all = self.config.max_num_seqs * ceil_div(self._max_model_len, self.config.block_size)
-        if self.read is DecodeRead.PREFIX:
-            # A bucket gathers as many shared blocks as its prefix has. The prefix is scored in
-            # place, which takes somewhat less than here.
-            return most_prefix_pairs(num_blocks)
-        return of_all if self.read is DecodeRead.SEQUENCES else min(of_all, 3 * num_blocks)
-
-    def _plan_memory(self, free_memory: int) -> MemoryPlan:
-        settings = self.config.graphs
-        try:
-            return MemoryPlan.from_profile(
-                max(1, free_memory),
-                self.config.gpu_memory_utilization,
-                settings.graph_reserved_mem if self.captures_graphs else 0.0,
-                settings.graph_prompt_ratio,
-                block_bytes=self.block_bytes,
-            )
-        except WarmupError as error:
-            raise ConfigError(str(error)) from error
-
-    def _plan_after_run(self, free_memory: int) -> MemoryPlan:
-        try:
-            return self._plan_memory(free_memory)
-        except ConfigError as error:
-            # The same plan fitted without the run's peak.
-            raise ConfigError(
-                f"{error}; the largest batch leaves {format_bytes(max(0, free_memory))} free: "
-                "lower max_num_batched_tokens or max_model_len"
-            ) from error
-
-    def _log_plan(self) -> None:
-        settings = self.config.graphs
-        if not self.captures_graphs and settings.graph_reserved_mem != GRAPH_RESERVED_MEM:
-            logger.info(
-                "VLLM_GRAPH_RESERVED_MEM=%g is not applied: no graphs are captured (%s)",
-                settings.graph_reserved_mem,
-                "--enforce-eager" if settings.enforce_eager else f"device {self.device.name}",
-            )
-        logger.info(self._memory.describe())
-
-    def _num_blocks(self, plan: MemoryPlan, *, after_run: bool = False) -> int:
-        """Blocks of the KV cache under a plan and the settings. Raises `ConfigError`."""
-        fitting, remedy = plan.num_blocks, "raise gpu_memory_utilization, or free memory"
-        if after_run:
-            remedy = (
-                "lower max_num_batched_tokens: the largest batch leaves "
-                f"{format_bytes(plan.free_after_profile)} free"
-            )
-        limit = self.config.kv_cache_memory or self.device.default_kv_cache_memory
-        if limit is not None and limit // self.block_bytes <= fitting:
-            fitting, remedy = limit // self.block_bytes, "raise kv_cache_memory"
-        if self.config.num_blocks is not None:
-            remedy = "raise num_blocks"
-        num_blocks = num_cache_blocks(
-            self.config,
-            self._max_model_len,
-            fitting=fitting,
-            block_bytes=self.block_bytes,
-            remedy=remedy,
-        )
-        check_memory("num_blocks", num_blocks, self.block_bytes, self.device.total_memory())
-        return num_blocks
-
-    def _log_left_over(self) -> None:
-        """Say what of a device's own memory neither the KV cache nor graphs will use."""
-        left = self._memory.num_blocks - self.limits.num_blocks
-        if self.device.default_kv_cache_memory is not None or left <= 0:
-            return
-        logger.info(
-            "%s planned for the KV cache stay free, for %d more blocks: --max-num-seqs, "
-            "--max-model-len or --num-gpu-blocks-override would use them; graphs do not",
-            format_bytes(left * self.block_bytes),
-            left,
-        )
-
-    def _num_host_blocks(self) -> int:
-        per_sequence = ceil_div(self._max_model_len, self.config.block_size)
-        return num_host_blocks(self.config, self.device, self.block_bytes, per_sequence)
-
-    def _make_cache(
-        self, num_blocks: int, num_host_blocks: int, place: torch.device | None = None
-    ) -> KVCache:
-        """A cache on the device, or at another ``place``."""
-        return KVCache(
-            num_layers=self.spec.num_layers,
-            num_blocks=num_blocks,
-            kv_heads=self.spec.num_kv_heads,
-            block_size=self.config.block_size,
-            head_dim=self.spec.head_dim,
-            dtype=self.dtype,
-            device=place or self.device.torch_device,
-            num_host_blocks=num_host_blocks,
-            token_rows=self.device.attention.token_rows,
-        )
+    def _replays(self, grids: Grids) -> dict[Phase, dict[Bucket, float]]:
+        return self._choice.replays(grids) if self.captures_graphs else {}
 
     def _memory_use(self, device_free: int | None = None) -> MemoryUse:
         """Memory in use now, or with so much of the device's free."""
@@ -631,97 +426,6 @@ class Worker:
         now = self._memory_use()
         logger.info(now.since(before, step, in_total=in_total))
         return now
-
-    # Shapes.
-
-    def _sequence_grids(self) -> Grids | None:
-        if not self.config.use_buckets or self.config.bucket_grid != "seq":
-            return None
-        with _bucketing_errors():
-            return sequence_grids(self.config.bucketing, self.config, self._max_model_len)
-
-    @property
-    def _is_ragged(self) -> bool:
-        """Whether prompts are ragged: where the device can, unless the user chooses buckets."""
-        config = self.config
-        chosen = config.bucketing is not None or config.bucket_grid not in ("paged", "learn")
-        return self.device.attention.as_operator and not chosen
-
-    def _build_prompts(self) -> BucketGrid | None:
-        """The grid of padded prompts, which depends on nothing that the KV cache does."""
-        config = self.config
-        if not config.use_buckets or self.grids is not None or self._is_ragged:
-            return None
-        per_sequence = ceil_div(self._max_model_len, config.block_size)
-        limits = ServingLimits.of(config, self._max_model_len, per_sequence + 1)
-        with _bucketing_errors():
-            return build_prompts(
-                self._bucketing(), limits, exponential=self.device.exponential_grid
-            )
-
-    def _build_grids(self) -> Grids | None:
-        if not self.config.use_buckets:
-            return None
-        with _bucketing_errors():
-            learned = self._learned()
-            if learned is not None:
-                announce_grids(learned, self.limits, f"learned from {self._traffic_file}")
-                return learned
-            return build_grids(
-                self._bucketing(),
-                self.limits,
-                exponential=self.device.exponential_grid,
-                ragged=self._is_ragged,
-                prompts=self._prompts,
-            )
-
-    def _bucketing(self) -> BucketingConfig | None:
-        """The user's bucket settings, with the fit to a file that ``bucket_grid`` names."""
-        config, grid = self.config.bucketing, self.config.bucket_grid
-        if not grid.startswith(FITTED):
-            return config
-        return fitted_config(config or BucketingConfig(), Path(grid.removeprefix(FITTED)))
-
-    def _learned(self) -> Grids | None:
-        """Grids fitted to what was served; None unless that was asked for, and enough."""
-        if self.config.bucket_grid != "learn" or self._traffic_file is None:
-            return None
-        if self._is_ragged:
-            device = self.device
-            if device.dynamic_shapes and not device.supports_graphs and not device.compiles_forward:
-                logger.info(
-                    "Nothing is learned: prompts and decodes run in their own sizes on %s, without "
-                    "buckets to pad to. What is recorded in %s is for devices that pad",
-                    device.name,
-                    self._traffic_file,
-                )
-                return None
-            return learn_decodes(self._traffic_file, self._served, self.limits)
-        return learn_grids(
-            self.config.bucketing,
-            self._traffic_file,
-            self._served,
-            self.limits,
-            exponential=self.device.exponential_grid,
-        )
-
-    def _make_traffic_log(self) -> TrafficLog | None:
-        if self._traffic_file is None or not self._records:
-            return None
-        axes = {
-            Phase.PROMPT: ("batch", "query", "context_blocks"),
-            Phase.DECODE: ("batch", "blocks"),
-        }
-        if self.grids is not None:
-            axes = {Phase.PROMPT: self.grids.prompt.axes, Phase.DECODE: self.grids.decode.axes}
-        logger.info("The shapes of batches are recorded in %s", self._traffic_file)
-        return TrafficLog(self._traffic_file, axes)
-
-    def _replays(self, grids: Grids) -> dict[Phase, dict[Bucket, float]]:
-        if not self.captures_graphs:
-            return {}
-        with _bucketing_errors():
-            return served_replays(grids, self.config.graphs, self._served)
 
     def _enable_compilation(self) -> bool:
         """Whether decoder layers are compiled: as configured, if this machine has the compiler."""
@@ -756,15 +460,6 @@ def _inspect(config: EngineConfig) -> ModelSpec:
         score_prompt=None if config.score_prompt == "auto" else config.score_prompt,
         chat_template=config.chat_template,
     )
-
-
-@contextlib.contextmanager
-def _bucketing_errors() -> Generator[None, None, None]:
-    """Turn errors of bucket settings into those of the engine."""
-    try:
-        yield
-    except BucketingError as error:
-        raise ConfigError(str(error)) from error
 
 
 def _compile_cache(config: EngineConfig) -> Path:

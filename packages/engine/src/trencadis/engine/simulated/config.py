@@ -8,18 +8,20 @@ from typing import Any
 import attrs
 
 from trencadis.bucketing import BucketingConfig
-from trencadis.engine.config import (
-    AXIS_SETTINGS,
-    BUCKETING_VARIABLES,
+from trencadis.engine.capacity_settings import (
     DEFAULT_SWAP_SPACE,
-    DEFRAG_VARIABLES,
-    GRAPH_VARIABLES,
     HEAT,
     MAX_BYTES,
     MEMORY,
     MODEL,
-    SKIP_WARMUP,
     CapacitySettings,
+)
+from trencadis.engine.library_settings import (
+    AXIS_SETTINGS,
+    BUCKETING_VARIABLES,
+    DEFRAG_VARIABLES,
+    GRAPH_VARIABLES,
+    SKIP_WARMUP,
     library_settings,
     library_variables,
 )

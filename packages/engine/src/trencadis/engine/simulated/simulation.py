@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trencadis.bucketing import BucketingError
-from trencadis.engine.config import resolve_max_model_len
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.grids import Grids, configured_grids
-from trencadis.engine.runner.limits import ServingLimits, num_cache_blocks, token_budget
+from trencadis.engine.runner.limits import (
+    ServingLimits,
+    num_cache_blocks,
+    resolve_max_model_len,
+    token_budget,
+)
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig

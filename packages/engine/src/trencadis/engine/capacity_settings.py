@@ -1,0 +1,118 @@
+"""The settings that an engine and a simulation of it share, with the groups of their flags."""
+
+from __future__ import annotations
+
+import attrs
+
+from trencadis.engine.settings import setting
+from trencadis.engine.validators import integer, number, power_of_two
+
+DEFAULT_SWAP_SPACE = 4.0
+"""GiB, as in ``vllm serve --swap-space``."""
+
+INT32_MAX = 2**31 - 1
+MAX_NUM_SEQS = 1 << 16
+MAX_BATCHED_TOKENS = 1 << 24
+"""Bounds beyond which a number is a slip of the pen: no device holds a batch of that size."""
+
+MAX_BYTES = 1 << 50
+
+MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
+FAULTS = "faults"
+"""Groups of flags in ``--help``."""
+
+
+class DeviceDefault(int):
+    """A default that the device replaces by its own (``Device.defaults``), if it has one."""
+
+
+@attrs.frozen(kw_only=True)
+class CapacitySettings:
+    """The settings that an engine and a simulation of it share."""
+
+    max_model_len: int | None = attrs.field(
+        default=None,
+        validator=integer(2, INT32_MAX, optional=True),
+        metadata=setting(
+            "--max-model-len",
+            metavar="TOKENS",
+            group=MODEL,
+            help="longest sequence: the tokens of a prompt and its answer together",
+            default="the model's context length",
+        ),
+    )
+    seed: int = attrs.field(
+        default=0,
+        validator=integer(0, 2**63 - 1),
+        metadata=setting(
+            "--seed",
+            metavar="N",
+            group=MODEL,
+            help="seed of the random draws, except for requests with their own seed",
+        ),
+    )
+    max_num_seqs: int = attrs.field(
+        default=DeviceDefault(32),
+        validator=integer(1, MAX_NUM_SEQS),
+        metadata=setting(
+            "--max-num-seqs",
+            metavar="N",
+            group=MEMORY,
+            help="most sequences decoded in one step",
+            default="32; 128 on hpu",
+        ),
+    )
+    max_num_batched_tokens: int = attrs.field(
+        default=DeviceDefault(256),
+        validator=integer(1, MAX_BATCHED_TOKENS),
+        metadata=setting(
+            "--max-num-batched-tokens",
+            metavar="TOKENS",
+            group=MEMORY,
+            help="most prompt tokens computed in one step; a longer prompt is split",
+            default="256; 2048 on hpu",
+        ),
+    )
+    max_waiting: int = attrs.field(
+        default=2048,
+        validator=integer(1, INT32_MAX),
+        metadata=setting(
+            "--max-waiting",
+            metavar="N",
+            group=MEMORY,
+            help="most requests in the waiting queue; further requests are refused",
+        ),
+    )
+    block_size: int = attrs.field(
+        default=DeviceDefault(32),
+        validator=power_of_two,
+        metadata=setting(
+            "--block-size",
+            metavar="TOKENS",
+            group=MEMORY,
+            parse=int,
+            help="tokens per KV block, a power of two",
+            default="32; 128 on hpu",
+        ),
+    )
+    num_blocks: int | None = attrs.field(
+        default=None,
+        validator=integer(2, INT32_MAX, optional=True),
+        metadata=setting(
+            "--num-gpu-blocks-override",
+            metavar="BLOCKS",
+            group=MEMORY,
+            help="number of KV blocks",
+            default="as many as fit the memory",
+        ),
+    )
+    gpu_memory_utilization: float = attrs.field(
+        default=0.9,
+        validator=number(0, 1, exclusive_low=True),
+        metadata=setting(
+            "--gpu-memory-utilization",
+            metavar="SHARE",
+            group=MEMORY,
+            help="share of the free device memory to use, above 0 and at most 1",
+        ),
+    )

@@ -1,0 +1,312 @@
+"""Makes batches of scheduled sequences: which share a forward pass, and its padded shape.
+
+`bucket_choice` knows the buckets, `model_input` the tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import attrs
+
+from trencadis.bucketing import Bucket
+from trencadis.engine.runner.bucket_choice import BucketChoice, num_elements
+from trencadis.engine.runner.forward_runner import ForwardRunner
+from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.model_input import (
+    ModelInput,
+    Upload,
+    build_decode,
+    build_mixed,
+    build_prompt,
+    lay_out_decodes,
+)
+from trencadis.engine.runner.sampling_rows import NOTHING, RowRequest, Sampler
+from trencadis.engine.runner.shapes import (
+    BucketShape,
+    DecodeRead,
+    DecodeShape,
+    MixedShape,
+    PromptShape,
+    RaggedShape,
+    decode_size,
+    most_prefix_pairs,
+    padded_decode,
+    prompt_shape,
+    ragged_shape,
+    split_prompts,
+)
+from trencadis.kvcache import DecodeLayout, ceil_div
+from trencadis.kvcache.tensors import KVCache
+from trencadis.scheduler import ScheduledSequence
+from trencadis.warmup import Phase
+
+_FORWARD_COST = 32.0
+"""Cost of one more forward pass, in padded tokens: about what its launches cost on the CPU."""
+
+_TOKENS = 16
+"""Where no program needs a bucket's size, longer prefill is padded to a multiple of this many
+tokens: oneDNN prepares a product for each number of rows, and keeps a limited number of them.
+Decodes have the small numbers anyway."""
+
+Scheduled = Sequence[ScheduledSequence]
+
+RowRequests = Mapping[int, RowRequest]
+"""What is sampled, by sequence id; a sequence without an entry samples nothing."""
+
+
+def requests_of(sequences: Scheduled, requests: RowRequests) -> list[RowRequest]:
+    """The request of each row, in the order of the batch."""
+    return [requests.get(sequence.seq_id, NOTHING) for sequence in sequences]
+
+
+class BatchBuilder:
+    """Makes the batches of a step, and dummy batches. ``padded_tokens`` counts their padding.
+
+    ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
+    batches are not padded.
+    """
+
+    def __init__(
+        self,
+        forward_runner: ForwardRunner,
+        sampler: Sampler,
+        upload: Upload,
+        cache: KVCache,
+        grids: Grids | None,
+        read: DecodeRead,
+        buckets: BucketChoice,
+    ) -> None:
+        self.padded_tokens = 0
+        self._forward_runner = forward_runner
+        self._sampler = sampler
+        self._upload = upload
+        self._cache = cache
+        self._grids = grids
+        self._read = read
+        self._buckets = buckets
+
+    def use_cache(self, cache: KVCache) -> None:
+        """Make batches for another cache of the same layout."""
+        self._cache = cache
+
+    @property
+    def pads_to_buckets(self) -> bool:
+        """Whether each phase has forward passes of its own, in the shapes of its buckets.
+
+        Otherwise the prefill chunks are ragged, and no program depends on the number of tokens.
+        """
+        ragged = self._grids is not None and self._grids.ragged
+        return not (ragged and self._forward_runner.takes_any_tokens)
+
+    def prompt_parts(self, prompts: Scheduled) -> Iterable[Scheduled]:
+        """The prefill chunks that share a forward pass of a bucket."""
+        return split_prompts(prompts, self._prompt_cost)
+
+    def unpadded_parts(self, scheduled: Scheduled) -> Iterator[Scheduled]:
+        """What shares a forward pass: all, unless the decodes gather more than was profiled.
+
+        Then the prefill chunks run apart, and the decodes in halves.
+        """
+        decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
+        most = most_prefix_pairs(self._cache.num_blocks)
+        if len(decodes) < 2 or self._num_pairs(decodes) <= most:
+            yield scheduled
+            return
+        if len(decodes) < len(scheduled):
+            yield [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
+        half = len(decodes) // 2
+        yield from self.unpadded_parts(decodes[:half])
+        yield from self.unpadded_parts(decodes[half:])
+
+    def _num_pairs(self, decodes: Scheduled) -> int:
+        """(block, sequence) pairs that a decode batch scores without padding, or somewhat more."""
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        blocks = self._decode_shape(size).blocks
+        of_all = sum(ceil_div(decode.start + 1, self._cache.block_size) for decode in decodes)
+        if blocks + of_all <= most_prefix_pairs(self._cache.num_blocks):
+            return blocks + of_all  # an upper bound, without a look at what is shared
+        return blocks + lay_out_decodes(decodes, blocks, self._cache.block_size).num_extra
+
+    def prompts(self, chunks: Scheduled, requests: RowRequests) -> ModelInput:
+        """Prefill chunks as one batch."""
+        shape = self._prompt_shape(chunks)
+        self.padded_tokens += shape.num_tokens - sum(len(chunk.token_ids) for chunk in chunks)
+        words = self._sampler.words(requests_of(chunks, requests), shape.batch)
+        return build_prompt(chunks, shape, self._cache, self._upload, words)
+
+    def _prompt_shape(self, chunks: Scheduled) -> PromptShape | RaggedShape:
+        """The padded shape of a prefill batch, which is recorded."""
+        if self._grids is None:
+            shape = prompt_shape(chunks, self._cache.block_size)
+            self._buckets.record(Phase.PROMPT, attrs.astuple(shape))
+            self._buckets.count_unpadded(Phase.PROMPT, shape.batch, shape.query)
+            return shape
+        exact = self._grids.exact_prompt(chunks, self._cache.block_size)
+        if isinstance(exact, RaggedShape):
+            self._record_padded(chunks)
+            if not self.pads_to_buckets:
+                self._buckets.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
+                return _rounded(exact)
+            size: tuple[int, ...] = (1, exact.num_tokens, 0)
+        else:
+            # A batch that is no size of the grid was not made by `split_prompts`.
+            size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
+            self._buckets.record(Phase.PROMPT, size)
+        return self._grids.padded_prompt(self._buckets.find(Phase.PROMPT, size), exact)
+
+    def mixed(self, decodes: Scheduled, chunks: Scheduled, requests: RowRequests) -> ModelInput:
+        self._record_padded(chunks)
+        decode, layout = self._exact_decode(decodes)
+        exact = ragged_shape(chunks, self._cache.block_size)
+        self._buckets.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
+        prompt = _rounded(exact, decode.num_tokens)
+        shape = MixedShape(decode, prompt)
+        scheduled = [*decodes, *chunks]
+        self.padded_tokens += shape.num_tokens - sum(len(item.token_ids) for item in scheduled)
+        words = self._sampler.words(requests_of(scheduled, requests), shape.batch)
+        cache, upload = self._cache, self._upload
+        return build_mixed(decodes, layout, chunks, shape, cache, upload, words)
+
+    def decodes(
+        self, decodes: Scheduled, requests: RowRequests
+    ) -> Iterator[tuple[Scheduled, ModelInput]]:
+        """One batch; several where the sequences have more blocks to gather than the bucket."""
+        if not self.pads_to_buckets:
+            shape, layout = self._exact_decode(decodes)
+            yield decodes, self._decode_input(decodes, layout, shape, requests)
+            return
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        if self._is_better_divided(decodes, size):
+            half = len(decodes) // 2
+            yield from self.decodes(decodes[:half], requests)
+            yield from self.decodes(decodes[half:], requests)
+            return
+        self._buckets.record(Phase.DECODE, size)
+        batch, blocks = self._buckets.find(Phase.DECODE, size)
+        shape = self._decode_shape((batch, blocks))
+        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+        num_extra = layout.num_extra
+        if num_extra and shape.blocks:
+            if self._forward_runner.needs_warmup and num_extra > shape.blocks:
+                half = len(decodes) // 2
+                yield from self.decodes(decodes[:half], requests)
+                yield from self.decodes(decodes[half:], requests)
+                return
+            shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
+        yield decodes, self._decode_input(decodes, layout, shape, requests)
+
+    def _exact_decode(self, decodes: Scheduled) -> tuple[DecodeShape, DecodeLayout]:
+        """The shape of a decode batch without padding, which is recorded, and its layout."""
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        self._buckets.record(Phase.DECODE, size)
+        self._buckets.count_unpadded(Phase.DECODE, *size)
+        shape = self._decode_shape(size)
+        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+        return attrs.evolve(shape, extra=layout.num_extra), layout
+
+    def _decode_input(
+        self, decodes: Scheduled, layout: DecodeLayout, shape: DecodeShape, requests: RowRequests
+    ) -> ModelInput:
+        self.padded_tokens += shape.batch - len(decodes)
+        words = self._sampler.words(requests_of(decodes, requests), shape.batch)
+        return build_decode(decodes, layout, shape, self._cache, self._upload, words)
+
+    def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
+        """Whether no bucket has as many (block, sequence) pairs as this batch.
+
+        Two smaller batches then need no new shape.
+        """
+        return (
+            self._read is DecodeRead.PAIRS
+            and len(decodes) > 1
+            and self._grids is not None
+            and self._grids.decode.find(size) is None
+        )
+
+    def _decode_shape(self, size: tuple[int, int]) -> DecodeShape:
+        return padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
+
+    def _padded_extra(self, num_extra: int, blocks: int) -> int:
+        """Padded number of gathered (block, sequence) pairs.
+
+        As many as blocks where shapes are warmed up (one shape per bucket), else the next power of
+        two from 8.
+        """
+        if self._forward_runner.needs_warmup:
+            return blocks
+        return max(8, 1 << (num_extra - 1).bit_length())
+
+    def _prompt_cost(self, chunks: Scheduled) -> float | None:
+        """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss.
+
+        A grid of sequence lengths has the buckets that seed 002 tells: all prompts together.
+        """
+        if self._grids is None:
+            return prompt_shape(chunks, self._cache.block_size).num_tokens + _FORWARD_COST
+        size = self._grids.prompt_size(self._grids.exact_prompt(chunks, self._cache.block_size))
+        bucket = None if size is None else self._grids.prompt.find(size)
+        if bucket is None:
+            return None
+        if not self._grids.has_context:
+            return _FORWARD_COST
+        return math.prod(bucket.shape[:2]) + _FORWARD_COST
+
+    def _record_padded(self, chunks: Scheduled) -> None:
+        """Record a ragged batch as the padded ones within the budget that other devices would run.
+
+        They read what is recorded.
+        """
+        if not self._buckets.records_traffic or self._grids is None:
+            return
+        budget, block_size = self._grids.max_chunk_tokens, self._cache.block_size
+
+        def cost(part: Scheduled) -> float | None:
+            tokens = prompt_shape(part, block_size).num_tokens
+            return None if tokens > budget and len(part) > 1 else tokens + _FORWARD_COST
+
+        for part in split_prompts(chunks, cost):
+            self._buckets.record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
+
+    def shapes(self, phase: Phase, bucket: Bucket) -> list[BucketShape]:
+        """The shapes that batches of a bucket have.
+
+        A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
+        it has blocks.
+        """
+        if phase is Phase.PROMPT:
+            return list(self._grids.prompt_shapes(bucket.shape)) if self._grids else []
+        batch, blocks = bucket.shape
+        shape = self._decode_shape((batch, blocks))
+        if shape.batch == 1 or not shape.blocks or not self._forward_runner.needs_warmup:
+            return [shape]
+        return [shape, attrs.evolve(shape, extra=shape.blocks)]
+
+    def dummy(self, shape: BucketShape) -> ModelInput:
+        """A batch of this shape that reads and writes the padding block only."""
+        cache, upload = self._cache, self._upload
+        words = self._sampler.words((), shape.batch)
+        if isinstance(shape, PromptShape | RaggedShape):
+            return build_prompt((), shape, cache, upload, words)
+        layout = lay_out_decodes((), shape.blocks, cache.block_size)
+        return build_decode((), layout, shape, cache, upload, words)
+
+    def smallest_dummy(self) -> ModelInput:
+        """The dummy batch of the smallest decode bucket."""
+        size = (1, 1)
+        if self._grids is not None:
+            batch, blocks = min(self._grids.decode.buckets, key=num_elements).shape
+            size = (batch, blocks)
+        return self.dummy(self._decode_shape(size))
+
+
+def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:
+    """``shape``, padded so that its tokens with the ``preceding`` ones fill `_TOKENS`.
+
+    A batch of fewer tokens is not padded: decodes have these numbers, too.
+    """
+    tokens = preceding + shape.num_tokens
+    if tokens > _TOKENS:
+        tokens = ceil_div(tokens, _TOKENS) * _TOKENS
+    return attrs.evolve(shape, num_tokens=tokens - preceding)

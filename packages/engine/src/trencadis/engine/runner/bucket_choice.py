@@ -1,0 +1,195 @@
+"""The bucket of each batch, and what is known of the buckets: warmed up, captured, used.
+
+A batch larger than every bucket is a bucket miss.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+from collections.abc import Callable
+
+from trencadis.bucketing import Bucket, BucketGrid
+from trencadis.engine.errors import BucketMiss
+from trencadis.engine.inspection import GridUsage
+from trencadis.engine.runner.bucket_usage import BucketUsage
+from trencadis.engine.runner.forward_runner import REFUSED, ForwardRunner
+from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.recorded_traffic import TrafficLog
+from trencadis.engine.runner.shapes import DecodeRead
+from trencadis.warmup import GraphCapture, Phase
+
+logger = logging.getLogger("trencadis.engine")
+
+_MAX_OVERSIZE = 4
+"""A warmed-up bucket may replace a cold one if it is at most this many times as large."""
+
+RecordMiss = Callable[[Phase, Bucket], None]
+
+
+class BucketChoice:
+    """Chooses the buckets of batches, and counts them. ``num_misses`` counts bucket misses.
+
+    Without ``grids`` no batch is padded.
+    """
+
+    def __init__(
+        self, grids: Grids | None, read: DecodeRead, forward_runner: ForwardRunner
+    ) -> None:
+        self.num_misses = 0
+        self._grids = grids
+        self._forward_runner = forward_runner
+        self._ready: set[tuple[Phase, Bucket]] = set()
+        self._captured: set[tuple[Phase, Bucket]] = set()
+        self._usage = BucketUsage(grids, read)
+        self._record_miss: RecordMiss | None = None
+        self._traffic: TrafficLog | None = None
+        self._capture: GraphCapture | None = None
+        self._never_used: dict[Phase, set[Bucket]] = {}
+        self._not_captured: dict[tuple[Phase, Bucket], None] = {}
+
+    def find(self, phase: Phase, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape to pad to. Logs a bucket miss, which may compile in live traffic."""
+        if self._grids is None:
+            self._usage.count_unpadded(phase, *shape[:2])
+            return shape
+        grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode
+        found = bucket = grid.find(shape)
+        if bucket is None:
+            self.num_misses += 1
+            if self._forward_runner.refuse_cold:
+                raise BucketMiss(f"{_describe_miss(phase, shape, grid)}, and {REFUSED}")
+            bucket = grid.fallback(shape)
+            logger.warning(
+                "%s bucket miss: shape %s is past every bucket, padded to %s",
+                phase.value,
+                shape,
+                bucket.shape,
+            )
+        if self._record_miss is not None and (phase, bucket) not in self._ready:
+            self._record_miss(phase, bucket)
+            bucket = self._ready_substitute(phase, bucket, grid)
+        if self._capture is not None and bucket in self._never_used[phase]:
+            # Once for each bucket: a graph that does not fit when it first comes is not captured.
+            self._never_used[phase].discard(bucket)
+            self._not_captured[phase, bucket] = None
+        if found is not None:
+            self._usage.count(phase, bucket.shape)
+        return bucket.shape
+
+    def count_unpadded(self, phase: Phase, batch: int, length: int) -> None:
+        """Count a batch that runs in its own size."""
+        self._usage.count_unpadded(phase, batch, length)
+
+    @property
+    def records_traffic(self) -> bool:
+        """Whether the shapes of batches are recorded."""
+        return self._traffic is not None
+
+    def record(self, phase: Phase, shape: tuple[int, ...]) -> None:
+        """Record the shape of a batch before padding, if that was asked for."""
+        if self._traffic is not None:
+            self._traffic.record(phase, shape)
+
+    def record_traffic(self, traffic: TrafficLog) -> None:
+        """Record the shapes of all batches from now on."""
+        self._traffic = traffic
+
+    def prefer_ready(self, record_miss: RecordMiss) -> None:
+        """Let a batch whose bucket is not warmed up use a larger one that is.
+
+        Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
+        """
+        self._record_miss = record_miss
+
+    def mark_ready(self, phase: Phase, bucket: Bucket) -> None:
+        """A bucket was warmed up."""
+        self._ready.add((phase, bucket))
+
+    def is_ready(self, phase: Phase, bucket: Bucket) -> bool:
+        """Whether a bucket is warmed up."""
+        return (phase, bucket) in self._ready
+
+    @property
+    def num_ready(self) -> int:
+        """Buckets that are warmed up."""
+        return len(self._ready)
+
+    def mark_captured(self, phase: Phase, bucket: Bucket) -> None:
+        """The graphs of a bucket were captured."""
+        self._captured.add((phase, bucket))
+
+    def mark_released(self, phase: Phase, bucket: Bucket) -> None:
+        """The graphs of a bucket were released."""
+        self._captured.discard((phase, bucket))
+
+    def usage(self, *, is_padded: bool) -> tuple[GridUsage, ...]:
+        """The state and the hits of the buckets of both phases."""
+        # Copies, because a thread may warm up the next bucket meanwhile. Without graphs, those that
+        # the buckets had were released with the memory of the device.
+        captured = self._captured.copy() if self._forward_runner.num_graphs else set()
+        return self._usage.tables(self._ready.copy(), captured, is_padded=is_padded)
+
+    def capture_in_traffic(self, capture: GraphCapture) -> None:
+        """Capture the graphs of the buckets that live traffic uses, after their first use."""
+        self._capture = capture
+        if self._grids is not None:
+            self._never_used = {
+                Phase.PROMPT: set(self._grids.prompt.buckets),
+                Phase.DECODE: set(self._grids.decode.buckets),
+            }
+
+    def capture_used(self) -> None:
+        """Capture the graphs of buckets that were used first since the last call.
+
+        Call it between two steps. After an error no more graphs are captured; serving goes on.
+        """
+        while self._not_captured and self._capture is not None:
+            phase, bucket = next(iter(self._not_captured))
+            try:
+                self._capture.capture_bucket(phase, bucket)
+            except Exception:
+                logger.exception("Capturing a graph failed; no more graphs are captured")
+                self._capture = None
+            self._not_captured.pop((phase, bucket))
+
+    def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
+        """The smallest warmed-up bucket that holds ``bucket`` and is not much larger, or itself."""
+        size = num_elements(bucket)
+        larger = (
+            candidate
+            for candidate in grid.buckets
+            if size < num_elements(candidate) <= _MAX_OVERSIZE * size
+            and all(map(operator.le, bucket.shape, candidate.shape))
+            and (phase, candidate) in self._ready
+        )
+        return min(larger, key=num_elements, default=bucket)
+
+
+def _describe_miss(phase: Phase, shape: tuple[int, ...], grid: BucketGrid) -> str:
+    """The batch that no bucket holds, and what sets the largest bucket, which is too small."""
+    sizes = ", ".join(f"{axis} {size}" for axis, size in zip(grid.axes, shape, strict=True))
+    message = f"no {phase.value.lower()} bucket holds a batch of {sizes}"
+    for axis, size in zip(grid.axes, shape, strict=True):
+        if size > grid.values(axis)[-1]:
+            variable = f"VLLM_{phase.name}_{_VARIABLES[axis]}_BUCKET_MAX"
+            return (
+                f"{message} (the largest {axis} is {grid.values(axis)[-1]}: {variable}, or the "
+                "bucket file)"
+            )
+    return message
+
+
+_VARIABLES = {
+    "batch": "BS",
+    "query": "QUERY",
+    "context_blocks": "CTX",
+    "blocks": "BLOCK",
+    "seq": "SEQ",
+}
+
+
+def num_elements(bucket: Bucket) -> int:
+    """The product of the sizes of a bucket, an empty one counted as 1."""
+    return math.prod(size or 1 for size in bucket.shape)

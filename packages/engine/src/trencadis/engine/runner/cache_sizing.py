@@ -1,0 +1,214 @@
+"""Sizes the KV cache: the memory that the largest forward passes leave, divided into blocks.
+
+The profiling run measures them. What of the rest is for graphs, `MemoryPlan` says.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from trencadis.engine.config import EngineConfig
+from trencadis.engine.devices import Device
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
+from trencadis.engine.models.loader import ModelSpec
+from trencadis.engine.runner.forward_runner import ForwardRunner
+from trencadis.engine.runner.host_swap import num_host_blocks
+from trencadis.engine.runner.limits import check_memory, num_cache_blocks
+from trencadis.engine.runner.model_input import build_decode, build_prompt, lay_out_decodes
+from trencadis.engine.runner.shapes import (
+    DecodeRead,
+    DecodeShape,
+    PromptShape,
+    RaggedShape,
+    most_prefix_pairs,
+)
+from trencadis.kvcache import ceil_div
+from trencadis.kvcache.tensors import KVCache, bytes_per_block
+from trencadis.warmup import GRAPH_RESERVED_MEM, MemoryPlan, WarmupError, format_bytes
+
+logger = logging.getLogger("trencadis.engine")
+
+
+class CacheSizing:
+    """The size of the KV cache of a model on a device, and caches of this layout.
+
+    ``captures_graphs``: whether a share of the memory is left for graphs.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        spec: ModelSpec,
+        dtype: torch.dtype,
+        max_model_len: int,
+        *,
+        captures_graphs: bool,
+    ) -> None:
+        self._config = config
+        self._device = device
+        self._spec = spec
+        self._dtype = dtype
+        self._max_model_len = max_model_len
+        self._captures_graphs = captures_graphs
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one KV block in all layers."""
+        return bytes_per_block(
+            num_layers=self._spec.num_layers,
+            kv_heads=self._spec.num_kv_heads,
+            block_size=self._config.block_size,
+            head_dim=self._spec.head_dim,
+            dtype=self._dtype,
+        )
+
+    def profile(
+        self, model: nn.Module, prompts: Sequence[PromptShape | RaggedShape], read: DecodeRead
+    ) -> MemoryPlan:
+        """Run the largest forward passes once, and divide what the largest peak leaves.
+
+        Both run on the padding block alone, which a pass may gather as often as it likes. A decode
+        gathers at most as many blocks as fit beside the prefill's peak; the plan only gets fewer
+        of them by its own. A cache that would be too small without any peak is refused first, with
+        `ConfigError`. ``prompts``: shapes of prefill batches that may take the most memory.
+        """
+        self.num_blocks(self._plan_memory(self._device.free_memory()))
+        lowest = self._lowest_memory(model, prompts)
+        num_blocks = self.num_blocks(self._plan_after_run(lowest), after_run=True)
+        decode = DecodeShape(self._config.max_num_seqs, 0, self._most_pairs(num_blocks, read))
+        return self._plan_after_run(min(lowest, self._lowest_memory(model, [decode])))
+
+    def num_blocks(self, plan: MemoryPlan, *, after_run: bool = False) -> int:
+        """Blocks of the KV cache under a plan and the settings. Raises `ConfigError`."""
+        fitting, remedy = plan.num_blocks, "raise gpu_memory_utilization, or free memory"
+        if after_run:
+            remedy = (
+                "lower max_num_batched_tokens: the largest batch leaves "
+                f"{format_bytes(plan.free_after_profile)} free"
+            )
+        limit = self._config.kv_cache_memory or self._device.default_kv_cache_memory
+        if limit is not None and limit // self.block_bytes <= fitting:
+            fitting, remedy = limit // self.block_bytes, "raise kv_cache_memory"
+        if self._config.num_blocks is not None:
+            remedy = "raise num_blocks"
+        num_blocks = num_cache_blocks(
+            self._config,
+            self._max_model_len,
+            fitting=fitting,
+            block_bytes=self.block_bytes,
+            remedy=remedy,
+        )
+        check_memory("num_blocks", num_blocks, self.block_bytes, self._device.total_memory())
+        return num_blocks
+
+    def num_host_blocks(self) -> int:
+        """Host blocks for swapped sequences; see `host_swap`."""
+        per_sequence = ceil_div(self._max_model_len, self._config.block_size)
+        return num_host_blocks(self._config, self._device, self.block_bytes, per_sequence)
+
+    def make_cache(
+        self, num_blocks: int, num_host_blocks: int, place: torch.device | None = None
+    ) -> KVCache:
+        """A cache on the device, or at another ``place``."""
+        return KVCache(
+            num_layers=self._spec.num_layers,
+            num_blocks=num_blocks,
+            kv_heads=self._spec.num_kv_heads,
+            block_size=self._config.block_size,
+            head_dim=self._spec.head_dim,
+            dtype=self._dtype,
+            device=place or self._device.torch_device,
+            num_host_blocks=num_host_blocks,
+            token_rows=self._device.attention.token_rows,
+        )
+
+    def log_plan(self, plan: MemoryPlan) -> None:
+        """Say how the memory is divided, and what of the settings is not applied."""
+        settings = self._config.graphs
+        if not self._captures_graphs and settings.graph_reserved_mem != GRAPH_RESERVED_MEM:
+            logger.info(
+                "VLLM_GRAPH_RESERVED_MEM=%g is not applied: no graphs are captured (%s)",
+                settings.graph_reserved_mem,
+                "--enforce-eager" if settings.enforce_eager else f"device {self._device.name}",
+            )
+        logger.info(plan.describe())
+
+    def log_left_over(self, plan: MemoryPlan, num_blocks: int) -> None:
+        """Say what of a device's own memory neither the KV cache nor graphs will use."""
+        left = plan.num_blocks - num_blocks
+        if self._device.default_kv_cache_memory is not None or left <= 0:
+            return
+        logger.info(
+            "%s planned for the KV cache stay free, for %d more blocks: --max-num-seqs, "
+            "--max-model-len or --num-gpu-blocks-override would use them; graphs do not",
+            format_bytes(left * self.block_bytes),
+            left,
+        )
+
+    def _lowest_memory(
+        self, model: nn.Module, shapes: Sequence[PromptShape | RaggedShape | DecodeShape]
+    ) -> int:
+        """The least memory that is free while dummy batches of these shapes run, one by one."""
+        cache = self.make_cache(1, 0)
+        forward_runner = ForwardRunner(model, self._device, cache)
+        upload, free = self._device.upload, []
+        for shape in shapes:
+            if isinstance(shape, DecodeShape):
+                layout = lay_out_decodes((), shape.blocks, cache.block_size)
+                batch = build_decode((), layout, shape, cache, upload)
+            else:
+                batch = build_prompt((), shape, cache, upload)
+            self._device.begin_step()
+            before = self._device.free_memory()
+            with self._shortened(model):
+                taken = self._device.peak_memory(functools.partial(forward_runner.run, batch))
+            free.append(before - taken)
+        return min(free)
+
+    def _shortened(self, model: nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Where a chunk of a long context takes minutes, the profiling run omits equal layers.
+
+        They take the memory that the layer before has freed.
+        """
+        is_slow = self._device.shares_host_memory
+        return one_layer_of_each_kind(model) if is_slow else contextlib.nullcontext()
+
+    def _most_pairs(self, num_blocks: int, read: DecodeRead) -> int:
+        """The most (block, sequence) pairs that a decode scores in a cache of so many blocks."""
+        of_all = self._config.max_num_seqs * ceil_div(self._max_model_len, self._config.block_size)
+        if read is DecodeRead.PREFIX:
+            # A bucket gathers as many shared blocks as its prefix has. The prefix is scored in
+            # place, which takes somewhat less than here.
+            return most_prefix_pairs(num_blocks)
+        return of_all if read is DecodeRead.SEQUENCES else min(of_all, 3 * num_blocks)
+
+    def _plan_memory(self, free_memory: int) -> MemoryPlan:
+        settings = self._config.graphs
+        try:
+            return MemoryPlan.from_profile(
+                max(1, free_memory),
+                self._config.gpu_memory_utilization,
+                settings.graph_reserved_mem if self._captures_graphs else 0.0,
+                settings.graph_prompt_ratio,
+                block_bytes=self.block_bytes,
+            )
+        except WarmupError as error:
+            raise ConfigError(str(error)) from error
+
+    def _plan_after_run(self, free_memory: int) -> MemoryPlan:
+        try:
+            return self._plan_memory(free_memory)
+        except ConfigError as error:
+            # The same plan fitted without the run's peak.
+            raise ConfigError(
+                f"{error}; the largest batch leaves {format_bytes(max(0, free_memory))} free: "
+                "lower max_num_batched_tokens or max_model_len"
+            ) from error
