@@ -129,7 +129,7 @@ class BatchBuilder:
             return blocks + of_all  # an upper bound, without a look at what is shared
         return blocks + lay_out_decodes(decodes, blocks, self._cache.block_size).num_extra
 
-    def prompts(self, chunks: Scheduled, requests: RowRequests) -> ModelInput:
+    def prompt_batch(self, chunks: Scheduled, requests: RowRequests) -> ModelInput:
         """Prefill chunks as one batch."""
         shape = self._prompt_shape(chunks)
         self.padded_tokens += shape.num_tokens - sum(len(chunk.token_ids) for chunk in chunks)
@@ -156,7 +156,10 @@ class BatchBuilder:
             self._buckets.record(Phase.PROMPT, size)
         return self._grids.padded_prompt(self._buckets.find(Phase.PROMPT, size), exact)
 
-    def mixed(self, decodes: Scheduled, chunks: Scheduled, requests: RowRequests) -> ModelInput:
+    def mixed_batch(
+        self, decodes: Scheduled, chunks: Scheduled, requests: RowRequests
+    ) -> ModelInput:
+        """Decodes and prefill chunks as one batch."""
         self._record_padded(chunks)
         decode, layout = self._exact_decode(decodes)
         exact = ragged_shape(chunks, self._cache.block_size)
@@ -169,7 +172,7 @@ class BatchBuilder:
         cache, upload = self._cache, self._upload
         return build_mixed(decodes, layout, chunks, shape, cache, upload, words)
 
-    def decodes(
+    def decode_batches(
         self, decodes: Scheduled, requests: RowRequests
     ) -> Iterator[tuple[Scheduled, ModelInput]]:
         """One batch; several where the sequences have more blocks to gather than the bucket."""
@@ -180,8 +183,8 @@ class BatchBuilder:
         size = decode_size(decodes, self._read, self._cache.block_size)
         if self._is_better_divided(decodes, size):
             half = len(decodes) // 2
-            yield from self.decodes(decodes[:half], requests)
-            yield from self.decodes(decodes[half:], requests)
+            yield from self.decode_batches(decodes[:half], requests)
+            yield from self.decode_batches(decodes[half:], requests)
             return
         self._buckets.record(Phase.DECODE, size)
         batch, blocks = self._buckets.find(Phase.DECODE, size)
@@ -191,8 +194,8 @@ class BatchBuilder:
         if num_extra and shape.blocks:
             if self._forward_runner.needs_warmup and num_extra > shape.blocks:
                 half = len(decodes) // 2
-                yield from self.decodes(decodes[:half], requests)
-                yield from self.decodes(decodes[half:], requests)
+                yield from self.decode_batches(decodes[:half], requests)
+                yield from self.decode_batches(decodes[half:], requests)
                 return
             shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
         yield decodes, self._decode_input(decodes, layout, shape, requests)

@@ -104,7 +104,7 @@ class BucketChoice:
         self._record_miss = record_miss
 
     def mark_ready(self, phase: Phase, bucket: Bucket) -> None:
-        """A bucket was warmed up."""
+        """Note that a bucket was warmed up."""
         self._ready.add((phase, bucket))
 
     def is_ready(self, phase: Phase, bucket: Bucket) -> bool:
@@ -117,11 +117,11 @@ class BucketChoice:
         return len(self._ready)
 
     def mark_captured(self, phase: Phase, bucket: Bucket) -> None:
-        """The graphs of a bucket were captured."""
+        """Note that the graphs of a bucket were captured."""
         self._captured.add((phase, bucket))
 
     def mark_released(self, phase: Phase, bucket: Bucket) -> None:
-        """The graphs of a bucket were released."""
+        """Note that the graphs of a bucket were released."""
         self._captured.discard((phase, bucket))
 
     def usage(self, *, is_padded: bool) -> tuple[GridUsage, ...]:

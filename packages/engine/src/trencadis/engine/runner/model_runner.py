@@ -277,7 +277,7 @@ class ModelRunner:
 
     def _run_decodes(self, decodes: Scheduled, step: _StepInProgress) -> None:
         sampled: list[_SampledBatch] = []
-        for part, batch in self._batches.decodes(decodes, step.requests):
+        for part, batch in self._batches.decode_batches(decodes, step.requests):
             sampled.extend(self._run_batch(part, batch, step))
         step.sampled.extend(sampled)
 
@@ -290,11 +290,11 @@ class ModelRunner:
         elif not decodes:
             self._run_prompts(chunks, step)
         else:
-            batch = self._batches.mixed(decodes, chunks, step.requests)
+            batch = self._batches.mixed_batch(decodes, chunks, step.requests)
             step.sampled.extend(self._run_batch([*decodes, *chunks], batch, step))
 
     def _run_prompts(self, chunks: Scheduled, step: _StepInProgress) -> None:
-        batch = self._batches.prompts(chunks, step.requests)
+        batch = self._batches.prompt_batch(chunks, step.requests)
         step.sampled.extend(self._run_batch(chunks, batch, step))
 
     def _run_batch(
