@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/linear_layers.py
 
-The kernel multiplies pairs of bf16, or bf16 widened to fp32, and takes the faster way. All are called
-in turns, with enough weights that none stays in the caches from call to call. Times are of the
-processor, which other load on the machine moves less than those of a clock; the least of each is
-shown.
+The kernel multiplies pairs of bf16, or bf16 widened to fp32, and takes the faster way. All are
+called in turns, with enough weights that none stays in the caches from call to call. Times are of
+the processor, which other load on the machine moves less than those of a clock; the least of each
+is shown.
 """
 
 from __future__ import annotations
