@@ -422,6 +422,49 @@ def test_prefill_multiplies_in_the_faster_way(monkeypatch: pytest.MonkeyPatch, s
     assert attention_kernel_of(config, torch.bfloat16).widens is not slow
 
 
+@pytest.mark.parametrize("widens", [False, True], ids=["pairs", "fp32"])
+def test_prefill_adds_scores_in_the_order_of_its_way(widens: bool) -> None:
+    """Of each pair the second product is added first; one after the other otherwise."""
+    if kernel(1, 32, torch.bfloat16).prefill is None:
+        pytest.skip("this processor prefills with PyTorch's operations")
+    case = Sequences([2], 1, 1, torch.bfloat16, KernelAttention(widens=widens), 4, 32)
+    case.q[0].fill_(1.0)
+    case.k[0].zero_()
+    case.v[0][:, 0], case.v[0][:, 1] = 0.0, 1.0
+    case.k[0][0, 0, :4] = torch.tensor([2.0**24, 0.0, 1.0, -(2.0**24)])
+    share = prefill(case, [(0, 0, 2)])[1].float()
+    assert (share == 0.5).all() if widens else (share < 0.48).all()
+
+
+@pytest.mark.parametrize("widens", [False, True], ids=["pairs", "fp32"])
+def test_neighbours_in_a_pair_do_not_touch_each_other(widens: bool) -> None:
+    """Two keys of the same score, one with numbers beside the ones that count."""
+    if kernel(1, 32, torch.bfloat16).prefill is None:
+        pytest.skip("this processor prefills with PyTorch's operations")
+    case = Sequences([2], 1, 1, torch.bfloat16, KernelAttention(widens=widens), 4, 32)
+    case.q[0].zero_()
+    case.q[0][..., 1::2] = 1.0
+    case.k[0].fill_(1.0)
+    case.k[0][0, 0, ::2] = -1.9921875  # all bits of its fraction are set
+    case.v[0][:, 0], case.v[0][:, 1] = 0.0, 1.0
+    assert (prefill(case, [(0, 0, 2)])[1] == 0.5).all()
+
+
+@pytest.mark.parametrize("wrong", [True, False])
+def test_each_way_of_prefill_is_tried(monkeypatch: pytest.MonkeyPatch, wrong: bool) -> None:
+    if kernel(2, 32, torch.bfloat16).prefill is None:
+        pytest.skip("this processor prefills with PyTorch's operations")
+    right = attention_module._prefill
+
+    def of_one_way(compute: Callable[..., int], widens: bool, *given: Any) -> torch.Tensor:
+        return right(compute, widens, *given) + (widens is wrong)
+
+    monkeypatch.setattr(attention_module, "_prefill", of_one_way)
+    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    with pytest.raises(native_kernel.NoKernel, match="off by"):
+        attention_kernel_of(config, torch.bfloat16)
+
+
 @pytest.mark.parametrize("wrong", ["narrow values", "one head", "fp32"])
 def test_rows_that_the_cache_does_not_hold_are_not_read_by_a_kernel(wrong: str) -> None:
     """It would read beyond them."""

@@ -6,6 +6,7 @@ import logging
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -201,3 +202,19 @@ def test_without_a_right_kernel_the_tokens_are_the_same(
     assert tokens(tiny_model) == expected
     assert "Attention has no kernel of its own and is slower: " in caplog.text
     assert ("off by" in caplog.text) == (fault == "wrong results")
+
+
+@pytest.mark.parametrize("order", [("fast", "slow"), ("slow", "fast")])
+def test_one_late_trial_does_not_decide_which_way_is_fastest(order: tuple[str, str]) -> None:
+    threads, late = torch.get_num_threads(), [0.02]
+    torch.set_num_threads(2)
+
+    def compute(way: str) -> None:
+        assert torch.get_num_threads() == 1
+        time.sleep(0.002 if way == "slow" else late.pop() if late else 0.0)
+
+    try:
+        assert native_kernel.fastest("A test", {name: name for name in order}, compute) == "fast"
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(threads)

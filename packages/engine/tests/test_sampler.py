@@ -58,6 +58,13 @@ def test_the_largest_score_is_found_as_pytorch_finds_it(
     assert torch.equal(argmax_in_blocks(scores), scores.argmax(-1))
 
 
+@pytest.mark.parametrize("size", [1, 127, 128, 255, 256, 257, 300, 50_257])
+def test_the_last_score_of_a_row_counts(size: int) -> None:
+    scores = torch.zeros(3, size)
+    scores[:, -1] = 4.0
+    assert argmax_in_blocks(scores).tolist() == [size - 1] * 3
+
+
 def test_draws_follow_the_distribution() -> None:
     # Five standard errors of a frequency of 0.5 among 4,000 draws are 0.04.
     assert torch.allclose(draw_many(LOGITS), LOGITS.exp(), atol=0.04)

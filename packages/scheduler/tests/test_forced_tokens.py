@@ -195,6 +195,17 @@ def test_they_do_not_tell_how_long_a_token_of_a_prompt_takes() -> None:
     assert scheduler.costs.prefill_s_per_token == learned
 
 
+def test_a_step_that_computes_them_beside_a_prompt_tells_nothing_either() -> None:
+    scheduler = make(max_num_batched_tokens=16)
+    scheduler.add(request("a"))
+    run(scheduler, 7, forced=(8, 9, 8, 9), timing=StepTiming(prompts_s=4.0))
+    scheduler.add(request("b", 9))
+    learned = scheduler.costs.prefill_s_per_token
+    output, _ = run(scheduler, timing=StepTiming(prompts_s=40.0))
+    assert [len(chunk.token_ids) for chunk in output.prompts] == [5, 9]
+    assert scheduler.costs.prefill_s_per_token == learned
+
+
 @pytest.mark.parametrize("recomputed", ["one that has sampled since", "what two have in common"])
 def test_a_last_chunk_without_them_is_that_of_a_prompt(recomputed: str) -> None:
     """Although it is no longer than they were."""

@@ -15,7 +15,7 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
-from trencadis.engine.devices.cpu.native_kernel import NoKernel, fastest, load_kernel
+from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
 from trencadis.engine.models.paged_context import (
     MASKED,
@@ -215,10 +215,11 @@ def attention_kernel_of(
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
     kernel = attention_kernel(heads, kv_heads, head_dim, dtype, directory, trusted=trusted)
-    ways = [kernel] if kernel.prefill is None else [attrs.evolve(kernel, widens=True), kernel]
-    for way in ways:
+    found = (False,) if kernel.prefill is None else (True, False)
+    ways = {WAYS[way]: attrs.evolve(kernel, widens=way) for way in found}
+    for way in ways.values():
         _try(way)
-    return fastest(ways, _timed(kernel))
+    return fastest("Attention of prefill", ways, _timed(kernel))
 
 
 def attention_kernel(

@@ -14,11 +14,12 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import platformdirs
+import torch
 
 from trencadis.engine.devices.own_files import other_writer, why_foreign
 from trencadis.engine.devices.processor import processor
@@ -34,6 +35,9 @@ _COMPILERS = ("g++", "clang++")
 _LIMIT_SECONDS = 60.0
 """Time limit of the compiler. A kernel takes about a second."""
 
+
+WAYS = {True: "fp32", False: "pairs of bf16"}
+"""Names of the ways to multiply bf16, by whether it is widened to fp32."""
 
 _TIMED_ROUNDS = 20
 
@@ -82,19 +86,33 @@ def load_kernel(
         raise NoKernel(str(error)) from error
 
 
-def fastest(ways: Sequence[_Way], compute: Callable[[_Way], object]) -> _Way:
-    """The way in which ``compute`` takes the least time; each is called in turns."""
+def fastest(what: str, ways: Mapping[str, _Way], compute: Callable[[_Way], object]) -> _Way:
+    """The way in which ``compute`` takes the least time; each is called in turns, on one thread.
+
+    Several threads would wait for each other, and on a busy machine longer than they compute.
+    ``what`` is computed, in ways by name: for the log.
+    """
     if len(ways) == 1:
-        return ways[0]
+        return next(iter(ways.values()))
 
     def seconds(way: _Way) -> float:
         started = time.perf_counter()
         compute(way)
         return time.perf_counter() - started
 
-    rounds = [[seconds(way) for way in ways] for _ in range(_TIMED_ROUNDS)]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rounds = [[seconds(way) for way in ways.values()] for _ in range(_TIMED_ROUNDS)]
+    finally:
+        torch.set_num_threads(threads)
     least = [min(times) for times in zip(*rounds, strict=True)]
-    return ways[least.index(min(least))]
+    chosen = least.index(min(least))
+    trial = ", ".join(
+        f"{name} {taken * 1e6:.0f} µs" for name, taken in zip(ways, least, strict=True)
+    )
+    logger.info("%s multiplies %s (trial: %s)", what, list(ways)[chosen], trial)
+    return list(ways.values())[chosen]
 
 
 def _own_directory(directory: Path, trusted: bool) -> Path:

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
-from trencadis.engine.devices.cpu.native_kernel import NoKernel, fastest, load_kernel
+from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.kvcache import ceil_div
 
 _SOURCE = Path(__file__).with_name("tiled_linear.cpp")
@@ -84,19 +84,23 @@ def load_linear_kernel(
     ``widens``: whether bf16 is widened to fp32 and multiplied by the instruction for fp32, not by
     that for pairs of bf16. None: what takes less time here. Intel's processors compute twice as
     much in the first way, AMD's (Zen 4) in the second, and those without AVX512-BF16 have the
-    first alone. Sums are of fp32 in both.
+    first alone. Sums are of fp32 in both. What was measured once holds for the process: a model
+    that is loaded keeps its results when another one is.
     """
     definitions = (f"INT8={int(weights is torch.int8)}",)
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
     compute = library.tiled_linears
     compute.argtypes, compute.restype = _ARGUMENTS, None
-    found = [_Kernel(compute, way) for way in ((True, False) if library.has_pairs() else (True,))]
-    kernels = [kernel for kernel in found if widens in (None, kernel.widens)]
+    if widens is None and weights in _KERNELS:
+        widens = _KERNELS[weights].widens
+    found = (True, False) if library.has_pairs() else (True,)
+    kernels = {WAYS[way]: _Kernel(compute, way) for way in found if widens is None or widens is way}
     if not kernels:
         raise NoKernel("this processor has no products of pairs of bf16")
-    for kernel in kernels:
+    for kernel in kernels.values():
         _try(kernel, weights)
-    _KERNELS[weights] = fastest(kernels, _timed(weights))
+    what = f"Linear layers with weights of {str(weights).removeprefix('torch.')}: the kernel"
+    _KERNELS[weights] = fastest(what, kernels, _timed(weights))
 
 
 class TiledLinear(nn.Module):
@@ -213,6 +217,11 @@ def _products(
     """The results of layers that have the same input and the same type of weights."""
     rows = rows.contiguous()
     *batch, inputs = rows.shape
+    if rows.dtype is not torch.bfloat16 or any(2 * t.shape[1] != inputs for t in tiles):
+        widths = [2 * weight.shape[1] for weight in tiles]
+        raise ValueError(
+            f"rows of {inputs} inputs of {rows.dtype}, for layers of {widths} inputs of bfloat16"
+        )
     num_rows, threads = rows.numel() // inputs, torch.get_num_threads()
     outs = [rows.new_empty((*batch, count)) for count in outputs]
     layers: list[int] = []
@@ -336,7 +345,7 @@ def _timed(weights: torch.dtype) -> Callable[[_Kernel], object]:
 
 
 def _random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape))).bfloat16()
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
 def _packed(weight: torch.Tensor, weights: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
