@@ -387,7 +387,7 @@ def test_rows_of_another_type_or_width_are_refused() -> None:
     """The kernel gets addresses: it would read beyond them."""
     tiled = TiledLinear(layer(64, 40, bias=False))
     for rows in (torch.ones(3, 32).bfloat16(), torch.ones(3, 64)):
-        with pytest.raises(ValueError, match=r"for layers of \[64\] inputs of bfloat16"):
+        with pytest.raises(ValueError, match=r"for a layer of 64 inputs of torch\.bfloat16"):
             tiled(rows)
 
 

@@ -13,7 +13,7 @@ DEFAULT_SWAP_SPACE = 4.0
 INT32_MAX = 2**31 - 1
 MAX_NUM_SEQS = 1 << 16
 MAX_BATCHED_TOKENS = 1 << 24
-"""Bounds beyond which a number is a slip of the pen: no device holds a batch of that size."""
+"""Bounds beyond which a number is a typing error: no device holds a batch of that size."""
 
 MAX_BYTES = 1 << 50
 

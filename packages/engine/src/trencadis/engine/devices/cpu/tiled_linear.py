@@ -125,6 +125,12 @@ class TiledLinear(nn.Module):
         return _tiled(weight), None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        # The kernel gets addresses. A program is checked once, when it is traced.
+        if rows.dtype is not torch.bfloat16 or rows.shape[-1] != self.in_features:
+            raise ValueError(
+                f"rows of {rows.shape[-1]} inputs of {rows.dtype}, for a layer of "
+                f"{self.in_features} inputs of torch.bfloat16"
+            )
         # Only tracing needs the registered operator.
         compute = _compute if type(rows) is torch.Tensor else torch.ops.trencadis.tiled_linear
         out: torch.Tensor = compute(rows, self.tiles, self.scales, self.bias, self.out_features)
@@ -217,11 +223,6 @@ def _products(
     """The results of layers that have the same input and the same type of weights."""
     rows = rows.contiguous()
     *batch, inputs = rows.shape
-    if rows.dtype is not torch.bfloat16 or any(2 * t.shape[1] != inputs for t in tiles):
-        widths = [2 * weight.shape[1] for weight in tiles]
-        raise ValueError(
-            f"rows of {inputs} inputs of {rows.dtype}, for layers of {widths} inputs of bfloat16"
-        )
     num_rows, threads = rows.numel() // inputs, torch.get_num_threads()
     outs = [rows.new_empty((*batch, count)) for count in outputs]
     layers: list[int] = []
