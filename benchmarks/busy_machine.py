@@ -1,7 +1,7 @@
 """Throughput on a quiet machine, and beside a process that keeps one core busy.
 
-    python benchmarks/busy_machine.py                                     # this engine
-    python benchmarks/busy_machine.py --vllm-python .nox/peers/bin/python  # and vLLM
+    nox -s peers                                     # vLLM's environment, once
+    python benchmarks/busy_machine.py
 
 32 requests of the small default model, in bf16, as in ``benchmarks/versus.py``: each engine is a
 process of its own that stays loaded, and they take turns. Medians of the rounds are printed; the
@@ -20,6 +20,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 
+from peers import VLLM, found
 from rich.console import Console
 from rich.table import Table
 from versus import Load, Worker
@@ -27,24 +28,19 @@ from versus import Load, Worker
 from trencadis.engine import default_model
 
 LOAD = Load(32, 64, 96)
-OURS = ("eager", "compile")
+ENGINES = ("eager", "compile", *VLLM)
 Seconds = dict[tuple[str, bool], list[float]]
 """Seconds of each round, by engine and whether a core was busy."""
 
 
 def main() -> None:
     options = _options()
-    pythons = dict.fromkeys(OURS, sys.executable)
-    if options.vllm_python:
-        pythons["vllm"] = options.vllm_python
-    workers: dict[str, Worker] = {}
-    try:
-        for name, python in pythons.items():
-            workers[name] = Worker(name, python, default_model())
+    with contextlib.ExitStack() as stack:
+        workers = {
+            name: stack.enter_context(contextlib.closing(Worker(name, default_model())))
+            for name in found(list(ENGINES))
+        }
         seconds = measure(workers, options.rounds)
-    finally:
-        for worker in workers.values():
-            worker.close()
     show(seconds)
 
 
@@ -94,7 +90,6 @@ def show(seconds: Seconds) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     return parser.parse_args()
 
 

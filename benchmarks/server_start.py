@@ -1,13 +1,11 @@
 """A server's first start with ``--compile`` beside its second, as a user waits for it.
 
-    python benchmarks/server_start.py                                   # this server
-    python benchmarks/server_start.py --vllm-python PEERS/bin/python    # and vLLM's CPU build
+    nox -s peers                                     # vLLM's environment, once
+    python benchmarks/server_start.py
 
 Each server starts twice in processes of its own, with a cache that is empty before the first start:
 the time from the command until it answers ``/health``, the processor seconds of all its processes
 (compilers included), and the bytes of the cache. For this server also the compiled programs.
-
-Environment for vLLM: see ``benchmarks/versus.py``.
 """
 
 from __future__ import annotations
@@ -30,6 +28,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import psutil
+from peers import environ_of, found, python_of
 
 MAX_MODEL_LEN = 1024
 MAX_NUM_SEQS = 32
@@ -56,14 +55,12 @@ def main() -> None:
     from trencadis.engine import default_model  # noqa: PLC0415  takes seconds
 
     model = options.model or default_model()
-    commands: dict[str, Command] = {"trencadis": _ours}
-    if options.vllm_python:
-        commands["vllm"] = lambda *given: _vllm(options.vllm_python, *given)
+    commands: dict[str, Command] = {"compile": _ours, "vllm": _vllm}
     print(f"{'':24}{'seconds':>10}{'CPU s':>10}{'programs':>10}{'cache MB':>10}")
-    for name, command in commands.items():
+    for name in found(list(commands)):
         with tempfile.TemporaryDirectory() as cache:
             for which in ("first start", "second start"):
-                start = measure(command, model, Path(cache), is_vllm=name == "vllm")
+                start = measure(name, commands[name], model, Path(cache))
                 programs = "" if start.programs is None else start.programs
                 print(
                     f"{f'{name}, {which}':24}{start.seconds:>10.1f}{start.cpu_seconds:>10.1f}"
@@ -73,14 +70,13 @@ def main() -> None:
     print(f"{os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}")
 
 
-def measure(command: Command, model: str, cache: Path, *, is_vllm: bool) -> Start:
+def measure(name: str, command: Command, model: str, cache: Path) -> Start:
     """Start a server with this cache, wait until it serves, and end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    if is_vllm:  # from its own environment alone, with all of its caches in one place
-        environ.pop("PYTHONPATH", None)
+    environ = environ_of(name)
+    if name == "vllm":  # with all of its caches in one place
         environ |= {"VLLM_CACHE_ROOT": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(cache / "i")}
     began = time.perf_counter()
     with (
@@ -108,9 +104,9 @@ def measure(command: Command, model: str, cache: Path, *, is_vllm: bool) -> Star
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
         log.seek(0)
-        found = re.search(r"Warm-up compiled (\d+) programs", log.read())
+        programs = re.search(r"Warm-up compiled (\d+) programs", log.read())
     size = sum(path.stat().st_size for path in cache.rglob("*") if path.is_file())
-    return Start(seconds, cpu_seconds, int(found[1]) if found else None, size)
+    return Start(seconds, cpu_seconds, int(programs[1]) if programs else None, size)
 
 
 def _wait(process: subprocess.Popen[bytes], url: str) -> None:
@@ -139,9 +135,9 @@ def _ours(model: str, port: int, cache: Path) -> list[str]:
     return [*command, "--device", "cpu", "--compile-cache", str(cache), *_limits()]
 
 
-def _vllm(python: str, model: str, port: int, cache: Path) -> list[str]:
+def _vllm(model: str, port: int, cache: Path) -> list[str]:
     del cache  # by the environment
-    command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+    command = [str(python_of("vllm")), "-m", "vllm.entrypoints.openai.api_server", "--model", model]
     memory = ["--gpu-memory-utilization", VLLM_MEMORY, "--dtype", "bfloat16"]
     return [*command, "--port", str(port), *_limits(), *memory]
 
@@ -153,7 +149,6 @@ def _limits() -> list[str]:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a checkpoint; the small default model if not given")
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     return parser.parse_args()
 
 

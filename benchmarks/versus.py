@@ -1,7 +1,7 @@
 """This engine beside others on the CPU: same weights, dtype, prompts and greedy decoding.
 
-    python benchmarks/versus.py                                    # this one, and transformers
-    python benchmarks/versus.py --vllm-python .nox/peers/bin/python # and vLLM
+    nox -s peers                                   # environments of the others, once
+    python benchmarks/versus.py                    # all engines whose environments are there
     python benchmarks/versus.py --engines eager compile --rounds 3
 
 Each engine is a process of its own that stays loaded; within a round they take turns, so that a
@@ -9,33 +9,35 @@ change of the machine's speed meets all. The first round is not counted. Prints 
 of the rounds, and the ratio to vLLM (to transformers, if vLLM is not measured); ``--plot FILE.png``
 draws them.
 
-The imports of each engine are in its function, because no environment has all of them.
-
-``nox -s peers`` makes the environment for vLLM, and tells its interpreter.
+vLLM is measured twice: as it starts by default, where it keeps one core free of computation for its
+scheduler, and with threads on all cores (``vllm-all-cores``). int8 weights have a peer in
+``llama-q8``, whose activations are int8, too.
 """
-
-# ruff: noqa: PLC0415
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
 import statistics
 import subprocess
-import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
-ENGINES = ("eager", "compile", "int8", "transformers", "vllm")
-MAX_MODEL_LEN = 1024
+from peers import LLAMA, OURS, VLLM, environ_of, found, python_of
+from rich.console import Console
+from rich.table import Table
+
+from trencadis.engine import default_model
+
+ENGINES = (*OURS, "transformers", *VLLM, *LLAMA)
 SETTLE_SECONDS = 1.0
 """Pause before each load: threads of the engine before may still wait for work, in a loop."""
-
-VLLM_MEMORY = 0.3
-"""Share of the host's memory: the other engines need theirs."""
 
 
 class Load(NamedTuple):
@@ -44,6 +46,8 @@ class Load(NamedTuple):
     requests: int
     prompt: int
     output: int
+    repeats: int = 1
+    """Runs of a round, of which the median counts: one run of a short load tells little."""
 
     def __str__(self) -> str:
         if self.output == 1:
@@ -51,31 +55,19 @@ class Load(NamedTuple):
         return f"{self.requests} × {self.prompt} in, {self.output} out"
 
 
-LOADS = (Load(32, 128, 64), Load(32, 256, 128), Load(1, 32, 64), Load(1, 256, 1))
-
-Prompts = list[list[int]]
-Generate = Callable[[Prompts, int], int]
-"""Generates so many tokens for each prompt; returns how many in all."""
+LOADS = (Load(32, 128, 64), Load(32, 256, 128), Load(1, 32, 64, 3), Load(1, 256, 1, 7))
 
 
 def main() -> None:
     options = _options()
-    if options.worker:
-        work(options.worker, options.model)
-        return
-    from trencadis.engine import default_model
-
     model = options.model or default_model()
-    names = [name for name in options.engines if name != "vllm" or options.vllm_python]
-    workers: dict[str, Worker] = {}
-    try:
-        for name in names:
-            python = options.vllm_python if name == "vllm" else sys.executable
-            workers[name] = Worker(name, python, model)
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        workers: dict[str, Worker] = {}
+        for name in found(options.engines):
+            files = _as_gguf(model, directory, LLAMA[name]) if name in LLAMA else model
+            workers[name] = stack.enter_context(contextlib.closing(Worker(name, files)))
         seconds = measure(workers, options.rounds)
-    finally:
-        for worker in workers.values():
-            worker.close()
     show(seconds, {name: worker.start_s for name, worker in workers.items()})
     if options.plot:
         plot(seconds, options.plot)
@@ -98,23 +90,30 @@ def measure(workers: dict[str, Worker], rounds: int) -> dict[Load, dict[str, lis
 class Worker:
     """A process with one engine, which answers each load with the seconds that it took."""
 
-    def __init__(self, name: str, python: str, model: str) -> None:
+    def __init__(self, name: str, model: str) -> None:
+        """Start the process. llama.cpp wants a GGUF file."""
         self.name = name
-        environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-        if name == "vllm":  # from its own environment alone
-            environ.pop("PYTHONPATH", None)
-            environ["PATH"] = os.path.dirname(python) + os.pathsep + environ.get("PATH", "")  # noqa: PTH120
-        command = [python, __file__, "--worker", name, "--model", model]
         began = time.perf_counter()
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environ
+            [str(python_of(name)), Path(__file__).with_name("versus_engines.py"), name, model],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environ_of(name),
         )
         self._read()  # "ready"
         self.start_s = time.perf_counter() - began
 
     def run(self, load: Load, seed: int) -> float:
+        """The seconds of a load, with prompts of this seed."""
+        return statistics.median(
+            self._run(load, seed * load.repeats + repeat) for repeat in range(load.repeats)
+        )
+
+    def _run(self, load: Load, seed: int) -> float:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([*load, seed]) + "\n")
+        request = [load.requests, load.prompt, load.output, seed]
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return float(self._read())
 
@@ -134,92 +133,16 @@ class Worker:
             self._process.kill()
 
 
-def work(name: str, model: str) -> None:
-    """Load an engine, then answer the loads on standard input."""
-    import random
+def _as_gguf(model: str, directory: Path, matrices: str) -> str:
+    from gguf import GGMLQuantizationType  # noqa: PLC0415  only where llama.cpp is measured
+    from llama_gguf import write_gguf  # noqa: PLC0415
 
-    generate = {"transformers": _transformers, "vllm": _vllm}.get(name)
-    run = generate(model) if generate else _ours(model, name)
-    print('versus: "ready"', flush=True)
-    for line in sys.stdin:
-        requests, prompt, output, seed = json.loads(line)
-        rng = random.Random(seed)
-        prompts = [[rng.randrange(100, 40_000) for _ in range(prompt)] for _ in range(requests)]
-        began = time.perf_counter()
-        num_tokens = run(prompts, output)
-        taken_s = time.perf_counter() - began
-        assert num_tokens == requests * output, f"{name}: {num_tokens} tokens"
-        print(f"versus: {taken_s}", flush=True)
-
-
-def _ours(model: str, name: str) -> Generate:
-    from trencadis.engine import LLM, SamplingParams
-
-    llm = LLM(
-        model,
-        device="cpu",
-        dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=32,
-        compile=name in ("compile", "int8"),
-        quantization="int8" if name == "int8" else "none",
-        enable_prefix_caching=False,
-    )
-
-    def generate(prompts: Prompts, output: int) -> int:
-        params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        results = llm.generate(prompts, params)
-        return sum(len(result.completions[0].token_ids) for result in results)
-
-    return generate
-
-
-def _transformers(model: str) -> Generate:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    peer = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-
-    def generate(prompts: Prompts, output: int) -> int:
-        ids = torch.tensor(prompts)
-        out = peer.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=output,
-            min_new_tokens=output,
-            do_sample=False,
-        )
-        return (out.shape[1] - ids.shape[1]) * len(prompts)
-
-    return generate
-
-
-def _vllm(model: str) -> Generate:
-    import vllm
-
-    llm = vllm.LLM(
-        model,
-        dtype="bfloat16",
-        max_model_len=MAX_MODEL_LEN,
-        max_num_seqs=32,
-        enable_prefix_caching=False,
-        disable_log_stats=True,
-        gpu_memory_utilization=VLLM_MEMORY,
-    )
-
-    def generate(prompts: Prompts, output: int) -> int:
-        params = vllm.SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-        inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        results = llm.generate(inputs, params, use_tqdm=False)
-        return sum(len(result.outputs[0].token_ids) for result in results)
-
-    return generate
+    path = directory / f"{matrices}.gguf"
+    write_gguf(model, path, GGMLQuantizationType[matrices])
+    return str(path)
 
 
 def show(seconds: dict[Load, dict[str, list[float]]], start_s: dict[str, float]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     peer = _peer(start_s)
     table = Table("load", *start_s)
     for load, of_engines in seconds.items():
@@ -244,7 +167,7 @@ def show(seconds: dict[Load, dict[str, list[float]]], start_s: dict[str, float])
 
 def plot(seconds: dict[Load, dict[str, list[float]]], path: str) -> None:
     """The speed of each engine relative to the peer, with the spread of the rounds."""
-    from matplotlib.figure import Figure
+    from matplotlib.figure import Figure  # noqa: PLC0415  not needed without --plot
 
     names = list(next(iter(seconds.values())))
     peer = _peer(names)
@@ -289,10 +212,8 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a checkpoint; the small default model if not given")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--plot", metavar="FILE.png", help="draw the speeds (needs matplotlib)")
-    parser.add_argument("--worker", choices=ENGINES, help=argparse.SUPPRESS)
     return parser.parse_args()
 
 

@@ -1,14 +1,13 @@
 """This server beside vLLM's on the CPU: Poisson arrivals at a share of capacity, over HTTP.
 
-    python benchmarks/versus_http.py --vllm-python .nox/peers/bin/python
+    nox -s peers                                    # vLLM's environment, once
+    python benchmarks/versus_http.py
     python benchmarks/versus_http.py --engines compile int8 --load 0.7 --rounds 2
 
 One client, ``engine-serve bench``, measures all servers: first how many requests each answers per
 second with 32 at a time, then requests that arrive at random (Poisson) at ``--load`` of the lowest
 of these capacities, the same arrivals for all. The servers stay loaded and take turns; only one has
 work at any time. Prints TTFT and the time between tokens (ITL), p50 and p99, medians of the rounds.
-
-``nox -s peers`` makes the environment for vLLM, and tells its interpreter.
 """
 
 from __future__ import annotations
@@ -30,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from peers import OURS, VLLM, environ_of, found, python_of
 from rich.console import Console
 from rich.table import Table
 
 from trencadis.engine import default_model
 
-ENGINES = ("eager", "compile", "int8", "vllm")
+ENGINES = (*OURS, *VLLM)
 INPUT_TOKENS, OUTPUT_TOKENS = 128, 64
 CONCURRENCY = 32
 START_SECONDS = 600.0
@@ -46,12 +46,9 @@ SETTINGS = ("--dtype", "bfloat16", "--max-model-len", "1024", "--max-num-seqs", 
 def main() -> None:
     options = _options()
     model = options.model or default_model()
-    names = [name for name in options.engines if name != "vllm" or options.vllm_python]
+    names = found(options.engines)
     with contextlib.ExitStack() as stack:
-        servers = [
-            stack.enter_context(contextlib.closing(Server(name, options.vllm_python, model)))
-            for name in names
-        ]
+        servers = [stack.enter_context(contextlib.closing(Server(name, model))) for name in names]
         for server in servers:  # not counted
             server.bench("--concurrency", CONCURRENCY, "--num-requests", CONCURRENCY)
         capacities = {server.name: server.capacity() for server in servers}
@@ -69,28 +66,25 @@ def main() -> None:
 class Server:
     """A server as a process of its own."""
 
-    def __init__(self, name: str, vllm_python: str | None, model: str) -> None:
+    def __init__(self, name: str, model: str) -> None:
         self.name = name
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
-        environ = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
+        python = str(python_of(name))
         where = ("--host", "127.0.0.1", "--port", str(port))
-        if name == "vllm":
-            assert vllm_python is not None
-            environ.pop("PYTHONPATH", None)  # from its own environment alone
-            environ["PATH"] = f"{Path(vllm_python).parent}{os.pathsep}{environ.get('PATH', '')}"
-            command = [vllm_python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        if name in VLLM:
+            command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
             command += ["--gpu-memory-utilization", "0.3"]
         else:
-            command = [sys.executable, "-m", "trencadis.server", model, "--device", "cpu"]
+            command = [python, "-m", "trencadis.server", model, "--device", "cpu"]
             command += ["--compile"] if name != "eager" else []
             command += ["--quantization", "int8"] if name == "int8" else []
         command += [*SETTINGS, "--no-enable-prefix-caching", *where]
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  (closed by `close`)
         self._process = subprocess.Popen(
             command,
-            env=environ,
+            env=environ_of(name),
             stdout=self._log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -178,7 +172,6 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--model", help="a checkpoint; the small default model if not given")
     parser.add_argument("--engines", nargs="+", default=list(ENGINES), choices=ENGINES)
-    parser.add_argument("--vllm-python", help="interpreter of an environment with vLLM")
     parser.add_argument("--load", type=float, default=0.7, help="share of capacity (default: 0.7)")
     parser.add_argument("--num-requests", type=int, default=100, help="of a round (default: 100)")
     parser.add_argument("--rounds", type=int, default=2)
