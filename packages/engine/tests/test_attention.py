@@ -492,13 +492,13 @@ def test_a_kernel_without_memory_raises_and_writes_nothing() -> None:
         tokens = 1 << 50
         chunk = (ctypes.c_int64 * 4)(0, tokens, 0, 0)
         last = {
-            "decode": (None, None, None, 0, 0, tokens, 1, 16, 1.0, 2),
+            "decode": (None, None, None, 0, 0, tokens, 1, 16, 0, 2),
             "prefill": (chunk, 1, tokens, 1, 16, 1.0, 2, 0),
         }[name]
         cache = (case.cache.key(0).data_ptr(), case.cache.value(0).data_ptr())
         status = compute(None, 0, 0, None, None, 0, 0, 0, 0, None, *cache, None, None, *last)
         with pytest.raises(MemoryError, match="found no memory"):
-            attention_module._check(status)
+            attention_module.check_status(status)
     assert torch.equal(case.cache.key(0), before[0])
     assert torch.equal(case.cache.value(0), before[1])
 

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import attrs
 import pytest
@@ -192,9 +193,10 @@ def test_without_a_right_kernel_the_tokens_are_the_same(
         def wrong(*model: object, **where: object) -> object:
             kernel = right(*model, **where)
 
-            def decode(*given: object) -> int:
-                *others, scale, num_threads = given
-                return kernel.decode(*others, 2 * scale, num_threads)
+            def decode(*given: Any) -> int:
+                *others, scale_bits, num_threads = given
+                twice = scale_bits + (1 << 23)  # by the exponent
+                return kernel.decode(*others, twice, num_threads)
 
             return attrs.evolve(kernel, decode=decode)
 

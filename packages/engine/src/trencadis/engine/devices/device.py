@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.paged_context import Attention
+from trencadis.engine.models.paged_context import Attention, LayerRun
 
 
 class Graph(abc.ABC):
@@ -188,6 +188,19 @@ class Device(abc.ABC):
         returns the same result. Only where `compiler_missing` returns None. Raises `CompileError`.
         """
         raise NotImplementedError(f"{self.name} compiles no programs")
+
+    def record_layers(
+        self,
+        run: LayerRun,
+        programs: Sequence[Callable[..., Any]],
+        own: Sequence[Sequence[torch.Tensor]],
+    ) -> LayerRun:
+        """A faster way to compute what ``run`` computes, if there is one.
+
+        ``run`` computes each layer by its program in ``programs``, with the weights in ``own``.
+        """
+        del programs, own
+        return run
 
     def end_warm_up(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Called when a warm-up has ended: few programs are compiled from now on, if any."""

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,9 @@ _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 _HEADER_BYTES = 512 << 20
 """Free space from which on headers are precompiled: 150 MB, removed when no program needs them."""
+
+_MOST_WRAPPERS = 100
+"""Functions that may lie between a program and the code that was generated for it."""
 
 _SETTINGS = {
     # A packed weight has no strides to compare; all other inputs are the engine's own.
@@ -115,6 +118,29 @@ class InductorPrograms:
         if counters["inductor"]["fxgraph_cache_hit"] == found:
             self.compiled += 1
         return program
+
+
+def generated_code(program: Callable[..., Any]) -> dict[str, Any] | None:
+    """The names of the Python module that Inductor generated for a program, if it can be found.
+
+    It is behind functions of PyTorch's compiler that check and pass on the arguments.
+    """
+    waiting: list[Any] = [program]
+    seen: set[int] = set()
+    while waiting:
+        function = waiting.pop()
+        if id(function) in seen or len(seen) > _MOST_WRAPPERS:
+            continue
+        seen.add(id(function))
+        if type(function).__name__ == "CompiledFxGraph":
+            call = getattr(function, "current_callable", None)
+            return getattr(getattr(call, "__func__", call), "__globals__", None)
+        behind = [getattr(function, name, None) for name in ("compiled_fn", "_compiled_fn")]
+        for cell in getattr(function, "__closure__", None) or ():
+            with suppress(ValueError):  # a cell without content
+                behind.append(cell.cell_contents)
+        waiting += filter(callable, behind)
+    return None
 
 
 def cpp_compiler_missing() -> str | None:

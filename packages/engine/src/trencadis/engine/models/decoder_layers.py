@@ -153,7 +153,7 @@ class DecoderLayers:
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
             with forward_pass(kwargs["paged"], layer):
-                return single(of_layers[layer](*_inputs(args, kwargs), *own[layer]))
+                return single(of_layers[layer](*layer_inputs(args, kwargs), *own[layer]))
 
         return run
 
@@ -251,7 +251,7 @@ class Recording:
     ) -> Any:
         if self.paged is None:
             self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
-        given, first = _inputs(args, kwargs), self.inputs()
+        given, first = layer_inputs(args, kwargs), self.inputs()
         if len(given) != len(first) or any(map(operator.is_not, given, first)):
             raise ModelError(
                 f"decoder layer {layer} is given other tensors than the first one, such as rotary "
@@ -264,7 +264,7 @@ class Recording:
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the recorded arguments."""
-        return _inputs(self.args, self.kwargs)
+        return layer_inputs(self.args, self.kwargs)
 
     def arguments(
         self, tensors: Iterator[torch.Tensor], caches: LayerCaches
@@ -297,7 +297,7 @@ def _forward(number: int, own: Callable[..., Any], *args: Any, **kwargs: Any) ->
     return own(*args, **kwargs) if run is None else run(number, own, args, kwargs)
 
 
-def _inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def layer_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Every tensor of a layer's arguments, in an order that depends only on the model."""
     tensors: list[torch.Tensor] = []
     for value in (*args, *kwargs.values()):

@@ -273,7 +273,9 @@ class ForwardRunner:
             if depends_on_symbols(inputs):  # the compiler has taken a size for granted
                 self._by_tokens = True
                 return self._compile_layers(batch, layers)
-        return layers.run_with(programs, recording)
+        run = layers.run_with(programs, recording)
+        own = layers.own_tensors(recording)
+        return self._device.record_layers(run, layers.of_layers(programs), own)
 
     def _trace(self, batch: ModelInput, layers: DecoderLayers) -> tuple[list[Traced], Recording]:
         """A decoder layer of each kind as a module with example inputs, and what recorded them."""

@@ -7,6 +7,8 @@ takes keys and values from the cache, so that a chunk's result does not depend o
 from __future__ import annotations
 
 import ctypes
+import functools
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import attrs
 import torch
 from transformers import PreTrainedConfig
 
+from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
 from trencadis.engine.models.paged_context import (
@@ -42,7 +45,13 @@ _ROWS: tuple[Any, ...] = (
 )
 """What both kernels take first: queries, keys and values, the result, the cache, and the slots."""
 
-_DECODE: tuple[Any, ...] = (*_ROWS, *[_POINTER] * 3, *[_INTEGER] * 5, ctypes.c_float, _INTEGER)
+_STRIDES_OF_ROWS = (1, 2, 5, 6, 7, 8)
+"""Of what `_rows` returns, those that are no addresses."""
+
+OF_CACHE = 2
+"""How many of `changing_arguments` depend on the layer: the place of its cache."""
+
+_DECODE: tuple[Any, ...] = (*_ROWS, *[_POINTER] * 3, *[_INTEGER] * 7)
 _PREFILL: tuple[Any, ...] = (*_ROWS, _POINTER, *[_INTEGER] * 4, ctypes.c_float, *[_INTEGER] * 2)
 
 
@@ -127,19 +136,30 @@ def _decode(
     paged: DecodeContext,
     scale: float,
 ) -> torch.Tensor:
-    keys, extra = paged.cache.key(layer), paged.extra_blocks
-    out, rows = _rows(query, key, value, layer, paged)
-    _check(
-        compute(
-            *rows,
-            *(paged.owners.data_ptr(), paged.bias.data_ptr()),
-            None if extra is None else extra.data_ptr(),
-            0 if extra is None else extra.shape[0],
-            *(paged.owners.shape[0], query.shape[2], keys.shape[1], keys.shape[2]),
-            *(scale, torch.get_num_threads()),
-        )
+    keys = paged.cache.key(layer)
+    out, rows = _rows(query, key, value)
+    sizes = (query.shape[2], keys.shape[1], keys.shape[2])
+    given = (
+        *(*rows, *_of_cache(layer, paged), *_read(paged)),
+        *(*sizes, _bits(scale), torch.get_num_threads()),
     )
+    check_status(compute(*given))
+    if is_recording():
+        arguments = (x if place in _STRIDES_OF_ROWS else Address(x) for place, x in enumerate(rows))
+        changing = range(len(rows), len(given) - len(sizes) - 2)
+        note(
+            address_of(compute),
+            (*arguments, *given[len(rows) :]),
+            (out,),
+            has_status=True,
+            changing=changing,
+        )
     return out
+
+
+def changing_arguments(layer: int, paged: DecodeContext) -> tuple[int, ...]:
+    """What a call of the decode kernel for a layer is given by the step and by the cache."""
+    return (*_of_cache(layer, paged), *_read(paged))
 
 
 def _prefill(
@@ -153,11 +173,11 @@ def _prefill(
     scale: float,
 ) -> torch.Tensor:
     keys = paged.cache.key(layer)
-    out, rows = _rows(query, key, value, layer, paged)
+    out, rows = _rows(query, key, value)
     chunks = [number for chunk in paged.chunks for number in _numbers_of(chunk)]
-    _check(
+    check_status(
         compute(
-            *rows,
+            *(*rows, *_of_cache(layer, paged)),
             *((_INTEGER * len(chunks))(*chunks), len(paged.chunks)),
             *(query.shape[2], keys.shape[1], keys.shape[2]),
             *(scale, torch.get_num_threads(), int(widens)),
@@ -167,23 +187,42 @@ def _prefill(
 
 
 def _rows(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    layer: int,
-    paged: DecodeContext | RaggedContext,
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """The result of a kernel, to be computed, and the addresses of what it is computed from."""
+    """The result of a kernel, to be computed, and the addresses and strides of all rows."""
     _, heads, tokens, size = query.shape
     out = query.new_empty((1, tokens, heads, size))
-    keys, values = paged.cache.key(layer), paged.cache.value(layer)
     return out, (
         *(query.data_ptr(), query.stride(1), query.stride(2)),
         *(key.data_ptr(), value.data_ptr()),
         *(key.stride(1), key.stride(2), value.stride(1), value.stride(2)),
-        *(out.data_ptr(), keys.data_ptr(), values.data_ptr()),
+        out.data_ptr(),
+    )
+
+
+def _of_cache(layer: int, paged: DecodeContext | RaggedContext) -> tuple[int, ...]:
+    """The addresses of a layer's cache, and of the slots that are written."""
+    keys, values = paged.cache.key(layer), paged.cache.value(layer)
+    return (
+        *(keys.data_ptr(), values.data_ptr()),
         *(paged.write_blocks.data_ptr(), paged.write_offsets.data_ptr()),
     )
+
+
+def _read(paged: DecodeContext) -> tuple[int, ...]:
+    """What tells which blocks each sequence reads, by address and number."""
+    extra = paged.extra_blocks
+    return (
+        *(paged.owners.data_ptr(), paged.bias.data_ptr()),
+        *((0, 0) if extra is None else (extra.data_ptr(), extra.shape[0])),
+        paged.owners.shape[0],
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _bits(scale: float) -> int:
+    """A number in fp32 as an integer: what the kernel takes, whose arguments are all integers."""
+    return int.from_bytes(struct.pack("<f", scale), "little")
 
 
 def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:
@@ -194,7 +233,7 @@ def _numbers_of(chunk: RaggedChunk) -> tuple[int, int, int, int]:
     return chunk.start, chunk.end, context, chunk.context_blocks.data_ptr()
 
 
-def _check(status: int) -> None:
+def check_status(status: int) -> None:
     """Raise `MemoryError` for a kernel that found no memory. It has changed nothing."""
     if status:
         raise MemoryError(

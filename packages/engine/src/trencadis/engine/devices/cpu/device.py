@@ -13,8 +13,10 @@ import torch
 from torch import fx, nn
 
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
+from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.threads import (
     AdaptiveThreads,
     default_num_threads,
@@ -29,7 +31,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.models.paged_context import Attention
+from trencadis.engine.models.paged_context import Attention, LayerRun
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -78,6 +80,7 @@ class CPUDevice(Device):
         if num_threads is not None:
             torch.set_num_threads(num_threads)
         self._programs = InductorPrograms()
+        self._replayer: Replayer | None = None
         self.attention: Attention = CPUAttention()
 
     def free_memory(self) -> int:
@@ -167,6 +170,20 @@ class CPUDevice(Device):
     def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         group_linears(module)
         return self._programs.compile(module, inputs)
+
+    def record_layers(
+        self,
+        run: LayerRun,
+        programs: Sequence[Callable[..., Any]],
+        own: Sequence[Sequence[torch.Tensor]],
+    ) -> LayerRun:
+        if self._replayer is None:
+            try:
+                self._replayer = Replayer(self._kernels, trusted=self._trusted)
+            except NoKernel as error:
+                logger.info("Decode steps are not recorded: %s", error)
+                return run
+        return RecordedLayers(run, programs, own, self._replayer)
 
     def end_warm_up(self) -> None:
         self._programs.drop_headers()

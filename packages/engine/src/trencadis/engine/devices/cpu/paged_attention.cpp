@@ -63,6 +63,12 @@ static inline Vector loadf(const float* from) {
     return x;
 }
 
+static inline float float_of(uint32_t bits) {
+    float x;
+    std::memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
 static inline Vector splat(float x) { return x - Vector{}; }
 
 typedef float Half __attribute__((vector_size(32)));
@@ -259,14 +265,16 @@ static void write_row(Scalar* to, const Scalar* from, int64_t heads, int64_t fro
 }  // namespace
 
 // query [K * G, B, D], key and value [K, B, D], each with the strides of its first two axes; out
-// [B, K * G, D]; write_blocks, write_offsets [B]; owners [N], bias [N, S], extra [num_extra].
+// [B, K * G, D]; write_blocks, write_offsets [B]; owners [N], bias [N, S], extra [num_extra]. scale_bits: the scale as
+// fp32, of which the bits are passed, so that all arguments are integers or addresses.
 extern "C" int decode_attention(
     const Scalar* query, int64_t query_head, int64_t query_row, const Scalar* key,
     const Scalar* value, int64_t key_head, int64_t key_row, int64_t value_head, int64_t value_row,
     Scalar* out, Scalar* keys, Scalar* values, const int64_t* write_blocks,
     const int64_t* write_offsets, const int64_t* owners, const float* bias, const int64_t* extra,
-    int64_t num_extra, int64_t N, int64_t B, int64_t K, int64_t S, float scale,
+    int64_t num_extra, int64_t N, int64_t B, int64_t K, int64_t S, int64_t scale_bits,
     int64_t num_threads) try {
+    const float scale = float_of((uint32_t)scale_bits);
     const int64_t head_stride = S * D, block_stride = K * head_stride;
 
     // Pairs by owner. Row B takes those without one.

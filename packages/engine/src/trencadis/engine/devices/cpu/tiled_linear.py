@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.kvcache import ceil_div
 
@@ -242,6 +243,18 @@ def _products(
         *(None if scratch is None else scratch.data_ptr(), num_rows, inputs),
         *(threads, int(kernel.widens)),
     )
+    if is_recording():
+        addresses = [x if place % 5 == 4 else Address(x) for place, x in enumerate(layers)]
+        needed = () if scratch is None else (scratch,)
+        note(
+            address_of(kernel.compute),
+            (
+                *(Address(rows.data_ptr()), addresses, len(outs)),
+                *(Address(scratch.data_ptr() if scratch is not None else 0), num_rows, inputs),
+                *(threads, int(kernel.widens)),
+            ),
+            (*outs, *needed),
+        )
     return outs
 
 
