@@ -433,12 +433,14 @@ def test_shapes_become_ready_behind_traffic(
     core.warm_up()
     first = core.stats
     assert 2 <= first.num_ready_buckets < first.num_buckets
+    assert first.is_warming_up
     assert serve(core) == expected
     deadline = time.monotonic() + 60
     while core.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
     core.worker.background.wait()
     assert core.stats.num_ready_buckets == first.num_buckets
+    assert not core.stats.is_warming_up
     assert ended == [first.num_buckets], "not before, and once"
     assert serve(core) == expected
 

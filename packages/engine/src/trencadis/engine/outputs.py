@@ -110,7 +110,7 @@ class EngineStats:
     - ``highest_block_in_use``: highest id of a used KV block.
     - ``num_queued_swaps``: KV blocks that wait to be swapped, because of the bandwidth limit.
     - ``num_buckets``, ``num_ready_buckets``: buckets, and those that warm-up has run or traffic has
-      compiled.
+      compiled. ``is_warming_up``: whether a warm-up in the background has some left.
     - ``num_graphs``: captured graphs.
     - ``thermal``: None if no temperature is measured.
 
@@ -151,6 +151,7 @@ class EngineStats:
     num_queued_swaps: int = 0
     num_buckets: int = 0
     num_ready_buckets: int = 0
+    is_warming_up: bool = False
     num_graphs: int = 0
     thermal: ThermalStats | None = None
     num_preemptions: int = 0
