@@ -34,7 +34,7 @@ from trencadis.engine.ipc.messages import Inspect, Inspected
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.shapes import DecodeRead
-from trencadis.warmup import Phase
+from trencadis.warmup import Phase, WarmupConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 SMALL = {
@@ -146,6 +146,24 @@ def test_a_bucket_that_traffic_has_compiled_is_warm_until_its_programs_are_relea
         if level == 1:
             switcher.wake_up()
             assert num_ready() == 0
+    core.close()
+
+
+def test_a_bucket_of_two_shapes_is_warm_when_both_have_run(
+    lazy_gaudi: object, tiny_model: Path
+) -> None:
+    """A decode of several sequences runs with shared blocks or without."""
+    no_graphs = WarmupConfig(graph_reserved_mem=0.0)
+    core = EngineCore(config(tiny_model, device="hpu", warmup="none", graphs=no_graphs))
+    core.warm_up()
+    serve(core, range(3), range(4, 7))
+    decode = core.inspect().grids[1]
+    (used,) = (i for i, hits in enumerate(decode.num_hits) if hits)
+    assert used == cell(decode, 2, 3)
+    assert not any(decode.num_warm)
+    bucket = next(b for b in core.worker.grids.decode.buckets if cell(decode, *b.shape) == used)
+    core.worker.runner.execute(Phase.DECODE, bucket)
+    assert [i for i, num in enumerate(core.inspect().grids[1].num_warm) if num] == [used]
     core.close()
 
 
