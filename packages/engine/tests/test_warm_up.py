@@ -481,15 +481,22 @@ def test_requests_are_served_while_a_bucket_is_being_prepared(
     assert core.stats.num_compilations == 0
 
 
-def test_traffic_holds_background_warm_up_up(tiny_model: Path) -> None:
+def test_traffic_holds_background_warm_up_up(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
     core.warm_up()
-    ready = core.stats.num_ready_buckets
+    executed: list[object] = []
+    monkeypatch.setattr(core.worker.runner, "execute", lambda *bucket: executed.append(bucket))
     core.add("a", COMMON, attrs.evolve(GREEDY, max_tokens=20))
     while core.has_work:
         core.advance_warm_up()
         core.step()
-    assert core.stats.num_ready_buckets == ready
+    assert not executed
+    assert core.is_warming_up
+    core.advance_warm_up()
+    core.worker.background.wait()
+    assert executed, "it is idle"
 
 
 def test_a_warm_up_that_is_told_to_stop_does(tiny_model: Path) -> None:
