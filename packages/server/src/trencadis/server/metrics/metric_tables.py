@@ -113,6 +113,11 @@ ENGINE_METRICS = (
         "Buckets that warm-up has run or traffic has compiled.",
         lambda s: s.num_ready_buckets,
     ),
+    _gauge(
+        "trencadis:warming_up",
+        "1 while a warm-up in the background has buckets left.",
+        lambda s: float(s.is_warming_up),
+    ),
     _gauge("trencadis:graphs", "Captured graphs.", lambda s: s.num_graphs),
     _gauge(
         "trencadis:temperature_celsius",
