@@ -77,7 +77,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"defrag"},
     ],
     "warmup": [
-        {"errors", "graph_cost", "log_lines", "progress_bar", "runtime"},
+        {"errors", "graph_cost", "log_lines", "progress_bar", "progress_log", "runtime"},
         {"validators"},
         {"memory_use", "report", "sampler", "strategies"},
         {"execution", "memory_plan"},

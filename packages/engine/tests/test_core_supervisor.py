@@ -9,6 +9,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import zmq
 
@@ -76,6 +77,19 @@ def test_a_core_that_cannot_be_started_again_ends_the_engine(
 
     asyncio.run(asyncio.wait_for(body(), 60))
     assert [type(error) for error in deaths] == [EngineRestarting, EngineDead]
+
+
+@pytest.mark.parametrize(
+    ("warmup_s", "words"),
+    [(0.4, "try again in some seconds"), (312.4, "a warm-up, which took 312 s the last time")],
+)
+def test_who_asks_during_a_restart_is_told_how_long_it_takes(warmup_s: float, words: str) -> None:
+    ready = msgspec.structs.replace(READY, warmup_seconds=warmup_s)
+    core: Any = DeadCore()
+    supervisor = CoreSupervisor(EngineConfig(model="m"), core, ready, LogSettings())
+    supervisor.restarting = "the engine core ended with exit code -9"
+    with pytest.raises(EngineRestarting, match=rf"exit code -9: it is being restarted, .*{words}"):
+        supervisor.check_health()
 
 
 @pytest.mark.parametrize("part", ["socket", "process"])

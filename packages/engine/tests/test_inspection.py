@@ -28,12 +28,13 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.core.core_process import _handle
+from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.inspection import MAX_GRID_SIZES
 from trencadis.engine.ipc.messages import Inspect, Inspected
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.shapes import DecodeRead
-from trencadis.warmup import Phase
+from trencadis.warmup import Phase, WarmupConfig
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 SMALL = {
@@ -117,12 +118,53 @@ def test_a_hit_counts_for_the_bucket_that_ran_not_for_the_cold_one_it_stands_in_
         for small, large in itertools.permutations(grid.buckets, 2)
         if small.shape[1:] == large.shape[1:] and 2 * small.shape[0] == large.shape[0]
     )
-    buckets = runner._buckets
-    buckets.mark_ready(Phase.DECODE, warm)
-    assert buckets.find(Phase.DECODE, cold.shape) == warm.shape
+    runner.execute(Phase.DECODE, warm)
+    assert runner._buckets.find(Phase.DECODE, cold.shape) == warm.shape
     assert misses == [cold]
     usage = core.inspect().grids[1]
     assert [i for i, hits in enumerate(usage.num_hits) if hits] == [cell(usage, *warm.shape)]
+
+
+def test_a_bucket_that_traffic_has_compiled_is_warm_until_its_programs_are_released(
+    lazy_gaudi: object, tiny_model: Path
+) -> None:
+    core = EngineCore(config(tiny_model, device="hpu", warmup="none"))
+    core.warm_up()
+    switcher = ModelSwitcher(core)
+
+    def num_ready() -> int:
+        prefill, decode = core.inspect().grids
+        assert sum(prefill.num_warm) + sum(decode.num_warm) == core.stats.num_ready_buckets
+        return core.stats.num_ready_buckets
+
+    assert num_ready() == 0
+    for level in (1, 2):
+        serve(core, range(20))
+        assert num_ready() == 3, "16 tokens, some with a context, and a decode of one sequence"
+        switcher.sleep(level)
+        assert num_ready() == 0
+        if level == 1:
+            switcher.wake_up()
+            assert num_ready() == 0
+    core.close()
+
+
+def test_a_bucket_of_two_shapes_is_warm_when_both_have_run(
+    lazy_gaudi: object, tiny_model: Path
+) -> None:
+    """A decode of several sequences runs with shared blocks or without."""
+    no_graphs = WarmupConfig(graph_reserved_mem=0.0)
+    core = EngineCore(config(tiny_model, device="hpu", warmup="none", graphs=no_graphs))
+    core.warm_up()
+    serve(core, range(3), range(4, 7))
+    decode = core.inspect().grids[1]
+    (used,) = (i for i, hits in enumerate(decode.num_hits) if hits)
+    assert used == cell(decode, 2, 3)
+    assert not any(decode.num_warm)
+    bucket = next(b for b in core.worker.grids.decode.buckets if cell(decode, *b.shape) == used)
+    core.worker.runner.execute(Phase.DECODE, bucket)
+    assert [i for i, num in enumerate(core.inspect().grids[1].num_warm) if num] == [used]
+    core.close()
 
 
 def test_a_device_without_padding_shows_the_sizes_that_occurred(tiny_model: Path) -> None:

@@ -15,7 +15,15 @@ import pytest
 import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_structured_output import PERSON, DeviceOnCPU, Served, check_schema, is_person, make_core
+from test_structured_output import (
+    FEW_BUCKETS,
+    PERSON,
+    DeviceOnCPU,
+    Served,
+    check_schema,
+    is_person,
+    make_core,
+)
 from test_warm_up import Tracing
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -30,6 +38,7 @@ from trencadis.engine.devices import HPUDevice
 from trencadis.engine.grammars import grammar, matcher
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher, allowed_tokens
 from trencadis.scheduler import BatchControl
+from trencadis.warmup import WarmupConfig
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("llguidance") is None, reason="needs the extra `structured`"
@@ -450,6 +459,52 @@ def test_on_a_gaudi_a_jump_takes_a_bucket_that_was_warmed_up(stand_in, tiny_mode
         assert steps == 3
         assert core.stats.num_compilations == 0
         core.close()
+
+
+LIVE = {
+    "dtype": "float32",
+    "warmup": "none",
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 16,
+    "block_size": 8,
+    "num_blocks": 24,
+    "bucketing": FEW_BUCKETS,
+}
+"""Without a warm-up, each bucket is compiled when it is first needed."""
+
+
+@pytest.mark.parametrize(
+    "graphs",
+    [
+        pytest.param(0.0, id="recipes"),
+        pytest.param(0.1, id="graphs", marks=pytest.mark.slow),
+    ],
+)
+def test_without_warm_up_a_jump_on_a_gaudi_takes_a_bucket_that_traffic_has_compiled(
+    lazy_gaudi: object, tiny_model: Path, graphs: float
+) -> None:
+    captured = WarmupConfig(graph_reserved_mem=graphs)
+    llm = LLM(tiny_model, device="hpu", graphs=captured, **LIVE)
+    texts, steps = [], []
+    for prompt in ("a", "a prompt of two chunks", "a"):
+        before = llm.core.stats.num_steps
+        (answer,) = llm.generate([prompt], bound(max_tokens=40))
+        texts.append(answer.completions[0].text)
+        steps.append(llm.core.stats.num_steps - before)
+    assert texts[0] == texts[2]
+    # The chunk that follows another one has the bucket of a jump.
+    assert (steps[0], steps[2]) == (TAGS_LENGTH - len("</kind>"), 3)
+    assert (llm.core.worker.runner.num_graphs > 0) == (graphs > 0)
+    llm.core.close()
+
+
+def test_a_jump_takes_the_program_that_the_prompt_has_compiled(tiny_model: Path) -> None:
+    """One program serves all numbers of tokens."""
+    llm = LLM(tiny_model, device=Tracing(), compile=True, **LIVE)
+    llm.generate(["abc"], bound(max_tokens=40))
+    assert llm.core.stats.num_steps == 3
+    llm.core.close()
 
 
 def test_llm_gives_the_text_before_a_stop_string_in_a_forced_run(tiny_model: Path) -> None:

@@ -583,6 +583,21 @@ def test_texts_that_are_joined_have_no_place_for_a_default_prompt(tmp_path: Path
         assert close(scores_of(scorer(checkpoint, score_prompt="joined")), wanted)
 
 
+def test_texts_that_are_joined_have_no_place_for_arguments_of_a_template(tmp_path: Path) -> None:
+    checkpoint, file = save_classifier(tmp_path), "sentence_bert_config.json"
+    of_template = {"add_generation_prompt": True, "max_length": 9}
+    write(checkpoint, file, {"processing_kwargs": {"chat_template": of_template}})
+    words = rf"{file} of .* declares for it \(add_generation_prompt True\): remove them from proc"
+    with pytest.raises(ConfigError, match=words) as caught:
+        scorer(checkpoint, score_prompt="joined")
+    assert caught.value.field == "score_prompt"
+    assert scores_of(scorer(checkpoint)), "the template takes them"
+    of_template.pop("add_generation_prompt")
+    write(checkpoint, file, {"processing_kwargs": {"chat_template": of_template}})
+    wanted = sigmoid(heads(checkpoint, [QUERY + text for text in DOCUMENTS]))
+    assert close(scores_of(scorer(checkpoint, score_prompt="joined")), wanted)
+
+
 def test_a_score_head_whose_result_is_no_number_fails_its_pair_alone(tmp_path: Path) -> None:
     llm = scorer(save_classifier(tmp_path), enable_prefix_caching=False)
     (token,) = llm.tokenizer.encode("~", False)

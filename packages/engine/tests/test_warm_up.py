@@ -382,6 +382,31 @@ def test_a_device_that_compiles_each_shape_runs_those_of_its_buckets(tiny_model:
     assert sizes == warmed_up
 
 
+def test_a_miss_is_compiled_once_where_each_shape_must_be(
+    tiny_model: Path, expected: dict[str, list[int]]
+) -> None:
+    """As on a Gaudi in eager mode: programs of three parts of a forward pass, for each shape."""
+
+    class Compiling(TracingForward):
+        dynamic_shapes = False
+
+    few = attrs.evolve(FEW_BUCKETS, decode_blocks=AxisConfig(min=4, step=4, max=4))
+    core = EngineCore(config(tiny_model, compile=True, bucketing=few), Compiling())
+    core.warm_up()
+    seen = []
+    for _ in range(2):
+        tokens: dict[str, list[int]] = {}
+        core.add("first", COMMON, GREEDY)
+        drain(core, tokens)
+        assert tokens["first"] == expected["first"]
+        seen.append(core.stats)
+    first, again = seen
+    assert again.num_bucket_misses > first.num_bucket_misses > first.num_cold_forwards > 0
+    assert first.num_compilations == 3 * first.num_cold_forwards
+    assert again.num_cold_forwards == first.num_cold_forwards
+    assert again.num_compilations == first.num_compilations
+
+
 def test_without_a_compiler_the_layers_run_as_they_are(
     tiny_model: Path, expected: dict[str, list[int]], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -408,12 +433,14 @@ def test_shapes_become_ready_behind_traffic(
     core.warm_up()
     first = core.stats
     assert 2 <= first.num_ready_buckets < first.num_buckets
+    assert first.is_warming_up
     assert serve(core) == expected
     deadline = time.monotonic() + 60
     while core.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
     core.worker.background.wait()
     assert core.stats.num_ready_buckets == first.num_buckets
+    assert not core.stats.is_warming_up
     assert ended == [first.num_buckets], "not before, and once"
     assert serve(core) == expected
 
@@ -426,6 +453,8 @@ def test_requests_are_served_while_a_bucket_is_being_prepared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, cache = compiled
+    # Otherwise the first program makes all buckets ready.
+    monkeypatch.setattr(DecoderLayers, "trace_for_any_tokens", lambda *_: None)
     buckets = attrs.evolve(FEW_BUCKETS, prompt_query=AxisConfig(min=16, step=16, max=32))
     core = EngineCore(on_cpu(tiny_model, cache, warmup="background", bucketing=buckets))
     core.warm_up()
@@ -452,15 +481,22 @@ def test_requests_are_served_while_a_bucket_is_being_prepared(
     assert core.stats.num_compilations == 0
 
 
-def test_traffic_holds_background_warm_up_up(tiny_model: Path) -> None:
+def test_traffic_holds_background_warm_up_up(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
     core.warm_up()
-    ready = core.stats.num_ready_buckets
+    executed: list[object] = []
+    monkeypatch.setattr(core.worker.runner, "execute", lambda *bucket: executed.append(bucket))
     core.add("a", COMMON, attrs.evolve(GREEDY, max_tokens=20))
     while core.has_work:
         core.advance_warm_up()
         core.step()
-    assert core.stats.num_ready_buckets == ready
+    assert not executed
+    assert core.is_warming_up
+    core.advance_warm_up()
+    core.worker.background.wait()
+    assert executed, "it is idle"
 
 
 def test_a_warm_up_that_is_told_to_stop_does(tiny_model: Path) -> None:

@@ -148,6 +148,7 @@ class StandInEngine:
             num_queued_swaps=23,
             num_buckets=31,
             num_ready_buckets=30,
+            is_warming_up=True,
             num_graphs=25,
             num_preemptions=3,
             num_swaps=1,

@@ -269,6 +269,37 @@ def test_heat_comes_first_and_old_maps_say_so(browser: Any, server: ServerProces
         assert "As of 12 s ago" in page.inner_text("#blocks .old")
 
 
+@pytest.mark.parametrize(
+    ("stats", "is_padded", "words"),
+    [
+        ((9, 31, True), False, "Warm-up: 9 of 31 buckets, 2 graphs"),
+        ((9, 31, False), True, "9 of 31 buckets ready, 2 graphs; no warm-up is under way"),
+        ((31, 31, False), True, "31 of 31 buckets ready, 2 graphs"),
+        ((0, 31, False), False, None),
+    ],
+    ids=["background", "none", "full", "nothing is padded"],
+)
+def test_a_bar_of_the_warm_up_is_there_while_one_is_under_way(
+    browser: Any, server: ServerProcess, stats: Any, is_padded: bool, words: str | None
+):
+    with opened(browser, server.url) as page:
+        until(page, f"{SHOWN} && latest.inspection")
+        page.click("#pause")
+        names = ("num_ready_buckets", "num_buckets", "is_warming_up")
+        changes = {**dict(zip(names, stats, strict=True)), "num_graphs": 2}
+        show = """([changes, isPadded]) => {
+          Object.assign(latest.stats, changes);
+          latest.inspection.grids.forEach((usage) => { usage.is_padded = isPadded; });
+          show();
+          return [byId('warm-up'), byId('warm-up-bar')].map((node) => node.checkVisibility());
+        }"""
+        is_shown, has_bar = page.evaluate(show, [changes, is_padded])
+        assert is_shown == (words is not None)
+        assert has_bar == changes["is_warming_up"]
+        if words is not None:
+            assert page.text_content("#warm-up-text") == words
+
+
 def test_dark_and_light_differ_and_pause_holds_the_page(browser: Any, server: ServerProcess):
     colours = set()
     for scheme in ("light", "dark"):

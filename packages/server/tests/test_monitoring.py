@@ -83,6 +83,7 @@ ENGINE_VALUES = {
     "trencadis:swap_queue_blocks": 23,
     "trencadis:buckets": 31,
     "trencadis:ready_buckets": 30,
+    "trencadis:warming_up": 1,
     "trencadis:graphs": 25,
     "vllm:cache_config_info": 1,
     "vllm:prefix_cache_queries_total": 10,

@@ -101,11 +101,44 @@ def test_log_lines_are_those_of_the_plugin(caplog: pytest.LogCaptureFixture) -> 
     prompt, decode = logged_grids()
     with caplog.at_level(logging.INFO, "trencadis.warmup"):
         warm_up(runtime, prompt.buckets, decode.buckets, clock=lambda: runtime.now)
-    lines = [record.getMessage() for record in caplog.records]
+    lines = lines_of_the_plugin(caplog)
     assert lines[0] == "[Warmup][Prompt][1/24] batch_size:4 seq_len:1024 free_mem:79.16 GiB"
     assert lines[23].startswith("[Warmup][Prompt][24/24] batch_size:1 seq_len:128 free_mem:")
     assert lines[71].startswith("[Warmup][Decode][48/48] batch_size:1 seq_len:128 free_mem:")
     assert lines[72] == "Warmup finished in 72 secs, allocated 72 MiB of device memory"
+
+
+def lines_of_the_plugin(caplog: pytest.LogCaptureFixture) -> list[str]:
+    lines = [record.getMessage() for record in caplog.records]
+    return [line for line in lines if not line.startswith("Warmup: ")]
+
+
+def test_every_half_minute_the_log_tells_how_long_the_rest_takes(
+    graph_device: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each bucket and each graph takes a second here."""
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        logged_start(graph_device)
+    assert [line for line in caplog.messages if line.startswith("Warmup: ")] == [
+        "Warmup: 30 of 72 buckets after 30 secs, the others take about 42 secs",
+        "Warmup: 60 of 72 buckets after 60 secs, the others take about 12 secs",
+        "Warmup: 30 of 72 graphs after 30 secs, the others take about 42 secs",
+        "Warmup: 60 of 72 graphs after 60 secs, the others take about 12 secs",
+    ]
+
+
+def test_a_bucket_that_takes_longer_than_that_has_a_line_but_the_last(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    runtime = RecordingRuntime()
+    _, decode = logged_grids()
+    buckets = decode.buckets[:3]
+    with caplog.at_level(logging.INFO, "trencadis.warmup"):
+        warm_up(runtime, (), buckets, clock=lambda: 600 * runtime.now)
+    assert [line for line in caplog.messages if line.startswith("Warmup: ")] == [
+        "Warmup: 1 of 3 buckets after 600 secs, the others take about 1200 secs",
+        "Warmup: 2 of 3 buckets after 1200 secs, the others take about 600 secs",
+    ]
 
 
 def test_paged_axes_are_logged_under_their_names(caplog: pytest.LogCaptureFixture) -> None:
@@ -161,7 +194,7 @@ def test_the_logged_start_captures_every_decode_graph_and_the_prompts_that_fit(
     assert 0 <= left < logged_cost(Phase.PROMPT, Bucket(("batch", "seq"), (2, 768)))
     assert not device.released
 
-    lines = [record.getMessage() for record in caplog.records][72:]
+    lines = lines_of_the_plugin(caplog)[72:]
     assert lines[0] == (
         "Using 15.85 GiB/55.43 GiB of free device memory for HPUGraphs, 4.755 GiB for prompt and "
         "11.095 GiB for decode (VLLM_GRAPH_PROMPT_RATIO=0.3)"

@@ -28,8 +28,9 @@ class GridUsage:
     - ``is_padded``: whether batches are padded to these buckets. False: each runs in its own size,
       and the sizes are those that occurred, rounded up to powers of two.
     - ``num_buckets``, ``num_warm``, ``num_captured``, ``num_hits``, of each cell, row after row:
-      buckets, those that are warmed up, those with captured graphs, and forward passes since the
-      model was loaded: at the start, by a switch or at a wake-up. A bucket miss is no hit.
+      buckets, those that warm-up has run or traffic has compiled, those with captured graphs, and
+      forward passes since the model was loaded: at the start, by a switch or at a wake-up. A bucket
+      miss is no hit.
     """
 
     phase: Literal["prefill", "decode"]

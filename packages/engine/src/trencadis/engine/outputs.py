@@ -109,7 +109,8 @@ class EngineStats:
     - ``block_size``: tokens of a KV block.
     - ``highest_block_in_use``: highest id of a used KV block.
     - ``num_queued_swaps``: KV blocks that wait to be swapped, because of the bandwidth limit.
-    - ``num_buckets``, ``num_ready_buckets``: buckets, and those that are warmed up.
+    - ``num_buckets``, ``num_ready_buckets``: buckets, and those that warm-up has run or traffic has
+      compiled. ``is_warming_up``: whether a warm-up in the background has some left.
     - ``num_graphs``: captured graphs.
     - ``thermal``: None if no temperature is measured.
 
@@ -129,7 +130,8 @@ class EngineStats:
     - ``num_generation_tokens``: tokens generated, of all sequences.
     - ``num_padded_tokens``: tokens computed as padding.
     - ``num_bucket_misses``: forward passes whose shape no bucket holds.
-    - ``num_cold_forwards``: forward passes in a shape that was not warmed up.
+    - ``num_cold_forwards``: forward passes in a shape that neither warm-up nor traffic had
+      compiled.
     - ``num_compilations``: compilations while serving.
     - ``num_core_restarts``: restarts of the core. The other totals count since the last
       one, or since the last switch of models.
@@ -149,6 +151,7 @@ class EngineStats:
     num_queued_swaps: int = 0
     num_buckets: int = 0
     num_ready_buckets: int = 0
+    is_warming_up: bool = False
     num_graphs: int = 0
     thermal: ThermalStats | None = None
     num_preemptions: int = 0

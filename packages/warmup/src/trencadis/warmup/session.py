@@ -22,6 +22,7 @@ from trencadis.warmup.execution import (
 from trencadis.warmup.log_lines import bucket_line
 from trencadis.warmup.memory_plan import MemoryPlan
 from trencadis.warmup.progress_bar import track
+from trencadis.warmup.progress_log import ProgressLog
 from trencadis.warmup.report import BucketTime, CaptureReport, StageTime, WarmupReport
 from trencadis.warmup.runtime import GraphRuntime, Phase, Runtime
 from trencadis.warmup.sampler import (
@@ -146,17 +147,18 @@ class _Session:
 
     def execute(self, buckets: Mapping[Phase, Sequence[Bucket]]) -> None:
         steps = (step for phase in Phase for step in self._run(phase, buckets[phase]))
-        for _ in track(steps, sum(map(len, buckets.values())), "Warm-up"):
-            pass
+        progress = ProgressLog("buckets", sum(map(len, buckets.values())))
+        for step in track(steps, progress.total, "Warm-up"):
+            progress.advance(step.seconds)
 
-    def _run(self, phase: Phase, buckets: Sequence[Bucket]) -> Iterator[None]:
+    def _run(self, phase: Phase, buckets: Sequence[Bucket]) -> Iterator[BucketTime]:
         for position, bucket in enumerate(largest_first(buckets), 1):
             if self._is_stopped():
                 return
             free = read_free_memory(self.runtime)
             logger.info(bucket_line(phase.value, position, len(buckets), bucket, free))
             self.executed.append(execute_bucket(self.runtime, phase, bucket, self.clock))
-            yield
+            yield self.executed[-1]
 
     def capture(
         self,
@@ -182,8 +184,10 @@ class _Session:
         }
         budget = memory.graph_budget(read_free_memory(self.runtime))
         capture = GraphCapture(self.runtime, buckets, orders, budget, clock=self.clock)
+        progress = ProgressLog("graphs", capture.num_buckets)
         with closing(capture.steps()) as steps:
-            for _ in track(steps, capture.num_buckets, "Graphs"):
+            for outcome in track(steps, capture.num_buckets, "Graphs"):
+                progress.advance(outcome.seconds)
                 if self._is_stopped():
                     break
         self.captured = capture.report

@@ -207,6 +207,7 @@ class EngineCore:
             num_queued_swaps=self.blocks.num_queued_swaps,
             num_buckets=self._num_buckets,
             num_ready_buckets=runner.num_ready_buckets,
+            is_warming_up=self.is_warming_up,
             num_graphs=runner.num_graphs,
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,

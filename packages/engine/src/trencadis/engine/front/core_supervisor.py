@@ -33,6 +33,9 @@ _STOP_SECONDS = 10.0
 _RECOVERY_POLL_SECONDS = 0.05
 """Period in which a caller looks whether the core has been restarted."""
 
+_LONG_WARMUP_SECONDS = 10.0
+"""Who waits for a restart is told of a warm-up that takes as long."""
+
 _MAX_BACKOFF_SECONDS = 30.0
 """Longest wait before a restart of the core: 1 s before the first, then twice as long each time."""
 
@@ -155,7 +158,7 @@ class CoreSupervisor:
             if self._num_restarts >= self.config.engine_restarts and not self.restarting:
                 raise EngineDead(f"{reason}: restart the server", is_refusal=True)
             raise EngineRestarting(
-                f"{reason}: it is being restarted, try again in some seconds", is_refusal=True
+                f"{reason}: it is being restarted, {self._restart_length()}", is_refusal=True
             )
         limit_s = max(self.config.hang_timeout, self._busy_s)
         if self.silence_s > limit_s:
@@ -164,6 +167,15 @@ class CoreSupervisor:
                 f"{what}: no message for {self.silence_s:.0f} s, "
                 f"more than {limit_s:.0f} s. Restart the server if it stays so"
             )
+
+    def _restart_length(self) -> str:
+        """How long a restart takes, as text. Requests are served after its warm-up."""
+        if self.ready.warmup_seconds < _LONG_WARMUP_SECONDS:
+            return "try again in some seconds"
+        return (
+            f"with a warm-up, which took {self.ready.warmup_seconds:.0f} s the last time: try "
+            "again then"
+        )
 
     async def _restart(self) -> None:
         """Start another core, after a wait. Where that fails, the reason is the new one."""

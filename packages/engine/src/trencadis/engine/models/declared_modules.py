@@ -18,8 +18,10 @@ from trencadis.engine.validators import is_text
 SETTINGS_FILE = "config_sentence_transformers.json"
 """Has the prompts, the name of the default one, and the activation of scores."""
 
+TRANSFORMER_FILE = "sentence_bert_config.json"
+"""Has the longest text, and the arguments of the chat template."""
+
 _MODULES = "modules.json"
-_TRANSFORMER = "sentence_bert_config.json"
 
 _OF_EMBEDDINGS = ("Transformer", "Pooling", "Normalize")
 """The modules of sentence-transformers that an embedding may pass through. All embeddings are
@@ -151,14 +153,14 @@ def read_template_arguments(source: str) -> dict[str, Any]:
 
     Raises `ModelError` for those that say what is rendered, which the requests do.
     """
-    processing = _read_object(source, _TRANSFORMER).get("processing_kwargs")
+    processing = _read_object(source, TRANSFORMER_FILE).get("processing_kwargs")
     arguments = processing.get("chat_template") if isinstance(processing, dict) else None
     if not isinstance(arguments, dict):
         return {}
     if taken := sorted(_OF_ENGINE & arguments.keys()):
         raise ModelError(
             f"{source} gives its chat template the arguments {', '.join(taken)} "
-            f"({_TRANSFORMER}), which requests alone may say: remove them there"
+            f"({TRANSFORMER_FILE}), which requests alone may say: remove them there"
         )
     left_out = _OF_TOKENS_ALONE | _OWN_ARGUMENTS
     return {name: value for name, value in arguments.items() if name not in left_out}
@@ -170,18 +172,18 @@ def read_max_seq_length(source: str) -> int | None:
     Raises `ModelError` for what is no length, and for texts in lower case, which no tokenizer of
     a decoder wants.
     """
-    settings = _read_object(source, _TRANSFORMER)
+    settings = _read_object(source, TRANSFORMER_FILE)
     if settings.get("do_lower_case"):
         raise ModelError(
-            f"{source} wants its texts in lower case ({_TRANSFORMER}), and this engine changes no "
-            "text: serve a checkpoint whose tokenizer does it"
+            f"{source} wants its texts in lower case ({TRANSFORMER_FILE}), and this engine changes "
+            "no text: serve a checkpoint whose tokenizer does it"
         )
     length = settings.get("max_seq_length")
     if length is None:
         return None
     if not isinstance(length, int) or isinstance(length, bool) or length < 1:
         raise ModelError(
-            f"the {_TRANSFORMER} of {source} cannot be used: max_seq_length is {length!r}"
+            f"the {TRANSFORMER_FILE} of {source} cannot be used: max_seq_length is {length!r}"
         )
     return length
 

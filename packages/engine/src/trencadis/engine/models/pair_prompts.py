@@ -15,6 +15,7 @@ from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.chat_templates import template_text
 from trencadis.engine.models.declared_modules import (
     SETTINGS_FILE,
+    TRANSFORMER_FILE,
     check_score_modules,
     has_modules,
     read_activation,
@@ -23,6 +24,7 @@ from trencadis.engine.models.declared_modules import (
     read_template_arguments,
 )
 from trencadis.engine.scoring import PairForm, PairPrompt, Scoring
+from trencadis.engine.validators import shown
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -50,7 +52,8 @@ def find_scoring(
     other models by nothing else, or where ``form`` says so. ``form``: that of the prompt, where the
     user names one. ``chat_template``: replaces that of the checkpoint. Raises `ModelError` for what
     cannot be served, and where neither the checkpoint nor the user tells the form, and
-    `ConfigError` for a form without place for the default prompt of the checkpoint.
+    `ConfigError` for a form without place for the default prompt of the checkpoint, or for the
+    arguments of its chat template.
     """
     vocab_size = config.get_text_config(decoder=True).vocab_size
     is_family = _names_family(name) or form == _FAMILY
@@ -77,14 +80,8 @@ def find_scoring(
         config.get_text_config().pad_token_id if has_score_head else None,
     )
     _check_form(name, prompt.form, template)
-    if prompt.form == "joined" and prompt.instruction:
-        raise ConfigError(
-            f"score_prompt joined has no place for the default prompt {texts.default!r} that the "
-            f"{SETTINGS_FILE} of {name} declares, so every request would be refused: remove "
-            "default_prompt_name there and let clients write the prompt into the query, or choose "
-            "another score_prompt",
-            "score_prompt",
-        )
+    if prompt.form == "joined":
+        _check_joined(name, prompt, texts.default)
     # The softmax of two tokens, whatever is declared: it is what they were trained by.
     activation = "sigmoid" if len(tokens) == 2 else read_activation(source, config)
     logger.info(
@@ -119,6 +116,27 @@ def _check_form(name: str, form: PairForm, template: str) -> None:
         raise ModelError(
             f"{name} has no chat template, of which the score prompt conversation is made: give it "
             "one with --chat-template, or choose another --score-prompt"
+        )
+
+
+def _check_joined(name: str, prompt: PairPrompt, default: str | None) -> None:
+    """Raise `ConfigError` for what a checkpoint declares for a template, which is not used."""
+    if prompt.instruction:
+        raise ConfigError(
+            f"score_prompt joined has no place for the default prompt {default!r} that the "
+            f"{SETTINGS_FILE} of {name} declares, so every request would be refused: remove "
+            "default_prompt_name there and let clients write the prompt into the query, or choose "
+            "another score_prompt",
+            "score_prompt",
+        )
+    if prompt.arguments:
+        declared = ", ".join(f"{key} {shown(value)}" for key, value in prompt.arguments.items())
+        raise ConfigError(
+            "score_prompt joined uses no chat template, and so not the arguments that the "
+            f"{TRANSFORMER_FILE} of {name} declares for it ({declared}): remove them from "
+            "processing_kwargs there and let clients write what they stand for into query and "
+            "document, or choose another score_prompt",
+            "score_prompt",
         )
 
 

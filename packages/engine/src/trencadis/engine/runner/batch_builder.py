@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import attrs
 
-from trencadis.bucketing import Bucket
 from trencadis.engine.runner.bucket_choice import BucketChoice, num_elements
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.grids import Grids
@@ -271,20 +270,6 @@ class BatchBuilder:
 
         for part in split_prompts(chunks, cost):
             self._buckets.record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
-
-    def shapes(self, phase: Phase, bucket: Bucket) -> list[BucketShape]:
-        """The shapes that batches of a bucket have.
-
-        A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
-        it has blocks.
-        """
-        if phase is Phase.PROMPT:
-            return list(self._grids.prompt_shapes(bucket.shape)) if self._grids else []
-        batch, blocks = bucket.shape
-        shape = self._decode_shape((batch, blocks))
-        if shape.batch == 1 or not shape.blocks or not self._forward_runner.needs_warmup:
-            return [shape]
-        return [shape, attrs.evolve(shape, extra=shape.blocks)]
 
     def dummy(self, shape: BucketShape) -> ModelInput:
         """A batch of this shape that reads and writes the padding block only."""

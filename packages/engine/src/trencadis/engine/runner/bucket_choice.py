@@ -1,4 +1,4 @@
-"""The bucket of each batch, and what is known of the buckets: warmed up, captured, used.
+"""The bucket of each batch, and what is known of the buckets: ready, captured, used.
 
 A batch larger than every bucket is a bucket miss.
 """
@@ -8,7 +8,9 @@ from __future__ import annotations
 import logging
 import math
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.errors import BucketMiss
@@ -17,13 +19,14 @@ from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardRunner
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.recorded_traffic import TrafficLog
-from trencadis.engine.runner.shapes import DecodeRead
+from trencadis.engine.runner.shapes import BucketShape, DecodeRead, padded_decode
+from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import GraphCapture, Phase
 
 logger = logging.getLogger("trencadis.engine")
 
 _MAX_OVERSIZE = 4
-"""A warmed-up bucket may replace a cold one if it is at most this many times as large."""
+"""A ready bucket may replace a cold one if it is at most this many times as large."""
 
 RecordMiss = Callable[[Phase, Bucket], None]
 
@@ -31,16 +34,20 @@ RecordMiss = Callable[[Phase, Bucket], None]
 class BucketChoice:
     """Chooses the buckets of batches, and counts them. ``num_misses`` counts bucket misses.
 
-    Without ``grids`` no batch is padded.
+    ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids`` no
+    batch is padded.
     """
 
     def __init__(
-        self, grids: Grids | None, read: DecodeRead, forward_runner: ForwardRunner
+        self, forward_runner: ForwardRunner, cache: KVCache, grids: Grids | None, read: DecodeRead
     ) -> None:
         self.num_misses = 0
         self._grids = grids
         self._forward_runner = forward_runner
-        self._ready: set[tuple[Phase, Bucket]] = set()
+        self._read = read
+        # Numbers, not the cache: while a model sleeps, its cache is the padding block alone.
+        self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
+        self._ready: tuple[int, frozenset[tuple[Phase, Bucket]]] = 0, frozenset()
         self._captured: set[tuple[Phase, Bucket]] = set()
         self._usage = BucketUsage(grids, read)
         self._record_miss: RecordMiss | None = None
@@ -67,7 +74,7 @@ class BucketChoice:
                 shape,
                 bucket.shape,
             )
-        if self._record_miss is not None and (phase, bucket) not in self._ready:
+        if self._record_miss is not None and not self.is_ready(phase, bucket):
             self._record_miss(phase, bucket)
             bucket = self._ready_substitute(phase, bucket, grid)
         if self._capture is not None and bucket in self._never_used[phase]:
@@ -97,24 +104,51 @@ class BucketChoice:
         self._traffic = traffic
 
     def prefer_ready(self, record_miss: RecordMiss) -> None:
-        """Let a batch whose bucket is not warmed up use a larger one that is.
+        """Let a batch whose bucket is not ready use a larger one that is.
 
-        Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
+        Calls ``record_miss`` for each batch whose own bucket was not ready yet.
         """
         self._record_miss = record_miss
 
-    def mark_ready(self, phase: Phase, bucket: Bucket) -> None:
-        """Note that a bucket was warmed up."""
-        self._ready.add((phase, bucket))
+    def shapes(self, phase: Phase, bucket: Bucket) -> Sequence[BucketShape]:
+        """The shapes that batches of a bucket have.
+
+        A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
+        it has blocks.
+        """
+        if phase is Phase.PROMPT:
+            return self._grids.prompt_shapes(bucket.shape) if self._grids else ()
+        batch, length = bucket.shape
+        shape = padded_decode((batch, length), self._read, self._block_size, self._num_blocks)
+        if shape.batch == 1 or not shape.blocks or not self._forward_runner.needs_warmup:
+            return (shape,)
+        return shape, attrs.evolve(shape, extra=shape.blocks)
 
     def is_ready(self, phase: Phase, bucket: Bucket) -> bool:
-        """Whether a bucket is warmed up."""
-        return (phase, bucket) in self._ready
+        """Whether all shapes of a bucket are warmed up, be it by live traffic."""
+        return all(map(self._forward_runner.is_warm, self.shapes(phase, bucket)))
 
     @property
     def num_ready(self) -> int:
-        """Buckets that are warmed up."""
-        return len(self._ready)
+        """Buckets of the grids that are ready."""
+        return len(self._all_ready())
+
+    def _all_ready(self) -> frozenset[tuple[Phase, Bucket]]:
+        """The buckets of the grids that are ready, looked for when more shapes are."""
+        # Read first: a thread may warm up the next bucket meanwhile.
+        num_warm = self._forward_runner.num_warm
+        if num_warm != self._ready[0]:
+            ready = (key for key in self._of_grids() if self.is_ready(*key))
+            self._ready = num_warm, frozenset(ready)
+        return self._ready[1]
+
+    def _of_grids(self) -> Iterator[tuple[Phase, Bucket]]:
+        if self._grids is not None:
+            for phase, grid in (
+                (Phase.PROMPT, self._grids.prompt),
+                (Phase.DECODE, self._grids.decode),
+            ):
+                yield from ((phase, bucket) for bucket in grid.buckets)
 
     def mark_captured(self, phase: Phase, bucket: Bucket) -> None:
         """Note that the graphs of a bucket were captured."""
@@ -126,10 +160,10 @@ class BucketChoice:
 
     def usage(self, *, is_padded: bool) -> tuple[GridUsage, ...]:
         """The state and the hits of the buckets of both phases."""
-        # Copies, because a thread may warm up the next bucket meanwhile. Without graphs, those that
-        # the buckets had were released with the memory of the device.
+        # A copy, because a graph may be captured meanwhile. Without graphs, those that the buckets
+        # had were released with the memory of the device.
         captured = self._captured.copy() if self._forward_runner.num_graphs else set()
-        return self._usage.tables(self._ready.copy(), captured, is_padded=is_padded)
+        return self._usage.tables(self._all_ready(), captured, is_padded=is_padded)
 
     def capture_in_traffic(self, capture: GraphCapture) -> None:
         """Capture the graphs of the buckets that live traffic uses, after their first use."""
@@ -155,14 +189,14 @@ class BucketChoice:
             self._not_captured.pop((phase, bucket))
 
     def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
-        """The smallest warmed-up bucket that holds ``bucket`` and is not much larger, or itself."""
+        """The smallest ready bucket that holds ``bucket`` and is not much larger, or itself."""
         size = num_elements(bucket)
         larger = (
             candidate
             for candidate in grid.buckets
             if size < num_elements(candidate) <= _MAX_OVERSIZE * size
             and all(map(operator.le, bucket.shape, candidate.shape))
-            and (phase, candidate) in self._ready
+            and self.is_ready(phase, candidate)
         )
         return min(larger, key=num_elements, default=bucket)
 

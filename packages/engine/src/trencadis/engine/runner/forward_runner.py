@@ -60,6 +60,9 @@ class ForwardOutput:
 class ForwardRunner:
     """Runs the model on padded batches and knows which shapes are warmed up.
 
+    A shape is warmed up by a warm-up, or by the first batch of live traffic that compiles it; this
+    class alone knows which are, so that all of them are cold again once `release_all` was called.
+
     ``compiled``: compile the decoder layers for each shape. Once `start_serving` was called, a
     forward pass in a shape that was not warmed up is *cold*: it runs eagerly where the device can,
     or is compiled first if ``compile_cold`` is set or the device cannot run a new shape otherwise.
@@ -113,6 +116,18 @@ class ForwardRunner:
         shared = self._shares_programs and not self._by_tokens and not by_shape
         return not self.needs_warmup or shared
 
+    @property
+    def num_warm(self) -> int:
+        """How many shapes are warmed up, those that share a program counted once.
+
+        Grows until `release_all`.
+        """
+        return len(self._warmed_up)
+
+    def is_warm(self, shape: ForwardShape) -> bool:
+        """Whether the shape is warmed up, itself or by another one that shares its program."""
+        return self._program_key(shape) in self._warmed_up
+
     def start_serving(self) -> None:
         """Warm-up has ended: forward passes from now on are live traffic."""
         self._serving = True
@@ -122,7 +137,7 @@ class ForwardRunner:
         """Run the model on a batch. The host does not wait for the device."""
         if not self._serving or not self.needs_warmup:
             return self._run(batch)
-        cold = self._program_key(batch.shape) not in self._warmed_up
+        cold = not self.is_warm(batch.shape)
         if cold and self.refuse_cold:
             raise BucketMiss(f"{batch.shape} was not warmed up, and {REFUSED}")
         self.cold_forwards += cold
@@ -132,9 +147,7 @@ class ForwardRunner:
         if cold:
             self.on_cold(batch.shape)
         with self.count_compilations(batch.shape):
-            if cold and self.compile_cold:
-                self.prepare(batch)
-            return self._run(batch)
+            return self._run_first(batch) if cold else self._run(batch)
 
     @contextlib.contextmanager
     def count_compilations(self, cause: object) -> Generator[None, None, None]:
@@ -164,17 +177,8 @@ class ForwardRunner:
         another shape: then this one is ready. Without programs, each shape counts by itself.
         Elsewhere the batch runs each time; after `capture` it replays the graph.
         """
-        if self.takes_any_tokens and self._program_key(batch.shape) in self._warmed_up:
-            return
-        if self._layers is not None:
-            # Not two threads at once: the layer that is traced is one, and so is a program's key.
-            with self._compiling:
-                self._compile(batch, self._layers)
-        # What a lazy device collected before, such as the zeros of a new cache, would become part
-        # of this shape's recipe, and the shape alone would be compiled in live traffic.
-        self._device.mark_step()
-        self._run(batch)
-        self._warmed_up.add(self._program_key(batch.shape))
+        if not (self.takes_any_tokens and self.is_warm(batch.shape)):
+            self._run_first(batch)
 
     @torch.inference_mode()
     def capture(self, batch: ModelInput) -> None:
@@ -230,6 +234,19 @@ class ForwardRunner:
             key = self._program_key(batch.shape)  # tracing shows which shapes share a program
             self._kept[key] = all(self._device.is_kept(*of_kind) for of_kind in traced)
         return self._kept.get(key, True)
+
+    def _run_first(self, batch: ModelInput) -> ForwardOutput:
+        """Compile for the shape of ``batch`` where layers are compiled, and run it: it is warm."""
+        if self._layers is not None:
+            # Not two threads at once: the layer that is traced is one, and so is a program's key.
+            with self._compiling:
+                self._compile(batch, self._layers)
+        # What a lazy device collected before, such as the zeros of a new cache, would become part
+        # of this shape's recipe, and the shape alone would be compiled in live traffic.
+        self._device.mark_step()
+        output = self._run(batch)
+        self._warmed_up.add(self._program_key(batch.shape))
+        return output
 
     def _compile(self, batch: ModelInput, layers: DecoderLayers) -> None:
         """Compile for a shape, once. Where that fails, the shape runs eagerly if it can."""

@@ -125,7 +125,7 @@ class ModelRunner:
         self._device_is_idle = True
         self._cache = cache
         self._grids = grids
-        self._buckets = BucketChoice(grids, read, forward_runner)
+        self._buckets = BucketChoice(forward_runner, cache, grids, read)
         self._batches = BatchBuilder(
             forward_runner, sampler, device.upload, cache, grids, read, self._buckets
         )
@@ -147,7 +147,7 @@ class ModelRunner:
 
     @property
     def num_ready_buckets(self) -> int:
-        """Buckets that are warmed up."""
+        """Buckets that are ready: warmed up, or compiled by live traffic."""
         return self._buckets.num_ready
 
     @property
@@ -162,9 +162,9 @@ class ModelRunner:
         self.forward_runner.use_cache(cache)
 
     def prefer_ready_buckets(self, record_miss: RecordMiss) -> None:
-        """Let a batch whose bucket is not warmed up use a larger one that is.
+        """Let a batch whose bucket is not ready use a larger one that is.
 
-        Calls ``record_miss`` for each batch whose own bucket was not warmed up yet.
+        Calls ``record_miss`` for each batch whose own bucket was not ready yet.
         """
         self._buckets.prefer_ready(record_miss)
 
@@ -237,8 +237,8 @@ class ModelRunner:
         bucket = None if size is None else self._grids.prompt.find(size)
         if bucket is None:
             return False
-        is_warm = self._buckets.is_ready(Phase.PROMPT, bucket)
-        return is_warm or not self.forward_runner.needs_warmup
+        padded = self._grids.padded_prompt(bucket.shape, exact)
+        return not self.forward_runner.needs_warmup or self.forward_runner.is_warm(padded)
 
     def probe(self) -> None:
         """Run the smallest forward pass on the padding block. Raises if the device has failed."""
@@ -350,14 +350,13 @@ class ModelRunner:
         Leaves out a shape whose program serves any number of tokens and has run in another bucket;
         see `ForwardRunner.prepare`.
         """
-        for shape in self._batches.shapes(phase, bucket):
+        for shape in self._buckets.shapes(phase, bucket):
             self._device.begin_step()
             self.forward_runner.prepare(self._batches.dummy(shape))
-        self._buckets.mark_ready(phase, bucket)
 
     def is_kept(self, phase: Phase, bucket: Bucket) -> bool:
         """Whether the compile cache has the programs of the bucket's shapes."""
-        shapes = self._batches.shapes(phase, bucket)
+        shapes = self._buckets.shapes(phase, bucket)
         return all(self.forward_runner.is_kept(self._batches.dummy(shape)) for shape in shapes)
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
@@ -365,7 +364,7 @@ class ModelRunner:
 
         The replay makes a lazy device compile the copy of a batch into the graph's inputs, too.
         """
-        for shape in self._batches.shapes(phase, bucket):
+        for shape in self._buckets.shapes(phase, bucket):
             self.forward_runner.capture(self._batches.dummy(shape))
             self.forward_runner.prepare(self._batches.dummy(shape))
         self._buckets.mark_captured(phase, bucket)
@@ -373,7 +372,7 @@ class ModelRunner:
     def release(self, phase: Phase, bucket: Bucket) -> None:
         """Release the bucket's graphs."""
         self._buckets.mark_released(phase, bucket)
-        for shape in self._batches.shapes(phase, bucket):
+        for shape in self._buckets.shapes(phase, bucket):
             self.forward_runner.release(shape)
 
     def synchronize(self) -> None:

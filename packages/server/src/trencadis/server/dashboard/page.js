@@ -484,10 +484,7 @@ function show() {
   setText(byId("model"), latest.models.length > 1
     ? `${latest.model} (${latest.models.filter((name) => name !== latest.model).join(", ")} not active)` : latest.model);
   showTiles(stats, latency, points.at(-1));
-  const share = stats.num_buckets ? stats.num_ready_buckets / stats.num_buckets : 1;
-  byId("warm-up").hidden = !stats.num_buckets;
-  byId("warm-up-bar").value = share;
-  setText(byId("warm-up-text"), `Warm-up: ${stats.num_ready_buckets} of ${stats.num_buckets} buckets, ${stats.num_graphs} graphs`);
+  showWarmUp(stats, latest.inspection);
   lines.forEach((figure) => figure.show(points));
   const span = points.at(-1).time_s - points[0].time_s;
   setText(byId("over-time"), span < 90 ? `Last ${Math.round(span)} seconds` : `Last ${Math.round(span / 60)} minutes`);
@@ -500,6 +497,19 @@ function show() {
     figure.node.hidden = !latest.inspection;
     setText(figure.age, age >= OLD_SECONDS ? `As of ${Math.round(age)} s ago: the core has not answered since.` : "");
   }
+}
+
+// Without a warm-up, a bar would promise that the rest comes by itself.
+function showWarmUp(stats, inspection) {
+  const isReady = stats.num_ready_buckets === stats.num_buckets;
+  const isPadded = !inspection || inspection.grids.some((usage) => usage.is_padded);
+  byId("warm-up").hidden = !stats.num_buckets || !(stats.is_warming_up || isReady || isPadded);
+  byId("warm-up-bar").hidden = !stats.is_warming_up;
+  byId("warm-up-bar").value = stats.num_ready_buckets / Math.max(stats.num_buckets, 1);
+  const ready = `${stats.num_ready_buckets} of ${stats.num_buckets} buckets`;
+  const graphs = `${stats.num_graphs} graphs`;
+  setText(byId("warm-up-text"), stats.is_warming_up ? `Warm-up: ${ready}, ${graphs}`
+    : `${ready} ready, ${graphs}${isReady ? "" : "; no warm-up is under way"}`);
 }
 
 function showStatus() {

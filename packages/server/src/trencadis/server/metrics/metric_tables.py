@@ -108,7 +108,16 @@ ENGINE_METRICS = (
         lambda s: s.num_queued_swaps,
     ),
     _gauge("trencadis:buckets", "Buckets.", lambda s: s.num_buckets),
-    _gauge("trencadis:ready_buckets", "Buckets that are warmed up.", lambda s: s.num_ready_buckets),
+    _gauge(
+        "trencadis:ready_buckets",
+        "Buckets that warm-up has run or traffic has compiled.",
+        lambda s: s.num_ready_buckets,
+    ),
+    _gauge(
+        "trencadis:warming_up",
+        "1 while a warm-up in the background has buckets left.",
+        lambda s: float(s.is_warming_up),
+    ),
     _gauge("trencadis:graphs", "Captured graphs.", lambda s: s.num_graphs),
     _gauge(
         "trencadis:temperature_celsius",
@@ -207,7 +216,7 @@ ENGINE_METRICS = (
     ),
     _counter(
         "trencadis:cold_forwards",
-        "Forward passes in a shape that was not warmed up.",
+        "Forward passes in a shape that neither warm-up nor traffic had compiled.",
         lambda s: s.num_cold_forwards,
     ),
     _counter(
