@@ -83,7 +83,8 @@ class ServerSettings:
             group=SERVER,
             repeated=True,
             secret=True,
-            help="accept only requests to /v1 that carry this bearer token",
+            help="accept only requests to /v1, /v2, /score and /rerank that carry this bearer "
+            "token",
             default="none: accept all",
         ),
     )
@@ -106,7 +107,7 @@ class ServerSettings:
             "--fair-share",
             group=SERVER,
             help="key: of the API keys whose requests wait, the one that got the fewest tokens is "
-            "served next; none: requests are served whosever they are",
+            "served next; none: keys do not change the order of requests",
         ),
     )
     max_requests_per_key: int | None = attrs.field(
@@ -236,8 +237,8 @@ class ServerSettings:
         metadata=setting(
             env="VLLM_SERVER_DEV_MODE",
             parse=parse_flag,
-            help="whether POST /v1/models/switch, /sleep, /wake_up and /is_sleeping exist; without "
-            "an admin key they are open to all clients that --api-key admits",
+            help="whether POST /v1/models/switch, POST /sleep, POST /wake_up and GET /is_sleeping "
+            "exist; without an admin key they are open to all clients that --api-key admits",
         ),
     )
     multi_model_config: str | None = attrs.field(
