@@ -179,7 +179,7 @@ class SequenceGroup:
         """The position among all groups of a queue now: those with a lower one start first.
 
         Of equal priority, groups of the client that got the least service; of equal service, of the
-        client with the fewest that wait. Overdue ones in order of arrival, whosever they are.
+        client with the fewest that wait. Overdue ones in order of arrival, whatever their client.
         """
         priority, arrival = self.queue_key
         if priority == -math.inf:

@@ -34,7 +34,7 @@ class ServingTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template in Jinja, which tells how the model writes tool calls and reasoning;
+        """The chat template in Jinja, which shows how the model writes tool calls and reasoning;
         None if there is none."""
         ...
 
@@ -163,7 +163,7 @@ class SwitchingEngine(ServingEngine, Protocol):
         ...
 
     async def tokenizer_of(self, alias: str) -> ServingTokenizer:
-        """The tokenizer of a model, be it active or not."""
+        """The tokenizer of a model, active or not."""
         ...
 
     @property
@@ -250,14 +250,14 @@ def embedding_size(engine: ServingEngine) -> int:
 
 @runtime_checkable
 class PromptingEngine(Protocol):
-    """An engine whose model may want a prompt before the texts of embeddings."""
+    """An engine whose model may declare prompts for texts to embed."""
 
     @property
     def text_prompts(self) -> TextPrompts: ...
 
 
 def text_prompts(engine: ServingEngine) -> TextPrompts:
-    """What an engine's model wants before the texts of embeddings."""
+    """The prompts that an engine's model declares for texts to embed."""
     return engine.text_prompts if isinstance(engine, PromptingEngine) else TextPrompts()
 
 
@@ -304,7 +304,7 @@ def scoring(engine: ServingEngine) -> Scoring | None:
 
 @runtime_checkable
 class InspectableEngine(Protocol):
-    """An engine that tells its KV blocks and buckets, which the dashboard shows."""
+    """An engine that reports its KV blocks and buckets, which the dashboard shows."""
 
     async def inspect(self) -> EngineInspection:
         """The KV blocks of the device, and the grids of prefill and decode.

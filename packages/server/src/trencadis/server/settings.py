@@ -159,7 +159,7 @@ class ServerSettings:
             "--prefix-cache-per-key",
             group=SERVER,
             help="requests of different API keys share no cached prefixes, so that their times "
-            "tell nothing of the prompts of other keys",
+            "reveal nothing about the prompts of other keys",
         ),
     )
     admin_keys: tuple[str, ...] = attrs.field(

@@ -244,7 +244,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     def _note_highest(self, watts: float) -> None:
         if self._measured_w is not None:
             watts = min(watts, self._measured_w)
-        # Two windows in a row: one wrong measurement must not lift the limits for ever.
+        # Two windows in a row: one wrong measurement must not lift the limits permanently.
         self._highest_w = max(self._highest_w, min(watts, self._last_w))
         self._last_w = watts
 

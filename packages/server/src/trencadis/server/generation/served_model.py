@@ -53,7 +53,7 @@ class ServedModel:
 
 
 class ServedModels:
-    """The served model of an engine, derived anew when the engine has switched to another.
+    """The served model of an engine, derived again when the engine has switched to another.
 
     Raises `ConfigError` for parsers that do not exist, and where the first model has no tool call
     parser and ``enable_auto_tool_choice`` demands one.

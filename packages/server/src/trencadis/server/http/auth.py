@@ -49,7 +49,7 @@ class AdminCalls:
         if not self.has_dev_mode:
             return False
         path = path_of(scope)
-        # A model may have the alias "switch", which GET tells of.
+        # A model may have the alias "switch", which GET describes.
         return path in SLEEP_PATHS or (path == SWITCH_PATH and scope["method"] == "POST")
 
 

@@ -49,7 +49,7 @@ def select_parsers(
     if needs_tools and tools is None:
         raise ConfigError(
             "enable_auto_tool_choice needs a tool call parser, and this model's chat template "
-            "tells none: name one with --tool-call-parser",
+            "indicates none: name one with --tool-call-parser",
             "enable_auto_tool_choice",
         )
     return ParserSelection(

@@ -98,7 +98,7 @@ class CPUDevice(Device):
         Not that of `free_memory`, which other processes change.
         """
         try:
-            # Lets the peak begin anew: proc_pid_clear_refs(5).
+            # Resets the peak: proc_pid_clear_refs(5).
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             before = _resident_bytes("VmRSS")
             run()
