@@ -129,7 +129,7 @@ class ServerSettings:
             metavar="NAME",
             group=CHAT,
             help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
-            "granite, openai, module:Class, auto (what its chat template tells) or none",
+            "granite, openai, module:Class, auto (by its chat template) or none",
         ),
     )
     reasoning_parser: str = attrs.field(
@@ -140,7 +140,7 @@ class ServerSettings:
             metavar="NAME",
             group=CHAT,
             help="how the model writes its reasoning: qwen3, deepseek_r1, granite, "
-            "openai_gptoss, module:Class, auto (what its chat template tells) or none",
+            "openai_gptoss, module:Class, auto (by its chat template) or none",
         ),
     )
     enable_auto_tool_choice: bool = attrs.field(
