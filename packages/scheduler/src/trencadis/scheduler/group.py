@@ -127,7 +127,7 @@ class SequenceGroup:
     """The sequences of one request: a single sequence, n samples, or beams.
 
     - ``arrival``: the number of requests that were added before this one.
-    - ``client``: who pays for its tokens with its share.
+    - ``client``: the client to whose service its tokens are added.
     - ``unfinished_seqs``: sequences that have not finished.
     - ``allocated_seqs``: unfinished sequences that have blocks. While the group computes the
       common prefix of its sequences (at first the prompt), only one of them, the leader, has.

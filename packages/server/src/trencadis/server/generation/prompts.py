@@ -120,7 +120,7 @@ class PromptEncoder:
         max_tokens: int | None = None,
         client: str = "",
     ) -> list[Sequence[int]]:
-        """Token ids of what embeddings are wanted of; ``inputs`` maps fields of the request to it.
+        """Token ids of the inputs to embed; ``inputs`` maps fields of the request to them.
 
         An input with more than ``max_tokens`` tokens is cut to so many: see `_cut`. Of a text that
         is far longer, only the beginning is encoded. Raises
