@@ -82,14 +82,17 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
+        """The id of the request."""
         return self.request.request_id
 
     @property
     def num_output_tokens(self) -> int:
+        """Generated tokens so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> abc.Sequence[int]:
+        """The generated tokens so far, a copy."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
@@ -161,10 +164,12 @@ class SequenceGroup:
 
     @property
     def request_id(self) -> str:
+        """The id of the request."""
         return self.request.request_id
 
     @property
     def priority(self) -> int:
+        """The priority of the request; lower values run first under the policy ``priority``."""
         return self.request.priority
 
     @property
