@@ -767,7 +767,7 @@ def test_the_context_is_what_the_checkpoint_was_trained_for(
     with pytest.raises(InvalidRequest, match="49 tokens and the model's context is 48"):
         llm.embed([[5] * 49])
     assert scorer(checkpoint, max_model_len=64).core.max_model_len == 64
-    assert "max_model_len 64 is above 48" in caplog.text
+    assert "max_model_len 64 is above max_seq_length 48" in caplog.text
     write(checkpoint, "sentence_bert_config.json", {"max_seq_length": 5000})
     assert scorer(checkpoint, max_model_len=None, num_blocks=200).core.max_model_len == 1024
 

@@ -198,7 +198,7 @@ class EngineConfig(CapacitySettings):
             "--score-prompt",
             group=MODEL,
             help="how a reranker's query and document become its prompt: auto, as the checkpoint "
-            "tells; template, by the roles query and document of the chat template; "
+            "declares; template, by the roles query and document of the chat template; "
             "qwen3-reranker, that of this family; conversation, a question and its answer, for "
             "reward models; joined, one after the other",
         ),

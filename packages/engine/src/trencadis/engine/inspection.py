@@ -1,4 +1,4 @@
-"""What the core tells of its KV cache and its buckets when an operator looks.
+"""What the core reports of its KV cache and its buckets when it is asked.
 
 Statistics that are sent all the time are `EngineStats`; this is larger, so the core makes it only
 when it is asked. Sizes are bounded, whatever the cache and the grids.

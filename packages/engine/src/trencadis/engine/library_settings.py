@@ -94,7 +94,7 @@ def default_defrag() -> DefragConfig:
 
 
 def sets_buckets(environ: Mapping[str, str]) -> bool:
-    """Whether a variable of the bucket settings is set, be it to its default.
+    """Whether a variable of the bucket settings is set, also to its default.
 
     Without any, the device's own default grid applies.
     """

@@ -1,4 +1,4 @@
-"""A process that answers questions, so that a question that harms it harms nothing else."""
+"""A child process that answers questions: one that crashes or blocks it affects nothing else."""
 
 from __future__ import annotations
 

@@ -410,8 +410,6 @@ def _cells(field: Field) -> Iterator[str]:
     yield ", ".join(f"`{name}`" for name in _variables(field))
     yield _default(field)
     meaning: str = field.metadata.get("help", "").replace("|", "\\|")
-    yield (
-        f"`{not field.default}`: {meaning}"
-        if flags and isinstance(field.default, bool)
-        else meaning
-    )
+    # The help of a flag without a value is about what the flag sets, which is not the default.
+    sets_opposite = isinstance(field.default, bool) and not field.metadata.get("negatable")
+    yield f"`{not field.default}`: {meaning}" if flags and sets_opposite else meaning

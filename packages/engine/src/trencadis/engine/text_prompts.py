@@ -1,4 +1,4 @@
-"""What an embedding model wants before a text: the prompts that its checkpoint declares."""
+"""The prompts that the checkpoint of an embedding model declares for its texts."""
 
 from __future__ import annotations
 

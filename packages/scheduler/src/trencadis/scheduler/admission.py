@@ -242,7 +242,7 @@ class AdmissionControl:
         The last ones are not for clients that run their part. A client that floods the queue would
         otherwise always run as many as there may be, and the next request of each other client
         would wait until one of them ends. An overdue group, and those that precede the last running
-        group by their priority, may have them whosever they are.
+        group by their priority, may have them whatever their client.
         """
         limit, states = step.max_running_seqs, self._states
         if num_free_seqs > limit // RESERVE or states.is_overdue(candidates[0]):

@@ -82,14 +82,17 @@ class Sequence:
 
     @property
     def request_id(self) -> str:
+        """The id of the request."""
         return self.request.request_id
 
     @property
     def num_output_tokens(self) -> int:
+        """Generated tokens so far."""
         return len(self.token_ids) - len(self.request.prompt_token_ids)
 
     @property
     def output_token_ids(self) -> abc.Sequence[int]:
+        """The generated tokens so far, a copy."""
         return self.token_ids[len(self.request.prompt_token_ids) :]
 
     @property
@@ -127,7 +130,7 @@ class SequenceGroup:
     """The sequences of one request: a single sequence, n samples, or beams.
 
     - ``arrival``: the number of requests that were added before this one.
-    - ``client``: who pays for its tokens with its share.
+    - ``client``: the client to whose service its tokens are added.
     - ``unfinished_seqs``: sequences that have not finished.
     - ``allocated_seqs``: unfinished sequences that have blocks. While the group computes the
       common prefix of its sequences (at first the prompt), only one of them, the leader, has.
@@ -161,10 +164,12 @@ class SequenceGroup:
 
     @property
     def request_id(self) -> str:
+        """The id of the request."""
         return self.request.request_id
 
     @property
     def priority(self) -> int:
+        """The priority of the request; lower values run first under the policy ``priority``."""
         return self.request.priority
 
     @property
@@ -179,7 +184,7 @@ class SequenceGroup:
         """The position among all groups of a queue now: those with a lower one start first.
 
         Of equal priority, groups of the client that got the least service; of equal service, of the
-        client with the fewest that wait. Overdue ones in order of arrival, whosever they are.
+        client with the fewest that wait. Overdue ones in order of arrival, whatever their client.
         """
         priority, arrival = self.queue_key
         if priority == -math.inf:

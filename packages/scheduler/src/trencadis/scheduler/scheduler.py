@@ -46,9 +46,9 @@ class Scheduler:
     first group always advances. A request that later ones have bypassed ``max_bypasses`` times
     precedes them, so every admitted request finishes, whatever arrives (`AdmissionControl`).
     Requests of different clients start in the order of the service that these got, and a full queue
-    is closed to a client that has its part of it (`ClientShares`). Once
-    nothing arrives, the requests take at most as many steps together as one after another with one
-    token a step, each recomputed once.
+    is closed to a client that has its part of it (`ClientShares`). Once nothing arrives, the
+    requests take at most as many steps together as one after another with one token a step, each
+    recomputed once.
 
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
     of ``blocks``. ``costs`` are updated with the measured durations of steps. ``clock`` returns

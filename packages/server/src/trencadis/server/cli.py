@@ -178,7 +178,9 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> dict[str, argparse._Ar
     )
     groups = add_flags(parser, EngineConfig)
     groups["warm-up"].add_argument(
-        "--enforce-eager", action="store_true", help="capture no graphs, where the device could"
+        "--enforce-eager",
+        action="store_true",
+        help="capture no graphs, and compile nothing without --compile",
     )
     groups["batches and memory"].add_argument(
         "--enable-chunked-prefill",

@@ -34,7 +34,7 @@ class ServingTokenizer(Protocol):
 
     @property
     def chat_template(self) -> str | None:
-        """The chat template in Jinja, which tells how the model writes tool calls and reasoning;
+        """The chat template in Jinja, which shows how the model writes tool calls and reasoning;
         None if there is none."""
         ...
 
@@ -84,7 +84,9 @@ class ServingEngine(Protocol):
     """A running engine that serves one model."""
 
     @property
-    def tokenizer(self) -> ServingTokenizer: ...
+    def tokenizer(self) -> ServingTokenizer:
+        """The tokenizer of the model."""
+        ...
 
     @property
     def max_model_len(self) -> int:
@@ -92,7 +94,9 @@ class ServingEngine(Protocol):
         ...
 
     @property
-    def model_name(self) -> str: ...
+    def model_name(self) -> str:
+        """The name that clients send as ``model``."""
+        ...
 
     @property
     def stats(self) -> EngineStats:
@@ -159,11 +163,11 @@ class SwitchingEngine(ServingEngine, Protocol):
         ...
 
     def entry_of(self, alias: str) -> ModelEntry:
-        """The entry of a model."""
+        """The entry of a model. Raises `UnknownModelError`."""
         ...
 
     async def tokenizer_of(self, alias: str) -> ServingTokenizer:
-        """The tokenizer of a model, be it active or not."""
+        """The tokenizer of a model, active or not. Raises `UnknownModelError` or `ModelError`."""
         ...
 
     @property
@@ -222,11 +226,17 @@ class SleepingEngine(Protocol):
         ...
 
     async def wake_up(self) -> None:
-        """Serve again."""
+        """Serve again; returns when it does.
+
+        Raises `SwitchFailedError` where it cannot, for example because device memory is missing;
+        it stays asleep then.
+        """
         ...
 
     @property
-    def is_sleeping(self) -> bool: ...
+    def is_sleeping(self) -> bool:
+        """Whether the device memory is released, so that no request can be served."""
+        ...
 
 
 @runtime_checkable
@@ -250,14 +260,16 @@ def embedding_size(engine: ServingEngine) -> int:
 
 @runtime_checkable
 class PromptingEngine(Protocol):
-    """An engine whose model may want a prompt before the texts of embeddings."""
+    """An engine whose model may declare prompts for texts to embed."""
 
     @property
-    def text_prompts(self) -> TextPrompts: ...
+    def text_prompts(self) -> TextPrompts:
+        """The prompts by name, and which of them is the default."""
+        ...
 
 
 def text_prompts(engine: ServingEngine) -> TextPrompts:
-    """What an engine's model wants before the texts of embeddings."""
+    """The prompts that an engine's model declares for texts to embed."""
     return engine.text_prompts if isinstance(engine, PromptingEngine) else TextPrompts()
 
 
@@ -304,7 +316,7 @@ def scoring(engine: ServingEngine) -> Scoring | None:
 
 @runtime_checkable
 class InspectableEngine(Protocol):
-    """An engine that tells its KV blocks and buckets, which the dashboard shows."""
+    """An engine that reports its KV blocks and buckets, which the dashboard shows."""
 
     async def inspect(self) -> EngineInspection:
         """The KV blocks of the device, and the grids of prefill and decode.

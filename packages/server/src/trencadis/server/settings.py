@@ -83,7 +83,8 @@ class ServerSettings:
             group=SERVER,
             repeated=True,
             secret=True,
-            help="accept only requests to /v1 that carry this bearer token",
+            help="accept only requests to /v1, /v2, /score and /rerank that carry this bearer "
+            "token",
             default="none: accept all",
         ),
     )
@@ -106,7 +107,7 @@ class ServerSettings:
             "--fair-share",
             group=SERVER,
             help="key: of the API keys whose requests wait, the one that got the fewest tokens is "
-            "served next; none: requests are served whosever they are",
+            "served next; none: keys do not change the order of requests",
         ),
     )
     max_requests_per_key: int | None = attrs.field(
@@ -128,7 +129,7 @@ class ServerSettings:
             metavar="NAME",
             group=CHAT,
             help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
-            "granite, openai, module:Class, auto (what its chat template tells) or none",
+            "granite, openai, module:Class, auto (by its chat template) or none",
         ),
     )
     reasoning_parser: str = attrs.field(
@@ -139,7 +140,7 @@ class ServerSettings:
             metavar="NAME",
             group=CHAT,
             help="how the model writes its reasoning: qwen3, deepseek_r1, granite, "
-            "openai_gptoss, module:Class, auto (what its chat template tells) or none",
+            "openai_gptoss, module:Class, auto (by its chat template) or none",
         ),
     )
     enable_auto_tool_choice: bool = attrs.field(
@@ -158,7 +159,7 @@ class ServerSettings:
             "--prefix-cache-per-key",
             group=SERVER,
             help="requests of different API keys share no cached prefixes, so that their times "
-            "tell nothing of the prompts of other keys",
+            "reveal nothing about the prompts of other keys",
         ),
     )
     admin_keys: tuple[str, ...] = attrs.field(
@@ -236,8 +237,8 @@ class ServerSettings:
         metadata=setting(
             env="VLLM_SERVER_DEV_MODE",
             parse=parse_flag,
-            help="whether POST /v1/models/switch, /sleep, /wake_up and /is_sleeping exist; without "
-            "an admin key they are open to all clients that --api-key admits",
+            help="whether POST /v1/models/switch, POST /sleep, POST /wake_up and GET /is_sleeping "
+            "exist; without an admin key they are open to all clients that --api-key admits",
         ),
     )
     multi_model_config: str | None = attrs.field(

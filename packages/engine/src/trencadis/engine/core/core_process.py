@@ -135,7 +135,7 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
                 return
             if isinstance(message, (Reconfigure, Sleep, WakeUp)):
                 if message.number <= last_call:  # the front numbers its calls upwards
-                    logger.warning("Call %d came again and is ignored", message.number)
+                    logger.warning("Call %d was received twice and is ignored", message.number)
                     continue
                 last_call = message.number
                 _refuse_orders(channel, orders)
@@ -157,7 +157,7 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
         if now_s >= stats_due_s or not core.has_work:
             stats, stats_due_s = core.stats, now_s + _STATS_SECONDS
         channel.send(StepDone(tuple(tokens), stats))
-    logger.warning("The front is gone: the engine core stops")
+    logger.warning("The front process has ended: the engine core stops")
 
 
 def _receive_timeout(core: EngineCore) -> float:
@@ -221,7 +221,7 @@ def _add(core: EngineCore, channel: CoreChannel, message: Add) -> None:
 
 
 def _inspect(core: EngineCore, number: int) -> Inspected:
-    """Who looks must not end the core, whose requests are those of others."""
+    """The answer to `Inspect`. Never raises: an error of an inspection must not end the core."""
     try:
         return Inspected(number, core.inspect())
     except Exception as error:
@@ -232,7 +232,7 @@ def _inspect(core: EngineCore, number: int) -> Inspected:
 def _change_model(
     core: EngineCore, switcher: ModelSwitcher, message: Reconfigure | Sleep | WakeUp
 ) -> Reconfigured | ReconfigureFailed | Slept:
-    """Switch models, sleep or wake up; returns the answer. Raises where the core is of no use."""
+    """Switch models, sleep or wake up; returns the answer. Raises if the core cannot go on."""
     number = message.number
     if isinstance(message, Sleep):
         return Slept(number, switcher.sleep(message.level))

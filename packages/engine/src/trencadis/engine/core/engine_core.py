@@ -186,10 +186,12 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
+        """Whether a step has anything to do."""
         return self.scheduler.has_work or self.requests.is_compiling
 
     @property
     def stats(self) -> EngineStats:
+        """A snapshot of the counters and of the state after the last step."""
         runner = self.worker.runner
         requests = self.requests.count_by_state()
         return EngineStats(

@@ -1,7 +1,7 @@
 """Replaces the model of a running core, in the eight steps of seed 004.
 
 Nothing of the old model is read by the new one: what depends on a model is either a `Worker`, which
-is replaced, or built anew by `EngineCore.rebuild`. A failure in any step puts the previous model
+is replaced, or built again by `EngineCore.rebuild`. A failure in any step puts the previous model
 back. Models that were served before may sleep in host memory (`ModelStash`).
 """
 
@@ -84,7 +84,7 @@ class ModelStash:
         """Drop workers until so many bytes are free, or none are left."""
         while self._workers and self.num_bytes + num_bytes > self.limit_bytes:
             _, oldest = self._workers.popitem(last=False)
-            logger.info("The model %s leaves host memory", oldest.config.model)
+            logger.info("The weights of model %s are dropped from host memory", oldest.config.model)
             oldest.discard()
 
     def take(self, config: EngineConfig) -> Worker | None:
@@ -128,7 +128,7 @@ class ModelSwitcher:
 
         ``stash_bytes``: the limit of the stash. Raises `SwitchFailedError` once the previous model
         serves again, or, with the step ``wake``, sleeps because it cannot be started again. Any
-        other error: the core is of no use any more.
+        other error: the core cannot go on.
         """
         self.stash.limit_bytes = stash_bytes
         core = self._core
@@ -190,8 +190,8 @@ class ModelSwitcher:
     def wake_up(self) -> None:
         """Serve again after `sleep`, from empty caches. Does nothing in a core that is awake.
 
-        Raises `SwitchFailedError` of the step ``wake`` where the core sleeps on, such as for want
-        of device memory, which others may have taken meanwhile.
+        Raises `SwitchFailedError` of the step ``wake`` where the core stays asleep, for example
+        because other processes have taken the device memory.
         """
         core = self._core
         if not core.is_asleep:
@@ -199,10 +199,10 @@ class ModelSwitcher:
         core.on_busy("the engine core wakes up", _longest_start_s(core.worker))
         reason = self._start_again(core.worker)
         if reason:
-            raise SwitchFailedError(f"the engine sleeps on: {reason}", "wake", core.config.name)
+            raise SwitchFailedError(f"the engine stays asleep: {reason}", "wake", core.config.name)
 
     def _start_again(self, worker: Worker) -> str:
-        """Serve the model of a worker that sleeps; returns why it sleeps on, if it does."""
+        """Serve the model of a worker that sleeps; returns why it stays asleep, if it does."""
         core = self._core
         try:
             self._serve_again(worker)

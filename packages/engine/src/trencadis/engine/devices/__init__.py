@@ -60,9 +60,8 @@ def select_device(
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
     time; with ``trust_compile_cache`` those of other users are loaded, too, and with ``read_only``
-    nothing is added to it. ``fp32_softmax`` is for
-    hpu, ``cpu_threads`` for cpu. Raises `ConfigError` for an unknown name, `DeviceError` for a
-    device that is missing or incomplete.
+    nothing is added to it. ``fp32_softmax`` is for hpu, ``cpu_threads`` for cpu. Raises
+    `ConfigError` for an unknown name, `DeviceError` for a device that is missing or incomplete.
     """
     makers = _makers(compile_cache, trust_compile_cache, read_only, fp32_softmax, cpu_threads)
     selected = _select(device, makers)

@@ -54,7 +54,7 @@ def why_foreign(state: os.stat_result, *, is_above: bool = False) -> str | None:
 
 
 def _is_private_group(gid: int) -> bool:
-    """Whether this user is the only one in a group, as where each user has a group of his name."""
+    """Whether this user is the only one in a group, as where each user has a group alone."""
     if gid == 0 and os.getuid() == 0:
         return True
     try:

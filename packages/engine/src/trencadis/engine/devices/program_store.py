@@ -98,7 +98,8 @@ class ProgramStore:
         except FileNotFoundError:
             return False
         except _Refused as error:
-            if self._foreign is None:  # else nothing in the directory is loaded, as was told
+            # Otherwise an earlier warning says that nothing in the directory is loaded.
+            if self._foreign is None:
                 self._warn(str(error), f"{self._archive(key)} would not be loaded: {error}")
             return False
         return True

@@ -171,7 +171,7 @@ class AsyncEngine:
 
     @property
     def text_prompts(self) -> TextPrompts:
-        """What the model wants before a text whose embedding is computed."""
+        """The prompts that the checkpoint declares for texts to embed."""
         return self._core.ready.text_prompts
 
     @property
@@ -238,7 +238,7 @@ class AsyncEngine:
 
         With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
         Only requests of the same ``cache_salt`` share cached prefixes, so that the time of a prompt
-        tells nothing of the prompts of others. ``client`` names who sends the request: of the
+        reveals nothing about the prompts of others. ``client`` names who sends the request: of the
         clients whose requests wait with equal priority, the one that got the fewest tokens is
         served next. Closing the generator aborts the request.
 
@@ -418,8 +418,8 @@ class AsyncEngine:
     async def wake_up(self) -> None:
         """Serve again after `sleep`; returns when it does. Does nothing in an engine that is awake.
 
-        Raises `SwitchFailedError` with the step ``wake`` where it sleeps on, such as for want of
-        device memory, `SwitchInProgressError`, and the errors of `check_health`.
+        Raises `SwitchFailedError` with the step ``wake`` where it stays asleep, for example because
+        device memory is missing, `SwitchInProgressError`, and the errors of `check_health`.
         """
         await self.check_health()
         await self._changes.wake_up()
@@ -442,7 +442,7 @@ class AsyncEngine:
         return await self._requests.abort_all()
 
     def park(self) -> list[OpenRequest]:
-        """Keep all requests by their tokens, here alone: the core may forget them.
+        """Keep the tokens of all requests here, so that the core may drop them.
 
         Their generators wait. Pass the result to `resume`.
         """

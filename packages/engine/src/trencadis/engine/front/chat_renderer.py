@@ -1,4 +1,4 @@
-"""Renders conversations with chat templates, so that a slow one delays other slow ones alone."""
+"""Renders conversations with chat templates, so that a slow one delays only other slow ones."""
 
 from __future__ import annotations
 

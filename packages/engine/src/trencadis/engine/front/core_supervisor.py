@@ -31,7 +31,7 @@ _STOP_SECONDS = 10.0
 """Time for the core to end by itself before its process is killed."""
 
 _RECOVERY_POLL_SECONDS = 0.05
-"""Period in which a caller looks whether the core has been restarted."""
+"""Period in which a caller checks whether the core has been restarted."""
 
 _LONG_WARMUP_SECONDS = 10.0
 """Who waits for a restart is told of a warm-up that takes as long."""
@@ -44,7 +44,7 @@ class CoreSupervisor:
     """A core that is restarted after its death, ``config.engine_restarts`` times in all.
 
     ``config`` is that of the model that it serves, with which it is restarted; ``ready`` and
-    ``stats`` are what it last told of itself. ``busy`` is its last message, if it says that what it
+    ``stats`` are what it last reported. ``busy`` is its last message, if it says that what it
     does may take minutes, and ``restarting`` why it died, while it is being restarted. ``failure``
     says why no request can be served any more.
     """

@@ -138,7 +138,8 @@ class LLM:
         """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`.
 
         ``prompt_name``: which of the checkpoint's prompts is put before each text, as ``query``;
-        None for its default, as a rule none. Token ids stay unchanged, so that they take no name.
+        None for its default prompt, if it declares one. Token ids stay unchanged, so that they take
+        no name.
         """
         with self._lock:
             check_pooling(self.core.worker.embedding_size, self.core.spec.scoring)

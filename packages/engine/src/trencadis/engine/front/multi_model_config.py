@@ -2,7 +2,7 @@
 
 The form is that of Gaudi's vLLM plugin (``VLLM_HPU_MULTI_MODEL_CONFIG``, seed 004): the key
 ``models`` maps aliases to settings, and ``default_model`` names the alias that is served first. The
-file is checked as a whole, and all faults are told at once, each with its line.
+file is checked as a whole, and all faults are reported at once, each with its line.
 """
 
 from __future__ import annotations

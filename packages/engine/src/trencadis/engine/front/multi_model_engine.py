@@ -182,7 +182,8 @@ class MultiModelEngine:
         - ``abort``: they end with the reason ``abort``.
         - ``park``: they are kept by their tokens and go on when their model is active again.
           In fp32, greedy and seeded requests give the tokens that they would have given
-          undisturbed; in bf16 a near tie may fall otherwise, as it may in other company.
+          undisturbed; in bf16 a token may differ where two logits are nearly equal, as it may in
+          another batch.
 
         One switch runs at a time; a second one waits for it, or without ``wait_for_turn`` raises
         `SwitchInProgressError`. A switch that has begun goes on when its caller is cancelled. For
@@ -243,7 +244,8 @@ class MultiModelEngine:
                 previous,
             )
         aborted = await engine.abort_all() if running == "abort" else 0
-        await engine.check_health()  # a core that has died by now did not die of the new model
+        # A core that has died before this did not die because of the new model.
+        await engine.check_health()
         parked = engine.park() if running == "park" else []
         try:
             done = await self._reconfigure(alias, tokenizer)
@@ -298,7 +300,7 @@ class MultiModelEngine:
             ) from error
 
     async def tokenizer_of(self, alias: str) -> Tokenizer:
-        """The tokenizer of a model, be it active or not; loaded with the first call.
+        """The tokenizer of a model, active or not; loaded with the first call.
 
         Raises `UnknownModelError`, `ConfigError` for a chat template that cannot be used, and
         `ModelError`.
@@ -380,7 +382,7 @@ class MultiModelEngine:
     async def check_health(self) -> None:
         """Raises an error when requests cannot be served, as `AsyncEngine.check_health`.
 
-        A switch is no reason: the core is at work.
+        A switch in progress is no such reason.
         """
         await self.engine.check_health()
 

@@ -26,7 +26,7 @@ from trencadis.engine.outputs import CompletionDelta
 logger = logging.getLogger("trencadis.engine")
 
 _DRAIN_POLL_SECONDS = 0.005
-"""Period in which a drain looks whether requests are left."""
+"""Period in which a drain checks whether requests are left."""
 
 
 @attrs.define(eq=False)
@@ -106,7 +106,7 @@ class OpenRequests:
         return len(dict.fromkeys(self._requests.values()))
 
     def park(self) -> list[OpenRequest]:
-        """Keep all requests by their tokens, here alone: the core may forget them."""
+        """Keep the tokens of all requests here, so that the core may drop them."""
         parked = list(dict.fromkeys(self._requests.values()))
         for request in parked:
             request.keys.clear()

@@ -102,7 +102,8 @@ class PreparedModels:
 
     def release_all_but(self, active: str) -> None:
         """End the processes that render the chat templates of other models."""
-        # In threads: a conversation may be rendered now, whose request is then told of the switch.
+        # In threads, because a conversation may still be rendered; its request then learns of the
+        # switch.
         loop = asyncio.get_running_loop()
         for alias, tokenizer in self._tokenizers.items():
             if alias != active:
@@ -167,7 +168,7 @@ class PreparedModels:
 
 
 class _SharedTasks(Generic[_Result]):
-    """Work of which all who ask for the same model meanwhile get the one result or error."""
+    """One task for each model: all callers that ask while it runs get its result or its error."""
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[_Result]] = {}
@@ -211,7 +212,7 @@ class _SharedTasks(Generic[_Result]):
         if self._tasks.get(alias) is task:
             del self._tasks[alias]
         if task.done() and not task.cancelled():
-            task.exception()  # looked at: perhaps no caller waits for it any more
+            task.exception()  # retrieved: there may be no caller left that would
 
 
 def _is_hub_id(name: str) -> bool:

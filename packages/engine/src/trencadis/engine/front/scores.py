@@ -14,7 +14,7 @@ from trencadis.engine.scoring import Scoring
 class Score:
     """How relevant a document is to a query.
 
-    ``score``: from 0 to 1 where the model's scores are sigmoids of its logits, as a rule.
+    ``score``: from 0 to 1 where the model's scores are sigmoids of its logits, the default.
     ``num_cached_tokens``: prompt tokens that were prefix hits.
     """
 

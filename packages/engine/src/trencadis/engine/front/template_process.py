@@ -1,4 +1,4 @@
-"""The process in which chat templates are rendered: what a template does to it, no request notices.
+"""Renders chat templates in a process of its own, so that a template can crash nothing else.
 
 A template is a program that comes with the model, and clients choose what it works on. jinja's
 sandbox bounds neither its time nor its memory, and a thread cannot be ended. So a fork with limits

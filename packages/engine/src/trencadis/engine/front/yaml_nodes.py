@@ -1,4 +1,4 @@
-"""YAML as nodes that know their lines, so that a fault in a file can be told with its place.
+"""YAML as nodes that know their lines, so that a fault in a file can be reported with its line.
 
 The part of YAML that settings need: mappings, lists and scalars. Anchors, aliases and tags are
 refused: with them a file of some lines can stand for gigabytes, or for objects.

@@ -1,8 +1,9 @@
-"""The process in which grammars are checked: what a grammar does to it, no request notices.
+"""Checks grammars in a process of its own, so that a grammar can crash nothing else.
 
-llguidance bounds the work of most grammars, not of all: a schema of a thousand nested references
-overflows the stack, ``a?`` thirty thousand times compiles for minutes. So each grammar is compiled
-in a fork with limits of processor time, memory and stack, and some tokens are generated with it.
+llguidance bounds the work of most grammars, not of all: a schema of 800 nested references
+overflows the stack, and ``a?`` repeated thirty thousand times compiles for minutes. So each grammar
+is compiled in a fork with limits of processor time, memory and stack, and some tokens are generated
+with it.
 
 Reads a line of JSON with the tokenizer, then questions of `LineProcess`, one for each grammar;
 answers each with the reason to refuse it, "" for none.

@@ -76,7 +76,7 @@ def load_tokenizer(text: str, vocab_size: int, eos_token_ids: frozenset[int]) ->
     size = tokenizer.vocab_size
     eos = [token_id for token_id in sorted(eos_token_ids) if token_id < size]
     if not eos:
-        # llguidance would take token 0 for the end. This one no text needs.
+        # llguidance would take token 0 as the end token. The added token occurs in no text.
         text, eos = _with_token(text, size), [size]
     elif tokenizer.eos_tokens == eos and size >= vocab_size:
         return tokenizer

@@ -54,8 +54,8 @@ class ModelSpec:
 
     ``source`` is a directory or a hub id that transformers can load. Lengths are in tokens.
     ``is_pooling``: it is loaded without its output head, for embeddings or, as ``scoring`` tells,
-    for scores. ``max_seq_length``: the length after which it wants texts cut; None for that of its
-    context. ``text_prompts``: what it wants before the texts of embeddings.
+    for scores. ``max_seq_length``: the length to which it declares texts to be cut; None for that
+    of its context. ``text_prompts``: the prompts that it declares for texts to embed.
     """
 
     source: str

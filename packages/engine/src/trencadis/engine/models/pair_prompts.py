@@ -48,10 +48,10 @@ def find_scoring(
     """How a checkpoint scores pairs; None for one that does not, whose embeddings are served.
 
     Scores are those of its head, of the tokens in ``modules.json``, or of the answers of
-    Qwen3-Reranker: where ``name`` has that of the family, since its first releases are told from
-    other models by nothing else, or where ``form`` says so. ``form``: that of the prompt, where the
-    user names one. ``chat_template``: replaces that of the checkpoint. Raises `ModelError` for what
-    cannot be served, and where neither the checkpoint nor the user tells the form, and
+    Qwen3-Reranker. That family is recognised by ``name``, since nothing else distinguishes its
+    first releases from other models, or by ``form``. ``form``: that of the prompt, where the user
+    names one. ``chat_template``: replaces that of the checkpoint. Raises `ModelError` for what
+    cannot be served, and where neither the checkpoint nor the user gives the form, and
     `ConfigError` for a form without place for the default prompt of the checkpoint, or for the
     arguments of its chat template.
     """

@@ -44,7 +44,7 @@ def check_causal(config: PreTrainedConfig, name: str) -> None:
     if not is_causal or getattr(text, "use_bidirectional_attention", None) in (True, "all"):
         raise ModelError(
             f"{name} attends in both directions, and this engine computes causal attention: serve "
-            "an embedding model whose tokens attend to earlier ones alone"
+            "an embedding model whose tokens attend only to earlier ones"
         )
 
 

@@ -243,7 +243,7 @@ class BatchBuilder:
     def _prompt_cost(self, chunks: Scheduled) -> float | None:
         """Cost of one forward pass for these chunks, in padded tokens; None for a bucket miss.
 
-        A grid of sequence lengths has the buckets that seed 002 tells: all prompts together.
+        A grid of sequence lengths has the buckets that seed 002 describes: all prompts together.
         """
         if self._grids is None:
             return prompt_shape(chunks, self._cache.block_size).num_tokens + _FORWARD_COST

@@ -1,6 +1,6 @@
 """Sizes the KV cache: the memory that the largest forward passes leave, divided into blocks.
 
-The profiling run measures them. What of the rest is for graphs, `MemoryPlan` says.
+The profiling run measures them. `MemoryPlan` divides the rest between the cache and graphs.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ class CacheSizing:
         )
 
     def log_plan(self, plan: MemoryPlan) -> None:
-        """Say how the memory is divided, and what of the settings is not applied."""
+        """Log how the memory is divided, and which settings are not applied."""
         settings = self._config.graphs
         if not self._captures_graphs and settings.graph_reserved_mem != GRAPH_RESERVED_MEM:
             logger.info(
@@ -142,7 +142,7 @@ class CacheSizing:
         logger.info(plan.describe())
 
     def log_left_over(self, plan: MemoryPlan, num_blocks: int) -> None:
-        """Say what of a device's own memory neither the KV cache nor graphs will use."""
+        """Log the part of a device's own memory that neither the KV cache nor graphs will use."""
         left = plan.num_blocks - num_blocks
         if self._device.default_kv_cache_memory is not None or left <= 0:
             return

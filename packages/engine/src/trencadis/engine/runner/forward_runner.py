@@ -173,7 +173,7 @@ class ForwardRunner:
     def prepare(self, batch: ModelInput) -> None:
         """Compile for the shape of ``batch`` where layers are compiled, then run it.
 
-        Does nothing where `takes_any_tokens` holds and the program of the shape has run, be it in
+        Does nothing where `takes_any_tokens` holds and the program of the shape has run, also in
         another shape: then this one is ready. Without programs, each shape counts by itself.
         Elsewhere the batch runs each time; after `capture` it replays the graph.
         """

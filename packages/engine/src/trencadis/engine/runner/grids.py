@@ -159,7 +159,7 @@ def build_prompts(
 ) -> BucketGrid:
     """The prompt grid of `build_grids` where prompts are not ragged, whatever the number of blocks.
 
-    Says nothing of it. Raises `BucketingError`.
+    Logs nothing. Raises `BucketingError`.
     """
     if config is None and not exponential:
         return _small_prompt_grid(limits)
@@ -256,7 +256,7 @@ def made_grids(
     *,
     exponential: bool = False,
 ) -> Grids:
-    """The grids of `build_grids` where prompts are not ragged, without a word on their gaps."""
+    """The grids of `build_grids` where prompts are not ragged, without a warning of their gaps."""
     if config is None and not exponential:
         return small_grids(limits)
     config = config or BucketingConfig()

@@ -192,7 +192,7 @@ class Worker:
         longest = resolve_max_model_len(configured, context)
         if trained is not None and longest > trained:
             logger.warning(
-                "max_model_len %d is above %d, the tokens after which %s wants texts cut "
+                "max_model_len %d is above max_seq_length %d, to which %s declares texts to be cut "
                 "(sentence_bert_config.json)",
                 longest,
                 trained,
@@ -323,7 +323,7 @@ class Worker:
         self.is_asleep = False
 
     def discard(self) -> None:
-        """Release device memory and weights for good. Only the counters can be read afterwards."""
+        """Release device memory and weights permanently. Only the counters can be read then."""
         self.is_discarded = True
         self._release_cache()
         self.runner.forward_runner.discard_model()

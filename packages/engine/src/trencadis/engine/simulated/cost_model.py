@@ -65,6 +65,7 @@ class ForwardTimes:
 
     @property
     def total_s(self) -> float:
+        """Seconds of all parts, one after the other."""
         return self.matrices_s + self.attention_s + self.head_s
 
 

@@ -164,7 +164,7 @@ _H100 = Hardware(
     # 4 to 6 µs for a launch ("pegainfer (3): From Launch Overhead to CUDA Graph", susun-blog.com).
     launch_s=5e-6,
     launches_overlap=True,
-    # Kernels of a shape that was not met before are there already.
+    # Kernels exist already for shapes that have not occurred before.
     compile_s=0.0,
     # 0.05 to 0.06 s and 24 to 28 MiB a graph, in a pool that all share (the log in pull request
     # 22897 of vllm-project/vllm).

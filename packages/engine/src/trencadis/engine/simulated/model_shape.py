@@ -86,6 +86,7 @@ class ModelShape:
 
     @property
     def weight_bytes(self) -> int:
+        """Bytes of all weights."""
         matrices = self.num_layers * self.layer_matrices
         others = self.num_parameters - matrices
         return matrices * self.matrix_dtype_bytes + others * self.dtype_bytes

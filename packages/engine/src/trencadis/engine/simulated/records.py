@@ -52,6 +52,7 @@ class StepTimes:
 
     @property
     def total_s(self) -> float:
+        """Seconds of all parts."""
         return float(sum(attrs.astuple(self)))
 
 
@@ -81,6 +82,7 @@ class Records:
 
     @property
     def num_finished(self) -> int:
+        """Requests that have ended with their last token."""
         return len(self.latency_s)
 
     @property

@@ -31,6 +31,7 @@ class Percentiles:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Percentiles:
+        """Mean and percentiles of latencies in seconds."""
         if not len(values):
             return cls()
         array = np.asarray(values, dtype=np.float64)

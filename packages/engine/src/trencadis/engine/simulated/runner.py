@@ -24,6 +24,7 @@ class Padding:
     padded: int = 0
 
     def add(self, real: int, padded: int) -> None:
+        """Add the sizes of a batch."""
         self.real += real
         self.padded += padded
 

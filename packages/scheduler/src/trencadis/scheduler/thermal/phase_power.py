@@ -29,7 +29,7 @@ _PRIOR_VARIANCE = (1e4, 1e4, 4.0)
 a sequence, before the first measurement."""
 
 _SETTLED_AFTER = 10
-"""Measurements until the mean error tells which is an outlier."""
+"""Measurements before the mean error decides which one is an outlier."""
 
 _OUTLIER = 6.0
 """From then on, an error of more than this many mean errors is one."""
@@ -42,13 +42,13 @@ _STEP_FORGETTING_FACTOR = 0.995
 """Of steps: half of what is known is from the last 140 steps."""
 
 _MIN_STEPS = 20
-"""Steps until one can be told to have waited."""
+"""Steps that are measured before a long one is taken for one that has waited."""
 
 _LONGEST_STEP = 5.0
 """A step counts as at most this many times the seconds that were expected."""
 
 _MIN_SPREAD = 0.01
-"""Least relative variance of the prefill tokens from which the seconds of a token are told."""
+"""Least relative variance of the prefill tokens from which the seconds of a token are estimated."""
 
 _MIN_ERROR_W = 5.0
 """The mean error counts as at least this: sensors are noisy."""

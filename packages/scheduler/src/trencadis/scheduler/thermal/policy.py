@@ -67,7 +67,8 @@ class ThermalState(Protocol):
 class SchedulerThermalPolicy(ABC):
     """Decides how many sequences may run, which groups are evicted, and how much is prefilled.
 
-    A policy that raises is disabled with an alert; see `ThermalGuard`.
+    If a policy raises, its last limit stays in force and it is asked again in the next step; see
+    `ThermalGuard`.
     """
 
     @abstractmethod

@@ -55,6 +55,7 @@ class PowerModel:
         self._weights = self._weights + gain * (watts - x @ self._weights)
         covariance = self._covariance - np.outer(gain, spread)
         forgetful = covariance / _FORGETTING_FACTOR
-        # A constant batch tells nothing about one direction: its variance must not grow for ever.
+        # A constant batch has no information on one direction, whose variance must not grow
+        # without limit.
         is_bounded = np.all(np.diag(forgetful) <= _PRIOR_VARIANCE)
         self._covariance = forgetful if is_bounded else covariance

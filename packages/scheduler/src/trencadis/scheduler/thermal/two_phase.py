@@ -52,14 +52,14 @@ class _Load:
 
 @attrs.define(eq=False)
 class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
-    """Sheds watts where they cost least: prefill tokens, then decode sequences, then swaps.
+    """Lowers the power where it costs least: prefill tokens, then decode sequences, then swaps.
 
     Prefill is bound by compute and draws up to the power limit of a device; decode is bound by
     memory and draws less than half of it (137 to 300 of 700 W on an H200: Ma et al., "The Illusion
     of Power Capping in LLM Decode", arXiv 2605.11999). Fewer decode sequences hardly cool it, but
     each costs a request its tokens.
 
-    Watts to shed, in each window of a second: those above ``budget_w``, and those above what the
+    Watts to save, in each window of a second: those above ``budget_w``, and those above what the
     temperature allows. At ``target_temp_c`` that is the highest power that was measured, and
     `PROPORTIONAL_BAND_C` degrees C above only the power without load. `PhasePowerModel` learns what
     a prefill token and a sequence cost; where no power is measured, its estimates stand for it.
@@ -244,7 +244,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     def _note_highest(self, watts: float) -> None:
         if self._measured_w is not None:
             watts = min(watts, self._measured_w)
-        # Two windows in a row: one wrong measurement must not lift the limits for ever.
+        # Two windows in a row: one wrong measurement must not lift the limits permanently.
         self._highest_w = max(self._highest_w, min(watts, self._last_w))
         self._last_w = watts
 

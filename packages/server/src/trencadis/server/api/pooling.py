@@ -111,7 +111,7 @@ class PoolingRequest(BaseModel):
 
     @abstractmethod
     def named_inputs(self) -> dict[str, str | list[int]]:
-        """What embeddings are wanted of, by the names under which the client knows it."""
+        """The inputs to embed, by the names under which the client knows them."""
 
     @property
     def text_prompt(self) -> str | None:

@@ -143,8 +143,8 @@ class DashboardFeed:
         if len(self._viewers) >= MAX_VIEWERS:
             raise ApiError(
                 503,
-                f"{MAX_VIEWERS} viewers watch the dashboard, which is the most: close another "
-                "page, or read /metrics",
+                f"the dashboard has its maximum of {MAX_VIEWERS} viewers: close another page, or "
+                "read /metrics",
                 code="too_many_viewers",
                 headers={"Retry-After": "10"},
             )

@@ -649,7 +649,7 @@ async function readEvents() {
 
 async function watch() {
   if (login === "signature" && !window.crypto?.subtle) {
-    showState("cannot sign", "This server accepts signed calls alone, and browsers sign on pages of https or localhost only.");
+    showState("cannot sign", "This server accepts only signed calls, and browsers sign only on pages of https or localhost.");
     return;
   }
   if (login !== "none") await askForKey("");

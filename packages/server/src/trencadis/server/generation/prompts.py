@@ -32,7 +32,7 @@ _CHARACTERS_OF_RENDERING = 1024
 
 _MAX_RENDERINGS = 128
 """Most beginnings of a document that are rendered to find the longest that fits. Each fourth halves
-what is left, so that these suffice for any document; as a rule a handful does."""
+what is left, so that these suffice for any document; usually a few are enough."""
 
 _FIELDS_OF_ALL_PAIRS = ("instruction", "chat_template_kwargs", "truncate_prompt_tokens")
 """Fields of a request that concern all of its pairs."""
@@ -120,7 +120,7 @@ class PromptEncoder:
         max_tokens: int | None = None,
         client: str = "",
     ) -> list[Sequence[int]]:
-        """Token ids of what embeddings are wanted of; ``inputs`` maps fields of the request to it.
+        """Token ids of the inputs to embed; ``inputs`` maps fields of the request to them.
 
         An input with more than ``max_tokens`` tokens is cut to so many: see `_cut`. Of a text that
         is far longer, only the beginning is encoded. Raises

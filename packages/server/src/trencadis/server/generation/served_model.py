@@ -32,8 +32,8 @@ class ServedModel:
 
     ``default_sampling``: the sampling parameters of a request that does not set them.
     ``embedding_size``: numbers of an embedding; 0 for a model that generates or scores.
-    ``scoring``: how it scores pairs, where it does. ``text_prompts``: what it wants before the
-    texts of embeddings.
+    ``scoring``: how it scores pairs, where it does. ``text_prompts``: the prompts that it declares
+    for texts to embed.
     """
 
     name: str
@@ -53,7 +53,7 @@ class ServedModel:
 
 
 class ServedModels:
-    """The served model of an engine, derived anew when the engine has switched to another.
+    """The served model of an engine, derived again when the engine has switched to another.
 
     Raises `ConfigError` for parsers that do not exist, and where the first model has no tool call
     parser and ``enable_auto_tool_choice`` demands one.

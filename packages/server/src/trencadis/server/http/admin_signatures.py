@@ -98,18 +98,18 @@ class AdminSignatures:
         scheme, _, _ = headers.get("authorization", "").partition(" ")
         sent = headers.get(TIME_HEADER, "")
         if scheme.lower() != SCHEME or not re.fullmatch(r"\d{1,12}(\.\d{1,9})?", sent):
-            raise _refused(f"this server accepts signed admin calls alone: {_HOW}")
+            raise _refused(f"this server accepts only signed admin calls: {_HOW}")
         now_s, sent_s = self._clock(), float(sent)
         if abs(now_s - sent_s) > self._window_s:
             raise _refused(
                 f"X-Admin-Time {sent} is {abs(now_s - sent_s):.0f} s from the {now_s:.0f} of this "
-                f"server, and {self._window_s:g} s are allowed: sign the call anew, and check the "
+                f"server, and {self._window_s:g} s are allowed: sign the call again, and check the "
                 "clocks"
             )
         if sent_s < self._began_s:
             raise _refused(
                 f"X-Admin-Time {sent} is before the start of this server at {self._began_s:.0f}, "
-                f"and its clock is at {now_s:.0f}: sign the call anew; restart the server if its "
+                f"and its clock is at {now_s:.0f}: sign the call again; restart the server if its "
                 "clock was set back"
             )
         return now_s
@@ -132,7 +132,7 @@ class AdminSignatures:
             self._seen.discard(heapq.heappop(self._expiries)[1])
         if sent in self._seen:
             raise _refused(
-                "this call was accepted before: sign it anew, with another X-Admin-Time",
+                "this call was accepted before: sign it again, with another X-Admin-Time",
                 code="replayed_call",
             )
         self._seen.add(sent)

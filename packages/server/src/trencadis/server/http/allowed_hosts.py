@@ -12,7 +12,7 @@ from trencadis.server.http.error_response import ErrorResponse
 from trencadis.server.http.paths import is_under
 
 _PROBES = ("/health", "/ready", "/live", "/metrics")
-"""Paths for monitoring, which addresses a server by its number."""
+"""Paths for monitoring, which addresses a server by its IP address."""
 
 
 class AllowedHosts:

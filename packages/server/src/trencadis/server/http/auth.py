@@ -49,7 +49,7 @@ class AdminCalls:
         if not self.has_dev_mode:
             return False
         path = path_of(scope)
-        # A model may have the alias "switch", which GET tells of.
+        # A model may have the alias "switch", which GET describes.
         return path in SLEEP_PATHS or (path == SWITCH_PATH and scope["method"] == "POST")
 
 
@@ -61,7 +61,7 @@ class BearerAuth:
     and rejects every request if there are none; if there are, ``/dashboard/events`` needs one, too.
     An admin key is not an API key. ``/health``, ``/version`` and ``/metrics`` need no key. The
     comparison covers the digests of all keys, so that its duration reveals no length, prefix or
-    position of a key. `key_name` tells the name of the API key of a request.
+    position of a key. `key_name` returns the name of the API key of a request.
 
     The paths of development mode need an admin key too, if there are any. Otherwise they are open
     like ``/v1``, as in vLLM, but not to web pages: a browser would send their requests unasked.
@@ -148,7 +148,7 @@ def _is_accepted(key: str, accepted: Sequence[bytes]) -> bool:
 
 
 def _bearer_token(headers: Headers) -> tuple[str, str]:
-    """The scheme of the header Authorization in small letters, and its key."""
+    """The scheme of the header Authorization in lower case, and its key."""
     scheme, _, key = headers.get("authorization", "").partition(" ")
     return scheme.lower(), key.strip()
 

@@ -1,4 +1,4 @@
-"""The end of requests that the server cancels, because they have not finished in time to stop."""
+"""The answer to requests that the server cancels because they still run when it stops."""
 
 from __future__ import annotations
 

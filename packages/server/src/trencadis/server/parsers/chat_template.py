@@ -1,4 +1,4 @@
-"""What a model's chat template tells: which parsers read its answers, and how it takes calls."""
+"""What a model's chat template shows: which parsers read its answers, and how it takes calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _TOOLS = re.compile(r"\btools\b")
 
 @attrs.frozen
 class Found:
-    """A parser, and the text of the template that tells it."""
+    """A parser, and the text of the template that indicates it."""
 
     name: str
     marker: str
@@ -42,11 +42,11 @@ class Found:
 class TemplateTraits:
     """How a template takes conversations with tools.
 
-    ``tool_parser``, ``reasoning_parser``: the parsers for its model's answers; None if it tells
-    none. ``takes_tools``: whether it shows tools to the model. ``text_arguments``: it joins the
-    arguments of earlier calls with its own text, so they have to be JSON text; otherwise objects.
-    ``has_thinking``: it takes the reasoning before earlier calls as ``thinking``; it refuses
-    content beside that if ``has_thinking_alone``, as that of gpt-oss.
+    ``tool_parser``, ``reasoning_parser``: the parsers for its model's answers; None if it
+    indicates none. ``takes_tools``: whether it shows tools to the model. ``text_arguments``: it
+    joins the arguments of earlier calls with its own text, so they have to be JSON text; otherwise
+    objects. ``has_thinking``: it takes the reasoning before earlier calls as ``thinking``; it
+    refuses content beside that if ``has_thinking_alone``, as that of gpt-oss.
     """
 
     tool_parser: Found | None = None

@@ -98,7 +98,7 @@ class GraniteReasoningParser(Qwen3ReasoningParser):
 
 
 class HarmonyReasoningParser(TextParser, ReasoningParser):
-    """gpt-oss: an answer is several messages, and each header tells what its message is.
+    """gpt-oss: an answer is several messages, and each header says what its message is.
 
     Those of the channel ``analysis`` are reasoning; those for the user, of ``final`` and
     ``commentary``, are content. Messages that call tools are passed on with their headers, for

@@ -38,10 +38,10 @@ def check_parsers(tool_call_parser: str, reasoning_parser: str) -> None:
 def select_parsers(
     tool_call_parser: str, reasoning_parser: str, template: str | None, *, needs_tools: bool
 ) -> ParserSelection:
-    """The parsers of these names, for a model with this chat template; logs those it tells.
+    """The parsers of these names, for a model with this chat template; logs those it chooses.
 
-    ``auto``: what the template tells. ``none``: no parser. Raises `ConfigError` for a name that is
-    unknown and, with ``needs_tools``, where there is no tool parser.
+    ``auto``: what the template indicates. ``none``: no parser. Raises `ConfigError` for a name that
+    is unknown and, with ``needs_tools``, where there is no tool parser.
     """
     traits = template_traits(template or "")
     tools = _chosen(tool_call_parser, "tool call", traits.tool_parser)
@@ -49,7 +49,7 @@ def select_parsers(
     if needs_tools and tools is None:
         raise ConfigError(
             "enable_auto_tool_choice needs a tool call parser, and this model's chat template "
-            "tells none: name one with --tool-call-parser",
+            "indicates none: name one with --tool-call-parser",
             "enable_auto_tool_choice",
         )
     return ParserSelection(

@@ -23,7 +23,7 @@ _POLL_SECONDS = 0.05
 def _batch_control_request() -> type[BaseModel]:
     """`BatchControl` as a request body: the same fields, types, ranges and defaults.
 
-    Unknown fields are an error, so that an operator does not take a misspelt order for obeyed.
+    Unknown fields are an error, so that a misspelt field is not ignored without notice.
     """
     types = get_type_hints(BatchControl)
     fields: dict[str, Any] = {}

@@ -81,7 +81,7 @@ class ServingContext:
         """Raise 503 where new requests would be refused.
 
         With ``auto_switch`` requests wait for the end of a switch and wake up an engine that sleeps
-        for want of them, so the server stays ready.
+        because it was idle, so the server stays ready.
         """
         self.check_accepting()
         is_asleep = isinstance(self.engine, SleepingEngine) and self.engine.is_sleeping

@@ -26,11 +26,11 @@ from trencadis.server.settings import ServerSettings
 logger = logging.getLogger("trencadis.server")
 
 _LONGEST_PERIOD_S = 1.0
-"""Longest period in which the timer looks whether the model is idle."""
+"""Longest period in which the timer checks whether the model is idle."""
 
 _AFTER_DEATH_S = 3600.0
-"""Seconds until a model may sleep again whose sleep ended the core, such as for want of memory of
-the host."""
+"""Seconds until a model may sleep again whose sleep ended the core, for example because the host
+lacks memory."""
 
 
 def check_idle_limits(entries: Iterable[ModelEntry], settings: ServerSettings) -> None:
@@ -76,7 +76,7 @@ class IdleSleep:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps for want of requests, and not by an operator's order."""
+        """Whether the engine sleeps because it was idle, and not by an operator's order."""
         engine = self._engine
         return self._is_own_sleep and isinstance(engine, SleepingEngine) and engine.is_sleeping
 
@@ -91,7 +91,7 @@ class IdleSleep:
 
     @contextlib.contextmanager
     def in_use(self) -> Generator[None, None, None]:
-        """The engine does not fall asleep for want of requests meanwhile."""
+        """Within this context the engine does not count as idle."""
         self._num_users += 1
         try:
             yield
@@ -122,7 +122,7 @@ class IdleSleep:
             try:
                 await engine.wake_up()
                 self.note_request()
-            except SwitchFailedError as error:  # such as want of device memory
+            except SwitchFailedError as error:  # such as too little free device memory
                 self._num_failed_wake_ups += 1
                 raise EngineSleeping(str(error)) from error
 

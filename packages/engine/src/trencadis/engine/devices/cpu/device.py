@@ -39,7 +39,7 @@ _CGROUP = Path("/sys/fs/cgroup")
 _GIB = 1 << 30
 
 _FEWEST_OUTPUTS = 32
-"""Of a layer that int8 takes: a tile of the kernel. Fewer are gates."""
+"""Fewest outputs of a layer that int8 rounds: a tile of the kernel. Gates have fewer."""
 
 _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """What models call the number of outputs of their routers."""
@@ -101,7 +101,7 @@ class CPUDevice(Device):
         Not that of `free_memory`, which other processes change.
         """
         try:
-            # Lets the peak begin anew: proc_pid_clear_refs(5).
+            # Resets the peak: proc_pid_clear_refs(5).
             Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
             before = _resident_bytes("VmRSS")
             run()
@@ -241,7 +241,7 @@ def _replace(layers: list[_Layer], packed: Callable[[nn.Linear], nn.Module]) -> 
 
 
 def _layers_to_round(model: nn.Module) -> list[_Layer]:
-    """Those that int8 takes: not routers and gates of experts, which are small and choose."""
+    """The layers that int8 rounds: not routers and gates, which are small and select experts."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     num_experts = {getattr(text, name, None) for name in _NUM_EXPERTS}

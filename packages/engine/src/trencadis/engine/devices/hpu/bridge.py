@@ -167,7 +167,7 @@ def _copied(place: Path) -> Path:
     The bridge locks the metadata of a recipe to read it, and stores new recipes beside it
     (``recipe_cache.cpp``, ``lookup``). So metadata, which is small, is copied, and recipes are
     linked. Empty metadata is of a recipe that was not stored to its end, which the bridge would
-    write anew, through a link, too: it is left out.
+    write again, through a link, too: it is left out.
     """
     own = Path(tempfile.mkdtemp(prefix="trencadis-recipes-"))
     atexit.register(shutil.rmtree, own, ignore_errors=True)

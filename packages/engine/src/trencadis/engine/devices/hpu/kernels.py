@@ -272,7 +272,7 @@ def _adjustment_trial(
     owned = owners < mapping.shape[1]
     given = [x.to(device) for x in (peak, sums, owners, mapping)]
     found, expected = _fused_adjustment(*given).cpu(), block_adjustment(peak, sums, owners, mapping)
-    # Without an owner any finite factor will do: the matrix multiplies it by 0.
+    # Without an owner any finite factor is right: the matrix multiplies it by 0.
     expected[~owned] = torch.where(found[~owned].isfinite(), found[~owned], 0.0)
     return found, expected
 
