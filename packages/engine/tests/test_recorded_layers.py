@@ -1,0 +1,299 @@
+"""Decode steps that are computed by their native calls: the same tokens, and no stale address."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu import native_calls
+from trencadis.engine.devices.cpu.native_calls import (
+    CallList,
+    NotRecordable,
+    Recording,
+    Replayer,
+    recorded,
+)
+from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
+from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
+from trencadis.engine.models.paged_context import DecodeContext
+
+from .conftest import SESSION_DEVICE, save_tiny_model
+
+pytestmark = pytest.mark.skipif(SESSION_DEVICE is not None, reason="of the CPU device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernel() -> None:
+    try:
+        load_linear_kernel()
+    except NoKernel as error:
+        if "off by" in str(error):
+            raise
+        pytest.skip(f"this processor has no kernel: {error}")
+
+
+@pytest.fixture(scope="module")
+def replayer() -> Replayer:
+    return Replayer()
+
+
+class Chain:
+    """Linear layers that are computed one after the other, and recorded."""
+
+    def __init__(self, replayer: Replayer, rows: int, *, break_at: int | None = None) -> None:
+        torch.manual_seed(0)
+        sizes = (32, 64, 96, 32)
+        self.layers = [
+            TiledLinear(nn.Linear(inputs, outputs, dtype=torch.bfloat16))
+            for inputs, outputs in itertools.pairwise(sizes)
+        ]
+        weights = [x for layer in self.layers for x in (layer.tiles, layer.bias)]
+        self.calls = CallList(weights, replayer)
+        given = self.rows(rows)
+        hidden = given
+        with torch.inference_mode():
+            for number, layer in enumerate(self.layers):
+                with recorded() as recording:
+                    hidden = layer(hidden)
+                    if number == break_at:
+                        hidden = hidden + 0
+                self.calls.add(recording, (given,), hidden)
+        self.calls.finish()
+
+    @staticmethod
+    def rows(count: int) -> torch.Tensor:
+        return torch.randn(1, count, 32).bfloat16()
+
+    def expected(self, given: torch.Tensor) -> torch.Tensor:
+        with torch.inference_mode():
+            for layer in self.layers:
+                given = layer(given)
+        return given
+
+    def again(self, given: torch.Tensor) -> torch.Tensor:
+        nothing = torch.zeros(0, 0, dtype=torch.int64).numpy()
+        status, result = self.calls.run((given,), nothing)
+        assert status == 0
+        return result
+
+
+@pytest.mark.parametrize("rows", [1, 2, 14, 33])
+def test_calls_are_made_again_with_other_inputs(replayer: Replayer, rows: int) -> None:
+    chain = Chain(replayer, rows)
+    kept = []
+    for _ in range(3):
+        given = chain.rows(rows)
+        chain.calls.clear_scratch()
+        kept.append((chain.again(given), chain.expected(given)))
+    for result, expected in kept:  # no result is overwritten by a later run
+        assert torch.equal(result, expected)
+
+
+def test_what_is_computed_by_others_cannot_be_recorded(replayer: Replayer) -> None:
+    with pytest.raises(NotRecordable, match="no recorded call has made"):
+        Chain(replayer, 2, break_at=1)
+
+
+def test_an_input_that_is_not_contiguous_cannot_be_recorded(replayer: Replayer) -> None:
+    calls = CallList((), replayer)
+    with pytest.raises(NotRecordable, match="not contiguous"):
+        calls.add(Recording(), (torch.zeros(4, 4).T,), torch.zeros(1))
+
+
+def test_nothing_is_recorded_after_an_error() -> None:
+    with pytest.raises(RuntimeError, match="in between"), recorded():
+        raise RuntimeError("in between")
+    assert not native_calls.is_recording()
+
+
+def decode_context() -> DecodeContext:
+    empty = torch.zeros(0)
+    return DecodeContext(None, 0, *[empty] * 5)  # type: ignore[arg-type]
+
+
+def test_a_model_that_computes_between_its_layers_is_not_recorded(
+    replayer: Replayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    ran = []
+
+    def run(layer: int, _: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+        ran.append(layer)
+        return args[0] + 1
+
+    layers = RecordedLayers(run, [print] * 2, [(), ()], replayer)
+    for _ in range(3):
+        hidden = torch.zeros(1, 1, 4)
+        for layer in range(2):
+            hidden = layers(layer, print, (2 * hidden,), {"paged": decode_context()})
+        assert hidden.tolist() == [[[3.0] * 4]]
+    assert ran == [0, 1] * 3
+    assert caplog.text.count("computes something between its layers") == 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_model(tmp_path_factory.mktemp("bf16"))
+
+
+@pytest.fixture
+def recordings() -> Generator[list[RecordedLayers]]:
+    """What the engines of a test record, in order."""
+    made: list[RecordedLayers] = []
+    with pytest.MonkeyPatch.context() as patch:
+        init = RecordedLayers.__init__
+
+        def noted(self: RecordedLayers, *given: Any) -> None:
+            init(self, *given)
+            made.append(self)
+
+        patch.setattr(RecordedLayers, "__init__", noted)
+        yield made
+
+
+def answers(llm: LLM, seed: int = 0, count: int = 6, output: int = 40) -> list[Sequence[int]]:
+    rng = random.Random(seed)
+    prompts = [[rng.randrange(4, 60) for _ in range(rng.randrange(3, 40))] for _ in range(count)]
+    prompts[1] = prompts[0] + prompts[1]  # shares blocks
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    return [result.completions[0].token_ids for result in llm.generate(prompts, params)]
+
+
+def engine(model: Path, **changes: Any) -> LLM:
+    settings = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 128}
+    return LLM(str(model), **(settings | {"max_num_seqs": 8, "warmup": "none"} | changes))
+
+
+@pytest.fixture
+def unrecorded(monkeypatch: pytest.MonkeyPatch, model: Path) -> list[Sequence[int]]:
+    with monkeypatch.context() as patch:
+        patch.setattr(CPUDevice, "record_layers", lambda self, run, *_: run)
+        return answers(engine(model))
+
+
+def lists_of(recordings: list[RecordedLayers]) -> int:
+    return sum(len(layers._lists) for layers in recordings)
+
+
+@pytest.mark.slow
+def test_replayed_steps_give_the_same_tokens(
+    model: Path, unrecorded: list[Sequence[int]], recordings: list[RecordedLayers]
+) -> None:
+    llm = engine(model)
+    assert answers(llm) == unrecorded
+    recorded_shapes = lists_of(recordings)
+    assert recorded_shapes, "nothing was recorded"
+    assert answers(llm) == unrecorded
+    assert lists_of(recordings) == recorded_shapes, "the same steps were recorded again"
+
+
+@pytest.mark.slow
+def test_another_number_of_threads_has_a_recording_of_its_own(
+    model: Path, unrecorded: list[Sequence[int]], recordings: list[RecordedLayers]
+) -> None:
+    llm = engine(model)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert answers(llm) == unrecorded
+        first = lists_of(recordings)
+        torch.set_num_threads(2)
+        assert answers(llm) == unrecorded
+    finally:
+        torch.set_num_threads(threads)
+    assert lists_of(recordings) == 2 * first
+
+
+@pytest.mark.slow
+def test_calls_that_compute_something_else_are_not_used(
+    model: Path,
+    unrecorded: list[Sequence[int]],
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    made = Replayer()
+    made.call_all = lambda *_: 0  # none of the calls
+    monkeypatch.setattr("trencadis.engine.devices.cpu.device.Replayer", lambda *_, **__: made)
+    assert answers(engine(model)) == unrecorded
+    assert lists_of(recordings) == 0
+    assert "the same calls have computed another result" in caplog.text
+
+
+@pytest.mark.slow
+def test_without_the_function_that_makes_the_calls_programs_compute(
+    model: Path,
+    unrecorded: list[Sequence[int]],
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+
+    def missing(*_: object, **__: object) -> None:
+        raise NoKernel("there is no C++ compiler")
+
+    monkeypatch.setattr("trencadis.engine.devices.cpu.device.Replayer", missing)
+    assert answers(engine(model)) == unrecorded
+    assert not recordings
+    assert "Decode steps are not recorded" in caplog.text
+
+
+@pytest.mark.slow
+def test_layers_of_other_operators_are_computed_by_their_programs(
+    model: Path, recordings: list[RecordedLayers], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    plain = answers(engine(model, dtype="float32", compile=False))
+    assert answers(engine(model, dtype="float32")) == plain
+    assert lists_of(recordings) == 0
+    assert "a layer calls aten" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_new_cache_after_sleep_is_the_one_that_is_read(
+    model: Path, recordings: list[RecordedLayers]
+) -> None:
+    settings = {"device": "cpu", "dtype": "bfloat16", "compile": True, "warmup": "none"}
+    core = EngineCore(EngineConfig(model=str(model), num_blocks=60, block_size=8, **settings))
+
+    core.warm_up()
+    switcher = ModelSwitcher(core)
+
+    def serve() -> list[int]:
+        core.add("request", tuple(range(40, 80)), SamplingParams(temperature=0.0, max_tokens=30))
+        return [token.token_id for token in iter_tokens(core)]
+
+    before = serve()
+    assert lists_of(recordings)
+    addresses = set()
+    for _ in range(3):
+        addresses.add(core.worker.cache.data.data_ptr())
+        taken = torch.ones_like(core.worker.cache.data)
+        switcher.sleep(1)
+        taken = [taken, torch.ones_like(taken)]  # the memory of the cache before
+        switcher.wake_up()
+        assert serve() == before
+        del taken
+    assert len(addresses) > 1
+    assert lists_of(recordings)
+
+
+def iter_tokens(core: EngineCore) -> list[Any]:
+    tokens = []
+    while core.has_work:
+        tokens += core.step()
+    return tokens
