@@ -10,7 +10,8 @@ of the rounds, and the ratio to vLLM (to transformers, if vLLM is not measured);
 draws them.
 
 vLLM is measured twice: as it starts by default, where it keeps one core free of computation for its
-scheduler, and with threads on all cores (``vllm-all-cores``). int8 weights have a peer in
+scheduler, and with threads on all cores (``vllm-all-cores``). Ratios are to the one that is faster
+with a load. int8 weights have a peer in
 ``llama-q8``, whose activations are int8, too.
 """
 
@@ -25,7 +26,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +37,15 @@ from rich.table import Table
 from trencadis.engine import default_model
 
 ENGINES = (*OURS, "transformers", *VLLM, *LLAMA)
-SETTLE_SECONDS = 1.0
-"""Pause before each load: threads of the engine before may still wait for work, in a loop."""
+SETTLE_SECONDS = 2.0
+"""Pause before each load: processes of vLLM look for work in a loop for a second after the last."""
+
+
+COLOURS = (
+    *("#90cdf4", "#2b6cb0", "#2f855a"),
+    *("#cbd5e0", "#a0aec0", "#4a5568", "#f6ad55", "#c05621"),
+)
+"""Of the engines in a plot, in their order."""
 
 
 class Load(NamedTuple):
@@ -143,26 +151,26 @@ def _as_gguf(model: str, directory: Path, matrices: str) -> str:
 
 
 def show(seconds: dict[Load, dict[str, list[float]]], start_s: dict[str, float]) -> None:
-    peer = _peer(start_s)
-    table = Table("load", *start_s)
-    for load, of_engines in seconds.items():
-        cells = []
-        for taken in of_engines.values():
-            values = [t if load.output == 1 else load.requests * load.output / t for t in taken]
-            unit, digits = ("s", 3) if load.output == 1 else ("tok/s", 1)
-            median, low, high = statistics.median(values), min(values), max(values)
-            cell = f"{median:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
-            if peer in of_engines:
-                cell += f", {_speed(taken, of_engines[peer]):.2f} ×"
-            cells.append(cell)
-        table.add_row(str(load), *cells)
-    table.add_row("start", *(f"{value:.0f} s" for value in start_s.values()))
+    table = Table("engine", *map(str, seconds), "start")
+    for name, start in start_s.items():
+        cells = [_cell(load, name, of_engines) for load, of_engines in seconds.items()]
+        table.add_row(name, *cells, f"{start:.0f} s")
     console = Console(width=160)
     console.print(table)
     console.print(
-        f"× is the speed relative to {peer}, per round; medians. bf16, {os.cpu_count()} cores "
-        f"({platform.machine()}), {time.strftime('%Y-%m-%d')}"
+        "× is the speed relative to the faster vLLM (without vLLM to transformers), per round; "
+        f"medians. {os.cpu_count()} cores ({platform.machine()}), {time.strftime('%Y-%m-%d')}"
     )
+
+
+def _cell(load: Load, name: str, of_engines: Mapping[str, Sequence[float]]) -> str:
+    """Median and range of the rounds, and the median of their ratios to the peer."""
+    taken, peer = of_engines[name], _peer(of_engines)
+    values = [t if load.output == 1 else load.requests * load.output / t for t in taken]
+    unit, digits = ("s", 3) if load.output == 1 else ("tok/s", 1)
+    median, low, high = statistics.median(values), min(values), max(values)
+    cell = f"{median:.{digits}f} {unit} ({low:.{digits}f} to {high:.{digits}f})"
+    return cell if peer is None else f"{cell}, {_speed(taken, of_engines[peer]):.2f} ×"
 
 
 def plot(seconds: dict[Load, dict[str, list[float]]], path: str) -> None:
@@ -170,22 +178,19 @@ def plot(seconds: dict[Load, dict[str, list[float]]], path: str) -> None:
     from matplotlib.figure import Figure  # noqa: PLC0415  not needed without --plot
 
     names = list(next(iter(seconds.values())))
-    peer = _peer(names)
-    if peer not in names:
+    peers = [_peer(of_engines) for of_engines in seconds.values()]
+    if None in peers:
         raise SystemExit("--plot draws speeds relative to vLLM or transformers: measure one")
-    colours = ("#90cdf4", "#2b6cb0", "#2f855a", "#cbd5e0", "#4a5568")
     figure = Figure(figsize=(10, 3.8), layout="constrained")
     axes = figure.subplots()
     width = 0.8 / len(names)
-    for number, (name, colour) in enumerate(zip(names, colours, strict=False)):
-        of_loads = [of_engines[name] for of_engines in seconds.values()]
-        peers = [of_engines[peer] for of_engines in seconds.values()]
+    for number, (name, colour) in enumerate(zip(names, COLOURS, strict=False)):
         ratios = [
-            [b / a for a, b in zip(*rounds, strict=True)]
-            for rounds in zip(of_loads, peers, strict=True)
+            [b / a for a, b in zip(of_engines[name], of_engines[str(peer)], strict=True)]
+            for of_engines, peer in zip(seconds.values(), peers, strict=True)
         ]
         heights = [statistics.median(of_load) for of_load in ratios]
-        where = [place + (number + 0.5) * width - 0.4 for place in range(len(of_loads))]
+        where = [place + (number + 0.5) * width - 0.4 for place in range(len(ratios))]
         below = [height - min(of_load) for height, of_load in zip(heights, ratios, strict=True)]
         above = [max(of_load) - height for height, of_load in zip(heights, ratios, strict=True)]
         axes.bar(where, heights, width, yerr=(below, above), color=colour, label=name)
@@ -193,14 +198,18 @@ def plot(seconds: dict[Load, dict[str, list[float]]], path: str) -> None:
             top = height + error
             axes.annotate(f"{height:.2f}", (x, top), ha="center", va="bottom", fontsize=7)
     axes.set_xticks(range(len(seconds)), [str(load) for load in seconds])
-    axes.set_ylabel(f"speed, {peer} = 1")
+    axes.set_ylabel("speed, the faster vLLM = 1")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, ncols=len(names), loc="lower center", bbox_to_anchor=(0.5, 1.0))
     figure.savefig(path, dpi=80, format="png")
 
 
-def _peer(names: Collection[str]) -> str:
-    return "vllm" if "vllm" in names else "transformers"
+def _peer(of_engines: Mapping[str, Sequence[float]]) -> str | None:
+    """What a load's speeds are relative to: the faster vLLM, or transformers."""
+    of_vllm = [name for name in VLLM if name in of_engines]
+    if of_vllm:
+        return min(of_vllm, key=lambda name: statistics.median(of_engines[name]))
+    return "transformers" if "transformers" in of_engines else None
 
 
 def _speed(taken: Sequence[float], of_peer: Sequence[float]) -> float:
