@@ -118,6 +118,22 @@ class Replayer:
         self.call_all.argtypes = (ctypes.c_void_p, ctypes.c_int64)
 
 
+class Scratch:
+    """Memory for what is computed in between, of several call lists that run one after another."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, num_bytes: int) -> None:
+        """Have so much at least. The memory may move; nothing in it is kept then."""
+        if num_bytes > len(self.memory):
+            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+
+    def clear(self) -> None:
+        """Overwrite everything by values that are not a number."""
+        self.memory.fill_(0xFF)
+
+
 @attrs.frozen
 class _Span:
     """The memory of a tensor: of an input by number, or in a half of the scratch memory.
@@ -136,11 +152,12 @@ class CallList:
     """The native calls of a chain of parts, each of which reads the result of the one before.
 
     `add` the parts in order, then `finish`, then `run` as often as wanted. ``fixed``: tensors that
-    stay where they are, and are kept by the caller. The scratch memory has two halves, which the
-    parts use in turns.
+    stay where they are, and are kept by the caller. Of the scratch memory, parts use two halves in
+    turns.
     """
 
-    def __init__(self, fixed: Iterable[torch.Tensor], replayer: Replayer) -> None:
+    def __init__(self, fixed: Iterable[torch.Tensor], replayer: Replayer, scratch: Scratch) -> None:
+        self._scratch = scratch
         self._fixed = sorted((_span(x) for x in fixed), key=operator.attrgetter("start"))
         self._starts = [span.start for span in self._fixed]
         self._replayer = replayer
@@ -193,24 +210,26 @@ class CallList:
         self._address = self._array.ctypes.data
         for word, target in self._in_words:
             self._array[word] = self._address + 8 * target
-        self._scratch = torch.empty(sum(self._sizes), dtype=torch.uint8)
-        half_starts = (self._scratch.data_ptr(), self._scratch.data_ptr() + self._sizes[0])
-        for word, half, offset in self._in_scratch:
-            self._array[word] = half_starts[half] + offset
         half, offset = self._result
-        shape, dtype = self._like
-        start = half * self._sizes[0] + offset
-        end = start + shape.numel() * dtype.itemsize
-        self._output = self._scratch[start:end].view(dtype).view(shape)
+        self._result_offset = half * self._sizes[0] + offset
+        self._scratch_words = np.array([word for word, *_ in self._in_scratch], dtype=np.intp)
+        self._scratch_offsets = np.array(
+            [half * self._sizes[0] + offset for _, half, offset in self._in_scratch], dtype=np.int64
+        )
+        self._scratch.reserve(sum(self._sizes))
+        self._use_memory(self._scratch.memory)
         self._patches = [
             (number, *np.array([(w, d) for w, n, d in self._in_given if n == number]).T)
             for number in sorted({number for _, number, _ in self._in_given})
         ]
         self._places = np.array(self._changing, dtype=np.intp)
 
-    def clear_scratch(self) -> None:
-        """Overwrite what was computed in between by values that are not a number."""
-        self._scratch.fill_(0xFF)
+    def _use_memory(self, memory: torch.Tensor) -> None:
+        self._memory = memory
+        self._array[self._scratch_words] = self._scratch_offsets + memory.data_ptr()
+        shape, dtype = self._like
+        end = self._result_offset + shape.numel() * dtype.itemsize
+        self._output = memory[self._result_offset : end].view(dtype).view(shape)
 
     def run(
         self, given: Sequence[torch.Tensor], changing: npt.NDArray[np.int64]
@@ -220,6 +239,8 @@ class CallList:
         ``given``: in the order, shapes and layouts of `add`. ``changing``: a row for each call with
         changing arguments, or one row for all.
         """
+        if self._memory is not self._scratch.memory:
+            self._use_memory(self._scratch.memory)
         words = self._array
         for number, places, distances in self._patches:
             words[places] = distances + given[number].data_ptr()

@@ -29,6 +29,7 @@ from trencadis.engine.devices.cpu.native_calls import (
     CallList,
     NotRecordable,
     Replayer,
+    Scratch,
     address_of,
     note,
     recorded,
@@ -74,6 +75,7 @@ class RecordedLayers:
         self._programs = programs
         self._own = own
         self._replayer = replayer
+        self._scratch = Scratch()
         self._lists: dict[Hashable, CallList] = {}
         self._cache: Callable[[], LayerCaches | None] = lambda: None
         self._changing = np.zeros((len(own), 0), np.int64)
@@ -105,7 +107,9 @@ class RecordedLayers:
         expected = [hidden, *forward.first[1:]]
         is_chained = len(given) == len(expected) and all(map(operator.is_, given, expected))
         if not is_chained or not args or args[0] is not given[0]:
-            self._refuse("the model computes something between its layers")
+            self._refuse(
+                "its layers are given different tensors, or something is computed between them"
+            )
         elif layer == len(self._programs) - 1:
             self._is_chain = True
             forward.first, forward.returned = (), None
@@ -149,7 +153,8 @@ class RecordedLayers:
         kwargs: dict[str, Any],
     ) -> torch.Tensor | None:
         """Compute all layers one by one, and keep their calls if they can be made again."""
-        calls = CallList((tensor for own in self._own for tensor in own), self._replayer)
+        weights = (tensor for own in self._own for tensor in own)
+        calls = CallList(weights, self._replayer, self._scratch)
         result = given[0]
         try:
             with _noted_kernels(self._programs), _OnlyOperators() as operators:
@@ -179,7 +184,7 @@ class RecordedLayers:
         changing = self._changing_arguments(paged)
         if calls.num_changing != len(changing):
             raise NotRecordable("a layer does not attend once")
-        calls.clear_scratch()
+        self._scratch.clear()
         status, result = calls.run(given, changing)
         check_status(status)
         if not torch.equal(result, expected):
