@@ -153,7 +153,9 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.cpu": [
         {"native_kernel", "packed_linear", "threads"},
+        {"native_calls"},
         {"attention", "tiled_linear"},
+        {"recorded_layers"},
         {"device"},
     ],
     "engine.devices.hpu": [

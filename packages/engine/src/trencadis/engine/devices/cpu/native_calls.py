@@ -1,8 +1,8 @@
 """Records calls of native functions, to make them again without Python between them.
 
-The functions take integers and addresses alone. Whoever calls one notes it (`note`) in the
+The functions take only integers and addresses. The code that calls one notes it (`note`) in the
 recording of the thread, if there is one (`recorded`). A `CallList` makes the calls of a recording
-again, with other inputs, and with a memory of its own for what was computed in between.
+again, with other inputs, and with other memory for what is computed in between.
 """
 
 from __future__ import annotations
