@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import LLM, EngineConfig, EngineCore, RequestFailed, SamplingParams
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
-from trencadis.engine.devices.cpu import native_calls
+from trencadis.engine.devices.cpu import native_calls, recorded_layers
 from trencadis.engine.devices.cpu.native_calls import (
     CallList,
     NotRecordable,
@@ -143,24 +143,53 @@ def decode_context() -> DecodeContext:
     return DecodeContext(None, 0, *[empty] * 5)  # type: ignore[arg-type]
 
 
-def test_a_model_that_computes_between_its_layers_is_not_recorded(
-    replayer: Replayer, caplog: pytest.LogCaptureFixture
+def plus_one(layer: int, _: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
+    del layer
+    return args[0] + 1
+
+
+def call(layers: RecordedLayers, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = layers(layer, print, (hidden,), {"paged": decode_context()})
+    return result
+
+
+def doubled_between(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in range(3):
+        hidden = call(layers, layer, 2 * hidden)
+    return hidden
+
+
+def changed_in_place(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in range(3):
+        hidden = call(layers, layer, hidden)
+        hidden *= 2
+    return hidden
+
+
+def one_left_out(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in (0, 2):
+        hidden = call(layers, layer, hidden)
+    return hidden
+
+
+def added_at_the_end(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
+    first = hidden = call(layers, 0, hidden)
+    for layer in (1, 2):
+        hidden = call(layers, layer, hidden)
+    return hidden + first
+
+
+@pytest.mark.parametrize(
+    "compute", [doubled_between, changed_in_place, one_left_out, added_at_the_end]
+)
+def test_a_model_that_does_more_than_to_chain_its_layers_is_not_recorded(
+    replayer: Replayer, caplog: pytest.LogCaptureFixture, compute: Callable[..., torch.Tensor]
 ) -> None:
     caplog.set_level(logging.INFO)
-    ran = []
-
-    def run(layer: int, _: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
-        ran.append(layer)
-        return args[0] + 1
-
-    layers = RecordedLayers(run, [print] * 2, [(), ()], replayer)
-    for _ in range(3):
-        hidden = torch.zeros(1, 1, 4)
-        for layer in range(2):
-            hidden = layers(layer, print, (2 * hidden,), {"paged": decode_context()})
-        assert hidden.tolist() == [[[3.0] * 4]]
-    assert ran == [0, 1] * 3
-    assert caplog.text.count("something is computed between them") == 1
+    layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
+    results = {compute(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
+    assert len(results) == 1
+    assert caplog.text.count("Decode steps are not recorded") == 1
 
 
 @pytest.fixture(scope="module")
@@ -315,3 +344,69 @@ def iter_tokens(core: EngineCore) -> list[Any]:
     while core.has_work:
         tokens += core.step()
     return tokens
+
+
+@pytest.mark.slow
+def test_weights_in_the_order_of_onednn_are_not_recorded(
+    model: Path,
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("trencadis.engine.devices.cpu.device._has_kernel", lambda layer: False)
+    plain = answers(engine(model, compile=False))
+    assert len(answers(engine(model))) == len(plain)
+    assert lists_of(recordings) == 0
+    assert "Decode steps are not recorded" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_recording_that_lacks_a_call_is_not_used(
+    model: Path,
+    unrecorded: list[Sequence[int]],
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    noted, kernels = recorded_layers._noted, []
+
+    def all_but_one(kernel: Any) -> Any:
+        kernels.append(kernel)
+        if len(kernels) != 2:
+            return noted(kernel)
+        note, wrapped = recorded_layers.note, noted(kernel)
+
+        def call(*arguments: Any) -> None:
+            monkeypatch.setattr(recorded_layers, "note", lambda *_: None)
+            wrapped(*arguments)
+            monkeypatch.setattr(recorded_layers, "note", note)
+
+        return call
+
+    monkeypatch.setattr(recorded_layers, "_noted", all_but_one)
+    assert answers(engine(model)) == unrecorded
+    assert lists_of(recordings) == 0
+    assert "Decode steps are not recorded" in caplog.text
+
+
+@pytest.mark.slow
+def test_a_step_that_computes_nan_is_recorded_later(
+    model: Path, recordings: list[RecordedLayers], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = engine(model)
+    nan, step = torch.full((1, 1, 48), torch.nan, dtype=torch.bfloat16), RecordedLayers._record
+
+    def with_nan(self: RecordedLayers, key: Any, given: Any, args: Any, kwargs: Any) -> Any:
+        return step(self, key, (nan, *given[1:]), (nan, *args[1:]), kwargs)
+
+    prompts = [[1, 2, 3]]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordedLayers, "_record", with_nan)
+        with pytest.raises(RequestFailed, match="NaN"):
+            llm.generate(prompts, params)
+    assert lists_of(recordings) == 0
+    llm.generate(prompts, params)
+    assert lists_of(recordings) == 1

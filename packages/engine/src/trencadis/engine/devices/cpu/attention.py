@@ -88,6 +88,11 @@ class AttentionKernel:
         )
 
 
+_WIDENS: dict[tuple[int, int, torch.dtype], bool] = {}
+"""How each kernel multiplies: what was measured once holds for the process, so that a model that
+is loaded again computes the same."""
+
+
 class CPUAttention:
     """Implements `Attention`. ``kernel`` is `attention_kernel`'s; None for PyTorch's operations."""
 
@@ -258,7 +263,10 @@ def attention_kernel_of(
     ways = {WAYS[way]: attrs.evolve(kernel, widens=way) for way in found}
     for way in ways.values():
         _try(way)
-    return fastest("Attention of prefill", ways, _timed(kernel))
+    key = (kernel.groups, head_dim, dtype)
+    if _WIDENS.get(key) not in found:
+        _WIDENS[key] = fastest("Attention of prefill", ways, _timed(kernel)).widens
+    return ways[WAYS[_WIDENS[key]]]
 
 
 def attention_kernel(

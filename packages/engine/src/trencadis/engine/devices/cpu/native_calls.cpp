@@ -36,8 +36,9 @@ Caller caller(int64_t count, std::index_sequence<COUNT...>) {
 
 extern "C" int64_t most_arguments() { return MOST; }
 
-// Returns 0, or the first status that is not: then the functions after it are not called.
-extern "C" int call_all(const int64_t* words, int64_t calls) {
+// Returns 0, or the first status that is not, or -1 for an exception of C++, which would end the
+// process: then the functions after it are not called.
+extern "C" int call_all(const int64_t* words, int64_t calls) try {
     for (int64_t i = 0; i < calls; ++i) {
         const int64_t length = words[0], function = words[1], has_status = words[2];
         const Caller call = caller(words[3], std::make_index_sequence<MOST + 1>());
@@ -46,4 +47,6 @@ extern "C" int call_all(const int64_t* words, int64_t calls) {
         words += length;
     }
     return 0;
+} catch (...) {
+    return -1;
 }

@@ -125,9 +125,15 @@ class Scratch:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, num_bytes: int) -> None:
-        """Have so much at least. The memory may move; nothing in it is kept then."""
+        """Have so much at least. The memory may move; nothing in it is kept then.
+
+        Raises `MemoryError`.
+        """
         if num_bytes > len(self.memory):
-            self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            try:
+                self.memory = torch.empty(num_bytes, dtype=torch.uint8)
+            except RuntimeError as error:
+                raise MemoryError(str(error)) from error
 
     def clear(self) -> None:
         """Overwrite everything by values that are not a number."""
@@ -153,7 +159,7 @@ class CallList:
 
     `add` the parts in order, then `finish`, then `run` as often as wanted. ``fixed``: tensors that
     stay where they are, and are kept by the caller. Of the scratch memory, parts use two halves in
-    turns.
+    turns. Raises `NotRecordable` for a fixed tensor without an address.
     """
 
     def __init__(self, fixed: Iterable[torch.Tensor], replayer: Replayer, scratch: Scratch) -> None:
@@ -205,7 +211,7 @@ class CallList:
         return len(self._changing)
 
     def finish(self) -> None:
-        """To be called after the last part."""
+        """To be called after the last part. Raises `MemoryError` without memory for the scratch."""
         self._array = np.array(self._words, dtype=np.int64)
         self._address = self._array.ctypes.data
         for word, target in self._in_words:
@@ -236,6 +242,9 @@ class CallList:
     ) -> tuple[int, torch.Tensor]:
         """Make the calls; returns the first status that is not 0, and a copy of the result.
 
+        Raises `RuntimeError` where a function has raised an exception of C++.
+
+
         ``given``: in the order, shapes and layouts of `add`. ``changing``: a row for each call with
         changing arguments, or one row for all.
         """
@@ -246,6 +255,8 @@ class CallList:
             words[places] = distances + given[number].data_ptr()
         words[self._places] = changing
         status = self._replayer.call_all(self._address, self._num_calls)
+        if status < 0:
+            raise RuntimeError("a compiled kernel has failed")
         return status, self._output.clone()
 
     def _find(self, address: int, spans: Sequence[_Span]) -> _Span | None:
@@ -296,5 +307,7 @@ class CallList:
 
 
 def _span(tensor: torch.Tensor) -> _Span:
+    if tensor.layout is not torch.strided:  # as a weight that oneDNN has packed
+        raise NotRecordable("a tensor has no address")
     storage = tensor.untyped_storage()
     return _Span(storage.data_ptr(), storage.data_ptr() + storage.nbytes())

@@ -1,9 +1,9 @@
 """The decoder layers of a decode step as a list of native calls, without Python between them.
 
 A program is Python code that calls compiled kernels, and so are the operators that it calls. With
-few sequences this code takes a third of a step. A decode step of so many sequences always makes
-the same calls: the first is recorded, and later ones make its calls anew. This is to the CPU what a
-captured graph is to other devices; nothing is set apart for it but what a layer computes.
+few sequences this code takes a third of a step. Decode steps of the same number of sequences make
+the same calls: the first is recorded, and later ones make its calls again, as other devices replay
+a captured graph.
 """
 
 from __future__ import annotations
@@ -45,16 +45,29 @@ _OPERATORS = frozenset(
 )
 """What a program may call besides its own kernels: these note their native calls."""
 
-_MOST_LISTS = 128
+_MOST_LISTS = 512
 """Call lists that are kept: one for each number of sequences and of threads."""
 
 
-class _Forward(threading.local):
-    """The forward pass of this thread: its result, if the first layer has computed all."""
+def _nothing() -> None:
+    """What a weak reference gives that nobody keeps."""
 
-    result: torch.Tensor | None = None
-    first: Sequence[torch.Tensor] = ()
-    returned: torch.Tensor | None = None
+
+class _Forward(threading.local):
+    """The forward pass of this thread: its result, if the first layer has computed all.
+
+    The others are of the pass in which `RecordedLayers` sees whether the layers are a chain: what
+    the first layer was given, what the last call has returned, a copy of it, the layer that is
+    expected, and the input of the layer before, which nobody may keep.
+    """
+
+    def __init__(self) -> None:
+        self.result: torch.Tensor | None = None
+        self.first: Sequence[torch.Tensor] = ()
+        self.returned: torch.Tensor | None = None
+        self.copy: torch.Tensor | None = None
+        self.following = 0
+        self.earlier: Callable[[], torch.Tensor | None] = _nothing
 
 
 class RecordedLayers:
@@ -95,24 +108,39 @@ class RecordedLayers:
         if self._refused or self._is_chain:
             return self._run(layer, own, args, kwargs)
         self._check_chain(layer, args, kwargs)
-        forward.returned = self._run(layer, own, args, kwargs)
-        return forward.returned
+        forward.earlier = weakref.ref(args[0]) if layer and args else _nothing
+        result = self._run(layer, own, args, kwargs)
+        if not self._refused and not self._is_chain:
+            forward.returned, forward.copy = result, result.clone()
+        return result
 
     def _check_chain(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """See in one forward pass that each layer is given what the one before has returned."""
+        """See in one forward pass that the model does nothing but pass on what layers return.
+
+        Each layer has to be given what the one before has returned, unchanged, and the model must
+        not keep what layers were given: it could add that to what a later layer returns.
+        """
         forward, given = self._forward, layer_inputs(args, kwargs)
         if layer == 0:
-            forward.first = given
+            forward.first, forward.following, forward.earlier = given, 0, _nothing
         hidden = given[0] if layer == 0 else forward.returned
         expected = [hidden, *forward.first[1:]]
-        is_chained = len(given) == len(expected) and all(map(operator.is_, given, expected))
-        if not is_chained or not args or args[0] is not given[0]:
-            self._refuse(
-                "its layers are given different tensors, or something is computed between them"
-            )
+        is_chained = (
+            layer == forward.following
+            and len(given) == len(expected)
+            and all(map(operator.is_, given, expected))
+            and bool(args)
+            and args[0] is given[0]
+            and (layer == 0 or _equal_bits(given[0], forward.copy))
+            and forward.earlier() is None
+        )
+        forward.following += 1
+        if not is_chained:
+            self._refuse("its layers are given different tensors, or something else uses these")
         elif layer == len(self._programs) - 1:
             self._is_chain = True
-            forward.first, forward.returned = (), None
+        if not is_chained or self._is_chain:
+            forward.first, forward.returned, forward.copy = (), None, None
 
     def _compute_all(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
         """The result of the last layer; None where the layers are to be computed one by one."""
@@ -154,22 +182,28 @@ class RecordedLayers:
     ) -> torch.Tensor | None:
         """Compute all layers one by one, and keep their calls if they can be made again."""
         weights = (tensor for own in self._own for tensor in own)
-        calls = CallList(weights, self._replayer, self._scratch)
         result = given[0]
         try:
+            calls = CallList(weights, self._replayer, self._scratch)
             with _noted_kernels(self._programs), _OnlyOperators() as operators:
                 for layer in range(len(self._own)):
                     with recorded() as recording:
                         result = self._run(layer, _unused, (result, *args[1:]), kwargs)
                     operators.check()
                     calls.add(recording, given, result)
+                    if calls.num_changing != layer + 1:
+                        raise NotRecordable("a layer does not attend once")
+            if result.isnan().any():
+                return result  # which equals nothing: a later step is recorded
             calls.finish()
             self._try(calls, given, kwargs["paged"], result)
         except NotRecordable as error:
             self._refuse(str(error))
             return None  # computed again: a layer writes to the cache what it has written before
+        except MemoryError:
+            return None
         if len(self._lists) >= _MOST_LISTS:
-            self._lists.clear()
+            del self._lists[next(iter(self._lists))]
         self._lists[key] = calls
         return result
 
@@ -181,11 +215,8 @@ class RecordedLayers:
         expected: torch.Tensor,
     ) -> None:
         """Raise `NotRecordable` where the calls do not compute what the programs have computed."""
-        changing = self._changing_arguments(paged)
-        if calls.num_changing != len(changing):
-            raise NotRecordable("a layer does not attend once")
         self._scratch.clear()
-        status, result = calls.run(given, changing)
+        status, result = calls.run(given, self._changing_arguments(paged))
         check_status(status)
         if not torch.equal(result, expected):
             raise NotRecordable("the same calls have computed another result")
@@ -225,6 +256,8 @@ def _noted_kernels(programs: Sequence[Callable[..., Any]]) -> Generator[None, No
             if names is None:
                 raise NotRecordable("the generated code of a program is not found")
             for name, value in list(names.items()):
+                if isinstance(value, torch.Tensor):
+                    raise NotRecordable("a program has a constant tensor")
                 if isinstance(value, BuiltinFunctionType) and value.__name__ == "kernel":
                     replaced.append((names, name, value))
                     names[name] = _noted(value)
@@ -250,6 +283,10 @@ def _noted(kernel: Any) -> Callable[..., None]:
         )
 
     return call
+
+
+def _equal_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
 def _unused(*_: Any, **__: Any) -> None:
