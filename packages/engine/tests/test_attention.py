@@ -417,9 +417,12 @@ def test_prefill_multiplies_in_the_faster_way(monkeypatch: pytest.MonkeyPatch, s
             time.sleep(0.002)
         return right(compute, widens, *given)
 
+    monkeypatch.setattr(attention_module, "_WIDENS", {})
     monkeypatch.setattr(attention_module, "_prefill", delayed)
     config = LlamaConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     assert attention_kernel_of(config, torch.bfloat16).widens is not slow
+    slow = not slow
+    assert attention_kernel_of(config, torch.bfloat16).widens is slow, "as it was measured first"
 
 
 def test_prefill_by_fp32_adds_one_product_after_the_other() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import random
@@ -138,9 +139,8 @@ def test_nothing_is_recorded_after_an_error() -> None:
     assert not native_calls.is_recording()
 
 
-def decode_context() -> DecodeContext:
-    empty = torch.zeros(0)
-    return DecodeContext(None, 0, *[empty] * 5)  # type: ignore[arg-type]
+CONTEXT = DecodeContext(None, 0, *[torch.zeros(0)] * 5)  # type: ignore[arg-type]
+"""Of a step in which nothing is attended to."""
 
 
 def plus_one(layer: int, _: Any, args: tuple[Any, ...], __: dict[str, Any]) -> torch.Tensor:
@@ -149,7 +149,7 @@ def plus_one(layer: int, _: Any, args: tuple[Any, ...], __: dict[str, Any]) -> t
 
 
 def call(layers: RecordedLayers, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = layers(layer, print, (hidden,), {"paged": decode_context()})
+    result: torch.Tensor = layers(layer, print, (hidden,), {"paged": CONTEXT})
     return result
 
 
@@ -172,11 +172,27 @@ def one_left_out(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
     return hidden
 
 
+def chained(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
+    for layer in range(3):
+        hidden = call(layers, layer, hidden)
+    return hidden
+
+
 def added_at_the_end(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tensor:
     first = hidden = call(layers, 0, hidden)
     for layer in (1, 2):
         hidden = call(layers, layer, hidden)
     return hidden + first
+
+
+def test_programs_of_another_kind_are_not_recorded(
+    replayer: Replayer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
+    results = {chained(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
+    assert results == {3.0}
+    assert caplog.text.count("the generated code of a program is not found") == 1
 
 
 @pytest.mark.parametrize(
@@ -189,7 +205,7 @@ def test_a_model_that_does_more_than_to_chain_its_layers_is_not_recorded(
     layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
     results = {compute(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
     assert len(results) == 1
-    assert caplog.text.count("Decode steps are not recorded") == 1
+    assert caplog.text.count("different tensors, or something else uses these") == 1
 
 
 @pytest.fixture(scope="module")
@@ -377,18 +393,19 @@ def test_a_recording_that_lacks_a_call_is_not_used(
         if len(kernels) != 2:
             return noted(kernel)
         note, wrapped = recorded_layers.note, noted(kernel)
+        nothing = native_calls.address_of(ctypes.CDLL(None).getpid)
 
         def call(*arguments: Any) -> None:
-            monkeypatch.setattr(recorded_layers, "note", lambda *_: None)
-            wrapped(*arguments)
-            monkeypatch.setattr(recorded_layers, "note", note)
+            with monkeypatch.context() as patch:
+                patch.setattr(recorded_layers, "note", lambda _, *given: note(nothing, *given))
+                wrapped(*arguments)
 
         return call
 
     monkeypatch.setattr(recorded_layers, "_noted", all_but_one)
     assert answers(engine(model)) == unrecorded
     assert lists_of(recordings) == 0
-    assert "Decode steps are not recorded" in caplog.text
+    assert "the same calls have computed another result" in caplog.text
 
 
 @pytest.mark.slow
