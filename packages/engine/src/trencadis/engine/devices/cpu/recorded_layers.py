@@ -50,7 +50,7 @@ _MOST_LISTS = 512
 
 
 def _nothing() -> None:
-    """What a weak reference gives that nobody keeps."""
+    """What a weak reference gives once its object is gone."""
 
 
 class _Forward(threading.local):
@@ -58,7 +58,7 @@ class _Forward(threading.local):
 
     The others are of the pass in which `RecordedLayers` sees whether the layers are a chain: what
     the first layer was given, what the last call has returned, a copy of it, the layer that is
-    expected, and the input of the layer before, which nobody may keep.
+    expected, and the input of the layer before, which the model may not keep.
     """
 
     def __init__(self) -> None:
@@ -285,8 +285,8 @@ def _noted(kernel: Any) -> Callable[..., None]:
     return call
 
 
-def _equal_bits(one: torch.Tensor, other: torch.Tensor | None) -> bool:
-    return other is not None and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+def _equal_bits(tensor: torch.Tensor, other: torch.Tensor | None) -> bool:
+    return other is not None and torch.equal(tensor.view(torch.uint8), other.view(torch.uint8))
 
 
 def _unused(*_: Any, **__: Any) -> None:
