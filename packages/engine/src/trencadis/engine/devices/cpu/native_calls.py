@@ -229,6 +229,13 @@ class CallList:
             for number in sorted({number for _, number, _ in self._in_given})
         ]
         self._places = np.array(self._changing, dtype=np.intp)
+        # Hundreds of call lists may be kept, and Python lists are larger than the arrays.
+        self._words.clear()
+        self._in_given.clear()
+        self._in_scratch.clear()
+        self._in_words.clear()
+        self._fixed.clear()
+        self._starts.clear()
 
     def _use_memory(self, memory: torch.Tensor) -> None:
         self._memory = memory
@@ -242,11 +249,9 @@ class CallList:
     ) -> tuple[int, torch.Tensor]:
         """Make the calls; returns the first status that is not 0, and a copy of the result.
 
-        Raises `RuntimeError` where a function has raised an exception of C++.
-
-
         ``given``: in the order, shapes and layouts of `add`. ``changing``: a row for each call with
-        changing arguments, or one row for all.
+        changing arguments, or one row for all. Raises `RuntimeError` where a function has raised
+        an exception of C++.
         """
         if self._memory is not self._scratch.memory:
             self._use_memory(self._scratch.memory)
