@@ -158,10 +158,23 @@ struct Item {
     int32_t row, head, begin, end;
 };
 
+// Blocks lie anywhere in memory, and the processor's own prefetch ends with a page of 4 KiB: a key or
+// value of the next block is fetched with each one of this block. Into the second cache: the first
+// has room for too few requests to memory.
+static inline void fetch(const Scalar* row) {
+    for (size_t byte = 0; byte < D * sizeof(Scalar); byte += 64)
+        __builtin_prefetch((const char*)row + byte, 0, 2);
+}
+
+// `after`: where the block lies that is read next, from `keys` and from `values`; any place will do.
 static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_stride, float scale,
                           const Scalar* keys, const Scalar* values, int64_t block_stride,
                           const int32_t* pairs, int32_t num_pairs, const int64_t* extra,
-                          int64_t num_prefix, const float* bias, int64_t S) {
+                          int64_t num_prefix, const float* bias, int64_t S, int64_t after) {
+    const auto place_of = [&](int32_t i) {
+        const int64_t pair = pairs[i];
+        return (pair < num_prefix ? pair : extra[pair - num_prefix]) * block_stride;
+    };
     Vector q[G][DV], weighted[G][DV];
     float peak[G], total[G];
     for (int g = 0; g < G; ++g) {
@@ -177,20 +190,24 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
     for (int g = 0; g < G; ++g) load_pairs(q_pairs[g], query + g * query_stride);
 #endif
     alignas(64) float weights[G][STRIP];
+    int64_t next = place_of(0);
     for (int32_t i = 0; i < num_pairs; ++i) {
-        const int64_t pair = pairs[i];
-        const int64_t block = pair < num_prefix ? pair : extra[pair - num_prefix];
+        const int64_t pair = pairs[i], place = next;
+        next = i + 1 < num_pairs ? place_of(i + 1) : after;
         for (int64_t from = 0; from < S; from += STRIP) {
             const int count = (int)std::min<int64_t>(STRIP, S - from);
             const int padded = (count + W - 1) / W * W;
-            const Scalar* key = keys + block * block_stride + from * D;
-            const Scalar* value = values + block * block_stride + from * D;
+            const Scalar *key = keys + place + from * D, *next_key = keys + next + from * D;
+            const Scalar *value = values + place + from * D, *next_value = values + next + from * D;
             const float* shift = bias + pair * S + from;
             int scored = 0;
 #if DOT_PRODUCTS
             for (; scored + KEYS <= count; scored += KEYS) {
                 __m512bh k[KEYS][PAIRS];
-                for (int n = 0; n < KEYS; ++n) load_pairs(k[n], key + (scored + n) * D);
+                for (int n = 0; n < KEYS; ++n) {
+                    load_pairs(k[n], key + (scored + n) * D);
+                    fetch(next_key + (scored + n) * D);
+                }
                 const __m128 bias_of = _mm_loadu_ps(shift + scored);
                 for (int g = 0; g < G; ++g)
                     _mm_storeu_ps(weights[g] + scored,
@@ -200,6 +217,7 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
             for (int s = scored; s < count; ++s) {
                 Vector k[DV];
                 for (int v = 0; v < DV; ++v) k[v] = load(key + s * D + v * W);
+                fetch(next_key + s * D);
                 for (int g = 0; g < G; ++g) {
                     Vector product = q[g][0] * k[0];
                     for (int v = 1; v < DV; ++v) product += q[g][v] * k[v];
@@ -228,6 +246,7 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
             for (int s = 0; s < count; ++s) {
                 Vector x[DV];
                 for (int v = 0; v < DV; ++v) x[v] = load(value + s * D + v * W);
+                fetch(next_value + s * D);
                 for (int g = 0; g < G; ++g)
                     for (int v = 0; v < DV; ++v) weighted[g][v] += weights[g][s] * x[v];
             }
@@ -289,35 +308,51 @@ extern "C" int decode_attention(
     const int32_t per_item =
         (int32_t)std::max<int64_t>(4, (first[B] * K + num_items - 1) / num_items);
     std::vector<Item> items;
+    std::vector<int64_t> begins;  // of the items of each row and KV head
     for (int32_t b = 0; b < B; ++b)
-        for (int32_t k = 0; k < K; ++k)
+        for (int32_t k = 0; k < K && first[b] < first[b + 1]; ++k) {
+            begins.push_back((int64_t)items.size());
             for (int32_t i = first[b]; i < first[b + 1]; i += per_item)
                 items.push_back({b, k, i, std::min(i + per_item, first[b + 1])});
-    std::vector<Partial> partials(items.size());
-    const int64_t count = (int64_t)items.size();
+        }
+    const int64_t count = (int64_t)items.size(), num_results = (int64_t)begins.size();
+    begins.push_back(count);
+    std::vector<Partial> partials(count);
+    // A thread takes a few items at once, so that it knows which block it reads after an item.
+    const int64_t at_once = std::clamp<int64_t>(count / (16 * num_threads), 1, 4);
+    const int64_t num_prefix = N - num_extra;
+    const auto first_block = [&](const Item& item) {
+        const int64_t pair = pairs[item.begin];
+        return (pair < num_prefix ? pair : extra[pair - num_prefix]) * block_stride;
+    };
 
-    for (int64_t b = 0; b < B; ++b) {
-        const int64_t to = write_blocks[b] * block_stride + write_offsets[b] * D;
-        write_row(keys + to, key + b * key_row, K, key_head, head_stride);
-        write_row(values + to, value + b * value_row, K, value_head, head_stride);
-    }
-
-#pragma omp parallel for schedule(dynamic, 1) num_threads(num_threads) if (num_threads > 1)
-    for (int64_t i = 0; i < count; ++i) {
-        const Item& item = items[i];
-        const int64_t head = item.head * head_stride;
-        attend_blocks(partials[i], query + item.head * G * query_head + item.row * query_row,
-                      query_head, scale, keys + head, values + head, block_stride,
-                      &pairs[item.begin], item.end - item.begin, extra, N - num_extra, bias, S);
-    }
-
-    std::memset(out, 0, sizeof(Scalar) * B * K * G * D);
-    for (int64_t i = 0; i < count;) {
-        int64_t end = i + 1;
-        while (end < count && items[end].row == items[i].row && items[end].head == items[i].head)
-            ++end;
-        combine(out + (items[i].row * K + items[i].head) * G * D, &partials[i], end - i);
-        i = end;
+#pragma omp parallel num_threads(num_threads) if (num_threads > 1)
+    {
+#pragma omp for schedule(static)
+        for (int64_t b = 0; b < B; ++b) {
+            const int64_t to = write_blocks[b] * block_stride + write_offsets[b] * D;
+            write_row(keys + to, key + b * key_row, K, key_head, head_stride);
+            write_row(values + to, value + b * value_row, K, value_head, head_stride);
+            std::memset(out + b * K * G * D, 0, sizeof(Scalar) * K * G * D);
+        }
+#pragma omp for schedule(dynamic, at_once)
+        for (int64_t i = 0; i < count; ++i) {
+            const Item& item = items[i];
+            const int64_t head = item.head * head_stride;
+            const bool is_last = (i + 1) % at_once == 0 || i + 1 == count;
+            const int64_t after =
+                is_last ? 0 : first_block(items[i + 1]) + items[i + 1].head * head_stride - head;
+            attend_blocks(partials[i], query + item.head * G * query_head + item.row * query_row,
+                          query_head, scale, keys + head, values + head, block_stride,
+                          &pairs[item.begin], item.end - item.begin, extra, num_prefix, bias, S,
+                          after);
+        }
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < num_results; ++i) {
+            const Item& item = items[begins[i]];
+            combine(out + (item.row * K + item.head) * G * D, &partials[begins[i]],
+                    begins[i + 1] - begins[i]);
+        }
     }
     return 0;
 } catch (const std::exception&) {
@@ -512,7 +547,7 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
     constexpr int64_t OF_UNIT = Products::OF_UNIT, OF_ROW = D / 2 * OF_UNIT;
     alignas(64) Entry queries[ROWS * OF_ROW] = {};             // blocks of R rows, of D / 2 units
     alignas(64) float sums[ROWS * WIDTH] = {};                 // [ROWS, WIDTH]
-    alignas(64) float scores[R * TILE];                        // [R, TILE]
+    alignas(64) float scores[R * TILE] = {};                   // [R, TILE]
     alignas(64) Entry weights[TILE / 2 * R * OF_UNIT] = {};    // R rows of TILE / 2 units
     Softmax softmax[ROWS];
     Packed packed;
@@ -528,9 +563,11 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
     std::memset(packed.values, 0, sizeof packed.values);
     const int64_t first = chunk.context + item.first, visible = first + count;
     for (int64_t tile = 0; tile < visible; tile += TILE) {
-        packed.fill(cache, chunk, item.head, tile, (int)std::min<int64_t>(TILE, visible - tile));
+        const int seen = (int)std::min<int64_t>(TILE, visible - tile);
+        const int products = (seen + COLUMNS - 1) / COLUMNS;
+        packed.fill(cache, chunk, item.head, tile, seen);
         for (int64_t begin = 0; begin < rows; begin += R) {
-            for (int h = 0; h < TILE / COLUMNS; ++h)
+            for (int h = 0; h < products; ++h)
                 multiply<Products>(scores + h * COLUMNS, TILE, nullptr, queries + begin * OF_ROW,
                                    packed.keys + h * COLUMNS * D / 2, D / 2);
             float ratio[R] = {};
@@ -541,7 +578,8 @@ static void attend_queries(const Queries& item, const Chunk& chunk, const Cache&
             }
             for (int c = 0; c < WIDTH / COLUMNS; ++c)
                 multiply<Products>(sums + begin * WIDTH + c * COLUMNS, WIDTH, ratio, weights,
-                                   packed.values + c * COLUMNS * TILE / 2, TILE / 2);
+                                   packed.values + c * COLUMNS * TILE / 2,
+                                   products * COLUMNS / 2);
         }
     }
     for (int64_t row = 0; row < rows; ++row) {
