@@ -293,7 +293,8 @@ class LLM:
                 self.core.finish(token.key, token.index)
             if stream.finished:
                 del running[token.key]
-        time.sleep(self.core.pause_s)
+        if self.core.pause_s:
+            time.sleep(self.core.pause_s)
 
 
 def _listed(values: Iterable[ItemT], name: str) -> list[ItemT]:

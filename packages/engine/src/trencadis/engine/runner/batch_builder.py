@@ -121,12 +121,13 @@ class BatchBuilder:
 
     def _num_pairs(self, decodes: Scheduled) -> int:
         """(block, sequence) pairs that a decode batch scores without padding, or somewhat more."""
-        size = decode_size(decodes, self._read, self._cache.block_size)
+        num_blocks, block_size = self._cache.num_blocks, self._cache.block_size
+        of_all = sum(ceil_div(decode.start + 1, block_size) for decode in decodes)
+        if num_blocks + of_all <= most_prefix_pairs(num_blocks):
+            return num_blocks + of_all  # an upper bound, without a look at what is shared
+        size = decode_size(decodes, self._read, block_size)
         blocks = self._decode_shape(size).blocks
-        of_all = sum(ceil_div(decode.start + 1, self._cache.block_size) for decode in decodes)
-        if blocks + of_all <= most_prefix_pairs(self._cache.num_blocks):
-            return blocks + of_all  # an upper bound, without a look at what is shared
-        return blocks + lay_out_decodes(decodes, blocks, self._cache.block_size).num_extra
+        return blocks + lay_out_decodes(decodes, blocks, block_size).num_extra
 
     def prompt_batch(self, chunks: Scheduled, requests: RowRequests) -> ModelInput:
         """Prefill chunks as one batch."""

@@ -44,6 +44,8 @@ class LogitEdits:
 
         The last one is filled up with copies of its first edit, which change nothing further.
         """
+        if not len(self):
+            return []
         at = self.rows * vocabulary + self.tokens
         floats = (x.view(np.int32) for x in (self.bias, self.penalty, self.lower))
         packed = np.stack([at, *floats])
