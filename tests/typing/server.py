@@ -18,8 +18,19 @@ from trencadis.engine import (
     EngineConfig,
     EngineStats,
     SamplingParams,
+    Scoring,
+    TextPrompts,
 )
-from trencadis.server import LaunchError, ServerSettings, ServingTokenizer, create_app, serve
+from trencadis.server import (
+    EmbeddingEngine,
+    LaunchError,
+    PromptingEngine,
+    ScoringEngine,
+    ServerSettings,
+    ServingTokenizer,
+    create_app,
+    serve,
+)
 
 
 class Letters:
@@ -85,6 +96,19 @@ class Echo:
 
     async def control(self, order: BatchControl) -> BatchControlResult:
         raise NotImplementedError
+
+
+class Vectors(Echo):
+    """An engine of the user's own that embeds, and scores nothing."""
+
+    embedding_size = 8
+    text_prompts = TextPrompts()
+    scoring: Scoring | None = None
+
+
+def vectors() -> tuple[EmbeddingEngine, PromptingEngine, ScoringEngine]:
+    engine = Vectors()
+    return engine, engine, engine
 
 
 def echo_app() -> FastAPI:

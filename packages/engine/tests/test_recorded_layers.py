@@ -51,6 +51,12 @@ def replayer() -> Replayer:
     return Replayer()
 
 
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO)
+    return caplog
+
+
 class Chain:
     """Linear layers that are computed one after the other, and recorded."""
 
@@ -186,26 +192,24 @@ def added_at_the_end(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tens
 
 
 def test_programs_of_another_kind_are_not_recorded(
-    replayer: Replayer, caplog: pytest.LogCaptureFixture
+    replayer: Replayer, log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
     results = {chained(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
     assert results == {3.0}
-    assert caplog.text.count("the generated code of a program is not found") == 1
+    assert log.text.count("the generated code of a program is not found") == 1
 
 
 @pytest.mark.parametrize(
     "compute", [doubled_between, changed_in_place, one_left_out, added_at_the_end]
 )
 def test_a_model_that_does_more_than_to_chain_its_layers_is_not_recorded(
-    replayer: Replayer, caplog: pytest.LogCaptureFixture, compute: Callable[..., torch.Tensor]
+    replayer: Replayer, log: pytest.LogCaptureFixture, compute: Callable[..., torch.Tensor]
 ) -> None:
-    caplog.set_level(logging.INFO)
     layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
     results = {compute(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
     assert len(results) == 1
-    assert caplog.text.count("different tensors, or something else uses these") == 1
+    assert log.text.count("different tensors, or something else uses these") == 1
 
 
 @pytest.fixture(scope="module")
@@ -236,9 +240,11 @@ def answers(llm: LLM, seed: int = 0, count: int = 6, output: int = 40) -> list[S
     return [result.completions[0].token_ids for result in llm.generate(prompts, params)]
 
 
+SETTINGS = {"device": "cpu", "dtype": "bfloat16", "compile": True, "warmup": "none"}
+
+
 def engine(model: Path, **changes: Any) -> LLM:
-    settings = {"device": "cpu", "dtype": "bfloat16", "compile": True, "max_model_len": 128}
-    return LLM(str(model), **(settings | {"max_num_seqs": 8, "warmup": "none"} | changes))
+    return LLM(str(model), **(SETTINGS | {"max_model_len": 128, "max_num_seqs": 8} | changes))
 
 
 @pytest.fixture
@@ -250,6 +256,23 @@ def unrecorded(monkeypatch: pytest.MonkeyPatch, model: Path) -> list[Sequence[in
 
 def lists_of(recordings: list[RecordedLayers]) -> int:
     return sum(len(layers._lists) for layers in recordings)
+
+
+@pytest.fixture
+def not_recorded(
+    model: Path,
+    unrecorded: list[Sequence[int]],
+    recordings: list[RecordedLayers],
+    log: pytest.LogCaptureFixture,
+) -> Callable[[str], None]:
+    """Asserts that an engine records nothing, says why, and gives the same tokens."""
+
+    def check(reason: str) -> None:
+        assert answers(engine(model)) == unrecorded
+        assert lists_of(recordings) == 0
+        assert reason in log.text
+
+    return check
 
 
 @pytest.mark.slow
@@ -283,58 +306,41 @@ def test_another_number_of_threads_has_a_recording_of_its_own(
 
 @pytest.mark.slow
 def test_calls_that_compute_something_else_are_not_used(
-    model: Path,
-    unrecorded: list[Sequence[int]],
-    recordings: list[RecordedLayers],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    not_recorded: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
     made = Replayer()
     made.call_all = lambda *_: 0  # none of the calls
     monkeypatch.setattr("trencadis.engine.devices.cpu.device.Replayer", lambda *_, **__: made)
-    assert answers(engine(model)) == unrecorded
-    assert lists_of(recordings) == 0
-    assert "the same calls have computed another result" in caplog.text
+    not_recorded("the same calls have computed another result")
 
 
 @pytest.mark.slow
 def test_without_the_function_that_makes_the_calls_programs_compute(
-    model: Path,
-    unrecorded: list[Sequence[int]],
-    recordings: list[RecordedLayers],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    not_recorded: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
 
     def missing(*_: object, **__: object) -> None:
         raise NoKernel("there is no C++ compiler")
 
     monkeypatch.setattr("trencadis.engine.devices.cpu.device.Replayer", missing)
-    assert answers(engine(model)) == unrecorded
-    assert not recordings
-    assert "Decode steps are not recorded" in caplog.text
+    not_recorded("Decode steps are not recorded")
 
 
 @pytest.mark.slow
 def test_layers_of_other_operators_are_computed_by_their_programs(
-    model: Path, recordings: list[RecordedLayers], caplog: pytest.LogCaptureFixture
+    model: Path, recordings: list[RecordedLayers], log: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level(logging.INFO)
     plain = answers(engine(model, dtype="float32", compile=False))
     assert answers(engine(model, dtype="float32")) == plain
     assert lists_of(recordings) == 0
-    assert "a layer calls aten" in caplog.text
+    assert "a layer calls aten" in log.text
 
 
 @pytest.mark.slow
 def test_a_new_cache_after_sleep_is_the_one_that_is_read(
     model: Path, recordings: list[RecordedLayers]
 ) -> None:
-    settings = {"device": "cpu", "dtype": "bfloat16", "compile": True, "warmup": "none"}
-    core = EngineCore(EngineConfig(model=str(model), num_blocks=60, block_size=8, **settings))
-
+    core = EngineCore(EngineConfig(model=str(model), num_blocks=60, block_size=8, **SETTINGS))
     core.warm_up()
     switcher = ModelSwitcher(core)
 
@@ -367,25 +373,19 @@ def test_weights_in_the_order_of_onednn_are_not_recorded(
     model: Path,
     recordings: list[RecordedLayers],
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    log: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.INFO)
     monkeypatch.setattr("trencadis.engine.devices.cpu.device._has_kernel", lambda layer: False)
     plain = answers(engine(model, compile=False))
     assert len(answers(engine(model))) == len(plain)
     assert lists_of(recordings) == 0
-    assert "Decode steps are not recorded" in caplog.text
+    assert "Decode steps are not recorded" in log.text
 
 
 @pytest.mark.slow
 def test_a_recording_that_lacks_a_call_is_not_used(
-    model: Path,
-    unrecorded: list[Sequence[int]],
-    recordings: list[RecordedLayers],
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    not_recorded: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.INFO)
     noted, kernels = recorded_layers._noted, []
 
     def all_but_one(kernel: Any) -> Any:
@@ -403,9 +403,7 @@ def test_a_recording_that_lacks_a_call_is_not_used(
         return call
 
     monkeypatch.setattr(recorded_layers, "_noted", all_but_one)
-    assert answers(engine(model)) == unrecorded
-    assert lists_of(recordings) == 0
-    assert "the same calls have computed another result" in caplog.text
+    not_recorded("the same calls have computed another result")
 
 
 @pytest.mark.slow

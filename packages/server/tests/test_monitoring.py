@@ -254,9 +254,13 @@ async def test_names_are_the_same_whatever_the_client_accepts(client, accept):
     assert not any(name.startswith("vllm_") for name in samples)
 
 
-async def test_two_apps_in_one_process_do_not_share_metrics(engine):
-    create_app(engine)
-    create_app(engine)
+async def test_two_apps_in_one_process_do_not_share_metrics(client, engine):
+    transport = httpx.ASGITransport(create_app(engine))
+    async with httpx.AsyncClient(transport=transport, base_url="http://other") as other:
+        await other.post("/v1/completions", json={"prompt": "abc"})
+        counted = "vllm:request_success_total", "stop"
+        assert (await samples(other))[counted] == 1
+        assert (await samples(client))[counted] == 0
 
 
 async def test_the_api_describes_itself(client):

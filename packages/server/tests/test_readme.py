@@ -1,4 +1,4 @@
-"""The README: request fields, fields of an order, and metrics are those of the code."""
+"""The README: protocols, request fields, fields of an order, and metrics are those of the code."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import attrs
 from openai.types.chat import completion_create_params as chat_params
 from openai.types.completion_create_params import CompletionCreateParamsBase
 from switching_engine import SwitchingStandIn
+from typing_extensions import is_protocol
 
+import trencadis.server
 from trencadis.engine import BatchControl
-from trencadis.server import ServerSettings, create_app
+from trencadis.server import ServerSettings, create_app, engine_protocol
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 from trencadis.server.metrics.metric_tables import (
     ENGINE_METRICS,
@@ -22,6 +24,20 @@ from trencadis.server.metrics.metric_tables import (
 )
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+
+
+def test_a_program_can_import_every_protocol_of_an_engine():
+    protocols = {
+        name
+        for name, value in vars(engine_protocol).items()
+        if is_protocol(value) and value.__module__ == engine_protocol.__name__
+    }
+    assert "EmbeddingEngine" in protocols
+    for name in protocols:
+        assert getattr(trencadis.server, name) is getattr(engine_protocol, name)
+    assert protocols <= set(trencadis.server.__all__)
+    section = README.partition("## As a library")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", section)) >= protocols - {"ServingTokenizer"}
 
 
 def test_the_readme_lists_all_request_fields_that_openai_does_not_have():

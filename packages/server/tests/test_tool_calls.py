@@ -463,6 +463,33 @@ async def test_every_parser_is_told_by_a_template_or_named():
     assert told == set(REASONING_PARSERS) - {"deepseek_r1"}  # qwen3 reads where the prompt opens it
 
 
+async def test_the_log_says_once_that_a_template_leaves_tools_out(engine, serving, caplog):
+    engine.tokenizer.chat_template = "{{ messages }}"
+    async with (
+        serving(tool_call_parser="hermes") as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        await complete(client)
+        await complete(client, tools=TOOLS, tool_choice="none")
+        assert "shows no tools" not in caplog.text
+        for _ in range(2):
+            await complete(client, tools=TOOLS)
+    assert caplog.text.count("The chat template of stand-in shows no tools") == 1
+
+
+@pytest.mark.parametrize("template", [QWEN, None], ids=["shows tools", "unknown"])
+async def test_the_log_says_nothing_of_a_template_that_may_show_tools(
+    engine, serving, caplog, template
+):
+    engine.tokenizer.chat_template = template
+    async with (
+        serving(tool_call_parser="hermes") as url,
+        openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        await complete(client, tools=TOOLS)
+    assert "shows no tools" not in caplog.text
+
+
 async def test_the_log_says_which_parser_was_chosen_and_why(engine, caplog):
     engine.tokenizer.chat_template = QWEN
     with caplog.at_level(logging.INFO, "trencadis.server"):

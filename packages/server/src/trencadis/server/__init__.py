@@ -13,7 +13,11 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trencadis.server.app import create_app
     from trencadis.server.engine_protocol import (
+        EmbeddingEngine,
         InspectableEngine,
+        PairTokenizer,
+        PromptingEngine,
+        ScoringEngine,
         ServingEngine,
         ServingTokenizer,
         SleepingEngine,
@@ -25,8 +29,12 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "EmbeddingEngine",
     "InspectableEngine",
     "LaunchError",
+    "PairTokenizer",
+    "PromptingEngine",
+    "ScoringEngine",
     "ServerSettings",
     "ServingEngine",
     "ServingTokenizer",
@@ -38,8 +46,12 @@ __all__ = [
 ]
 
 _MODULES = {
+    "EmbeddingEngine": "engine_protocol",
     "InspectableEngine": "engine_protocol",
     "LaunchError": "launch",
+    "PairTokenizer": "engine_protocol",
+    "PromptingEngine": "engine_protocol",
+    "ScoringEngine": "engine_protocol",
     "ServerSettings": "settings",
     "ServingEngine": "engine_protocol",
     "ServingTokenizer": "engine_protocol",

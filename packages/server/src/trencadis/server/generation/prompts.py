@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -18,6 +19,8 @@ from trencadis.server.errors import ApiError
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.prompt_thread import PromptThread
 from trencadis.server.generation.served_model import ServedModel
+
+logger = logging.getLogger("trencadis.server")
 
 T = TypeVar("T")
 
@@ -63,6 +66,8 @@ class PromptEncoder:
         self._max_pending = max_pending
         self._pending: Counter[str] = Counter()
         """Requests that wait, by client."""
+        self._warned: set[str] = set()
+        """The models of which the log says that they do not see tools."""
         self._short = PromptThread("tokenizer")
         self._long = PromptThread("tokenizer-long")
 
@@ -197,6 +202,21 @@ class PromptEncoder:
         for thread in (self._short, self._long):
             thread.close()
 
+    def _warn_of_unseen_tools(self, model: ServedModel) -> None:
+        """Logs, once for each model, that its template leaves tools out.
+
+        Requests are served all the same: forced calls follow their schema with any template.
+        """
+        template = model.tokenizer.chat_template  # None: a tokenizer that does not show its own
+        if template is None or model.traits.takes_tools or model.name in self._warned:
+            return
+        self._warned.add(model.name)
+        logger.warning(
+            "The chat template of %s shows no tools: the model does not see the tools of a request "
+            "(--chat-template names another template)",
+            model.name,
+        )
+
     async def _render(
         self, request: ChatCompletionRequest, model: ServedModel, client: str
     ) -> list[int]:
@@ -209,6 +229,8 @@ class PromptEncoder:
         # Without them where no call is wanted: no model calls a tool that it does not know.
         may_call = request.choice_of_tools.mode != "none"
         tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
+        if tools:
+            self._warn_of_unseen_tools(model)
         continues = bool(request.continue_final_message)
         generation_prompt = request.add_generation_prompt
         if generation_prompt is None:
