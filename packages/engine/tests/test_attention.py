@@ -695,6 +695,34 @@ def test_scores_of_hundreds_do_not_overflow(attention: Attention, sign: int, pos
     torch.testing.assert_close(out[0, 0], case.expected(0)[-1], atol=1e-5, rtol=1e-3)
 
 
+@pytest.mark.parametrize("lengths", [[1] * 80, [1000, 1], [1, 1000]], ids=["many", "first", "last"])
+def test_threads_wait_for_each_other(lengths: list[int]) -> None:
+    """One writes tokens that another reads, or combines what another has computed of a row.
+
+    Many rows are more than a thread takes at once. A long one is computed while the other thread,
+    which combines it in one of the two orders, has nothing else to do: several calls make it
+    likely that a missing wait is noticed.
+    """
+    case = Sequences(lengths, 3, 1, torch.float32, KernelAttention(), 256, 64)
+    for row, length in enumerate(lengths):
+        case.fill(row, length - 1)
+    parts = [(row, length - 1, 1) for row, length in enumerate(lengths)]
+    shape = DecodeShape(len(lengths), case.cache.num_blocks)
+    paged = decode_input(case, parts, shape).unpack().paged
+    expected = torch.stack([case.expected(row)[-1] for row in range(len(lengths))])
+    before = [x.clone() for x in (case.cache.key(0), case.cache.value(0))]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for _ in range(50):
+            case.cache.key(0).copy_(before[0])
+            case.cache.value(0).copy_(before[1])
+            out = case.attend(parts, 1, len(lengths), paged)[0]
+            torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-4)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_the_kernel_rounds_to_the_nearest_bf16() -> None:
     outs = []
     for dtype in (torch.bfloat16, torch.float32):
