@@ -55,7 +55,8 @@ class Load(NamedTuple):
     prompt: int
     output: int
     repeats: int = 1
-    """Runs of a round, of which the median counts: one run of a short load tells little."""
+    """Runs of a round, of which the median counts. What a shared machine reads from memory per second
+    differs by half within seconds, so that one run of a short load tells little."""
 
     def __str__(self) -> str:
         if self.output == 1:
@@ -63,7 +64,7 @@ class Load(NamedTuple):
         return f"{self.requests} × {self.prompt} in, {self.output} out"
 
 
-LOADS = (Load(32, 128, 64), Load(32, 256, 128), Load(1, 32, 64, 3), Load(1, 256, 1, 7))
+LOADS = (Load(32, 128, 64), Load(32, 256, 128), Load(1, 32, 64, 9), Load(1, 256, 1, 15))
 
 
 def main() -> None:
