@@ -55,8 +55,8 @@ class Load(NamedTuple):
     prompt: int
     output: int
     repeats: int = 1
-    """Runs of a round, of which the median counts. What a shared machine reads from memory per second
-    differs by half within seconds, so that one run of a short load tells little."""
+    """Runs of a round, of which the median counts. What a shared machine reads from memory in a
+    second changes by half within seconds, so that one run of a short load tells little."""
 
     def __str__(self) -> str:
         if self.output == 1:
