@@ -316,14 +316,16 @@ def test_calls_that_compute_something_else_are_not_used(
 
 @pytest.mark.slow
 def test_without_the_function_that_makes_the_calls_programs_compute(
-    not_recorded: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    not_recorded: Callable[[str], None],
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-
     def missing(*_: object, **__: object) -> None:
         raise NoKernel("there is no C++ compiler")
 
     monkeypatch.setattr("trencadis.engine.devices.cpu.device.Replayer", missing)
     not_recorded("Decode steps are not recorded")
+    assert not recordings
 
 
 @pytest.mark.slow

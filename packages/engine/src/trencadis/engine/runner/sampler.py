@@ -140,7 +140,7 @@ def rank_tokens(
 def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Logits with bias, minimum length and penalties applied; a copy where a row has any."""
     edits = find_edits(rows)
-    for words in edits.words(logits.shape[-1], max(1, len(edits))):
+    for words in edits.words(logits.shape[-1], len(edits)):
         logits = apply_edits(logits, torch.from_numpy(words))
     return logits
 

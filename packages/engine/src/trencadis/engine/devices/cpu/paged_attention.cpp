@@ -158,6 +158,12 @@ struct Item {
     int32_t row, head, begin, end;
 };
 
+// Where the block of a pair (block, sequence) lies in the cache.
+static inline int64_t place_of(int64_t pair, const int64_t* extra, int64_t num_prefix,
+                               int64_t block_stride) {
+    return (pair < num_prefix ? pair : extra[pair - num_prefix]) * block_stride;
+}
+
 // Blocks lie anywhere in memory, and the processor's own prefetch ends with a page of 4 KiB: a key or
 // value of the next block is fetched with each one of this block. Into the second cache: the first
 // has room for too few requests to memory.
@@ -171,10 +177,6 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
                           const Scalar* keys, const Scalar* values, int64_t block_stride,
                           const int32_t* pairs, int32_t num_pairs, const int64_t* extra,
                           int64_t num_prefix, const float* bias, int64_t S, int64_t after) {
-    const auto place_of = [&](int32_t i) {
-        const int64_t pair = pairs[i];
-        return (pair < num_prefix ? pair : extra[pair - num_prefix]) * block_stride;
-    };
     Vector q[G][DV], weighted[G][DV];
     float peak[G], total[G];
     for (int g = 0; g < G; ++g) {
@@ -190,15 +192,17 @@ static void attend_blocks(Partial& partial, const Scalar* query, int64_t query_s
     for (int g = 0; g < G; ++g) load_pairs(q_pairs[g], query + g * query_stride);
 #endif
     alignas(64) float weights[G][STRIP];
-    int64_t next = place_of(0);
+    int64_t next_place = place_of(pairs[0], extra, num_prefix, block_stride);
     for (int32_t i = 0; i < num_pairs; ++i) {
-        const int64_t pair = pairs[i], place = next;
-        next = i + 1 < num_pairs ? place_of(i + 1) : after;
+        const int64_t pair = pairs[i], place = next_place;
+        next_place = i + 1 < num_pairs ? place_of(pairs[i + 1], extra, num_prefix, block_stride)
+                                       : after;
         for (int64_t from = 0; from < S; from += STRIP) {
             const int count = (int)std::min<int64_t>(STRIP, S - from);
             const int padded = (count + W - 1) / W * W;
-            const Scalar *key = keys + place + from * D, *next_key = keys + next + from * D;
-            const Scalar *value = values + place + from * D, *next_value = values + next + from * D;
+            const Scalar *key = keys + place + from * D, *value = values + place + from * D;
+            const Scalar* next_key = keys + next_place + from * D;
+            const Scalar* next_value = values + next_place + from * D;
             const float* shift = bias + pair * S + from;
             int scored = 0;
 #if DOT_PRODUCTS
@@ -321,9 +325,9 @@ extern "C" int decode_attention(
     // A thread takes a few items at once, so that it knows which block it reads after an item.
     const int64_t at_once = std::clamp<int64_t>(count / (16 * num_threads), 1, 4);
     const int64_t num_prefix = N - num_extra;
-    const auto first_block = [&](const Item& item) {
-        const int64_t pair = pairs[item.begin];
-        return (pair < num_prefix ? pair : extra[pair - num_prefix]) * block_stride;
+    const auto place_of_first = [&](const Item& item) {
+        return place_of(pairs[item.begin], extra, num_prefix, block_stride) +
+               item.head * head_stride;
     };
 
 #pragma omp parallel num_threads(num_threads) if (num_threads > 1)
@@ -340,8 +344,7 @@ extern "C" int decode_attention(
             const Item& item = items[i];
             const int64_t head = item.head * head_stride;
             const bool is_last = (i + 1) % at_once == 0 || i + 1 == count;
-            const int64_t after =
-                is_last ? 0 : first_block(items[i + 1]) + items[i + 1].head * head_stride - head;
+            const int64_t after = is_last ? 0 : place_of_first(items[i + 1]) - head;
             attend_blocks(partials[i], query + item.head * G * query_head + item.row * query_row,
                           query_head, scale, keys + head, values + head, block_stride,
                           &pairs[item.begin], item.end - item.begin, extra, num_prefix, bias, S,
