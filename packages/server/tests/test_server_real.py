@@ -571,7 +571,9 @@ def test_a_client_that_disconnects_aborts_its_request(http, client, model, strea
     }
     if stream:
         with http.stream("POST", "/v1/chat/completions", json=body) as response:
-            next(response.iter_lines())
+            # Without a name the iterator is closed at once, and the connection with it.
+            lines = response.iter_lines()
+            next(lines)
             wait_for_metric(http, "vllm:num_requests_running", 1)
     else:
         limit = httpx.Timeout(300, read=0.5)
