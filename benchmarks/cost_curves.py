@@ -183,7 +183,7 @@ def decode(core: EngineCore, batch: int, context: int) -> float:
         )
         for row in range(batch)
     )
-    asked = RowRequest((SamplingRow(GREEDY, 0, (1,), ()),))
+    asked = RowRequest((SamplingRow(GREEDY, 0, (1,), 1),))
     requests = {decoded.seq_id: asked for decoded in decodes}
     times: list[float] = []
     began = time.perf_counter()

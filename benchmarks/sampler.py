@@ -47,10 +47,10 @@ def make_logits(rows: int, vocabulary: int) -> torch.Tensor:
 
 
 def host_sampler(params: SamplingParams, rows: int) -> Callable[[torch.Tensor], object]:
-    """The host's `sample`, of this checkout or of one before `sampling_rows`."""
+    """The host's `sample`; another checkout has to make its rows in the same way."""
     sampler: Any = import_module("trencadis.engine.runner.sampler")
     requests = [
-        sampler.SamplingRow(params, seed, tuple(range(seed, 500 + seed)), (1, 2))
+        sampler.SamplingRow(params, seed, (*range(seed, 500 + seed), 1, 2), 500)
         for seed in range(rows)
     ]
     return lambda logits: sampler.sample(logits, requests)
@@ -66,7 +66,7 @@ def device_sampler(
     )
     requests = [
         module.RowRequest(
-            (module.SamplingRow(params, seed, tuple(range(seed, 500 + seed)), (1, 2)),)
+            (module.SamplingRow(params, seed, (*range(seed, 500 + seed), 1, 2), 500),)
         )
         for seed in range(rows)
     ]

@@ -44,7 +44,9 @@ class DeviceOnCPU(CPUDevice):
 
 
 def row(seed: int = 0, prompt=(5,), output=(), **params) -> SamplingRow:
-    return SamplingRow(SamplingParams(**params), seed, tuple(prompt), tuple(output), frozenset({0}))
+    return SamplingRow(
+        SamplingParams(**params), seed, (*prompt, *output), len(prompt), frozenset({0})
+    )
 
 
 def sample(
@@ -174,7 +176,7 @@ def test_a_prompt_longer_than_a_chunk_of_edits_is_penalised_whole() -> None:
     logits = torch.zeros(2, 10_000)
     logits[:, -1] = -1.0
     seen = row(prompt=range(9_999), repetition_penalty=2.0, temperature=0.0, logit_bias={3: -1.0})
-    seen = SamplingRow(seen.params, 0, range(9_998), (9_998,), frozenset())
+    seen = SamplingRow(seen.params, 0, range(9_999), 9_998, frozenset())
     positive = row(prompt=range(9_999), repetition_penalty=2.0, temperature=0.0)
     host, device = both(
         logits + torch.tensor([[0.0], [5.0]]), [RowRequest((seen,)), RowRequest((positive,))]
@@ -343,7 +345,7 @@ def test_a_request_that_the_device_cannot_sample_ends_alone(tiny_model: Path, mo
     find_edits = device_sampler.find_edits
 
     def broken(rows: Sequence[SamplingRow | None]) -> object:
-        if any(one is not None and 200 in one.prompt_token_ids for one in rows):
+        if any(one is not None and 200 in one.token_ids for one in rows):
             raise RuntimeError("defect in the sampler")
         return find_edits(rows)
 

@@ -182,7 +182,7 @@ class LogitRow:
 class Logits:
     """A sampler whose results are the rows of logits."""
 
-    WANTED = RowRequest((SamplingRow(GREEDY, 0, (), ()),))
+    WANTED = RowRequest((SamplingRow(GREEDY, 0, (), 0),))
 
     def words(self, requests: object, batch: int) -> np.ndarray:
         return np.empty((batch, 0), np.int32)

@@ -16,7 +16,9 @@ from trencadis.engine.sampling_params import SamplingParams
 
 
 def row(seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params):
-    return SamplingRow(SamplingParams(**params), seed, prompt, output, frozenset({0}))
+    return SamplingRow(
+        SamplingParams(**params), seed, (*prompt, *output), len(prompt), frozenset({0})
+    )
 
 
 def draw_many(logits: torch.Tensor, count: int = 4000, **params) -> torch.Tensor:
@@ -242,7 +244,7 @@ def test_what_contradicts_the_kind_of_search_is_named(
 def test_beams_rank_tokens_as_they_are_but_for_what_is_forbidden() -> None:
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(use_beam_search=True, min_tokens=1)
-    rows = [SamplingRow(params, 0, (1,), (), frozenset({int(logits[1].argmax())}))] * 2
+    rows = [SamplingRow(params, 0, (1,), 1, frozenset({int(logits[1].argmax())}))] * 2
     (one,), two = rank_tokens(logits, rows, [1, 4])
     assert one == (
         int(logits[0].argmax()),

@@ -152,7 +152,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(make_core, expected, monkey
     sample = sampler.sample
 
     def broken(logits: Any, rows: Any) -> Any:
-        if any(POISON in row.prompt_token_ids for row in rows):
+        if any(POISON in row.token_ids for row in rows):
             raise RuntimeError("defect in the sampler")
         return sample(logits, rows)
 

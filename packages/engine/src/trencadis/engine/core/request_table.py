@@ -20,6 +20,7 @@ from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.outputs import RequestStatus
+from trencadis.engine.runner.sampling_rows import RowRequest, SamplingRow
 from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import (
     QueueFull,
@@ -44,8 +45,8 @@ class Entry:
 
     ``sample_ids`` are sequence ids by sample index (empty for beam search). ``unfinished`` are the
     indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
-    prompt tokens. ``resumed``: the prompt and the tokens after which it goes on, if it was parked.
-    ``was_parked``: also before its first token. How long it waited is not known then.
+    prompt tokens. ``was_parked``: also before its first token. How long it waited is not known
+    then.
     """
 
     key: str
@@ -56,20 +57,27 @@ class Entry:
     unfinished: set[int] = attrs.field(factory=set)
     prompt_counted: bool = False
     status: RequestStatus = "normal"
-    resumed: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     was_parked: bool = False
 
 
 @attrs.define(eq=False)
 class Sample:
-    """One answer of a request. ``is_reported``: the front has its first token."""
+    """One answer of a request. ``is_reported``: the front has its first token.
+
+    ``request``: what is sampled from a row of logits that is of this sample alone.
+    """
 
     entry: Entry
     index: int
-    seed: int
+    request: RowRequest
     sequence: ScheduledTokens
     matcher: GrammarMatcher | None = None
     is_reported: bool = False
+
+    @property
+    def row(self) -> SamplingRow:
+        (row,) = self.request.samples
+        return row
 
     @property
     def is_unfinished(self) -> bool:
@@ -193,12 +201,13 @@ class RequestTable:
         if params == self._last_params:
             params = self._last_params
         self._last_params = params
-        prompt, output = request.prompt_token_ids, request.output_token_ids
-        entry = Entry(request.key, params, len(prompt), was_parked=request.is_resumed)
-        if output:
-            entry.resumed = prompt, output
-            entry.prompt_counted = True  # when it was first added
-        return entry
+        return Entry(
+            request.key,
+            params,
+            len(request.prompt_token_ids),
+            was_parked=request.is_resumed,
+            prompt_counted=bool(request.output_token_ids),  # when it was first added
+        )
 
     def _schedule(self, entry: Entry, request: CoreRequest) -> None:
         """Add the groups of a request to the scheduler. A request with an error leaves none."""
@@ -220,7 +229,7 @@ class RequestTable:
     def _add_samples(
         self, entry: Entry, grammar: CompiledGrammar | None, output_token_ids: Sequence[int]
     ) -> None:
-        params = entry.params
+        params, num_prompt = entry.params, entry.num_prompt_tokens
         entry.unfinished.update(range(params.num_seqs))
         sequences = (sequence for group in entry.groups for sequence in group.unfinished_seqs)
         for index, sequence in enumerate(sequences):
@@ -229,7 +238,10 @@ class RequestTable:
             if matcher is not None:
                 for token_id in output_token_ids:
                     matcher.consume(token_id)
-            self.samples[sequence.seq_id] = Sample(entry, index, seed, sequence, matcher)
+            # A parked request goes on after its prompt: penalties and draws count what follows.
+            row = SamplingRow(params, seed, sequence.token_ids, num_prompt, self._eos_token_ids)
+            sample = Sample(entry, index, RowRequest((row,)), sequence, matcher)
+            self.samples[sequence.seq_id] = sample
             entry.sample_ids.append(sequence.seq_id)
 
     def abort(self, key: str) -> None:

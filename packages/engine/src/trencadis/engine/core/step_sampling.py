@@ -89,14 +89,17 @@ class StepSampling:
                 requests[item.seq_id] = self._beam_request(item, *live[item.seq_id])
             elif item.samples:
                 samples = [self._samples[seq_id] for seq_id in item.sample_ids]
-                rows = [self._sampling_row(sample) for sample in samples]
                 # The samples of a row have the same tokens, and so the same mask.
                 matcher = next((s.matcher for s in samples if s.is_unfinished), None)
                 if matcher is not None:
                     masks = masks or self._grammars.masks()
-                    mask = masks.add(matcher, rows[0].forbidden_token_ids)
-                    rows = [attrs.evolve(row, mask=mask) for row in rows]
-                requests[item.seq_id] = RowRequest(tuple(rows))
+                    mask = masks.add(matcher, samples[0].row.forbidden_token_ids)
+                    rows = [attrs.evolve(sample.row, mask=mask) for sample in samples]
+                    requests[item.seq_id] = RowRequest(tuple(rows))
+                elif len(samples) == 1:
+                    requests[item.seq_id] = samples[0].request
+                else:
+                    requests[item.seq_id] = RowRequest(tuple(sample.row for sample in samples))
         if masks is not None:
             masks.start()
         return requests
@@ -190,16 +193,9 @@ class StepSampling:
     def _beam_request(
         self, item: ScheduledSequence, sequence: ScheduledTokens, entry: Entry
     ) -> RowRequest:
-        beam = Sample(entry, index=0, seed=0, sequence=sequence)
-        return RowRequest(beam=self._sampling_row(beam), num_candidates=item.num_candidates)
-
-    def _sampling_row(self, sample: Sample) -> SamplingRow:
-        sequence, resumed = sample.sequence, sample.entry.resumed
-        prompt: Sequence[int] = sequence.request.prompt_token_ids
-        output: Sequence[int] = sequence.output_token_ids
-        if resumed is not None:  # penalties and draws go on where they were
-            prompt, output = resumed[0], (*resumed[1], *output)
-        return SamplingRow(sample.entry.params, sample.seed, prompt, output, self._eos_token_ids)
+        num_prompt, eos = entry.num_prompt_tokens, self._eos_token_ids
+        beam = SamplingRow(entry.params, 0, sequence.token_ids, num_prompt, eos)
+        return RowRequest(beam=beam, num_candidates=item.num_candidates)
 
     def _follow(self, seq_id: int, token_id: int, pays: JumpPays) -> Sequence[int]:
         """Let the grammar of a sample follow its new token. An error ends its request alone.

@@ -103,7 +103,7 @@ def pack_numbers(rows: Sequence[SamplingRow | None], batch: int) -> IntArray:
         floats[i] = max(params.temperature, _MIN_TEMPERATURE), 1.0, distance, top_p
         if params.top_k > 0:
             words[i, 4] = params.top_k
-        words[i, 5:] = draw_keys(row.seed, len(row.output_token_ids))
+        words[i, 5:] = draw_keys(row.seed, row.num_output_tokens)
     return words
 
 

@@ -75,14 +75,16 @@ def apply_edits(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
 
 def _edits_of(row: SamplingRow) -> tuple[IntArray, FloatArray, FloatArray, FloatArray] | None:
     """Token ids, bias, penalty and lowering of one row; None without any."""
-    params, output = row.params, row.output_token_ids
+    params = row.params
     forbidden = row.forbidden_token_ids if row.mask is None else frozenset[int]()
     repeats = params.repetition_penalty != 1.0
-    counts = bool(output) and (params.presence_penalty != 0.0 or params.frequency_penalty != 0.0)
+    counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
+    counts = counts and row.num_output_tokens > 0
     if not (params.logit_bias or forbidden or repeats or counts):
         return None
-    seen = {*row.prompt_token_ids, *output} if repeats else set()
-    generated, times = np.unique(np.asarray(output if counts else (), np.int32), return_counts=True)
+    seen = set(row.token_ids) if repeats else set()
+    output = row.output_token_ids if counts else ()
+    generated, times = np.unique(np.asarray(output, np.int32), return_counts=True)
     tokens = np.array(
         sorted({*params.logit_bias, *forbidden, *seen, *generated.tolist()}), np.int32
     )

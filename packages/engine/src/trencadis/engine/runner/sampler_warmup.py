@@ -78,8 +78,8 @@ class SamplerWarmup:
                 SamplingRow(
                     params,
                     seed,
-                    request.prompt_token_ids,
-                    request.output_token_ids,
+                    (*request.prompt_token_ids, *request.output_token_ids),
+                    len(request.prompt_token_ids),
                     mask=None if params.structured_output is None else every_token,
                 )
             )

@@ -34,21 +34,33 @@ class TokenMask(Protocol):
 class SamplingRow:
     """The sampler's input for one token: the sequence's parameters, seed and tokens.
 
-    ``mask``: the tokens that a structured output allows; None for all tokens. It also says which
-    tokens ``min_tokens`` forbids.
+    ``token_ids``: prompt and output. It is not a copy: after the step the new token is in it, so
+    that a sequence keeps one row for all of its steps. ``num_prompt_tokens`` of them are the
+    prompt. ``mask``: the tokens that a structured output allows; None for all tokens. It also says
+    which tokens ``min_tokens`` forbids.
     """
 
     params: SamplingParams
     seed: int
-    prompt_token_ids: Sequence[int]
-    output_token_ids: Sequence[int]
+    token_ids: Sequence[int]
+    num_prompt_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
 
     @property
+    def num_output_tokens(self) -> int:
+        """Tokens after the prompt."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def output_token_ids(self) -> Sequence[int]:
+        """The tokens after the prompt, a copy."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
     def forbidden_token_ids(self) -> frozenset[int]:
         """The tokens that would end the answer before ``min_tokens``."""
-        if len(self.output_token_ids) >= self.params.min_tokens:
+        if self.num_output_tokens >= self.params.min_tokens:
             return frozenset()
         return self.eos_token_ids.union(self.params.stop_token_ids)
 
