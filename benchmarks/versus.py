@@ -4,10 +4,10 @@
     python benchmarks/versus.py                    # all engines whose environments are there
     python benchmarks/versus.py --engines eager compile --rounds 3
 
-Each engine is a process of its own that stays loaded; within a round they take turns, so that a
-change of the machine's speed meets all. The first round is not counted. Prints medians, the spread
-of the rounds, and the ratio to vLLM (to transformers, if vLLM is not measured); ``--plot FILE.png``
-draws them.
+Each engine is a process of its own that stays loaded. They take turns with each run of a load, so
+that a change of the machine's speed meets all; of its runs in a round, the median counts. A round
+of one run of each load warms the engines up. Prints medians, the spread of the rounds, and the
+ratio to vLLM (to transformers, if vLLM is not measured); ``--plot FILE.png`` draws them.
 
 vLLM is measured twice: as it starts by default, where it keeps one core free of computation for its
 scheduler, and with threads on all cores (``vllm-all-cores``). Ratios are to the one that is faster
@@ -38,8 +38,7 @@ from trencadis.engine import default_model
 
 ENGINES = (*OURS, "transformers", *VLLM, *LLAMA)
 SETTLE_SECONDS = 2.0
-"""Pause before each load: processes of vLLM look for work in a loop for a second after the last."""
-
+"""Pause after vLLM: its processes look for work in a loop for a second after the last."""
 
 COLOURS = (
     *("#90cdf4", "#2b6cb0", "#2f855a"),
@@ -49,14 +48,12 @@ COLOURS = (
 
 
 class Load(NamedTuple):
-    """Requests that arrive at once; lengths in tokens."""
+    """Requests that arrive at once; lengths in tokens. ``runs``: how often, in each round."""
 
     requests: int
     prompt: int
     output: int
-    repeats: int = 1
-    """Runs of a round, of which the median counts. What a shared machine reads from memory in a
-    second changes by half within seconds, so that one run of a short load tells little."""
+    runs: int
 
     def __str__(self) -> str:
         if self.output == 1:
@@ -64,7 +61,9 @@ class Load(NamedTuple):
         return f"{self.requests} × {self.prompt} in, {self.output} out"
 
 
-LOADS = (Load(32, 128, 64), Load(32, 256, 128), Load(1, 32, 64, 9), Load(1, 256, 1, 15))
+LOADS = (Load(32, 128, 64, 3), Load(32, 256, 128, 3), Load(1, 32, 64, 15), Load(1, 256, 1, 15))
+"""What a shared machine reads from memory in a second changes by half within seconds, so that one
+run tells little, and of a short load nothing."""
 
 
 def main() -> None:
@@ -88,12 +87,22 @@ def measure(workers: dict[str, Worker], rounds: int) -> dict[Load, dict[str, lis
     }
     for number in range(rounds + 1):
         for load in LOADS:
-            for name, worker in workers.items():
-                time.sleep(SETTLE_SECONDS)
-                taken_s = worker.run(load, seed=number)
+            seeds = range(100 * number, 100 * number + (load.runs if number else 1))
+            taken = [take_turns(workers, load, seed) for seed in seeds]
+            for name, of_rounds in seconds[load].items():
                 if number:
-                    seconds[load][name].append(taken_s)
+                    of_rounds.append(statistics.median(run[name] for run in taken))
     return seconds
+
+
+def take_turns(workers: dict[str, Worker], load: Load, seed: int) -> dict[str, float]:
+    """The seconds of one run of a load by each engine, with the same prompts."""
+    taken = {}
+    for name, worker in workers.items():
+        taken[name] = worker.run(load, seed)
+        if name in VLLM:
+            time.sleep(SETTLE_SECONDS)
+    return taken
 
 
 class Worker:
@@ -115,11 +124,6 @@ class Worker:
 
     def run(self, load: Load, seed: int) -> float:
         """The seconds of a load, with prompts of this seed."""
-        return statistics.median(
-            self._run(load, seed * load.repeats + repeat) for repeat in range(load.repeats)
-        )
-
-    def _run(self, load: Load, seed: int) -> float:
         assert self._process.stdin is not None
         request = [load.requests, load.prompt, load.output, seed]
         self._process.stdin.write(json.dumps(request) + "\n")
