@@ -60,6 +60,10 @@ _MAX_FAILED_STEPS = 3
 class EngineCore:
     """Loads a model and serves requests step by step. Not thread-safe.
 
+    With ``compile``, cores in several threads of one process must not compile at the same time:
+    PyTorch's tracing changes ``torch.nn.Module`` for all threads. `AsyncEngine` gives each core a
+    process.
+
     ``device`` and ``thermal`` replace those that ``config`` names. Without ``records`` no traffic
     is recorded: for a core that only warms up. Raises `ModelError` or `ConfigError` when the model
     cannot be served under ``config``.

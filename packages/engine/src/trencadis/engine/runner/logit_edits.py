@@ -55,12 +55,13 @@ class LogitEdits:
 
 def find_edits(rows: Sequence[SamplingRow | None]) -> LogitEdits:
     """The edits that the parameters of ``rows`` ask for. None: a row that is not sampled."""
-    found = [(i, row, edits) for i, row in enumerate(rows) if row and (edits := _edits_of(row))]
+    asking = ((i, row) for i, row in enumerate(rows) if row and row.changes_logits)
+    found = [(i, edits) for i, row in asking if (edits := _edits_of(row))]
     if not found:
         empty = np.empty(0, np.float32)
         return LogitEdits(empty.astype(np.int32), empty.astype(np.int32), empty, empty, empty)
-    numbers = np.concatenate([np.full(len(edits[0]), i, np.int32) for i, _, edits in found])
-    columns = (np.concatenate(parts) for parts in zip(*(edits for *_, edits in found), strict=True))
+    numbers = np.concatenate([np.full(len(edits[0]), i, np.int32) for i, edits in found])
+    columns = (np.concatenate(parts) for parts in zip(*(edits for _, edits in found), strict=True))
     return LogitEdits(numbers, *columns)
 
 

@@ -46,6 +46,18 @@ class SamplingRow:
     num_prompt_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
+    changes_logits: bool = attrs.field(init=False)
+    """Whether the parameters may change single logits, in this or another step."""
+
+    @changes_logits.default
+    def _changes_logits(self) -> bool:
+        params = self.params
+        return bool(params.logit_bias) or (
+            params.min_tokens,
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        ) != (0, 1.0, 0.0, 0.0)
 
     @property
     def num_output_tokens(self) -> int:
