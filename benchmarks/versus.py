@@ -53,7 +53,7 @@ class Load(NamedTuple):
     requests: int
     prompt: int
     output: int
-    runs: int
+    runs: int = 1
 
     def __str__(self) -> str:
         if self.output == 1:
