@@ -62,8 +62,8 @@ class Load(NamedTuple):
 
 
 LOADS = (Load(32, 128, 64, 3), Load(32, 256, 128, 3), Load(1, 32, 64, 15), Load(1, 256, 1, 15))
-"""What a shared machine reads from memory in a second changes by half within seconds, so that one
-run tells little, and of a short load nothing."""
+"""The cores and the memory of a shared machine change within seconds ("Near and far cores" in
+docs/performance.md), so that one run tells little, and of a short load nothing."""
 
 
 def main() -> None:

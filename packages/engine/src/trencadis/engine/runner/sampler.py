@@ -6,7 +6,8 @@ the steps, as in vLLM: logit bias, penalties, mask of a structured output, tempe
 top_k, top_p.
 
 To add a sampling parameter: its range and default in `SamplingParams`; its effect in `logit_edits`
-if it changes single logits, else in `draw`, and here if the short way must know it.
+and `SamplingRow.changes_logits` if it changes single logits, else in `draw`, and here if the short
+way must know it.
 """
 
 from __future__ import annotations

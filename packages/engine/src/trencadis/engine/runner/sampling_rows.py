@@ -47,7 +47,8 @@ class SamplingRow:
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
     changes_logits: bool = attrs.field(init=False)
-    """Whether the parameters may change single logits, in this or another step."""
+    """Whether the parameters may change single logits, in this or another step: `logit_edits` looks
+    at no other row."""
 
     @changes_logits.default
     def _changes_logits(self) -> bool:
