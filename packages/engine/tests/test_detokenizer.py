@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.errors import (
     ConfigError,
     InvalidRequest,
@@ -28,7 +29,6 @@ from trencadis.engine.errors import (
 )
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 from trencadis.engine.front.tokenizer import Tokenizer
-from trencadis.engine.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")

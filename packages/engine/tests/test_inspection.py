@@ -27,9 +27,9 @@ from trencadis.engine import (
     RequestFailed,
     SamplingParams,
 )
+from trencadis.engine.api.inspection import MAX_GRID_SIZES
 from trencadis.engine.core.core_process import _handle
 from trencadis.engine.core.reconfigure import ModelSwitcher
-from trencadis.engine.inspection import MAX_GRID_SIZES
 from trencadis.engine.ipc.messages import Inspect, Inspected
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.grids import Grids

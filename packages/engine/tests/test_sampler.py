@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.runner.sampler import argmax_in_blocks, rank_tokens, sample
 from trencadis.engine.runner.sampling_rows import SamplingRow
-from trencadis.engine.sampling_params import SamplingParams
 
 
 def row(seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params):

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from trencadis.engine import InvalidRequest, SamplingParams
-from trencadis.engine.sampling_params import MAX_TOKEN_ID
+from trencadis.engine.api.sampling_params import MAX_TOKEN_ID
 
 HUGE = 10**5000
 """Python refuses to write so many digits, also into an error message."""

@@ -33,12 +33,12 @@ from trencadis.engine import (
     StructuredOutput,
     Tokenizer,
 )
+from trencadis.engine.api.structured_output import MAX_BYTES
 from trencadis.engine.devices import CPUDevice, Device, HPUDevice
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import GrammarMatcher, allowed_tokens
-from trencadis.engine.structured_output import MAX_BYTES
 from trencadis.scheduler import BatchControl
 
 needs_llguidance = pytest.mark.skipif(

@@ -7,7 +7,19 @@ waits for PyTorch, and the ``--help`` of a command waits for neither scheduler n
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.outputs import (
+    CompletionDelta,
+    EngineStats,
+    FinishReason,
+    PositionLogprobs,
+    RequestStatus,
+    ThermalStats,
+    TokenLogprob,
+)
+from trencadis.engine.api.sampling_params import POOLING, SamplingParams
+from trencadis.engine.api.scoring import PairPrompt, Scoring
+from trencadis.engine.api.structured_output import StructuredOutput
+from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.errors import (
     BucketMiss,
     CompileError,
@@ -28,21 +40,10 @@ from trencadis.engine.errors import (
     SwitchInProgressError,
     UnknownModelError,
 )
-from trencadis.engine.outputs import (
-    CompletionDelta,
-    EngineStats,
-    FinishReason,
-    PositionLogprobs,
-    RequestStatus,
-    ThermalStats,
-    TokenLogprob,
-)
-from trencadis.engine.sampling_params import POOLING, SamplingParams
-from trencadis.engine.scoring import PairPrompt, Scoring
-from trencadis.engine.structured_output import StructuredOutput
-from trencadis.engine.text_prompts import TextPrompts
+from trencadis.engine.settings.engine_config import EngineConfig
 
 if TYPE_CHECKING:
+    from trencadis.engine.api.inspection import EngineInspection, GridUsage
     from trencadis.engine.core.compile_cache import (
         CompileCacheReport,
         check_compile_cache,
@@ -63,7 +64,6 @@ if TYPE_CHECKING:
     from trencadis.engine.front.multi_model_engine import MultiModelEngine, SwitchReport
     from trencadis.engine.front.scores import Score
     from trencadis.engine.front.tokenizer import Tokenizer
-    from trencadis.engine.inspection import EngineInspection, GridUsage
     from trencadis.engine.ipc.messages import NewToken
     from trencadis.engine.models.default_model import default_model
     from trencadis.scheduler import BatchControl, BatchControlResult
@@ -79,10 +79,10 @@ _LOADED_ON_USE = {
     "Device": ".devices",
     "Embedding": ".front.embeddings",
     "EngineCore": ".core.engine_core",
-    "EngineInspection": ".inspection",
+    "EngineInspection": ".api.inspection",
     "Generation": ".front.llm",
     "Graph": ".devices",
-    "GridUsage": ".inspection",
+    "GridUsage": ".api.inspection",
     "LLM": ".front.llm",
     "LogSettings": ".core.core_process",
     "ModelEntry": ".front.multi_model_config",

@@ -11,10 +11,10 @@ from pathlib import Path
 import attrs
 
 from trencadis.bucketing import Bucket
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.warmup import Phase
 
 logger = logging.getLogger("trencadis.engine")

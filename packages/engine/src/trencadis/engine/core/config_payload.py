@@ -11,10 +11,10 @@ from typing import Any
 import attrs
 import msgspec
 
-from trencadis.engine.capacity_settings import DeviceDefault
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.library_settings import library_settings
+from trencadis.engine.settings.capacity_settings import DeviceDefault
+from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.engine.settings.library_settings import library_settings
 from trencadis.engine.validators import shown
 
 MAX_PAYLOAD_BYTES = 1 << 20

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 import attrs
 from typing_extensions import assert_never
 
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.errors import (
     ConfigError,
     EngineOverloaded,
@@ -45,6 +44,7 @@ from trencadis.engine.ipc.messages import (
     Stop,
     WakeUp,
 )
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.scheduler import BatchControlResult, ControlError
 
 if TYPE_CHECKING:

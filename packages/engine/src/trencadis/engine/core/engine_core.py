@@ -14,7 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
+from trencadis.engine.api.outputs import EngineStats
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.core.request_conversion import (
     CoreRequest,
     check_arguments,
@@ -29,13 +31,11 @@ from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import BucketMiss, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
-from trencadis.engine.inspection import MAX_MAP_CELLS, EngineInspection
 from trencadis.engine.ipc.messages import BUSY_SECONDS, NewToken, Rejected, RequestError
-from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.worker import Worker
-from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import items_of, shown
 from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
 from trencadis.scheduler import (

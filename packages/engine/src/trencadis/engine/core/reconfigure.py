@@ -17,7 +17,6 @@ from pathlib import Path
 import attrs
 import psutil
 
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.config_payload import (
     OF_THE_DEVICE,
     config_of_payload,
@@ -27,6 +26,7 @@ from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.errors import ConfigError, SwitchFailedError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.runner.worker import Worker
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.warmup import format_bytes
 
 logger = logging.getLogger("trencadis.engine")

@@ -14,14 +14,14 @@ from concurrent import futures
 
 import attrs
 
+from trencadis.engine.api.outputs import RequestStatus
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.core.request_conversion import CoreRequest, scheduler_requests
 from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
-from trencadis.engine.outputs import RequestStatus
 from trencadis.engine.runner.sampling_rows import RowRequest, SamplingRow
-from trencadis.engine.sampling_params import SamplingParams
 from trencadis.scheduler import (
     QueueFull,
     Scheduler,

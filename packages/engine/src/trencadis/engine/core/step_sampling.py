@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
+from trencadis.engine.api.outputs import FinishReason
 from trencadis.engine.core.request_table import Entry, RequestTable, Sample
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import GrammarMatcher, StepMasks
 from trencadis.engine.ipc.messages import NewToken, RequestError
-from trencadis.engine.outputs import FinishReason
 from trencadis.engine.runner.sampling_rows import (
     RowRequest,
     RowResult,

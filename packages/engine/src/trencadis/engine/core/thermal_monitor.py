@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import logging
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.outputs import SensorHealth, ThermalStats
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.outputs import SensorHealth, ThermalStats
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import shown
 from trencadis.scheduler import SchedulerError, ThermalGuard
 from trencadis.scheduler.telemetry import Health, ReaderConfig, TemperatureReader, open_source

@@ -1,8 +1,8 @@
 """The devices that a model can run on. No code outside this package depends on which one.
 
 To add a device: a `Device` subclass in a module of its own, a row in `DEVICES`, and its name in
-`trencadis.engine.config.DEVICES`. A device of another package needs neither: its users name it as
-``module:Class``.
+``DEVICES`` of `trencadis.engine.settings.engine_config`. A device of another package needs neither:
+its users name it as ``module:Class``.
 """
 
 from __future__ import annotations

@@ -12,7 +12,11 @@ from typing import TYPE_CHECKING, Any
 import attrs
 from typing_extensions import assert_never
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.inspection import EngineInspection
+from trencadis.engine.api.outputs import CompletionDelta, EngineStats
+from trencadis.engine.api.sampling_params import POOLING, SamplingParams
+from trencadis.engine.api.scoring import Scoring
+from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.core.request_conversion import (
     check_arguments,
@@ -37,7 +41,6 @@ from trencadis.engine.front.model_changes import ModelChanges, end_future
 from trencadis.engine.front.open_requests import OpenRequest, OpenRequests
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.scores import Score, check_scoring
-from trencadis.engine.inspection import EngineInspection
 from trencadis.engine.ipc.messages import (
     Add,
     Busy,
@@ -58,10 +61,7 @@ from trencadis.engine.ipc.messages import (
     StepDone,
 )
 from trencadis.engine.models.checkpoint import locate
-from trencadis.engine.outputs import CompletionDelta, EngineStats
-from trencadis.engine.sampling_params import POOLING, SamplingParams
-from trencadis.engine.scoring import Scoring
-from trencadis.engine.text_prompts import TextPrompts
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import items_of, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 

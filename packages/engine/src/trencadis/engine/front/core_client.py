@@ -10,11 +10,11 @@ import signal
 import time
 from multiprocessing.process import BaseProcess
 
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.core_process import LogSettings, run_core
 from trencadis.engine.errors import ConfigError, EngineDead, ModelError
 from trencadis.engine.ipc.channel import FrontChannel
 from trencadis.engine.ipc.messages import Failed, FromCore, Ready, ToCore
+from trencadis.engine.settings.engine_config import EngineConfig
 
 _START_SECONDS = 3600.0
 """Longest start: a large model with every graph to compile takes tens of minutes on Gaudi."""

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import attrs
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.outputs import EngineStats
 from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
     EngineDead,
@@ -22,8 +22,8 @@ from trencadis.engine.errors import (
 )
 from trencadis.engine.front.core_client import CoreClient
 from trencadis.engine.ipc.messages import Busy, Failed, FromCore, Ready, StepDone, Stop, ToCore
-from trencadis.engine.outputs import EngineStats
 from trencadis.engine.runner.limits import token_budget
+from trencadis.engine.settings.engine_config import EngineConfig
 
 logger = logging.getLogger("trencadis.engine")
 

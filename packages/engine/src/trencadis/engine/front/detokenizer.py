@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
 
-from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.api.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer

@@ -6,9 +6,9 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
+from trencadis.engine.api.outputs import CompletionDelta
+from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.errors import InvalidRequest, RequestFailed
-from trencadis.engine.outputs import CompletionDelta
-from trencadis.engine.scoring import Scoring
 
 
 @attrs.frozen(eq=False)

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.errors import EngineOverloaded
 from trencadis.engine.grammars.checker import GrammarChecker
-from trencadis.engine.structured_output import StructuredOutput
 
 _MAX_GRAMMAR_CHECKS = 64
 """Requests that may wait until their grammar is checked. A check takes up to seconds."""

@@ -13,7 +13,10 @@ from typing import Any, TypeVar
 
 import attrs
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.outputs import CompletionDelta, FinishReason, PositionLogprobs
+from trencadis.engine.api.sampling_params import POOLING, SamplingParams
+from trencadis.engine.api.scoring import Scoring
+from trencadis.engine.api.text_prompts import check_named_texts
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.core.request_conversion import (
     check_arguments,
@@ -34,10 +37,7 @@ from trencadis.engine.front.scores import Score, check_scoring
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
-from trencadis.engine.outputs import CompletionDelta, FinishReason, PositionLogprobs
-from trencadis.engine.sampling_params import POOLING, SamplingParams
-from trencadis.engine.scoring import Scoring
-from trencadis.engine.text_prompts import check_named_texts
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import items_of, shown
 
 ItemT = TypeVar("ItemT")

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.errors import (
     EngineDead,
@@ -32,6 +31,7 @@ from trencadis.engine.ipc.messages import (
     ToCore,
     WakeUp,
 )
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import shown
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 
 import attrs
 
-from trencadis.engine.config import EngineConfig
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.core.config_payload import OF_THE_DEVICE
 from trencadis.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from trencadis.engine.front.yaml_nodes import (
@@ -25,10 +25,10 @@ from trencadis.engine.front.yaml_nodes import (
     YamlScalar,
     read_yaml,
 )
-from trencadis.engine.library_settings import library_variables
 from trencadis.engine.models.checkpoint import check_checkpoint
-from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.settings import FileSetting, file_settings, variables_of
+from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.engine.settings.flags import FileSetting, file_settings, variables_of
+from trencadis.engine.settings.library_settings import library_variables
 from trencadis.engine.validators import is_text, plain_number, shown, text
 
 MAX_FILE_BYTES = 1 << 18

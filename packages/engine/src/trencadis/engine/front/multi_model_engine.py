@@ -10,6 +10,11 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 
+from trencadis.engine.api.inspection import EngineInspection
+from trencadis.engine.api.outputs import CompletionDelta, EngineStats
+from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.scoring import Scoring
+from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
@@ -25,11 +30,6 @@ from trencadis.engine.front.embeddings import Embedding
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.front.prepared_models import PreparedModels
 from trencadis.engine.front.scores import Score
-from trencadis.engine.inspection import EngineInspection
-from trencadis.engine.outputs import CompletionDelta, EngineStats
-from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.scoring import Scoring
-from trencadis.engine.text_prompts import TextPrompts
 from trencadis.engine.validators import plain_number, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator
 import attrs
 import msgspec
 
+from trencadis.engine.api.outputs import CompletionDelta
 from trencadis.engine.errors import (
     EngineDead,
     EngineError,
@@ -21,7 +22,6 @@ from trencadis.engine.errors import (
 from trencadis.engine.front.core_supervisor import CoreSupervisor
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.ipc.messages import Abort, Add, Finish, Rejected, StepDone
-from trencadis.engine.outputs import CompletionDelta
 
 logger = logging.getLogger("trencadis.engine")
 

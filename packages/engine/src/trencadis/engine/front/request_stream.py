@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 import attrs
 
+from trencadis.engine.api.outputs import CompletionDelta, FinishReason
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.errors import RequestFailed
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 from trencadis.engine.ipc.messages import NewToken
-from trencadis.engine.outputs import CompletionDelta, FinishReason
-from trencadis.engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer

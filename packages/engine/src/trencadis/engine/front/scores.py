@@ -5,9 +5,9 @@ from __future__ import annotations
 import attrs
 import numpy as np
 
+from trencadis.engine.api.outputs import CompletionDelta
+from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.errors import InvalidRequest, RequestFailed
-from trencadis.engine.outputs import CompletionDelta
-from trencadis.engine.scoring import Scoring
 
 
 @attrs.frozen

@@ -23,8 +23,8 @@ from typing import Any
 
 from llguidance import LLMatcher, LLTokenizer
 
+from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.grammars.grammar import matcher_error, new_matcher
-from trencadis.engine.structured_output import StructuredOutput
 
 CPU_SECONDS = 3.0
 """Processor time in which a grammar must be compiled and pass the trial."""

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import attrs
 
+from trencadis.engine.api.structured_output import FIELD, StructuredOutput
 from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.grammars.grammar import require_llguidance
 from trencadis.engine.line_process import LineProcess
-from trencadis.engine.structured_output import FIELD, StructuredOutput
 from trencadis.engine.validators import shown
 
 _NUM_VERDICTS = 256

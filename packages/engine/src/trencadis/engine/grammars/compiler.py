@@ -7,9 +7,9 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.grammars.grammar import load_tokenizer, new_matcher, require_llguidance
 from trencadis.engine.grammars.matcher import CompiledGrammar, MaskThreads, StepMasks
-from trencadis.engine.structured_output import StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer

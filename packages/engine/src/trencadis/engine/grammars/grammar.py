@@ -11,8 +11,8 @@ import re
 from copy import copy
 from typing import TYPE_CHECKING
 
+from trencadis.engine.api.structured_output import FIELD, StructuredOutput
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.structured_output import FIELD, StructuredOutput
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer

@@ -10,16 +10,16 @@ from typing import Literal
 
 import msgspec
 
-from trencadis.engine.inspection import EngineInspection
-from trencadis.engine.outputs import (
+from trencadis.engine.api.inspection import EngineInspection
+from trencadis.engine.api.outputs import (
     EngineStats,
     FinishReason,
     PositionLogprobs,
     RequestStatus,
 )
-from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.scoring import Scoring
-from trencadis.engine.text_prompts import TextPrompts
+from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.scoring import Scoring
+from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 BUSY_SECONDS = 1800.0

@@ -9,10 +9,10 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.utils.hub import cached_file
 
+from trencadis.engine.api.scoring import Activation
+from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
-from trencadis.engine.scoring import Activation
-from trencadis.engine.text_prompts import TextPrompts
 from trencadis.engine.validators import is_text
 
 SETTINGS_FILE = "config_sentence_transformers.json"

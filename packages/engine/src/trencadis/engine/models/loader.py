@@ -20,6 +20,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
+from trencadis.engine.api.scoring import PairForm, Scoring
+from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import ATTENTION_NAME
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
@@ -40,8 +42,6 @@ from trencadis.engine.models.score_heads import (
     is_classifier,
     keep_tokens,
 )
-from trencadis.engine.scoring import PairForm, Scoring
-from trencadis.engine.text_prompts import TextPrompts
 
 logger = logging.getLogger("trencadis.engine")
 

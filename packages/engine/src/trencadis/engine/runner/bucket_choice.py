@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Sequence
 import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
+from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.errors import BucketMiss
-from trencadis.engine.inspection import GridUsage
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardRunner
 from trencadis.engine.runner.grids import Grids

@@ -8,7 +8,7 @@ from typing import Literal
 import attrs
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.engine.inspection import MAX_GRID_SIZES, GridUsage
+from trencadis.engine.api.inspection import MAX_GRID_SIZES, GridUsage
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.kvcache import ceil_div

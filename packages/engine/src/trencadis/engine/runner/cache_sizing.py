@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
@@ -29,6 +28,7 @@ from trencadis.engine.runner.shapes import (
     RaggedShape,
     most_prefix_pairs,
 )
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import ceil_div
 from trencadis.kvcache.tensors import KVCache, bytes_per_block
 from trencadis.warmup import GRAPH_RESERVED_MEM, MemoryPlan, WarmupError, format_bytes

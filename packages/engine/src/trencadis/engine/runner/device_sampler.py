@@ -17,8 +17,9 @@ import numpy as np
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
+from trencadis.engine.api.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from trencadis.engine.devices import Device
-from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
 from trencadis.engine.runner.sampling_rows import (
@@ -29,7 +30,6 @@ from trencadis.engine.runner.sampling_rows import (
     SampledToken,
     SamplingRow,
 )
-from trencadis.engine.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 
 Program = Callable[..., torch.Tensor]
 

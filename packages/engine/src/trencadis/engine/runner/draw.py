@@ -23,9 +23,9 @@ import attrs
 import numpy as np
 import torch
 
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.runner.gumbel import NUM_KEYS, draw_keys, log_times
 from trencadis.engine.runner.sampling_rows import NO_TOKEN, IntArray, SamplingRow
-from trencadis.engine.sampling_params import SamplingParams
 
 WORDS_PER_ROW = 5 + NUM_KEYS
 

@@ -11,7 +11,6 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 
 from trencadis.bucketing import Bucket, BucketGrid, BucketingConfig, BucketingError
-from trencadis.engine.config import FITTED, EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.grids import (
@@ -34,6 +33,7 @@ from trencadis.engine.runner.limits import ServingLimits, token_budget
 from trencadis.engine.runner.model_input import MASK_ROWS
 from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.shapes import ChunkSize, PromptShape, RaggedShape
+from trencadis.engine.settings.engine_config import FITTED, EngineConfig
 from trencadis.kvcache import ceil_div
 from trencadis.warmup import Phase
 

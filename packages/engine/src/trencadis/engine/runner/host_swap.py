@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import psutil
 
-from trencadis.engine.capacity_settings import DEFAULT_SWAP_SPACE
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.limits import check_memory
+from trencadis.engine.settings.capacity_settings import DEFAULT_SWAP_SPACE
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache import BandwidthGovernor, KVCacheError
 
 

@@ -19,11 +19,11 @@ from trencadis.bucketing import (
     BucketingError,
     TrafficRecorder,
 )
-from trencadis.engine.config import FITTED, EngineConfig
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.runner.grids import Grids, made_grids, ragged_grids
 from trencadis.engine.runner.limits import ServingLimits
 from trencadis.engine.runner.recorded_traffic import decode_file, load_traffic, read_traffic
+from trencadis.engine.settings.engine_config import FITTED, EngineConfig
 from trencadis.warmup import Phase, WarmupConfig, expected_replays
 
 logger = logging.getLogger("trencadis.engine")

@@ -10,8 +10,8 @@ from typing import Protocol
 
 import attrs
 
-from trencadis.engine.config import SchedulingPolicy
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.settings.engine_config import SchedulingPolicy
 from trencadis.kvcache import ceil_div
 from trencadis.scheduler import SchedulerConfig
 from trencadis.warmup import format_bytes

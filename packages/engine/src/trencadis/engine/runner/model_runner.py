@@ -12,9 +12,9 @@ import attrs
 import torch
 
 from trencadis.bucketing import Bucket
+from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.devices import Device, PendingCopy
 from trencadis.engine.errors import BucketMiss, ModelError
-from trencadis.engine.inspection import GridUsage
 from trencadis.engine.runner.batch_builder import BatchBuilder, Scheduled, requests_of
 from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.engine.runner.bucket_choice import BucketChoice, RecordMiss

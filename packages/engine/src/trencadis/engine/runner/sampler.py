@@ -19,8 +19,8 @@ import attrs
 import numpy as np
 import torch
 
+from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.grammars.matcher import allowed_tokens
-from trencadis.engine.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.runner.draw import (
     DrawKind,
     DrawNumbers,

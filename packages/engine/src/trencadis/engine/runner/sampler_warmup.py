@@ -7,10 +7,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.devices import Device
 from trencadis.engine.runner.sampling_rows import IntArray, RowRequest, Sampler, SamplingRow
-from trencadis.engine.sampling_params import SamplingParams
-from trencadis.engine.structured_output import StructuredOutput
 from trencadis.warmup import DummyRequest, SamplerConfig
 
 _OTHER_PROGRAMS = (

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trencadis.engine.outputs import PositionLogprobs
-from trencadis.engine.sampling_params import SamplingParams
+from trencadis.engine.api.outputs import PositionLogprobs
+from trencadis.engine.api.sampling_params import SamplingParams
 
 IntArray = npt.NDArray[np.int32]
 

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 
 from trencadis.bucketing import Bucket
-from trencadis.engine.config import EngineConfig
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
@@ -45,6 +44,7 @@ from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.sampling_rows import Sampler
 from trencadis.engine.runner.shapes import DecodeRead, PromptShape, RaggedShape
+from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import (
     GraphCapture,

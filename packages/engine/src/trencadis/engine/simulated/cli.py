@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from trencadis.bucketing import BucketingError
 from trencadis.engine import __version__
 from trencadis.engine.errors import ConfigError, EngineError
-from trencadis.engine.settings import add_flags, environment_help, given_flags
+from trencadis.engine.settings.flags import add_flags, environment_help, given_flags
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.model_shape import read_model_shape
 from trencadis.engine.simulated.report import SimulationReport, report_of

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from trencadis.bucketing import BucketingConfig
-from trencadis.engine.capacity_settings import (
+from trencadis.engine.settings.capacity_settings import (
     DEFAULT_SWAP_SPACE,
     HEAT,
     MAX_BYTES,
@@ -16,16 +16,7 @@ from trencadis.engine.capacity_settings import (
     MODEL,
     CapacitySettings,
 )
-from trencadis.engine.library_settings import (
-    AXIS_SETTINGS,
-    BUCKETING_VARIABLES,
-    DEFRAG_VARIABLES,
-    GRAPH_VARIABLES,
-    SKIP_WARMUP,
-    library_settings,
-    library_variables,
-)
-from trencadis.engine.settings import (
+from trencadis.engine.settings.flags import (
     GIB,
     from_env,
     parse_gib,
@@ -34,6 +25,15 @@ from trencadis.engine.settings import (
     variables_of,
     warn_of_misspelt_variables,
     with_defaults,
+)
+from trencadis.engine.settings.library_settings import (
+    AXIS_SETTINGS,
+    BUCKETING_VARIABLES,
+    DEFRAG_VARIABLES,
+    GRAPH_VARIABLES,
+    SKIP_WARMUP,
+    library_settings,
+    library_variables,
 )
 from trencadis.engine.simulated.hardware import HARDWARE
 from trencadis.engine.validators import integer, number, one_of

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.settings import variables_of
+from trencadis.engine.settings.flags import variables_of
 
 if TYPE_CHECKING:
     from trencadis.bucketing import BucketingConfig

@@ -13,8 +13,8 @@ from typing import Any, Literal
 
 import attrs
 
+from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.structured_output import StructuredOutput
 from trencadis.engine.validators import (
     boolean,
     integer,

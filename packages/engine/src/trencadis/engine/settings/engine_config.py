@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 
-from trencadis.engine.capacity_settings import (
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.settings.capacity_settings import (
     DEFAULT_SWAP_SPACE,
     FAULTS,
     HEAT,
@@ -25,8 +26,17 @@ from trencadis.engine.capacity_settings import (
     CapacitySettings,
     DeviceDefault,
 )
-from trencadis.engine.errors import ConfigError
-from trencadis.engine.library_settings import (
+from trencadis.engine.settings.flags import (
+    from_env,
+    parse_flag,
+    parse_indices,
+    parse_json_object,
+    parse_size,
+    setting,
+    variables_of,
+    warn_of_misspelt_variables,
+)
+from trencadis.engine.settings.library_settings import (
     AXIS_SETTINGS,
     BUCKETING_VARIABLES,
     DEFRAG_VARIABLES,
@@ -38,16 +48,6 @@ from trencadis.engine.library_settings import (
     library_variables,
     sets_buckets,
     sets_strategy,
-)
-from trencadis.engine.settings import (
-    from_env,
-    parse_flag,
-    parse_indices,
-    parse_json_object,
-    parse_size,
-    setting,
-    variables_of,
-    warn_of_misspelt_variables,
 )
 from trencadis.engine.validators import (
     boolean,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trencadis.engine.settings import setting
+from trencadis.engine.settings.flags import setting
 from trencadis.engine.validators import integer, number, power_of_two
 
 DEFAULT_SWAP_SPACE = 4.0

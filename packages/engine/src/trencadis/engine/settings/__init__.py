@@ -1,0 +1,40 @@
+"""The engine's settings, and what derives flags, variables and documentation from settings classes.
+
+The names here are public, for settings classes of other packages.
+"""
+
+from trencadis.engine.settings.flags import (
+    add_flags,
+    environment_help,
+    flag_table,
+    format_size,
+    from_env,
+    given_flags,
+    parse_flag,
+    parse_gib,
+    parse_json_object,
+    parse_option,
+    parse_size,
+    setting,
+    variables_of,
+    warn_of_misspelt_variables,
+    with_defaults,
+)
+
+__all__ = [
+    "add_flags",
+    "environment_help",
+    "flag_table",
+    "format_size",
+    "from_env",
+    "given_flags",
+    "parse_flag",
+    "parse_gib",
+    "parse_json_object",
+    "parse_option",
+    "parse_size",
+    "setting",
+    "variables_of",
+    "warn_of_misspelt_variables",
+    "with_defaults",
+]
