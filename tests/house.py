@@ -19,10 +19,12 @@ values of the lowest packages (buckets, block copies, the cache's tensors), whic
 scheduler pass through it."""
 
 APART = {
+    "bucketing.validators",
     "engine.settings",
     "engine.simulated",
     "engine.validators",
     "kvcache.tensors",
+    "kvcache.validators",
     "scheduler.thermal",
     "scheduler.telemetry",
 }

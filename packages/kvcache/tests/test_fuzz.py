@@ -33,7 +33,6 @@ from trencadis.kvcache import (
     RequestHasher,
     lay_out,
     lay_out_pairs,
-    require_paged_attention,
     split_to_plan_sizes,
     warm_up_defragmenter,
 )
@@ -149,7 +148,6 @@ class Fuzzer:
             (lambda copies: list(split_to_plan_sizes(copies)), ("moves",), {}),
             (lay_out, ("tables", "lengths", "size"), {"num_blocks": "number"}),
             (lay_out_pairs, ("tables", "lengths", "size"), {}),
-            (require_paged_attention, ("layers",), {}),
             (warm_up_defragmenter, ("callable", "number", "sizes"), {}),
             (new_config, (), CONFIG),
             (DefragConfig, (), {"threshold": "number", "debug": "flag", "keep_from": "share"}),
@@ -275,9 +273,6 @@ class Fuzzer:
 
     def some_layer(self) -> int:
         return self.rng.randint(0, 2)
-
-    def some_layers(self) -> list[str]:
-        return self.rng.choice((["attention"], ["full_attention", "mamba"], []))
 
     def some_direction(self) -> Direction:
         return self.rng.choice(list(Direction))

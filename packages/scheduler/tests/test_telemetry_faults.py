@@ -316,7 +316,7 @@ def test_no_input_raises_or_yields_an_implausible_temperature(script: list[Any])
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"period_s": 0}, "period_s must be a finite number, above 0, got 0"),
+        ({"period_s": 0}, "period_s must be a finite number above 0, got 0"),
         ({"period_s": 6.0}, "period_s 6.0 must be below stale_after_s 5.0"),
         ({"stale_after_s": 31.0}, "stale_after_s 31.0 must be below failed_after_s 30.0"),
         ({"failed_after_s": math.nan}, "failed_after_s must be a finite number"),

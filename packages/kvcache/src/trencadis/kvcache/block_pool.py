@@ -22,11 +22,17 @@ from operator import index
 
 import attrs
 
-from trencadis.kvcache.config import MAX_NUM_BLOCKS, PADDING_BLOCK, as_tuple
+from trencadis.kvcache.config import (
+    DECODE_BUCKETS,
+    MAX_NUM_BLOCKS,
+    NUM_BLOCKS,
+    PADDING_BLOCK,
+    as_tuple,
+)
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
 from trencadis.kvcache.rounding import ceil_div
-from trencadis.kvcache.validators import require_ascending, require_between
+from trencadis.kvcache.validators import integer
 
 
 @attrs.frozen
@@ -48,6 +54,11 @@ class BlockMap:
     highest_used_block: int
 
 
+_NUM_CELLS = integer(
+    1, MAX_NUM_BLOCKS, remedy="a map has one cell or more, and a block is in one of them"
+)
+
+
 class BlockPool:
     """The device blocks 1 to ``num_blocks - 1``; block 0 is the padding block.
 
@@ -57,10 +68,8 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
-        remedy = "block 0 is the padding block; for a larger cache use larger blocks"
-        require_between("num_blocks", num_blocks, 2, MAX_NUM_BLOCKS, remedy)
-        decode_buckets = as_tuple(decode_buckets)
-        require_ascending("decode_buckets", decode_buckets)
+        num_blocks = NUM_BLOCKS.checked("num_blocks", num_blocks)
+        decode_buckets = DECODE_BUCKETS.checked("decode_buckets", as_tuple(decode_buckets))
         self.num_blocks = num_blocks
         self.prefix_index = PrefixIndex()
         self.reuse = ReuseEstimator(num_blocks)
@@ -185,10 +194,9 @@ class BlockPool:
 
         Takes O(num_blocks / 512 + max_cells). Raises `InvalidSetting` for less than one cell.
         """
-        remedy = "a map has one cell or more, and a block is in one of them"
-        require_between("max_cells", max_cells, 1, MAX_NUM_BLOCKS, remedy)
+        max_cells = _NUM_CELLS.checked("max_cells", max_cells)
         first, end = PADDING_BLOCK + 1, self.num_blocks
-        blocks_per_cell = ceil_div(end - first, index(max_cells))
+        blocks_per_cell = ceil_div(end - first, max_cells)
         used, cached = [], []
         for start in range(first, end, blocks_per_cell):
             stop = min(start + blocks_per_cell, end)

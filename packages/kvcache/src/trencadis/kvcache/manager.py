@@ -14,7 +14,13 @@ from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import CacheConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, OutOfBlocks
-from trencadis.kvcache.prefix_cache import PrefixCache, PrefixKeys, RequestHasher, as_token_array
+from trencadis.kvcache.prefix_cache import (
+    PREFIX_KEYS,
+    PrefixCache,
+    PrefixKeys,
+    RequestHasher,
+    as_token_array,
+)
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import (
     BlockIds,
@@ -23,8 +29,10 @@ from trencadis.kvcache.sequences import (
     SequenceTable,
 )
 from trencadis.kvcache.swapper import HostBlockPool, Swapper
-from trencadis.kvcache.transfers import BandwidthGovernor
-from trencadis.kvcache.validators import as_integer, require_finite, require_instance
+from trencadis.kvcache.transfers import TIME, BandwidthGovernor
+from trencadis.kvcache.validators import instance_of, integer
+
+_NUM_TOKENS = integer(0, remedy="pass a number of tokens")
 
 
 class AllocStatus(Enum):
@@ -59,17 +67,17 @@ class BlockManager:
         hasher: RequestHasher | None = None,
         governor: BandwidthGovernor | None = None,
     ) -> None:
-        require_instance("config", config, CacheConfig)
+        instance_of(CacheConfig).checked("config", config)
         self.config = config
         self.hasher = RequestHasher(config.block_size) if hasher is None else hasher
-        require_instance("hasher", self.hasher, RequestHasher)
+        instance_of(RequestHasher).checked("hasher", self.hasher)
         if self.hasher.block_size != config.block_size:
             raise InvalidSetting(
                 f"the hasher has blocks of {self.hasher.block_size} tokens and the cache blocks of "
                 f"{config.block_size}: make the hasher with the block size of the cache"
             )
         if governor is not None:
-            require_instance("governor", governor, BandwidthGovernor)
+            instance_of(BandwidthGovernor).checked("governor", governor)
         self.pool = BlockPool(config.num_blocks, config.decode_buckets)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
@@ -105,7 +113,7 @@ class BlockManager:
 
     def num_cached_prefix_blocks(self, prefix_keys: PrefixKeys) -> int:
         """The number of leading full blocks of a request that are in the prefix cache."""
-        require_instance("prefix_keys", prefix_keys, PrefixKeys)
+        PREFIX_KEYS.checked("prefix_keys", prefix_keys)
         return len(self.pool.prefix_index.match(prefix_keys.blocks))
 
     def can_allocate(
@@ -187,7 +195,7 @@ class BlockManager:
         """
         sequence = self._sequences.resident(seq_id)
         if type(num_tokens) is not int or num_tokens < 0:
-            num_tokens = _as_num_tokens(num_tokens)
+            num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
         if num_tokens > len(sequence.token_ids):
             raise InvalidSetting(
                 f"sequence {seq_id} has {len(sequence.token_ids)} slots, so {num_tokens} tokens "
@@ -210,7 +218,7 @@ class BlockManager:
         """
         sequence = self._sequences.resident(seq_id)
         if type(num_tokens) is not int or num_tokens < 0:
-            num_tokens = _as_num_tokens(num_tokens)
+            num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
         return sum(self._append_needs(sequence, num_tokens))
 
     def append(self, seq_id: int, token_ids: Sequence[int]) -> Copies:
@@ -283,7 +291,7 @@ class BlockManager:
         Raises `OutOfHostBlocks`, `DuplicateSequence`, or `InvalidSetting` for a time that is not
         finite.
         """
-        require_finite("now", now)
+        now = TIME.checked("now", now)
         self._swapper.swap_out(self._sequences.all_resident(seq_ids))
         return self._swapper.admit_outgoing(now)
 
@@ -307,7 +315,7 @@ class BlockManager:
         returned. Raises `OutOfBlocks`, `DuplicateSequence`, `NotSwapped` (also while the swap out
         is not complete), or `InvalidSetting` for a time that is not finite.
         """
-        require_finite("now", now)
+        now = TIME.checked("now", now)
         self._swapper.swap_in(self._sequences.all_swapped(seq_ids))
         return self._swapper.admit_incoming(now)
 
@@ -321,7 +329,7 @@ class BlockManager:
 
         Raises `InvalidSetting` for a time that is not finite.
         """
-        require_finite("now", now)
+        now = TIME.checked("now", now)
         if not (self._swapper.outgoing or self._swapper.incoming):
             return _NO_SWAPS
         return SwapCopies(self._swapper.admit_outgoing(now), self._swapper.admit_incoming(now))
@@ -335,7 +343,7 @@ class BlockManager:
         source; the content of other destinations is evicted. Raises `InvalidBlock`.
         """
         moves = as_block_copies(moves)
-        require_instance("keep", keep, (set, frozenset, list, tuple))
+        instance_of(set, frozenset, list, tuple).checked("keep", keep)
         kept = {self.pool.as_block(block) for block in keep}
         if len({block for move in moves for block in move}) < 2 * len(moves):
             raise InvalidBlock(f"a block occurs twice in {moves}: move each block once")
@@ -383,7 +391,3 @@ class BlockManager:
         if num_tokens <= num_free_slots:
             return copies_last, 0
         return copies_last, ceil_div(num_tokens - num_free_slots, self._block_size)
-
-
-def _as_num_tokens(value: object) -> int:
-    return as_integer("num_tokens", value, "pass a number of tokens", minimum=0)

@@ -21,9 +21,11 @@ from trencadis.kvcache.errors import (
     UnknownSequence,
 )
 from trencadis.kvcache.prefix_cache import BlockKey
-from trencadis.kvcache.validators import as_integer
+from trencadis.kvcache.validators import integer
 
 BlockIds = npt.NDArray[np.int32]
+
+_SEQ_ID = integer(remedy="number the sequences")
 
 
 class BlockTable:
@@ -131,7 +133,7 @@ class SequenceTable(dict[int, SequenceState]):
 
     def require_new(self, seq_id: int) -> None:
         """Raises `DuplicateSequence` for an id in use, and `InvalidSetting` for no integer."""
-        as_integer("seq_id", seq_id, "number the sequences")
+        _SEQ_ID.checked("seq_id", seq_id)
         if seq_id in self:
             raise DuplicateSequence(f"sequence {seq_id} already has blocks: free it first")
 

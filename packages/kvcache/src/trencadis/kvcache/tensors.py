@@ -24,7 +24,7 @@ from math import prod
 
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, Direction, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra, OutOfMemory
-from trencadis.kvcache.validators import require_at_least, require_bool, require_instance
+from trencadis.kvcache.validators import boolean, instance_of, integer, is_integer
 
 try:
     import torch
@@ -75,11 +75,13 @@ class KVCache:
             "block_size": block_size,
             "head_dim": head_dim,
         }
-        for name, size in sizes.items():
-            require_at_least(name, size, 1, "pass a positive size")
-        require_at_least("num_host_blocks", num_host_blocks, 0, "0 turns swapping off")
-        require_instance("dtype", dtype, torch.dtype)
-        require_bool("token_rows", token_rows)
+        positive = integer(1, remedy="pass a positive size")
+        sizes = {name: positive.checked(name, size) for name, size in sizes.items()}
+        num_layers, num_blocks, kv_heads, block_size, head_dim = sizes.values()
+        not_negative = integer(0, remedy="0 turns swapping off")
+        num_host_blocks = not_negative.checked("num_host_blocks", num_host_blocks)
+        instance_of(torch.dtype).checked("dtype", dtype)
+        boolean().checked("token_rows", token_rows)
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
@@ -166,7 +168,7 @@ class KVCache:
         self._copier.wait()
 
     def _require_layer(self, layer: int) -> None:
-        if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
+        if not is_integer(layer) or not 0 <= layer < self.num_layers:
             raise InvalidSetting(
                 f"layer {layer!r} is not one of 0 to {self.num_layers - 1}: pass a layer of the "
                 "cache"

@@ -65,7 +65,7 @@ class SchedulerConfig:
     )
     policy: QueuePolicy = attrs.field(
         default="fcfs",
-        validator=one_of(*get_args(QueuePolicy)),
+        validator=one_of(get_args(QueuePolicy)),
         metadata={
             "help": "Order of the queues: fcfs (first come, first served) or priority (lower "
             "values of Request.priority first, then first come, first served)."

@@ -36,7 +36,7 @@ from trencadis.scheduler.request import FinishReason, Request
 from trencadis.scheduler.running_limit import RunningLimit
 from trencadis.scheduler.step_results import StepResultProcessor, StepResults
 from trencadis.scheduler.thermal.guard import ThermalGuard
-from trencadis.scheduler.validators import check_instance, is_integer
+from trencadis.scheduler.validators import instance_of, is_integer
 
 
 class Scheduler:
@@ -66,14 +66,14 @@ class Scheduler:
         costs: PreemptionCosts | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
-        check_instance("config", config, SchedulerConfig)
-        check_instance("blocks", blocks, BlockManager)
+        instance_of(SchedulerConfig).checked("config", config)
+        instance_of(BlockManager).checked("blocks", blocks)
         if thermal is not None:
-            check_instance("thermal", thermal, ThermalGuard)
+            instance_of(ThermalGuard).checked("thermal", thermal)
         if defragmenter is not None:
-            check_instance("defragmenter", defragmenter, Defragmenter)
+            instance_of(Defragmenter).checked("defragmenter", defragmenter)
         if costs is not None:
-            check_instance("costs", costs, PreemptionCosts)
+            instance_of(PreemptionCosts).checked("costs", costs)
         self.costs = costs or PreemptionCosts()
         self._config = config
         self._blocks = blocks
@@ -191,7 +191,7 @@ class Scheduler:
 
         ``others``: the clients of requests that the caller will add before it, one for each.
         """
-        check_instance("client", client, str, error=UnservableRequest)
+        instance_of(str, error=UnservableRequest).checked("client", client)
         is_sequence = isinstance(others, abc.Sequence) and not isinstance(others, str)
         if not is_sequence or not all(isinstance(other, str) for other in others):
             raise UnservableRequest(f"others must be a list of clients, got {others!r}")

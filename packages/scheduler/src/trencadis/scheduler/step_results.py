@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import abc
 from itertools import chain
-from numbers import Real
 from typing import Any
 
 import attrs
@@ -19,7 +18,15 @@ from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
 from trencadis.scheduler.request import FinishReason
-from trencadis.scheduler.validators import are_token_ids, as_token_ids, check_token_id
+from trencadis.scheduler.validators import (
+    MAX_TOKEN_ID,
+    are_token_ids,
+    as_token_ids,
+    integer,
+    is_number,
+)
+
+_TOKEN_ID = integer(0, MAX_TOKEN_ID, error=InvalidResults)
 
 
 @attrs.frozen
@@ -41,7 +48,7 @@ class StepResults:
     ) -> StepResults:
         """The arguments of `Scheduler.update`.
 
-        Raises `InvalidResults` unless they are mappings, and for forced tokens that are none.
+        Raises `InvalidResults` unless they are mappings, and for tokens that are none.
         """
         results = cls(
             tokens,
@@ -56,6 +63,12 @@ class StepResults:
                 raise InvalidResults(
                     f"{argument} must be a mapping from sequence id, got {value!r}"
                 )
+        if not are_token_ids(results.tokens.values()):
+            plain = {
+                seq_id: _TOKEN_ID.checked(f"the token of sequence {seq_id}", token_id)
+                for seq_id, token_id in results.tokens.items()
+            }
+            results = attrs.evolve(results, tokens=plain)
         if not results.forced:
             return results
         checked = {
@@ -65,13 +78,10 @@ class StepResults:
         return attrs.evolve(results, forced=checked)
 
     def check_values(self) -> None:
-        """Raises `InvalidResults` for a token or log-probability that is none.
+        """Raises `InvalidResults` for a log-probability that is none.
 
         And for forced tokens of a sequence without a sampled one.
         """
-        if not are_token_ids(self.tokens.values()):
-            for seq_id, token_id in self.tokens.items():
-                check_token_id(token_id, f"the token of sequence {seq_id}", InvalidResults)
         for seq_id, logprob in self.logprobs.items():
             _check_logprob(logprob, f"the log-probability of sequence {seq_id}")
         for seq_id in self.forced:
@@ -98,15 +108,16 @@ class StepResults:
             ) from error
         name = f"of a candidate of sequence {seq_id}"
         for candidate in candidates:
-            check_token_id(candidate.token_id, f"the token {name}", InvalidResults)
             _check_logprob(candidate.logprob, f"the log-probability {name}")
-        return candidates
+        return tuple(
+            Candidate(_TOKEN_ID.checked(f"the token {name}", candidate.token_id), candidate.logprob)
+            for candidate in candidates
+        )
 
 
 def _check_logprob(logprob: Any, name: str) -> None:
     """A log-probability is a number that is not NaN: -inf for a token that was masked out."""
-    is_number = isinstance(logprob, Real) and not isinstance(logprob, bool)
-    if not is_number or math.isnan(logprob):
+    if not is_number(logprob) or math.isnan(logprob):
         raise InvalidResults(f"{name} must be a number, got {logprob!r}")
 
 

@@ -21,7 +21,7 @@ from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
 from trencadis.scheduler.thermal.victims import first_victims, lru, victim_order
-from trencadis.scheduler.validators import check_instance, is_integer
+from trencadis.scheduler.validators import instance_of, is_integer
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class ThermalGuard:
         alert: Alert = logger.error,
     ) -> None:
         if policy is not None:
-            check_instance("policy", policy, SchedulerThermalPolicy)
+            instance_of(SchedulerThermalPolicy).checked("policy", policy)
         self.policy = policy
         self.power_model = PowerModel()
         self.num_faults = 0

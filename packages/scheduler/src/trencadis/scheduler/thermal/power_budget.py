@@ -77,7 +77,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     )
     victims: str = attrs.field(
         default="cheapest",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _power_model: PowerModel = attrs.field(init=False)

@@ -80,7 +80,7 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
     )
     victims: str = attrs.field(
         default="lru",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _temp_c: float = attrs.field(init=False, default=-math.inf)

@@ -131,7 +131,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     )
     victims: str = attrs.field(
         default="lru",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _model: PhasePowerModel = attrs.field(init=False, factory=PhasePowerModel)
