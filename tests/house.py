@@ -59,7 +59,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "bucketing": [
         {"errors", "rounding"},
         {"validators"},
-        {"text_files"},
+        {"shapes", "text_files"},
         {"grid", "traffic"},
         {"bucket_file", "strategies"},
         {"config"},

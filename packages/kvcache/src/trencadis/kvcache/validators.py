@@ -56,7 +56,7 @@ class Validator:
     low: float | None = None
     high: float | None = None
     exclusive_low: bool = False
-    choices: tuple[Any, ...] = ()
+    choices: Collection[Any] = ()
     optional: bool = False
     remedy: str = ""
     error: Callable[[str, str], Exception] = Refusal
@@ -65,6 +65,8 @@ class Validator:
     def accepted(self) -> str:
         """The accepted values in words."""
         low, high = (str(bound).removesuffix(".0") for bound in (self.low, self.high))
+        if self.choices:
+            return f"{self.kind} {', '.join(map(str, self.choices))}"
         if self.exclusive_low:
             return f"{self.kind} above {low}{'' if self.high is None else f' and at most {high}'}"
         if self.high is not None:
@@ -103,8 +105,7 @@ def one_of(choices: Collection[Any], **options: Any) -> Validator:
     def is_choice(value: Any) -> bool:
         return any(isinstance(value, type(choice)) and value == choice for choice in choices)
 
-    words = f"one of {', '.join(map(str, choices))}"
-    return Validator(words, is_choice, choices=tuple(choices), **options)
+    return Validator("one of", is_choice, choices=choices, **options)
 
 
 def instance_of(*kinds: type, **options: Any) -> Validator:
