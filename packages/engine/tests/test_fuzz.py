@@ -37,7 +37,7 @@ from trencadis.engine import (
     LogSettings,
     SamplingParams,
 )
-from trencadis.engine.validators import shown
+from trencadis.engine.errors import shown
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SOAK_CALLS = 100_000

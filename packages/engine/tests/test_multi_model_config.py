@@ -282,6 +282,6 @@ def test_a_model_may_have_an_idle_limit(read, faults):
     for wrong in ("-1", "soon", "true", ".inf", "[5]"):
         ((line, fault),) = faults(text % wrong)
         assert line == 2
-        assert "ttl must be from 0 (never) to" in fault
+        assert "ttl must be a finite number from 0 to 31536000, got" in fault
     with pytest.raises(ConfigError, match="ttl"):
         ModelEntry("a", EngineConfig(model="m"), ttl=True)

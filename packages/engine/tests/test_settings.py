@@ -64,7 +64,7 @@ class Oven:
     )
     mode: str = attrs.field(
         default="grill",
-        validator=one_of("grill", "fan"),
+        validator=one_of(("grill", "fan")),
         metadata=setting("--mode", group="heat", help="grill or fan"),
     )
     size: int = attrs.field(

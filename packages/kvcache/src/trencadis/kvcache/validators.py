@@ -4,8 +4,8 @@ NumPy's integers are integers and its floats numbers, kept as Python's; a bool i
 reads ``NAME must be an integer of at least 1, got 0: REMEDY``.
 
 These definitions stand in bucketing, kvcache and engine, and a test compares them: the first two
-know no other package, and the engine reads settings without NumPy, which both load. Warmup has them
-from bucketing, scheduler from kvcache. Each package raises an error of its own.
+know no other package, and the engine reads settings without NumPy, which both load. Warmup and
+scheduler have them from bucketing and kvcache. Each package raises an error of its own.
 """
 
 from __future__ import annotations
@@ -46,10 +46,8 @@ def is_finite(value: Any) -> TypeGuard[float]:
 
 @attrs.frozen
 class Validator:
-    """Accepts what ``is_kind``, in words ``kind``, and lies within the bounds, if there are any.
-
-    ``error`` makes the exception from the message and the name of the value.
-    """
+    """Accepts what ``is_kind``, in words ``kind``, within the bounds, if any. ``error`` makes the
+    exception from the message and the name of the value."""
 
     kind: str
     is_kind: Callable[[Any], bool]

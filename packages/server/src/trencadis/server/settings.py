@@ -102,7 +102,7 @@ class ServerSettings:
     )
     fair_share: str = attrs.field(
         default="none",
-        validator=one_of("none", "key"),
+        validator=one_of(("none", "key")),
         metadata=setting(
             "--fair-share",
             group=SERVER,

@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.validators import boolean, is_text, items_of, shown
+from trencadis.engine.errors import InvalidRequest, shown
+from trencadis.engine.validators import boolean, is_text, items_of
 
 FIELD = "structured_output"
 """The field that errors name."""

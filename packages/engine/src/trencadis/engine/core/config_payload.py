@@ -11,11 +11,10 @@ from typing import Any
 import attrs
 import msgspec
 
-from trencadis.engine.errors import ConfigError
+from trencadis.engine.errors import ConfigError, shown
 from trencadis.engine.settings.capacity_settings import DeviceDefault
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.settings.library_settings import library_settings
-from trencadis.engine.validators import shown
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Largest payload that is read: a configuration takes two kilobytes, a chat template some more."""

@@ -28,7 +28,7 @@ from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import Device, select_device
-from trencadis.engine.errors import BucketMiss, InvalidRequest
+from trencadis.engine.errors import BucketMiss, InvalidRequest, shown
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
 from trencadis.engine.ipc.messages import BUSY_SECONDS, NewToken, Rejected, RequestError
@@ -36,7 +36,7 @@ from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of, shown
+from trencadis.engine.validators import items_of
 from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
 from trencadis.scheduler import (
     BatchControl,

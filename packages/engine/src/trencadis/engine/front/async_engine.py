@@ -32,6 +32,7 @@ from trencadis.engine.errors import (
     InvalidRequest,
     RequestFailed,
     SwitchInProgressError,
+    shown,
 )
 from trencadis.engine.front.core_client import CoreClient
 from trencadis.engine.front.core_supervisor import CoreSupervisor
@@ -62,7 +63,7 @@ from trencadis.engine.ipc.messages import (
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of, shown
+from trencadis.engine.validators import items_of
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from trencadis.engine.errors import (
     EngineOverloaded,
     InvalidRequest,
     RequestFailed,
+    shown,
 )
 from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.interrupts import deferred_interrupts
@@ -38,7 +39,7 @@ from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of, shown
+from trencadis.engine.validators import items_of
 
 ItemT = TypeVar("ItemT")
 

@@ -17,7 +17,7 @@ import attrs
 
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.core.config_payload import OF_THE_DEVICE
-from trencadis.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, shown
 from trencadis.engine.front.yaml_nodes import (
     YamlFault,
     YamlMapping,
@@ -29,7 +29,7 @@ from trencadis.engine.models.checkpoint import check_checkpoint
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.settings.flags import FileSetting, file_settings, variables_of
 from trencadis.engine.settings.library_settings import library_variables
-from trencadis.engine.validators import is_text, plain_number, shown, text
+from trencadis.engine.validators import is_text, number, text
 
 MAX_FILE_BYTES = 1 << 18
 MAX_TTL_SECONDS = 365 * 86_400.0
@@ -63,11 +63,7 @@ def _check_alias(_: object, __: object, alias: Any) -> None:
         )
 
 
-def _check_ttl(_: object, __: object, ttl: Any) -> None:
-    if type(plain_number(ttl)) not in (int, float) or not 0 <= ttl <= MAX_TTL_SECONDS:
-        raise ConfigError(
-            f"ttl must be from 0 (never) to {MAX_TTL_SECONDS:.0f} seconds, got {shown(ttl)}", _TTL
-        )
+_SECONDS = number(0, MAX_TTL_SECONDS, remedy="0 is never")
 
 
 @attrs.frozen
@@ -85,7 +81,7 @@ class ModelEntry:
     chat_template: str | None = attrs.field(default=None, validator=text(optional=True))
     default_sampling: Mapping[str, Any] = attrs.field(factory=dict)
     frontend: Mapping[str, Any] = attrs.field(factory=dict)
-    ttl: float = attrs.field(default=0.0, validator=_check_ttl)
+    ttl: float = attrs.field(default=0.0, validator=_SECONDS)
 
     def __attrs_post_init__(self) -> None:
         for name, value in self.default_sampling.items():
@@ -253,7 +249,7 @@ class _Reader:
             given.sampling = self._sampling(node, place)
         elif name == _TTL:
             ttl: Any = node.value
-            self._try(node.line, place, lambda: _check_ttl(None, None, ttl))
+            self._try(node.line, place, lambda: _SECONDS.checked(_TTL, ttl))
             given.ttl = ttl
         elif name == _ENVIRONMENT:
             given.environment = self._environment(node, place)

@@ -30,7 +30,7 @@ from trencadis.engine.front.embeddings import Embedding
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.front.prepared_models import PreparedModels
 from trencadis.engine.front.scores import Score
-from trencadis.engine.validators import plain_number, shown
+from trencadis.engine.validators import number, one_of
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
@@ -93,11 +93,7 @@ class MultiModelEngine:
         log: LogSettings | None = None,
     ) -> None:
         self._models = PreparedModels(models)
-        stash_gib = plain_number(model_stash_gib)
-        if not isinstance(stash_gib, (int, float)) or not 0 <= stash_gib <= _MAX_STASH_GIB:
-            raise ConfigError(
-                f"model_stash_gib must be from 0 to {_MAX_STASH_GIB}, got {shown(model_stash_gib)}"
-            )
+        stash_gib = number(0, _MAX_STASH_GIB).checked("model_stash_gib", model_stash_gib)
         self._stash_bytes = int(stash_gib * (1 << 30))
         self._first = models[0].alias if active is None else self.entry_of(active).alias
         self._log = log
@@ -472,16 +468,9 @@ class MultiModelEngine:
 
 
 def _check_arguments(running: Running, drain_timeout_s: float) -> None:
-    if running not in get_args(Running):
-        names = ", ".join(get_args(Running))
-        raise InvalidRequest(f"running must be one of {names}, got {shown(running)}", "running")
-    limit = plain_number(drain_timeout_s)
-    if not isinstance(limit, (int, float)) or not 0 <= limit <= _MAX_DRAIN_SECONDS:
-        raise InvalidRequest(
-            f"drain_timeout_s must be from 0 to {_MAX_DRAIN_SECONDS:g} seconds, "
-            f"got {shown(drain_timeout_s)}",
-            "drain_timeout_s",
-        )
+    one_of(get_args(Running), error=InvalidRequest).checked("running", running)
+    limit = number(0, _MAX_DRAIN_SECONDS, error=InvalidRequest)
+    limit.checked("drain_timeout_s", drain_timeout_s)
 
 
 def _retrieve(task: asyncio.Future[SwitchReport]) -> None:

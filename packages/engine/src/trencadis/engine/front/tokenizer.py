@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.api.scoring import PairPrompt
-from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError, shown
 from trencadis.engine.front.chat_renderer import PATIENT_SECONDS, ChatRenderer
 from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.chat_templates import template_text
-from trencadis.engine.validators import is_text, shown
+from trencadis.engine.validators import is_text
 
 _TEMPLATE_ERRORS = (
     *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),

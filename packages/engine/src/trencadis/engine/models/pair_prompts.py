@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from trencadis.engine.api.scoring import PairForm, PairPrompt, Scoring
-from trencadis.engine.errors import ConfigError, ModelError
+from trencadis.engine.errors import ConfigError, ModelError, shown
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.chat_templates import template_text
 from trencadis.engine.models.declared_modules import (
@@ -24,7 +24,6 @@ from trencadis.engine.models.declared_modules import (
     read_score_tokens,
     read_template_arguments,
 )
-from trencadis.engine.validators import shown
 
 logger = logging.getLogger("trencadis.engine")
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import attrs
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import Integer, Number, OneOf
+from trencadis.engine.validators import Validator, is_finite, is_integer
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -56,11 +56,11 @@ def setting(
         env: the environment variable that sets the field.
         env_patterns: variables that the settings class of the field reads itself, for the help.
         group: title of the flag's group in ``--help``.
-        metavar: placeholder of the flag's value. A field with a `OneOf` validator needs none:
+        metavar: placeholder of the flag's value. A field with choices needs none:
             argparse then shows and checks the choices.
         default: the default in words, where the default value does not tell it.
         parse: makes the value from a text and raises `ValueError`. By default the validator says
-            it: int for `Integer`, float for `Number`, otherwise the text is the value.
+            it: int for an integer, float for a number, otherwise the text is the value.
         repeated: the flag may be given several times; the values form a tuple.
         secret: the value must not show in a list of processes: the help recommends ``env``.
         negatable: the field is True, False, or None for a default that is chosen later; the flag
@@ -331,8 +331,8 @@ def _variables(field: Field) -> tuple[str, ...]:
 
 def _choices(field: Field) -> tuple[object, ...]:
     """The choices that argparse shows in place of a metavar."""
-    if isinstance(field.validator, OneOf) and not field.metadata.get("metavar"):
-        return field.validator.choices
+    if isinstance(field.validator, Validator) and not field.metadata.get("metavar"):
+        return tuple(field.validator.choices)
     return ()
 
 
@@ -354,9 +354,8 @@ def _parser_of(field: Field) -> Parse:
     parse: Parse | None = field.metadata.get("parse")
     if parse is not None:
         return parse
-    if isinstance(field.validator, Integer):
-        return int
-    return float if isinstance(field.validator, Number) else str
+    kind = field.validator.is_kind if isinstance(field.validator, Validator) else None
+    return int if kind is is_integer else float if kind is is_finite else str
 
 
 def _argument_type(parse: Parse) -> Parse:

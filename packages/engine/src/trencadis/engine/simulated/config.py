@@ -63,12 +63,12 @@ class SimulationConfig(CapacitySettings):
     """
 
     device: str = attrs.field(
-        validator=one_of(*HARDWARE),
+        validator=one_of(HARDWARE),
         metadata=setting("--device", metavar="NAME", group=MODEL, help=", ".join(HARDWARE)),
     )
     quantization: str = attrs.field(
         default="none",
-        validator=one_of("none", "fp8", "inc"),
+        validator=one_of(("none", "fp8", "inc")),
         metadata=setting(
             "--quantization",
             group=MODEL,
@@ -78,7 +78,7 @@ class SimulationConfig(CapacitySettings):
     )
     kv_cache_dtype: str = attrs.field(
         default="auto",
-        validator=one_of("auto", "fp8", "fp8_inc"),
+        validator=one_of(("auto", "fp8", "fp8_inc")),
         metadata=setting(
             "--kv-cache-dtype",
             group=MODEL,
@@ -88,7 +88,7 @@ class SimulationConfig(CapacitySettings):
     )
     sampling: str = attrs.field(
         default="device",
-        validator=one_of("device", "host"),
+        validator=one_of(("device", "host")),
         metadata=setting(
             "--sampling",
             group=MODEL,
