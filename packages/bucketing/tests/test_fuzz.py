@@ -255,7 +255,7 @@ def play(folder: Path, seed: int, calls: int) -> int:
             assert world.state() == before, f"{label} changed something, and was refused: {error}"
             refused += 1
         except OSError as error:
-            # Of the file system: a name that is no file, or a folder.
+            # Of the file system: a name that is not a file, or a folder.
             assert "path" in arguments, f"{label}: {error!r}"
             assert world.state() == before, label
         except Exception as error:

@@ -167,7 +167,7 @@ models:
         "'stop' is unknown",
         "models.b has no model",
         "dtype must be one of",
-        "VLLM_API_KEY is no variable",
+        "VLLM_API_KEY is not a variable",
         "models has 'b' again, first in line 12",
         "alias must be",
         "there is no directory ./no/such/model",
@@ -226,7 +226,7 @@ def test_a_huge_file_and_what_is_no_file_are_refused(faults, tmp_path):
     ((_, words),) = faults("#" * (MAX_FILE_BYTES + 1))
     assert "larger than 256 KiB" in words
     for path in (tmp_path, tmp_path / "no.yaml", "/dev/zero", "a\0b"):
-        with pytest.raises(ConfigError, match=r"line 1: (is no file|cannot be read)"):
+        with pytest.raises(ConfigError, match=r"line 1: (is not a file|cannot be read)"):
             read_multi_model_config(path)
 
 

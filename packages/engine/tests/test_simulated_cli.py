@@ -124,7 +124,7 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
     [
         ({"trace": "nowhere.csv"}, "nowhere.csv"),
         ({"model": "nowhere.json"}, "nowhere.json"),
-        ({"model": TRACE}, "is no JSON"),
+        ({"model": TRACE}, "is not JSON"),
         ({"trace": MODEL}, "name the one with the prompt length"),
         ({"device": "abacus"}, "device must be one of gaudi2, gaudi3"),
         ({"thermal-policy": "arctic"}, "thermal policy 'arctic'"),

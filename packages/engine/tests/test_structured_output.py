@@ -157,7 +157,7 @@ def ambiguous_rules(count: int) -> str:
 
 
 REFUSED = {
-    "text that is no JSON": StructuredOutput(json_schema='{"type":'),
+    "text that is not JSON": StructuredOutput(json_schema='{"type":'),
     "unknown type": StructuredOutput(json_schema={"type": "strng"}),
     "keyword that cannot be guaranteed": StructuredOutput(json_schema={"uniqueItems": True}),
     "regex with an open group": StructuredOutput(regex="("),

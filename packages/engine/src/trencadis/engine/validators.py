@@ -23,7 +23,7 @@ ErrorFactory = Callable[[str, str], Exception]
 
 @attrs.frozen
 class Integer:
-    """An integer from ``low`` to ``high``, both included; None is no bound. A bool is no integer.
+    """An integer from ``low`` to ``high``, both included; None: no bound. A bool is not an integer.
 
     ``optional`` also accepts None as the value.
     """
@@ -52,7 +52,7 @@ class Integer:
 
 @attrs.frozen
 class Number:
-    """A finite number from ``low`` to ``high``; None is no bound. A bool is no number.
+    """A finite number from ``low`` to ``high``; None means no bound. A bool is not a number.
 
     ``exclusive_low`` refuses ``low`` itself. ``optional`` also accepts None as the value.
     """

@@ -269,7 +269,7 @@ class BlockPool:
             self._empty.add(block)
 
     def as_block(self, block: int) -> int:
-        """The id as an int. Raises `InvalidBlock` for an id that is no block of this pool."""
+        """The id as an int. Raises `InvalidBlock` for an id that is not a block of this pool."""
         try:
             number = index(block)
         except TypeError:

@@ -231,7 +231,7 @@ class Scheduler:
         It finishes at the top of the next step in which its group runs and has forked: until then
         other sequences need its blocks, and it may get more tokens. Once all samples of a group
         are to finish, the group is aborted at once. False for an unknown sequence, and for a beam,
-        which is no output before the search has ended.
+        which is not an output before the search has ended.
         """
         sequence = self._states.sequences.get(seq_id) if is_integer(seq_id) else None
         if sequence is None or sequence.group.beam_state is not None:

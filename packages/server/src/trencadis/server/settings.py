@@ -24,7 +24,7 @@ def _texts(values: str | Iterable[str]) -> tuple[str, ...]:
     """A single text is one value: as a list, each of its letters would be one."""
     if isinstance(values, str):
         return (values,)
-    # What is no list is left to the validator, which names the field.
+    # What is not a list is left to the validator, which names the field.
     return tuple(values) if isinstance(values, Iterable) else (values,)
 
 

@@ -30,7 +30,7 @@ def capture_order(strategy: str, replays: Mapping[Bucket, float] | None = None) 
     - ``min_tokens``: fewest tokens first, then shortest length.
     - ``traffic``: most expected ``replays`` per byte first, then as ``min_tokens``.
 
-    Raises `ConfigError` for another strategy, or for replays that are no finite numbers.
+    Raises `ConfigError` for another strategy, or for replays that are not finite numbers.
     """
     if not isinstance(strategy, str) or strategy not in STRATEGIES:
         raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @attrs.frozen
 class IntegerValidator:
-    """Accepts integers from ``low`` to ``high``. A bool is no integer."""
+    """Accepts integers from ``low`` to ``high``. A bool is not an integer."""
 
     low: int
     high: int
@@ -37,7 +37,7 @@ class IntegerValidator:
 
 @attrs.frozen
 class NumberValidator:
-    """Accepts numbers from ``low`` to ``high``. NaN and a bool are no numbers."""
+    """Accepts numbers from ``low`` to ``high``. NaN and a bool are not numbers."""
 
     low: float
     high: float

@@ -78,7 +78,7 @@ class ThermalStats:
     running sequences; False while it fails, and its last limit stays. ``target_temp_c``: target of
     the policy, degrees C; None if it has none.
     ``num_policy_faults``, ``num_rejected_readings``: steps in which the policy failed, and readings
-    that were no temperature or power, since the start.
+    that were neither a temperature nor a power, since the start.
     """
 
     hottest_c: float | None = None

@@ -40,7 +40,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
     """Mappings other than dict, which `json` does not know."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{shown(value)} is no JSON value")
+    raise TypeError(f"{shown(value)} is not a JSON value")
 
 
 def _choice(values: Iterable[str] | None) -> tuple[str, ...] | None:

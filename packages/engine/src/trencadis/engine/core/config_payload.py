@@ -85,7 +85,7 @@ def config_of_payload(payload: bytes) -> EngineConfig:
     except ConfigError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"this is no configuration of an engine: {error}") from error
+        raise ConfigError(f"this is not a configuration of an engine: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -326,7 +326,7 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End every sample of a request. Its generator yields their last deltas and ends.
 
-        An unknown id is ignored: its request has ended. Raises `InvalidRequest` for what is no id.
+        An unknown id is ignored: its request has ended. Raises `InvalidRequest` for other values.
         """
         check_request_id(request_id)
         for request in self._requests.unfinished():
@@ -338,8 +338,8 @@ class AsyncEngine:
         """Preempt these requests at the start of the next step; they keep their tokens.
 
         Returns the ids of those that run; the others are ignored. As after ``force_evict``, no more
-        sequences run for some seconds than are left. Raises `InvalidRequest` for what is no list of
-        ids, and the errors of `check_health`.
+        sequences run for some seconds than are left. Raises `InvalidRequest` for what is not a list
+        of ids, and the errors of `check_health`.
         """
         await self.check_health()
         names = items_of(request_ids)

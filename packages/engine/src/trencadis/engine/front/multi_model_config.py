@@ -384,7 +384,7 @@ class _Reader:
         found: dict[str, str] = {}
         for key, value in self._keyed(node, place):
             if not any(fnmatch.fnmatchcase(key.text, pattern) for pattern in patterns):
-                fault = f"{place}.{key.text} is no variable of a model's settings"
+                fault = f"{place}.{key.text} is not a variable of a model's settings"
                 self.faults.append((key.line, fault))
             elif not isinstance(value, YamlScalar):
                 fault = f"{place}.{key.text} must be a text, got {shown(value.value)}"
@@ -413,7 +413,7 @@ def _text_of(path: Path) -> str:
     """The text of a file. Raises `YamlFault`."""
     try:
         if path.exists() and not path.is_file():
-            raise YamlFault(1, "is no file")
+            raise YamlFault(1, "is not a file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
@@ -430,7 +430,7 @@ def _unknown(place: str, name: str, known: Iterable[str]) -> str:
 
 
 def _check_sampling(name: str, value: Any) -> None:
-    """Raise `ConfigError` for what is no default of a request."""
+    """Raise `ConfigError` for what is not a default of a request."""
     if name not in DEFAULT_SAMPLING:
         raise ConfigError(_unknown(shown(name), str(name), DEFAULT_SAMPLING), "default_sampling")
     try:

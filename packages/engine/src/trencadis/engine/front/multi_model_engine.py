@@ -382,7 +382,7 @@ class MultiModelEngine:
     async def check_health(self) -> None:
         """Raises an error when requests cannot be served, as `AsyncEngine.check_health`.
 
-        A switch in progress is no such reason.
+        A switch in progress is not such a reason.
         """
         await self.engine.check_health()
 

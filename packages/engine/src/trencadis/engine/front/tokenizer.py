@@ -37,7 +37,7 @@ _OWN_ARGUMENTS = frozenset(
         *("add_generation_prompt", "continue_final_message"),
     }
 )
-"""Arguments of ``render_jinja_template`` that are no arguments of the template."""
+"""Arguments of ``render_jinja_template`` that are not arguments of the template."""
 
 _QWEN3_RERANKER = (
     "{%- set task = instruction or 'Given a web search query, retrieve relevant passages that "
@@ -415,7 +415,8 @@ def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"chat_template is no Jinja template: {error}, in line {error.lineno}", "chat_template"
+            f"chat_template is not a Jinja template: {error}, in line {error.lineno}",
+            "chat_template",
         ) from error
     except _TEMPLATE_ERRORS:
         pass  # it may refuse this conversation, which is an example

@@ -30,7 +30,7 @@ def main() -> None:
     answers = sys.stdout
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(questions,), daemon=True).start()
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not an answer
         while True:
             number, name = json.loads(questions.get())
             answers.write(json.dumps([number, _answer(name)]) + "\n")

@@ -76,7 +76,7 @@ def find_scoring(
         form or _form(name, template, is_family=is_family),
         texts.prefix(),
         read_template_arguments(source),
-        # As transformers: a score head is applied to the last token that is no padding.
+        # As transformers: a score head is applied to the last token that is not padding.
         config.get_text_config().pad_token_id if has_score_head else None,
     )
     _check_form(name, prompt.form, template)

@@ -85,7 +85,7 @@ class PendingStep:
     def wait(self) -> dict[int, RowResult]:
         """The results by the sequence ids of the sampled rows. Blocks until they have arrived.
 
-        A sequence whose logits are no numbers is added to ``failed`` and has no result.
+        A sequence whose logits are not numbers is added to ``failed`` and has no result.
         """
         copies = iter(self._copy.wait())
         results: dict[int, RowResult] = {}

@@ -65,7 +65,7 @@ Texts = Annotated[list[str], PlainValidator(_texts, str | list[str])]
 
 
 class Document(BaseModel):
-    """A document of a request to rerank that is no plain text."""
+    """A document of a request to rerank that is not plain text."""
 
     text: str
 

@@ -16,7 +16,7 @@ _TOOL_MARKERS = (
     ("llama3_json", re.compile(r'"parameters": dictionary of argument name')),
 )
 _OTHER_FORMATS = re.compile("<function=|<arg_key>|<parameter=")
-"""Calls between ``<tool_call>`` tags that are no JSON, as of Qwen3-Coder and GLM."""
+"""Calls between ``<tool_call>`` tags that are not JSON, as of Qwen3-Coder and GLM."""
 
 _REASONING_MARKERS = (
     ("openai_gptoss", re.compile(r"<\|channel\|>analysis")),

@@ -175,7 +175,7 @@ def generation_responses(
     answer = {
         "model": whole,
         "content": {
-            # Without a schema: clients would check each event by it, and an event is no text.
+            # Without a schema: clients would check each event by it, and an event is not text.
             "text/event-stream": {"example": example},
         },
         "description": f"The answer. With `stream`, server-sent events: {meaning}.",

@@ -12,7 +12,7 @@ The rules of ``--auto-switch``:
 - A model that fails to load is tried again after twice that time, then after four times, up to an
   hour; after an hour at once where its load ended the core, because the restarts of a core are
   counted. Until then requests for it are refused; parked ones wait. An engine that cannot switch
-  now, such as one that sleeps, is no failure of the model.
+  now, such as one that sleeps, is not a failure of the model.
 - At most ``max_waiting`` requests wait, and of a client with a name at most half as many.
 """
 
@@ -52,7 +52,7 @@ class _Parked:
 
 @attrs.frozen
 class Failure:
-    """The last switches to a model failed. ``reason``: empty where it was no fault of the model."""
+    """The last switches to a model failed. ``reason``: empty where the model was not at fault."""
 
     num_failures: int
     not_before_s: float

@@ -76,7 +76,7 @@ def prompt_attention(
     """Attention of ``[B, H, Q, D]`` to ``[B, K, L, D]``: PyTorch's formulation.
 
     ``bias`` is ``[B, 1, Q, L]``, or None for a causal mask. ``lengths`` is ``[B]``, the queries
-    that are no padding: the results of the others are not defined. It is not needed here.
+    that are not padding: the results of the others are not defined. It is not needed here.
     """
     del lengths
     grouped = query.shape[1] != key.shape[1]
