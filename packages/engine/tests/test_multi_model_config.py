@@ -188,7 +188,7 @@ models:
         ("models:\n\ta: 1", 2, "no YAML"),
         ("models: {a: {model: m}}\n---\nmodels: {}", 2, "second document"),
         ("a: &x 1\nb: *x", 1, "anchors"),
-        ("models:\n  a: !!python/object/apply:os.system [ls]", 2, "tags are refused"),
+        ("models:\n  a: !!python/object/apply:os.system [ls]", 2, "tags are rejected"),
         (b"models: \xff\xfe", 1, "cannot be read"),
         ("models: \x07", 1, "no YAML"),
         ("models: {a: {model: m, tensor_parallel_size: 8}}", 1, "must be 1"),
@@ -213,7 +213,7 @@ def test_a_file_that_is_no_file_of_models_is_refused(faults, text, line, words):
 def test_a_bomb_of_aliases_is_refused_at_once(faults):
     bomb = "a: &a [x, x]\n" + "".join(f"b{i}: &b{i} [*a, *a]\n" for i in range(50))
     ((line, words),) = faults(bomb)
-    assert (line, words) == (1, "anchors and aliases (& and *) are refused: write the value again")
+    assert (line, words) == (1, "anchors and aliases (& and *) are rejected: write the value again")
 
 
 @pytest.mark.parametrize("opening", ["[", "{a: "])

@@ -609,7 +609,7 @@ def test_a_score_head_whose_result_is_no_number_fails_its_pair_alone(tmp_path: P
     assert llm.score(QUERY, "a") == [before]
 
 
-# Refusals.
+# Rejections.
 
 
 @pytest.mark.parametrize(

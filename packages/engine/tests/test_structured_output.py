@@ -127,7 +127,7 @@ def test_without_llguidance_the_refusal_says_what_to_install(monkeypatch) -> Non
         GrammarChecker(str).check(YES_NO)
 
 
-# Grammars are checked in a process apart.
+# Grammars are checked in a separate process.
 
 
 def references(count: int) -> dict[str, Any]:

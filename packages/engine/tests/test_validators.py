@@ -1,4 +1,4 @@
-"""The validators of settings: which values pass, and what a refusal says."""
+"""The validators of settings: which values pass, and what a rejection says."""
 
 from __future__ import annotations
 

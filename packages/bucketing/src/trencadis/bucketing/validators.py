@@ -27,7 +27,7 @@ floats, and a size fits an array of 64-bit integers."""
 
 MAX_SIZES = 1 << 20
 """The most sizes of a range. Far more graphs than a server captures; a step that is too small by
-mistake is refused before it fills the memory."""
+mistake is rejected before it fills the memory."""
 
 MAX_TAIL = 1_000_000
 """The largest tail weight of a fit. At this weight, little but the largest padding counts."""
@@ -42,7 +42,7 @@ MAX_ROWS = 1 << 26
 
 def shown(value: object) -> str:
     """`value` for an error message: shortened, and without the digits of a huge integer."""
-    # Python refuses to print an integer of thousands of digits.
+    # Python does not print an integer of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 256:
         return f"of {value.bit_length()} bits"
     if isinstance(value, (tuple, list)):

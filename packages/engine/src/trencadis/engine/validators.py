@@ -1,4 +1,4 @@
-"""Validators of attrs fields. Each one refuses a value with the field's name, the value and the
+"""Validators of attrs fields. Each one rejects a value with the field's name, the value and the
 bounds.
 
 The bounds are attributes of the validator, so that help texts and the API's schema can be derived
@@ -54,7 +54,7 @@ class Integer:
 class Number:
     """A finite number from ``low`` to ``high``; None means no bound. A bool is not a number.
 
-    ``exclusive_low`` refuses ``low`` itself. ``optional`` also accepts None as the value.
+    ``exclusive_low`` rejects ``low`` itself. ``optional`` also accepts None as the value.
     """
 
     low: float | None
@@ -241,7 +241,7 @@ class _ShortRepr(reprlib.Repr):
         self.maxstring = self.maxother = _MAX_SHOWN
 
     def repr_int(self, value: int, _: int) -> str:
-        # Python refuses to write an integer of more than 4300 digits.
+        # Python does not write an integer of more than 4300 digits.
         bits = value.bit_length()
         return repr(value) if bits <= 256 else f"an integer of {bits} bits"
 

@@ -53,7 +53,7 @@ class BlockPool:
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
     takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
-    for a number of blocks or decode buckets that `CacheConfig` refuses.
+    for a number of blocks or decode buckets that `CacheConfig` rejects.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:

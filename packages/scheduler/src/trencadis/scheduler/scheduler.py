@@ -187,7 +187,7 @@ class Scheduler:
         return group.unfinished_seqs[0]
 
     def check_queue(self, client: str = "", others: abc.Sequence[str] = ()) -> None:
-        """Raise `QueueFull` where `add` would refuse a request of ``client`` as one too many.
+        """Raise `QueueFull` where `add` would reject a request of ``client`` as one too many.
 
         ``others``: the clients of requests that the caller will add before it, one for each.
         """

@@ -51,7 +51,7 @@ class IntegerValidator:
 class NumberValidator:
     """Accepts finite numbers from ``low`` to ``high`` (None: no bound on that side).
 
-    ``exclusive_low``: ``low`` itself is refused.
+    ``exclusive_low``: ``low`` itself is rejected.
     """
 
     low: float | None

@@ -109,7 +109,7 @@ def instance_of(kind: type) -> InstanceValidator:
 
 
 def require_integer(name: str, value: object, low: int, high: int = MAX_BYTES) -> None:
-    """Refuse anything but an integer from ``low`` to ``high``."""
+    """Reject anything but an integer from ``low`` to ``high``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
     if value > high:
@@ -117,19 +117,19 @@ def require_integer(name: str, value: object, low: int, high: int = MAX_BYTES) -
 
 
 def require_instance(name: str, value: object, kind: type) -> None:
-    """Refuse anything but an instance of ``kind``."""
+    """Reject anything but an instance of ``kind``."""
     if not isinstance(value, kind):
         raise ConfigError(f"{name} must be of type {kind.__name__}, got {value!r}")
 
 
 def require_callable(name: str, value: object) -> None:
-    """Refuse what cannot be called."""
+    """Reject what cannot be called."""
     if not callable(value):
         raise ConfigError(f"{name} must be callable, got {value!r}: pass a function")
 
 
 def require_methods(name: str, value: object, methods: Iterable[str]) -> None:
-    """Refuse an object that lacks one of these methods."""
+    """Reject an object that lacks one of these methods."""
     missing = [method for method in methods if not callable(getattr(value, method, None))]
     if missing:
         raise ConfigError(
@@ -149,7 +149,7 @@ def is_finite(value: Any) -> bool:
 
 
 def as_tuple(name: str, values: Iterable[T], kind: type[T]) -> tuple[T, ...]:
-    """The values as a tuple. Refuses anything but instances of ``kind``."""
+    """The values as a tuple. Rejects anything but instances of ``kind``."""
     message = f"{name} must be several of type {kind.__name__}, got {values!r}"
     # A bucket can be indexed, so `tuple` would try to iterate over it.
     if not isinstance(values, Iterable):
@@ -175,7 +175,7 @@ def as_buckets(name: str, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def require_replays(replays: Mapping[Bucket, float]) -> None:
-    """Refuse anything but a finite number of at least 0 for each bucket."""
+    """Reject anything but a finite number of at least 0 for each bucket."""
     require_instance("replays", replays, Mapping)
     for bucket, count in replays.items():
         require_instance("a bucket of replays", bucket, Bucket)
@@ -187,7 +187,7 @@ def require_replays(replays: Mapping[Bucket, float]) -> None:
 
 
 def require_phase_replays(replays: Mapping[Phase, Mapping[Bucket, float]] | None) -> None:
-    """Refuse anything but None or the replays of each phase."""
+    """Reject anything but None or the replays of each phase."""
     if replays is None:
         return
     require_instance("replays", replays, Mapping)

@@ -100,7 +100,7 @@ class EngineStats:
 
     - ``num_running_reqs``: requests with a sequence that runs. With ``n`` = 4 it is one request.
     - ``num_running_seqs``: sequences that run.
-    - ``max_running_seqs``: the running limit. Operators and thermal policies lower it.
+    - ``max_running_seqs``: the running limit. Administrators and thermal policies lower it.
     - ``max_prefill_tokens``: the prefill limit, in tokens of a step. The same lower it.
     - ``num_waiting_reqs``: requests that have not started.
     - ``num_swapped_reqs``: preempted requests whose KV cache is on the host.

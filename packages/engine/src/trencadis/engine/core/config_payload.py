@@ -1,7 +1,7 @@
 """An engine configuration as msgpack, which a core reads when it switches models.
 
 Nothing is pickled, so a payload can make nothing but an `EngineConfig`, whose validators run. What
-msgpack cannot say is refused where it is written.
+msgpack cannot say is rejected where it is written.
 """
 
 from __future__ import annotations

@@ -263,7 +263,7 @@ class EngineCore:
         it was accepted before, so ``max_waiting`` does not bind it. ``client``: see
         `AsyncEngine.generate`.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
-        compiled beside the steps; if that fails, `take_failures` has the refusal.
+        compiled beside the steps; if that fails, `take_failures` has the rejection.
         """
         prompt_token_ids = check_arguments(
             key, prompt_token_ids, params, priority, cache_salt, client
@@ -349,7 +349,7 @@ class EngineCore:
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
-        """The requests that errors have ended since the last call, or that were refused late."""
+        """The requests that errors have ended since the last call, or that were rejected late."""
         return self.requests.take_failures()
 
     def _run_step(self) -> list[NewToken]:

@@ -91,7 +91,7 @@ class ProgramStore:
     def has(self, key: str) -> bool:
         """Whether a program is stored that `fetch` would load.
 
-        Warns of the first archive that is refused for a reason.
+        Warns of the first archive that is rejected for a reason.
         """
         try:
             self._read(key)

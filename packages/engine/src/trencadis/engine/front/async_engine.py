@@ -243,7 +243,7 @@ class AsyncEngine:
         served next. Closing the generator aborts the request.
 
         Raises `InvalidRequest` (naming the field),
-        `EngineOverloaded`, `BucketMiss` where the engine refuses to compile a shape for it,
+        `EngineOverloaded`, `BucketMiss` where the engine may not compile a shape for it,
         `RequestFailed` where an internal error ends this request alone, or an error of
         `check_health`.
         """
@@ -361,7 +361,7 @@ class AsyncEngine:
         return tuple(dict.fromkeys(key.rpartition("/")[0] for key in running))
 
     async def control(self, order: BatchControl) -> BatchControlResult:
-        """Carry out an operator's order at the start of the next step; returns its result.
+        """Carry out an administrator's order at the start of the next step; returns its result.
 
         Raises `InvalidRequest`, naming the field, for an order that cannot be carried out,
         `EngineOverloaded` where no step ends within a minute, and the errors of `check_health`.
@@ -401,7 +401,7 @@ class AsyncEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the device memory is released, so that requests are refused."""
+        """Whether the device memory is released, so that requests are rejected."""
         return self._changes.is_sleeping
 
     async def sleep(self, level: int = 1) -> int:
@@ -430,7 +430,7 @@ class AsyncEngine:
         return self._changes.has_begun
 
     def close_admission(self, reason: str) -> None:
-        """Refuse new requests with `SwitchInProgressError`. An empty reason: accept them again."""
+        """Reject new requests with `SwitchInProgressError`. An empty reason: accept them again."""
         self._changes.switching = reason
 
     async def drain(self, timeout_s: float) -> int:

@@ -75,9 +75,9 @@ class ModelEntry:
     """A model that is served under ``alias`` while it is active.
 
     ``chat_template`` replaces that of ``config`` and of the model. ``default_sampling``: parameters
-    of `DEFAULT_SAMPLING` for requests that do not set them. ``frontend``: settings of the program
+    of `DEFAULT_SAMPLING` for requests that do not set them. ``frontend``: settings of the server
     that serves the engine, such as the parsers of `trencadis.server`. ``ttl``: seconds without a
-    request after which that program lets the engine sleep; 0: never. Raises `ConfigError`.
+    request after which the server lets the engine sleep; 0: never. Raises `ConfigError`.
     """
 
     alias: str = attrs.field(validator=_check_alias)

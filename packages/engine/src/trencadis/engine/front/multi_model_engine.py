@@ -149,7 +149,7 @@ class MultiModelEngine:
 
     @property
     def is_switching(self) -> bool:
-        """Whether a switch has begun to drain. New requests are refused with
+        """Whether a switch has begun to drain. New requests are rejected with
         `SwitchInProgressError`."""
         return self._is_switching
 
@@ -175,7 +175,7 @@ class MultiModelEngine:
         """Make ``alias`` the active model; returns when it serves.
 
         First the model is prepared, see `prepare_model`; the active one is served meanwhile. Then
-        requests that run may end within ``drain_timeout_s`` seconds; new ones are refused with
+        requests that run may end within ``drain_timeout_s`` seconds; new ones are rejected with
         `SwitchInProgressError`. ``running`` says what happens to those that are left then:
 
         - ``wait``: nothing, the switch fails.
@@ -372,7 +372,7 @@ class MultiModelEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the device memory is released, so that requests are refused."""
+        """Whether the device memory is released, so that requests are rejected."""
         return self.engine.is_sleeping
 
     async def wait_until_failed(self) -> str:

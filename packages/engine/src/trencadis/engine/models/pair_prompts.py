@@ -124,7 +124,7 @@ def _check_joined(name: str, prompt: PairPrompt, default: str | None) -> None:
     if prompt.instruction:
         raise ConfigError(
             f"score_prompt joined has no place for the default prompt {default!r} that the "
-            f"{SETTINGS_FILE} of {name} declares, so every request would be refused: remove "
+            f"{SETTINGS_FILE} of {name} declares, so every request would be rejected: remove "
             "default_prompt_name there and let clients write the prompt into the query, or choose "
             "another score_prompt",
             "score_prompt",

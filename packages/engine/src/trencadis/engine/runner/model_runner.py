@@ -258,7 +258,7 @@ class ModelRunner:
         except Exception as error:
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
-                    logger.warning("Sequence %d is refused: %s", scheduled[0].seq_id, error)
+                    logger.warning("Sequence %d is rejected: %s", scheduled[0].seq_id, error)
                 else:
                     logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
                 step.failed[scheduled[0].seq_id] = error

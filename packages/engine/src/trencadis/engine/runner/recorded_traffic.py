@@ -85,7 +85,7 @@ class TrafficLog:
         self._saved_s = clock()
         self._can_save = True
         for phase in Phase:
-            self._read(phase)  # refuses a file of something else, also while the lock is held
+            self._read(phase)  # rejects a file of something else, also while the lock is held
         try:
             self._write(tuple(Phase))
         except TimeoutError as error:

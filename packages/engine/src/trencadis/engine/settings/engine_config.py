@@ -353,7 +353,7 @@ class EngineConfig(CapacitySettings):
             "--on-bucket-miss",
             group=WARMUP,
             help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
-            "refused: its request ends with an error that names the shape",
+            "rejected: its request ends with an error that names the shape",
             default="auto: eager where the device can and shapes are warmed up, else compile",
         ),
     )

@@ -29,7 +29,7 @@ def _tuple(value: Any) -> Any:
     try:
         return tuple(value)
     except TypeError:
-        return value  # None, or what the validator refuses
+        return value  # None, or what the validator rejects
 
 
 @attrs.frozen(kw_only=True)

@@ -46,7 +46,7 @@ class TemplateTraits:
     indicates none. ``takes_tools``: whether it shows tools to the model. ``text_arguments``: it
     joins the arguments of earlier calls with its own text, so they have to be JSON text; otherwise
     objects. ``has_thinking``: it takes the reasoning before earlier calls as ``thinking``; it
-    refuses content beside that if ``has_thinking_alone``, as that of gpt-oss.
+    rejects content beside that if ``has_thinking_alone``, as that of gpt-oss.
     """
 
     tool_parser: Found | None = None
