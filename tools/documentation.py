@@ -1,4 +1,4 @@
-"""Lays out the documentation as a site that mkdocs builds: ``python tools/site.py DIRECTORY``.
+"""Lays out the documentation as a site that mkdocs builds: ``python tools/documentation.py DIR``.
 
 The pages are the repository's Markdown files in the repository's folders, so that a relative link
 is right in both. Their order is that of `SECTIONS`; a page that is in no earlier section is in the
@@ -17,12 +17,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FILES = ("*.md", "*.png", "deploy/*")
-PACKAGES = ("bucketing", "kvcache", "warmup", "scheduler", "engine", "server")
 SECTIONS = {
     "Start": ("README.md", "docs/models.md", "docs/gaudi.md", "docs/performance.md", "deploy/*"),
     **{
         name: (f"packages/{name}/README.md", f"docs/{name}/*", f"packages/{name}/*")
-        for name in reversed(PACKAGES)
+        for name in sorted(path.name for path in ROOT.glob("packages/*"))
     },
     "Inside": ("docs/architecture.md", "docs/decisions/*", "docs/*", "*"),
 }
@@ -37,7 +36,8 @@ def navigation(pages: Sequence[str]) -> list[dict[str, list[str]]]:
         for pattern in patterns:
             section += fnmatch.filter(left, pattern)
             left = [page for page in left if page not in section]
-        sections.append({title: section})
+        if section:
+            sections.append({title: section})
     return sections
 
 
