@@ -90,17 +90,17 @@ def test_unused_words_are_found_in_text_and_names(text: str, found: list) -> Non
         ("values that are\n    # no integers", [(1, "are no")]),
         ("there is no block; where\nthere are no more; it is no longer used", []),
         ("The key is Refused, not `refused`", [(1, "Refused")]),
-        ("refuse_cold, --on-bucket-miss refuse, {'refused': 1}", []),
+        ("refused_calls, trencadis/refused, {'refused': 1}, x.refused", []),
     ],
 )
 def test_unused_phrases_are_found_in_prose(text: str, expected: list) -> None:
-    assert list(phrases_in(text, ("is no", "are no", "refuse", "refused"))) == expected
+    assert list(phrases_in(text, ("is no", "are no", "refused"))) == expected
 
 
 def test_prose_is_comments_and_texts_in_their_lines() -> None:
     source = 'is_no = 1  # first\nx = ("is "\n     "no")\ny = "refused"\n"""A\nlong text."""\n'
     assert [line.strip() for line in prose_of(source).splitlines()][:3] == ["# first", '"is "', ""]
-    assert list(phrases_in(prose_of(source), ("long text", "refused"))) == [(5, "long text")]
+    assert list(phrases_in(prose_of(source), ("a long", "refused"))) == [(5, "A long")]
 
 
 def test_variables_of_a_name_are_found() -> None:

@@ -73,9 +73,9 @@ def phrases_in(text: str, phrases: tuple[str, ...]) -> Iterator[tuple[int, str]]
     """
     gap = r"(?:\s|#|f?\")+"
     listed = "|".join(gap.join(map(re.escape, phrase.split())) for phrase in phrases)
-    pattern = rf"(?<![\w`./-])(?:{listed})(?![\w`/=(-]|{gap}longer\b|\"[:,\]])"
-    for match in re.finditer(pattern, text, re.IGNORECASE):
-        if not re.search(rf"(?i)\bthere{gap}$|on.bucket.miss $|compile or $", text[: match.start()]):
+    pattern = rf"(?<![\w`.{{/-])(?:{listed})(?![\w`/=(-]|{gap}longer\b|[\"'][:,\]])"
+    for match in re.finditer(pattern, text, re.IGNORECASE) if phrases else ():
+        if not re.search(rf"\bthere{gap}$", text[: match.start()], re.IGNORECASE):
             yield text.count("\n", 0, match.start()) + 1, re.sub(gap, " ", match[0])
 
 
