@@ -271,7 +271,7 @@ class ServerSettings:
             "--auto-switch",
             group=MODELS,
             help="a request for a model that is not active waits for a switch; otherwise it is "
-            "refused",
+            "rejected",
         ),
     )
     min_model_stay: float = attrs.field(
