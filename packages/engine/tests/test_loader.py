@@ -1,4 +1,4 @@
-"""What can be served is loaded; what cannot is refused in one line that says why."""
+"""What can be served is loaded; what cannot is rejected in one line that says why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command ``trencadis-simulate``: what it prints and writes, and how it refuses."""
+"""The command ``trencadis-simulate``: what it prints and writes, and how it rejects."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_the_table_has_what_one_wants_to_know(capsys: pytest.CaptureFixture[str]
         "time by part",
     ):
         assert re.search(rf"^{name} .*\d", printed, re.MULTILINE), name
-    assert "20 done, 0 refused" in printed
+    assert "20 done, 0 rejected" in printed
     assert re.search(r"^swap traffic +0 B out, 0 B in", printed, re.MULTILINE)
     assert re.search(r"^temperature .*°C", printed, re.MULTILINE)
     assert re.search(r"^simulated in .* steps/s$", printed, re.MULTILINE)
@@ -124,7 +124,7 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
     [
         ({"trace": "nowhere.csv"}, "nowhere.csv"),
         ({"model": "nowhere.json"}, "nowhere.json"),
-        ({"model": TRACE}, "is no JSON"),
+        ({"model": TRACE}, "is not JSON"),
         ({"trace": MODEL}, "name the one with the prompt length"),
         ({"device": "abacus"}, "device must be one of gaudi2, gaudi3"),
         ({"thermal-policy": "arctic"}, "thermal policy 'arctic'"),

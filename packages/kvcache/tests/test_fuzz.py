@@ -1,6 +1,6 @@
 """Random calls of the public API: right ones, and ones with wrong types, odd values, wrong orders.
 
-Only errors of this package leave, a refused call changes nothing, and right calls work after it.
+Only errors of this package leave, a rejected call changes nothing, and right calls work after it.
 `Fuzzer(seed).calls(n)` repeats a failure, which names its seed.
 """
 

@@ -396,7 +396,7 @@ class DenseRun:
     # What callers do.
 
     def _add(self, priority: int) -> str:
-        """Add a request; one that is refused changes nothing, and a smaller one follows."""
+        """Add a request; one that is rejected changes nothing, and a smaller one follows."""
         self.num_added += 1
         name = f"r{self.num_added}"
         while True:

@@ -1,6 +1,6 @@
 """Random calls of the public API: right ones, and ones with wrong types, odd values, wrong orders.
 
-Only errors of this package leave, a refused call changes nothing, and right calls work after it.
+Only errors of this package leave, a rejected call changes nothing, and right calls work after it.
 `Fuzzer(seed).calls(n)` repeats a failure, which names its seed.
 """
 
@@ -347,7 +347,7 @@ class Fuzzer:
             raise AssertionError(f"{function} with {arguments}, {named}: {error!r}") from error
 
     def state(self) -> bytes:
-        """All that a refused call must not change."""
+        """All that a rejected call must not change."""
         scheduler = self.scheduler
         control, admission = scheduler._control, scheduler._admission
         return pickle.dumps(

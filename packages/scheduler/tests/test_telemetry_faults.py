@@ -273,7 +273,7 @@ def test_what_a_source_returns_instead_of_readings_becomes_a_state(reading: Any)
     bench.says(Reading(0, 50.5))
     state = bench.says(reading, after_s=10.0)
     assert (state.health, state.hottest_c) == (Health.STALE, 50.5)
-    assert "which is no reading" in state.fault
+    assert "which is not a reading" in state.fault
     assert bench.says(Reading(0, 51.5)).health is Health.FRESH
 
 

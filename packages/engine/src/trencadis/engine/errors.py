@@ -61,7 +61,7 @@ class SlowConversation(EngineError):
 
 
 class BucketMiss(EngineError):
-    """A batch needs a shape that no bucket was warmed up for, and the engine refuses to compile it.
+    """A batch needs a shape that no bucket was warmed up for, and the engine may not compile it.
 
     The message names the shape and the setting.
     """

@@ -64,7 +64,7 @@ class BlockPool:
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
     takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
-    for a number of blocks or decode buckets that `CacheConfig` refuses.
+    for a number of blocks or decode buckets that `CacheConfig` rejects.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
@@ -277,7 +277,7 @@ class BlockPool:
             self._empty.add(block)
 
     def as_block(self, block: int) -> int:
-        """The id as an int. Raises `InvalidBlock` for an id that is no block of this pool."""
+        """The id as an int. Raises `InvalidBlock` for an id that is not a block of this pool."""
         try:
             number = index(block)
         except TypeError:

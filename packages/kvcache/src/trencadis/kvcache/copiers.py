@@ -233,7 +233,7 @@ def zeros(
     if small_pages or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pinned)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages refuses the advice. The memory is usable in small pages.
+    # A kernel without huge pages rejects the advice. The memory is usable in small pages.
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)

@@ -160,7 +160,7 @@ class BlockManager:
         Only sequences with equal ``extra_keys`` (adapter id, cache salt) share blocks;
         ``prefix_keys`` contain their extra keys. See `RequestHasher` for the types of extra keys.
         Raises `DuplicateSequence`, `OutOfBlocks`, or `InvalidSetting` for an empty prompt, for
-        token ids that are no 32-bit integers, and for prefix keys of other tokens or extra keys.
+        token ids that are not 32-bit integers, and for prefix keys of other tokens or extra keys.
         """
         self._sequences.require_new(seq_id)
         if self._num_prompt_blocks(token_ids) > self.pool.num_usable_blocks:
@@ -226,7 +226,7 @@ class BlockManager:
 
         Returns the copy to carry out before the forward pass: a copy-on-write if the last block is
         partial and shared with a fork. Raises `OutOfBlocks`, or `InvalidSetting` for token ids that
-        are no 32-bit integers.
+        are not 32-bit integers.
         """
         sequence = self._sequences.resident(seq_id)
         tokens = as_token_array(token_ids)

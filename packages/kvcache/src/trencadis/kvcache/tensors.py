@@ -9,7 +9,7 @@ queries with a ``[block_size, head_dim]`` matrix. In this order ``cache[:n]`` is
 matrices: flattening over block and head needs no copy. With positions first, every step would have
 to transpose all that it reads.
 
-On Gaudi an update in place is fast only where it writes whole rows of a tensor that is no view.
+On Gaudi an update in place is fast only where it writes whole rows of a tensor that is not a view.
 There the keys and the values of each layer are separate tensors with a row for each token
 (``token_rows``), ``[num_blocks * block_size, kv_heads, head_dim]``, written by ``index_copy_``.
 
@@ -189,7 +189,7 @@ class KVCache:
             ]
         except (TypeError, ValueError) as error:
             raise InvalidSetting(
-                f"{plan!r} is no plan of (Direction, copies) batches: pass a CopyPlan"
+                f"{plan!r} is not a plan of (Direction, copies) batches: pass a CopyPlan"
             ) from error
         for direction, copies in batches:
             _require_valid(copies, *num_blocks[direction])
@@ -200,7 +200,7 @@ def _as_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidSetting(f"device {device!r} is no device of PyTorch: {error}") from error
+        raise InvalidSetting(f"device {device!r} is not a device of PyTorch: {error}") from error
 
 
 def _allocate(

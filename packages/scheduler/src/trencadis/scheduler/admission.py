@@ -1,4 +1,4 @@
-"""Admission control: refuses unservable requests, resumes groups and admits waiting ones."""
+"""Admission control: rejects unservable requests, resumes groups and admits waiting ones."""
 
 from __future__ import annotations
 
@@ -361,7 +361,7 @@ class AdmissionControl:
         step.schedule([group])
 
     def _can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
-        """Whether there are blocks for a group. A refused group needs more free blocks to retry."""
+        """Whether there are blocks for a group. A rejected one needs more free blocks to retry."""
         num_free = self._group_blocks.pool.num_free_blocks - num_spare
         if num_free <= self._num_free_at_refusal.get(group.arrival, -1):
             return False

@@ -1,4 +1,4 @@
-"""Control requests of an operator: queued from any thread, applied at the top of a step.
+"""Control requests of an administrator: queued from any thread, applied at the top of a step.
 
 Their fields and those of the answer are the fields of ``/v1/admin/batch`` in seed 003, section 4.
 They count sequences, not requests, as ``max_num_seqs`` does.

@@ -24,7 +24,7 @@ class RunningLimit:
 
     The limit of a thermal policy leaves the first running group alone, whatever its number of
     sequences: a group that is wider than the limit could not run at all otherwise. The other two
-    limits are orders of an operator: such a group waits, and a warning says so if nothing runs.
+    limits are orders of an administrator: such a group waits; a warning says so if nothing runs.
 
     The prefill limit is the minimum of ``max_prefill_tokens``, the thermal policy's and the token
     budget. It is at least 1, so every step with prefill to do computes some of it.

@@ -187,7 +187,7 @@ class Scheduler:
         return group.unfinished_seqs[0]
 
     def check_queue(self, client: str = "", others: abc.Sequence[str] = ()) -> None:
-        """Raise `QueueFull` where `add` would refuse a request of ``client`` as one too many.
+        """Raise `QueueFull` where `add` would reject a request of ``client`` as one too many.
 
         ``others``: the clients of requests that the caller will add before it, one for each.
         """
@@ -231,7 +231,7 @@ class Scheduler:
         It finishes at the top of the next step in which its group runs and has forked: until then
         other sequences need its blocks, and it may get more tokens. Once all samples of a group
         are to finish, the group is aborted at once. False for an unknown sequence, and for a beam,
-        which is no output before the search has ended.
+        which is not an output before the search has ended.
         """
         sequence = self._states.sequences.get(seq_id) if is_integer(seq_id) else None
         if sequence is None or sequence.group.beam_state is not None:

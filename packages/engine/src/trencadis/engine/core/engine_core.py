@@ -263,7 +263,7 @@ class EngineCore:
         it was accepted before, so ``max_waiting`` does not bind it. ``client``: see
         `AsyncEngine.generate`.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
-        compiled beside the steps; if that fails, `take_failures` has the refusal.
+        compiled beside the steps; if that fails, `take_failures` has the rejection.
         """
         prompt_token_ids = check_arguments(
             key, prompt_token_ids, params, priority, cache_salt, client
@@ -305,7 +305,7 @@ class EngineCore:
         """Preempt these requests at the start of the next step; they keep their tokens.
 
         Returns the keys of those that run; the others are ignored. See `Scheduler.abort_and_swap`.
-        Raises `InvalidRequest` for what is no list of keys.
+        Raises `InvalidRequest` for what is not a list of keys.
         """
         listed = items_of(keys)
         if listed is None or not all(isinstance(key, str) for key in listed):
@@ -349,7 +349,7 @@ class EngineCore:
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
-        """The requests that errors have ended since the last call, or that were refused late."""
+        """The requests that errors have ended since the last call, or that were rejected late."""
         return self.requests.take_failures()
 
     def _run_step(self) -> list[NewToken]:
@@ -424,7 +424,7 @@ class EngineCore:
 
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
-        # Raises if the device computes nothing any more: then it was no fault of these requests.
+        # Raises if the device computes nothing any more: then these requests were not at fault.
         if not all(isinstance(error, BucketMiss) for error in errors.values()):
             self.worker.runner.probe()
         for seq_id, error in errors.items():

@@ -141,7 +141,7 @@ class RequestTable:
         """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
-        structured output waits until its grammar is compiled; `add_compiled` adds it, or refuses it
+        structured output waits until its grammar is compiled; `add_compiled` adds it, or rejects it
         with a failure.
         """
         self._check(request)
@@ -318,7 +318,7 @@ class RequestTable:
         }
 
     def take_failures(self) -> list[RequestError | Rejected]:
-        """The requests that errors have ended since the last call, or that were refused late."""
+        """The requests that errors have ended since the last call, or that were rejected late."""
         failures, self._failures = self._failures, []
         return failures
 

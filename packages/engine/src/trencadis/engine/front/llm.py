@@ -282,7 +282,7 @@ class LLM:
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""
         tokens = self.core.step()
-        # Other keys belong to requests that the program has added to the core itself.
+        # Other keys belong to requests that the caller has added to the core itself.
         for failure in self.core.take_failures():
             if failure.key in running:
                 raise _error_of(failure, running[failure.key].request_id)

@@ -81,7 +81,7 @@ class DecoderLayers:
     def use_cache(self, caches: LayerCaches) -> None:
         """Compute with another cache from now on.
 
-        Only where attention is an operator: there the cache is no input of a program.
+        Only where attention is an operator: there the cache is not an input of a program.
         """
         self._caches = [(caches.key(i), caches.value(i)) for i in range(len(self._weights))]
 
@@ -167,7 +167,7 @@ class DecoderLayers:
         A program is compiled for one number of blocks. The size of the whole cache changes with
         the free memory at start, the size of a prefix does not. Prefill gathers blocks, and so does
         decode that reads no prefix: they see the whole cache. A cache of token rows is not cut:
-        Gaudi updates no view in place. Where attention is an operator, the cache is no input.
+        Gaudi updates no view in place. Where attention is an operator, the cache is not an input.
         """
         if is_operator(paged):
             return self._weights[number]

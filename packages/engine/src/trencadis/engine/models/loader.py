@@ -281,7 +281,7 @@ def _check_sizes(spec: ModelSpec, name: str) -> None:
 
 
 def _check_full_attention(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse layers other than full attention. A window of ``max_model_len`` or more is full."""
+    """Reject layers other than full attention. A window of ``max_model_len`` or more is full."""
     text = spec.config.get_text_config(decoder=True)
     window = getattr(text, "sliding_window", None)
     if window is not None and window >= max_model_len:

@@ -41,8 +41,8 @@ class LayerCaches(Protocol):
 class PagedContext:
     """Base of what a forward pass reads and writes. Its tensors are inputs of graphs and programs.
 
-    ``attention`` is the device's formulation; None for that of the CPU. ``layer_run`` computes the
-    decoder layers in place of the model's own code; None for eager.
+    ``attention`` is the device's attention backend; None: that of the CPU. ``layer_run`` computes
+    the decoder layers in place of the model's own code; None for eager.
     """
 
     cache: LayerCaches

@@ -151,7 +151,7 @@ class BatchBuilder:
                 return _rounded(exact)
             size: tuple[int, ...] = (1, exact.num_tokens, 0)
         else:
-            # A batch that is no size of the grid was not made by `split_prompts`.
+            # A batch that is not a size of the grid was not made by `split_prompts`.
             size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
             self._buckets.record(Phase.PROMPT, size)
         return self._grids.padded_prompt(self._buckets.find(Phase.PROMPT, size), exact)

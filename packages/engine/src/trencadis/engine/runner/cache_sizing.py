@@ -77,7 +77,7 @@ class CacheSizing:
 
         Both run on the padding block alone, which a pass may gather as often as it likes. A decode
         gathers at most as many blocks as fit beside the prefill's peak; the plan only gets fewer
-        of them by its own. A cache that would be too small without any peak is refused first, with
+        of them by its own. A cache that would be too small without any peak is rejected first, with
         `ConfigError`. ``prompts``: shapes of prefill batches that may take the most memory.
         """
         self.num_blocks(self._plan_memory(self._device.free_memory()))

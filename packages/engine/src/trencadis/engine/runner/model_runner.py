@@ -85,7 +85,7 @@ class PendingStep:
     def wait(self) -> dict[int, RowResult]:
         """The results by the sequence ids of the sampled rows. Blocks until they have arrived.
 
-        A sequence whose logits are no numbers is added to ``failed`` and has no result.
+        A sequence whose logits are not numbers is added to ``failed`` and has no result.
         """
         copies = iter(self._copy.wait())
         results: dict[int, RowResult] = {}
@@ -258,7 +258,7 @@ class ModelRunner:
         except Exception as error:
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
-                    logger.warning("Sequence %d is refused: %s", scheduled[0].seq_id, error)
+                    logger.warning("Sequence %d is rejected: %s", scheduled[0].seq_id, error)
                 else:
                     logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
                 step.failed[scheduled[0].seq_id] = error

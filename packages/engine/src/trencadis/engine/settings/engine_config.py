@@ -87,7 +87,7 @@ FITTED = "fitted:"
 
 
 def _path(path: str | os.PathLike[str]) -> str:
-    # What is no path is left to the validator, which names the field.
+    # What is not a path is left to the validator, which names the field.
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
@@ -96,7 +96,7 @@ def _optional_path(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _tuple_of(value: Any) -> Any:
-    """A list as a tuple. None, and what is no list, is left to the validator."""
+    """A list as a tuple. None, and what is not a list, is left to the validator."""
     items = items_of(value)
     return value if items is None else tuple(map(plain_number, items))
 
@@ -363,7 +363,7 @@ class EngineConfig(CapacitySettings):
             "--on-bucket-miss",
             group=WARMUP,
             help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
-            "refused: its request ends with an error that names the shape",
+            "rejected: its request ends with an error that names the shape",
             default="auto: eager where the device can and shapes are warmed up, else compile",
         ),
     )

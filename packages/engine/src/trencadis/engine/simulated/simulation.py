@@ -169,7 +169,7 @@ class Simulation:
         return report
 
     def serve(self) -> Iterator[None]:
-        """Serve the whole workload; yields once for each request that finishes or is refused."""
+        """Serve the whole workload; yields once for each request that finishes or is rejected."""
         arrivals = _Arrivals(self.workload, self.model.vocab_size, self.config.seed, self.clock())
         interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _NUM_SAMPLES)
         self.started_s = next_sample_s = next_poll_s = self.clock()
@@ -194,7 +194,7 @@ class Simulation:
                 yield
 
     def _accept(self, arrived_s: float, request: Request) -> bool:
-        """Add a request to the queue; False if a server would refuse it."""
+        """Add a request to the queue; False if a server would reject it."""
         prompt = len(request.prompt_token_ids)
         try:
             if prompt + request.max_tokens > self.max_model_len:

@@ -46,7 +46,7 @@ _ROWS: tuple[Any, ...] = (
 """What both kernels take first: queries, keys and values, the result, the cache, and the slots."""
 
 _STRIDES_OF_ROWS = (1, 2, 5, 6, 7, 8)
-"""Of what `_rows` returns, those that are no addresses."""
+"""Of what `_rows` returns, those that are not addresses."""
 
 OF_CACHE = 2
 """How many of `changing_arguments` depend on the layer: the place of its cache."""
@@ -285,7 +285,7 @@ def attention_kernel(
     if dtype not in _DTYPES:
         raise NoKernel(f"it computes in bf16 and fp32, not in {dtype}")
     if head_dim % _LANES:
-        raise NoKernel(f"a head of {head_dim} is no multiple of {_LANES}")
+        raise NoKernel(f"a head of {head_dim} is not a multiple of {_LANES}")
     definitions = (f"D={head_dim}", f"G={heads // kv_heads}", f"BF16={_DTYPES[dtype]}")
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
     decode, prefill = library.decode_attention, getattr(library, "prefill_attention", None)

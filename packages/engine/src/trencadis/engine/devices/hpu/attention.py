@@ -1,15 +1,15 @@
-"""The formulation of attention for Gaudi: rows written in place, blocks combined by matrices.
+"""The attention backend for Gaudi: rows written in place, blocks combined by matrices.
 
 The cache has a row for each token, ``[blocks * S, K, D]``, because ``index_copy_`` on such a tensor
 is the one update that the bridge keeps in place (HabanaAI/gaudi-pytorch-bridge 1.19.0,
-``dynamo/compile_backend/passes.py:2575``). Where the CPU's formulation scatters to the owners of
+``dynamo/compile_backend/passes.py:2575``). Where the CPU's backend scatters to the owners of
 blocks, this one multiplies with the one-hot matrix of block and owner, as vllm-gaudi does
 (``vllm_gaudi/extension/ops.py:86-91``): on Gaudi ``index_add_`` loses all but one of the entries
 with the same index. `paged_context` defines the letters used in shapes.
 
 Scores, weights and weighted values are products of the model's dtype; maxima, exponentials and the
 sums of weights are fp32. In bf16 the largest error, beside an attention in fp32, was 0.6 % of the
-largest value for sequences of 50 to 2,000 tokens, and 0.9 % with the CPU's formulation.
+largest value for sequences of 50 to 2,000 tokens, and 0.9 % with the CPU's backend.
 """
 
 from __future__ import annotations
