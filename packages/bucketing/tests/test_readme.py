@@ -1,4 +1,4 @@
-"""The README: its examples run, and its tables match the code."""
+"""README and page of settings: their examples run, and their tables match the code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trencadis.bucketing.config import describe_axis_settings, describe_variable
 from trencadis.bucketing.strategies import STRATEGIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[3] / "docs" / "bucketing"
 EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
 
 
@@ -36,7 +37,8 @@ def test_tables_of_variables_are_those_of_the_settings(
     title: str, meanings: dict[str, str]
 ) -> None:
     rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in meanings.items())
-    assert f"| {title} | meaning |\n|---|---|\n{rows}\n" in README
+    page = (PAGES / "settings.md").read_text(encoding="utf-8")
+    assert f"| {title} | meaning |\n|---|---|\n{rows}\n" in page
 
 
 def test_every_strategy_has_its_range_in_the_table() -> None:
