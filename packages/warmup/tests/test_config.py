@@ -69,6 +69,20 @@ def test_the_readme_has_each_variable_with_its_default_and_help() -> None:
     ]
 
 
+def test_the_first_example_of_the_readme_captures_the_graphs_that_it_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def captured(table: str) -> list[tuple[str, ...]]:
+        """Stage, buckets and memory of each line, without times."""
+        return re.findall(r"^(\S+) +(\d[^.]*?)  .*?([\d.]+ [MG]iB)?$", table, re.MULTILINE)
+
+    match = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), re.DOTALL)
+    assert match is not None
+    exec(compile(match[1], "README.md", "exec"), {})  # noqa: S102 - the example is our own
+    assert captured(match[2]) == captured(capsys.readouterr().out)
+    assert len(captured(match[2])) == 4
+
+
 @attrs.frozen
 class Example:
     count: object = attrs.field(default=3, validator=integer(2))
