@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.scheduler import telemetry
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry import (
     Health,
@@ -27,6 +26,8 @@ from trencadis.scheduler.telemetry import (
     TemperatureState,
 )
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
+
+PAGE = Path(__file__).parents[3] / "docs" / "scheduler" / "telemetry.md"
 
 
 class ScriptedSource(TemperatureSource):
@@ -344,9 +345,9 @@ def test_a_failed_device_is_at_least_as_hot_as_any_target() -> None:
     assert ReaderConfig().assumed_hot_c >= MAX_TARGET_C
 
 
-def test_the_readme_quotes_the_defaults() -> None:
-    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"`(\w+)` \((\d+) (?:s|°C)\)", readme)
+def test_the_page_quotes_the_defaults() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    quoted = re.findall(r"`(\w+)` \((\d+) (?:s|°C)\)", page)
     assert len(quoted) >= 6
     for name, value in quoted:
         assert float(value) == getattr(ReaderConfig(), name), name

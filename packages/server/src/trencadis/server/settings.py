@@ -41,8 +41,8 @@ def _no_blank_text(_: object, attribute: attrs.Attribute[Any], texts: tuple[str,
 class ServerSettings:
     """How the server listens, which clients it accepts, and how long it waits.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
-    of range.
+    `docs/server/settings.md` lists meaning, default and flag of each. Raises `ConfigError` on a
+    value out of range.
     """
 
     host: str = attrs.field(

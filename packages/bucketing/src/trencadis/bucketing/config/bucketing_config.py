@@ -155,7 +155,7 @@ class BucketingConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> BucketingConfig:
-        """The settings in `environ` (usually `os.environ`); README.md lists the variables.
+        """The settings in `environ` (usually `os.environ`); docs/bucketing/settings.md lists them.
 
         Raises:
             BucketingError: a value that cannot be used, with its variable.

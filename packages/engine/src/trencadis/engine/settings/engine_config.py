@@ -149,8 +149,8 @@ def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 class EngineConfig(CapacitySettings):
     """The settings of an engine. Names are those of ``vllm serve`` flags.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
-    of range or on settings that contradict each other.
+    `docs/engine/settings.md` lists meaning, default and flag of each. Raises `ConfigError` on a
+    value out of range or on settings that contradict each other.
     """
 
     model: str = attrs.field(
@@ -555,7 +555,7 @@ class EngineConfig(CapacitySettings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
-        """These settings, and what the environment says under the README's names.
+        """These settings, and what the environment says under their names.
 
         A setting given here wins. Warns of a variable whose name is a misspelling of one that is
         read. Raises `ConfigError`, which names the setting or variable.

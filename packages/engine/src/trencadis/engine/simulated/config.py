@@ -59,7 +59,7 @@ def _mapping(
 class SimulationConfig(CapacitySettings):
     """What is simulated.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError`.
+    `docs/engine/simulator.md` lists meaning, default and flag of each. Raises `ConfigError`.
     """
 
     device: str = attrs.field(
@@ -166,7 +166,7 @@ class SimulationConfig(CapacitySettings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> SimulationConfig:
-        """These settings, and what the environment says under the README's names.
+        """These settings, and what the environment says under their names.
 
         A setting given here wins. Warns of a variable whose name is a misspelling of one that is
         read. Raises `ConfigError`, which names the setting or variable.
