@@ -46,7 +46,7 @@ from trencadis.kvcache import (
     lay_out,
 )
 from trencadis.kvcache.prefix_cache import blake2b_digest
-from trencadis.kvcache.tensors import KVCache
+from trencadis.kvcache.tensors import KVCache, LayerShape
 
 SIZE = 4
 LAYERS = 2
@@ -128,11 +128,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.manager, DefragConfig(threshold=threshold, keep_from=keep_from)
         )
         self.cache = KVCache(
-            num_layers=LAYERS,
+            layers=[LayerShape(1, 1, 1)] * LAYERS,
             num_blocks=num_blocks,
-            kv_heads=1,
             block_size=SIZE,
-            head_dim=1,
             dtype=torch.float64,
             num_host_blocks=num_host_blocks,
         )
@@ -309,7 +307,8 @@ class CacheMachine(RuleBasedStateMachine):
     def contents_are_right(self) -> None:
         if not hasattr(self, "manager") or self.plan:
             return
-        assert not self.cache.data[:, :, 0].any(), "the padding block was written"
+        for part in (self.cache.key, self.cache.value):
+            assert not any(part(layer)[0].any() for layer in range(LAYERS)), "padding was written"
         for seq_id, model in self.model.items():
             assert self.manager.num_tokens(seq_id) == len(model.tokens)
             assert self.manager._sequences[seq_id].num_computed_tokens == model.computed

@@ -20,6 +20,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
+from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
     ModelSpec,
     inspect_model,
@@ -90,11 +91,13 @@ class Worker:
         self.embedding_size = 0
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
+        layers = [layer.within(self._max_model_len) for layer in self.spec.layers]
+        check_layers(layers, device.supports, self.spec.source)
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
             config,
             device,
-            self.spec,
+            layers,
             self.dtype,
             self._max_model_len,
             captures_graphs=self.captures_graphs,
