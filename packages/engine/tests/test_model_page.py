@@ -3,7 +3,7 @@
 ``TRENCADIS_WRITE_MODELS=1 pytest packages/engine/tests/test_model_page.py -m 'slow or not slow'``
 writes the column of the device of the session: run it without ``TRENCADIS_TEST_DEVICE``, and with
 ``hpu-lazy`` and ``hpu-eager``. Otherwise a cell that differs is a failure. The default session on
-the CPU serves a sample and refuses all that are refused; the slow tests, and those on a stand-in,
+the CPU serves a sample and rejects all that are rejected; the slow tests, and those on a stand-in,
 serve all.
 """
 
@@ -55,7 +55,7 @@ def write(family: str, cell: str) -> None:
 
 
 def outcome(directory: Path) -> str:
-    """`SERVES` where the tokens are those of transformers, else the reason of the refusal."""
+    """`SERVES` where the tokens are those of transformers, else the reason of the rejection."""
     try:
         llm = LLM(
             str(directory),

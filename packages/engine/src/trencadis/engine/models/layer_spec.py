@@ -20,7 +20,7 @@ ATTENTION = "attention"
 
 
 def _feature(words: str, default: Any = None) -> Any:
-    """A field beyond plain causal attention, which an `Attention` refuses unless it names it."""
+    """A field beyond plain causal attention, which an `Attention` rejects unless it names it."""
     return attrs.field(default=default, metadata={"words": words})
 
 
@@ -58,7 +58,7 @@ class LayerSpec(LayerShape):
         return cls(kv_heads=0, key_width=0, value_width=0, kind=kind)
 
     def within(self, max_model_len: int) -> LayerSpec:
-        """For sequences of so many tokens, to which a window or a chunk of as many is no limit."""
+        """For sequences of so many tokens: a window or a chunk of as many is left out."""
         return attrs.evolve(
             self,
             window=self.window if self.window is None or self.window < max_model_len else None,
@@ -70,7 +70,7 @@ class LayerSpec(LayerShape):
 def feature_beyond(layer: LayerSpec, computed: frozenset[str] = frozenset()) -> str | None:
     """What a layer needs beyond plain causal attention and the fields in ``computed``, in words.
 
-    None where there is nothing. The first of several. A new field is refused until it is computed.
+    None where there is nothing. The first of several. A new field is rejected until it is computed.
     """
     for field in attrs.fields(LayerSpec):
         value = getattr(layer, field.name)
