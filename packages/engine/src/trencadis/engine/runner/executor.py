@@ -74,7 +74,8 @@ class Executor(Protocol):
 
     device_facts: DeviceFacts
     on_cold: Callable[[object], None]
-    """Called with a shape before a forward pass in live traffic that may compile."""
+    """Called with a shape before a forward pass in live traffic that may compile: set it before
+    `load`."""
 
     @property
     def is_asleep(self) -> bool:
@@ -143,7 +144,7 @@ class Executor(Protocol):
         """
 
     def unload(self) -> None:
-        """Let the model that was put aside wait in host memory, or drop it for want of space."""
+        """Let the model that was put aside wait in host memory; drop it where it has no space."""
 
     def put_back(self) -> None:
         """Drop what was loaded since `put_aside`, whose model is to `wake`."""

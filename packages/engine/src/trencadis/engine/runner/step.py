@@ -15,29 +15,19 @@ import numpy.typing as npt
 from trencadis.engine.api.outputs import PositionLogprobs
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.kvcache import CopyPlan
-from trencadis.scheduler import ScheduledSequence, StepTiming
+from trencadis.scheduler import Candidate, ScheduledSequence, StepTiming
 
 IntArray = npt.NDArray[np.int32]
 
 
 class TokenMask(Protocol):
-    """The tokens that a row may sample. One that is computed later encodes its words."""
+    """The tokens that a row may sample. Encoded, it is a mask that is computed."""
 
     def words(self) -> IntArray:
         """One bit for each token, from the lowest: int32 ``[vocabulary / 32, rounded up]``.
 
         Waits until it is computed.
         """
-
-
-@attrs.frozen(eq=False)
-class FixedMask:
-    """A `TokenMask` that is computed."""
-
-    _words: IntArray
-
-    def words(self) -> IntArray:
-        return self._words
 
 
 @attrs.frozen(eq=False)
@@ -76,7 +66,7 @@ class SampleSettings:
         num_prompt_tokens: int,
         eos_token_ids: frozenset[int] = frozenset(),
     ) -> SampleSettings:
-        """The settings of a sequence with these tokens, which are kept where penalties need them."""
+        """The settings of a sequence with these tokens, its history where penalties need it."""
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         history = () if penalties == (1.0, 0.0, 0.0) else token_ids
         return cls(params, seed, num_prompt_tokens, eos_token_ids, history)
@@ -112,7 +102,7 @@ class RowRequest(NamedTuple):
 
 @attrs.frozen(eq=False)
 class StepInput:
-    """What an executor computes in step ``number``; the fields but ``rows`` are `SchedulerOutput`'s.
+    """What an executor computes in a step. The fields but ``rows`` are those of `SchedulerOutput`.
 
     ``rows``: what is sampled, by sequence id; a sequence without an entry samples nothing. Block
     tables and histories are the core's own, and valid until the core applies the step's result.
@@ -132,7 +122,7 @@ class StepResult:
     - ``token_ids``: the sampled tokens; 0 where an embedding or a score stands in the place.
     - ``logprobs``: log-probabilities, where the request asked for them.
     - ``embeddings``: what a pooling model computed, see `CompletionDelta`.
-    - ``candidates``: for each beam, (token id, log-probability) of tokens, the best first.
+    - ``candidates``: of each beam, the best first.
     - ``failed``: the error of each scheduled sequence whose forward pass or sampling failed. It has
       no other result.
     - ``timing``: what is known of the durations, None for nothing.
@@ -141,7 +131,7 @@ class StepResult:
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, PositionLogprobs] = attrs.field(factory=dict)
     embeddings: Mapping[int, bytes] = attrs.field(factory=dict)
-    candidates: Mapping[int, Sequence[tuple[int, float]]] = attrs.field(factory=dict)
+    candidates: Mapping[int, Sequence[Candidate]] = attrs.field(factory=dict)
     failed: Mapping[int, Exception] = attrs.field(factory=dict)
     timing: StepTiming | None = None
 
