@@ -22,14 +22,8 @@ from trencadis.engine.api.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from trencadis.engine.devices import Device
 from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
-from trencadis.engine.runner.sampling_rows import (
-    IntArray,
-    PendingRows,
-    RowRequest,
-    RowResult,
-    SampledToken,
-    SamplingRow,
-)
+from trencadis.engine.runner.sampling_rows import PendingRows, RowResult, SampledToken
+from trencadis.engine.runner.step import IntArray, RowRequest
 
 Program = Callable[..., torch.Tensor]
 
@@ -57,18 +51,18 @@ class DeviceSampler:
         self._programs.clear()
         self._token_ids = self._bits = torch.empty(0)
 
-    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
+    def words(self, requests: Sequence[RowRequest | None], batch: int) -> IntArray:
         return pack_numbers(_samples(requests, 0), batch)
 
     def launch(
-        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest | None]
     ) -> PendingRows:
         outputs: list[torch.Tensor] = []
-        beams = [request.beam for request in requests]
-        passes = max((len(request.samples) for request in requests), default=0)
+        beams = [row if row and row.num_candidates else None for row in requests]
+        passes = _num_passes(requests)
         # The samples of a row share their tokens and parameters, and so the changes of its logits.
-        edited = self._edit(logits, _samples(requests, 0)) if passes else logits
-        edited = self._mask(edited, _samples(requests, 0))
+        rows = _samples(requests, 0)
+        edited = self._mask(self._edit(logits, rows), rows) if passes else logits
         for number in range(passes):
             rows = _samples(requests, number)
             if number:
@@ -82,19 +76,19 @@ class DeviceSampler:
         return PendingRows(outputs, functools.partial(_read, requests))
 
     def _draw(
-        self, logits: torch.Tensor, words: torch.Tensor, rows: Sequence[SamplingRow | None]
+        self, logits: torch.Tensor, words: torch.Tensor, rows: Sequence[RowRequest | None]
     ) -> torch.Tensor:
-        kind = max(DrawKind.of(row.params) for row in rows if row is not None)
+        kind = max(DrawKind.of(row.samples[0].params) for row in rows if row is not None)
         program = functools.partial(_draw, kind)
         return self._run(f"draw {kind.name}", program, logits, words, self._token_ids)
 
-    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> torch.Tensor:
+    def _edit(self, logits: torch.Tensor, rows: Sequence[RowRequest | None]) -> torch.Tensor:
         for words in find_edits(rows).words(logits.shape[-1], _EDITS_AT_ONCE):
             edits = self._device.upload(torch.from_numpy(words))
             logits = self._run("edit", apply_edits, logits, edits)
         return logits
 
-    def _mask(self, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> torch.Tensor:
+    def _mask(self, logits: torch.Tensor, rows: Sequence[RowRequest | None]) -> torch.Tensor:
         masks = [(i, row.mask) for i, row in enumerate(rows) if row and row.mask is not None]
         if not masks:
             return logits
@@ -162,34 +156,45 @@ def _rank(scores: torch.Tensor) -> torch.Tensor:
 # The results.
 
 
-def _samples(requests: Sequence[RowRequest], number: int) -> list[SamplingRow | None]:
-    """The sample ``number`` of each row, None where it has fewer."""
-    return [r.samples[number] if number < len(r.samples) else None for r in requests]
+def _num_passes(requests: Sequence[RowRequest | None]) -> int:
+    """The most samples of a row. The candidates of a beam are ranked apart."""
+    drawn = (row for row in requests if row is not None and not row.num_candidates)
+    return max((len(row.samples) for row in drawn), default=0)
 
 
-def _wants_logprobs(rows: Sequence[SamplingRow | None]) -> bool:
-    return any(row is not None and row.params.logprobs is not None for row in rows)
+def _samples(requests: Sequence[RowRequest | None], number: int) -> list[RowRequest | None]:
+    """The rows from their sample ``number`` on, None where they have fewer, and for beams."""
+    return [
+        None
+        if row is None or row.num_candidates or number >= len(row.samples)
+        else (row._replace(samples=row.samples[number:]) if number else row)
+        for row in requests
+    ]
 
 
-def _read(requests: Sequence[RowRequest], copies: Sequence[torch.Tensor]) -> list[RowResult]:
+def _wants_logprobs(rows: Sequence[RowRequest | None]) -> bool:
+    return any(row is not None and row.samples[0].params.logprobs is not None for row in rows)
+
+
+def _read(requests: Sequence[RowRequest | None], copies: Sequence[torch.Tensor]) -> list[RowResult]:
     """The results in the outputs of `DeviceSampler.launch`, in its order."""
     remaining = iter(copies)
     tokens: list[list[SampledToken]] = [[] for _ in requests]
-    for number in range(max((len(request.samples) for request in requests), default=0)):
+    for number in range(_num_passes(requests)):
         rows = _samples(requests, number)
         ids = next(remaining).tolist()
         report = next(remaining).tolist() if _wants_logprobs(rows) else []
         for i, row in enumerate(rows):
             if row is not None:
-                count = row.params.logprobs
+                count = row.samples[0].params.logprobs
                 logprobs = None if count is None else _logprobs(ids[i], report[i], count)
                 tokens[i].append(SampledToken(ids[i], logprobs))
-    if not any(request.beam for request in requests):
+    if not any(row and row.num_candidates for row in requests):
         return [RowResult(row) for row in tokens]
     ranked = next(remaining).tolist()
     return [
-        RowResult(row, _pairs(ranked[i], request.num_candidates))
-        for i, (row, request) in enumerate(zip(tokens, requests, strict=True))
+        RowResult(of_row, _pairs(ranked[i], row.num_candidates) if row else ())
+        for i, (of_row, row) in enumerate(zip(tokens, requests, strict=True))
     ]
 
 

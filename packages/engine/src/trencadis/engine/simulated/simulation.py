@@ -18,6 +18,7 @@ from trencadis.engine.runner.limits import (
     token_budget,
 )
 from trencadis.engine.runner.shapes import DecodeRead
+from trencadis.engine.runner.step import StepInput
 from trencadis.engine.simulated.clock import SimulatedClock
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.cost_model import CostModel
@@ -209,8 +210,9 @@ class Simulation:
     def _step(self) -> tuple[SchedulerOutput, int]:
         """Run one step; returns the scheduler's decision and the number of finished requests."""
         output = self.scheduler.schedule()
-        tokens = self.runner.run(output)
-        updates = self.scheduler.update(output, tokens, timing=self.runner.timing)
+        step = StepInput(output.step, output.prompts, output.decodes, output.moves, {})
+        result = self.runner.execute(step).wait()
+        updates = self.scheduler.update(output, result.token_ids, timing=result.timing)
         self.steps += 1
         self._follow_heat()
         now_s, records, ended = self.clock(), self.records, 0
