@@ -159,7 +159,9 @@ class ModelRunner:
         """
         if self.buckets.not_captured:
             self.buckets.capture_used()
-        pending = ModelStep(self, step, time.perf_counter(), self.device_is_idle)
+        began_s = time.perf_counter()
+        step = self.batches.begin_step(step)
+        pending = ModelStep(self, step, began_s, self.device_is_idle)
         self._device.begin_step()
         if step.moves:
             with self.forward_runner.count_compilations("block copy"):

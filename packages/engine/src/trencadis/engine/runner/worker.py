@@ -386,11 +386,16 @@ class Worker:
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.spec.is_pooling:
             return Pooler(self.device, normalises=self.computes_embeddings)
+        num_slots = 0
+        if self.limits.max_steps_in_flight > 1:
+            num_slots = 1 + self.limits.max_num_seqs  # slot 0 is that of padding
         if self.device.shares_host_memory:
-            return HostSampler()
+            return HostSampler(num_slots)
         # Other devices run a new shape without a compiler, which would take longer than it saves.
         compiled = compiled and not self.device.dynamic_shapes
-        return DeviceSampler(self.device, self.spec.vocab_size, compiled=compiled)
+        return DeviceSampler(
+            self.device, self.spec.vocab_size, num_slots=num_slots, compiled=compiled
+        )
 
     def _warm_up_first(self, grids: Grids) -> None:
         """Warm up the first bucket of each phase now, the others in the background."""
