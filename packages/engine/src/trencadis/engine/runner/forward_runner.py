@@ -315,7 +315,7 @@ class ForwardRunner:
     def _run(self, batch: ModelInput) -> ForwardOutput:
         graph, program = self._graphs.get(batch.shape), self._programs.get(batch.shape)
         # Before the step mark: a lazy device would compile a copy of its own for each shape.
-        words = batch.sampler_words()
+        words = batch.sampler_words() if batch.num_sampler_words else batch.packed[:0]
         if program is not None:
             logits = program(batch.inputs)
         elif graph is None:

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -21,7 +23,7 @@ from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.engine.runner.bucket_choice import BucketChoice
 from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
-from trencadis.engine.runner.sampling_rows import PendingRows, Sampler
+from trencadis.engine.runner.sampling_rows import NO_TOKEN, PendingRows, Sampler
 from trencadis.engine.runner.shapes import ChunkSize, DecodeRead, PromptShape, RaggedShape
 from trencadis.engine.runner.step import RowRequest, StepInput, StepResult
 from trencadis.kvcache import Direction, ceil_div
@@ -81,21 +83,20 @@ class ModelStep:
             for sequence, request, row in zip(batch.sequences, batch.requests, rows, strict=True):
                 if request is None:
                     continue
-                if not row.is_valid:
+                is_number = not any(math.isnan(logprob) for _, logprob in row.candidates)
+                if not is_number or any(token.token_id == NO_TOKEN for token in row.tokens):
                     logger.error("Sequence %d: %s", sequence.seq_id, _NO_LOGITS)
                     self.failed[sequence.seq_id] = ModelError(_NO_LOGITS)
-                    continue
-                if request.num_candidates:
+                elif request.num_candidates:
                     candidates[sequence.seq_id] = [Candidate(*token) for token in row.candidates]
-                    continue
-                for seq_id, token in zip(
-                    (sequence.seq_id, *sequence.forks), row.tokens, strict=True
-                ):
-                    token_ids[seq_id] = token.token_id
-                    if token.logprobs is not None:
-                        logprobs[seq_id] = token.logprobs
-                    if token.embedding is not None:
-                        embeddings[seq_id] = token.embedding
+                else:
+                    seq_ids = (sequence.seq_id, *sequence.forks)
+                    for seq_id, token in zip(seq_ids, row.tokens, strict=True):
+                        token_ids[seq_id] = token.token_id
+                        if token.logprobs is not None:
+                            logprobs[seq_id] = token.logprobs
+                        if token.embedding is not None:
+                            embeddings[seq_id] = token.embedding
         return StepResult(
             token_ids=token_ids,
             logprobs=logprobs,
@@ -254,21 +255,18 @@ class ModelRunner:
         computed = self.forward_runner.run(batch.input)
         if all(request is None for request in batch.requests):
             return []
-        if not self.forward_runner.needs_warmup:
-            return self._sample(batch, computed, failed)
-        with self.forward_runner.count_compilations(f"sampling {batch.input.shape.batch} rows"):
-            return self._sample(batch, computed, failed)
-
-    def _sample(
-        self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]
-    ) -> list[_SampledBatch]:
-        try:
-            rows = self._sampler.launch(computed.logits, computed.sampler_words, batch.requests)
-        except Exception as error:
-            logger.warning("Sampling failed (%s) and is repeated for each row", error)
-        else:
-            return [_SampledBatch(batch.sequences, batch.requests, rows)]
-        return self._sample_each(batch, computed, failed)
+        counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.forward_runner.needs_warmup:
+            cause = f"sampling {batch.input.shape.batch} rows"
+            counting = self.forward_runner.count_compilations(cause)
+        with counting:
+            try:
+                rows = self._sampler.launch(computed.logits, computed.sampler_words, batch.requests)
+            except Exception as error:
+                logger.warning("Sampling failed (%s) and is repeated for each row", error)
+            else:
+                return [_SampledBatch(batch.sequences, batch.requests, rows)]
+            return self._sample_each(batch, computed, failed)
 
     def _sample_each(
         self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]

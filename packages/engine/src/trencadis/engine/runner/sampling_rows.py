@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
@@ -28,17 +27,14 @@ class SampledToken(NamedTuple):
 
 
 class RowResult(NamedTuple):
-    """The tokens of a `RowRequest`; candidates are (token id, log-probability), best first."""
+    """The tokens of a `RowRequest`; candidates are (token id, log-probability), best first.
+
+    `NO_TOKEN` or a NaN: the logits were no numbers above minus infinity, or the hidden state was
+    not finite.
+    """
 
     tokens: Sequence[SampledToken] = ()
     candidates: Sequence[tuple[int, float]] = ()
-
-    @property
-    def is_valid(self) -> bool:
-        """Whether the logits were numbers, of which at least one was above minus infinity, or the
-        hidden state was finite."""
-        drawn = all(token.token_id != NO_TOKEN for token in self.tokens)
-        return drawn and not any(math.isnan(logprob) for _, logprob in self.candidates)
 
 
 @attrs.frozen(eq=False)
