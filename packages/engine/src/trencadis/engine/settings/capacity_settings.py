@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trencadis.engine.settings.flags import setting
-from trencadis.engine.validators import boolean, integer, number, power_of_two
+from trencadis.engine.validators import integer, number, power_of_two
 
 DEFAULT_SWAP_SPACE = 4.0
 """GiB, as in ``vllm serve --swap-space``."""
@@ -104,17 +104,6 @@ class CapacitySettings:
             group=MEMORY,
             help="number of KV blocks",
             default="as many as fit the memory",
-        ),
-    )
-    async_scheduling: bool | None = attrs.field(
-        default=None,
-        validator=boolean(optional=True),
-        metadata=setting(
-            "--async-scheduling",
-            group=MEMORY,
-            negatable=True,
-            help="let the host prepare a step while the device computes the one before",
-            default="on, except on the CPU",
         ),
     )
     gpu_memory_utilization: float = attrs.field(
