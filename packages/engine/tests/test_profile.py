@@ -58,7 +58,8 @@ def test_no_forward_pass_of_a_warm_up_takes_more_than_the_profiling_run(
 
 def test_a_long_context_makes_the_cache_smaller(lazy_gaudi: Any, tiny_model: Path) -> None:
     def left(max_model_len: int) -> int:
-        return gaudi(tiny_model, max_model_len=max_model_len).worker._memory.free_after_profile
+        core = gaudi(tiny_model, max_model_len=max_model_len)
+        return core.executor.worker._memory.free_after_profile
 
     assert left(256) < left(32)
 

@@ -19,6 +19,7 @@ from trencadis.engine import ConfigError, EngineConfig, EngineCore, SamplingPara
 from trencadis.engine.devices import CPUDevice, Device
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.runner import recorded_traffic
+from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.learned_grids import LEARN_FROM, served_traffic
 from trencadis.engine.runner.recorded_traffic import TrafficLog, decode_file
 from trencadis.warmup import Phase
@@ -228,7 +229,8 @@ def test_a_warm_up_without_serving_leaves_the_traffic_file_as_it_is(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     settings = {"model": str(tiny_model), **SMALL, "record_traffic": tmp_path / "t.json"}
-    core = EngineCore(EngineConfig.from_env({}, **settings), records=False)
+    config = EngineConfig.from_env({}, **settings)
+    core = EngineCore(config, InProcessExecutor(config, records=False))
     core.warm_up()
     core.close()
     assert list(tmp_path.iterdir()) == []
