@@ -61,7 +61,7 @@ def test_a_server_with_a_fitted_file_has_no_bucket_miss(
     file = tmp_path / "buckets.txt"
     assert main(["fit", str(trace), *window, *FLAGS, "--step", "8", "--output", str(file)]) == 0
     core = engine(tiny_model, file)
-    assert [bucket.shape for bucket in core.worker.grids.prompt] == list(
+    assert [bucket.shape for bucket in core.executor.worker.grids.prompt] == list(
         read_bucket_file(file).prompt
     )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

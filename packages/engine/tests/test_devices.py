@@ -79,9 +79,9 @@ def test_the_example_of_the_page_serves_by_name_and_as_an_object(tiny_model: Pat
         for device in ("cpu", "my_device:HalfMachine", my_device())
     ]
     assert answers[0] == answers[1] == answers[2]
-    core = EngineCore(EngineConfig(model=str(tiny_model), **settings()), device=my_device())
-    assert core.device.name == "half-machine"
-    assert core.worker.dtype is torch.float32, "the checkpoint's own, which it prefers"
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(device=my_device())))
+    assert core.executor.device.name == "half-machine"
+    assert core.executor.worker.dtype is torch.float32, "the checkpoint's own, which it prefers"
 
 
 def my_device() -> Device:

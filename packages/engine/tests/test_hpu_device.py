@@ -296,7 +296,7 @@ def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
         core = EngineCore(config)
         core.scheduler.costs.prefill_s_per_token = 1.0  # swapping is cheaper, then
         core.warm_up()
-        before = core.device.num_compilations()
+        before = core.executor.device.num_compilations()
         params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=20, ignore_eos=True)
         for key in range(3):
             core.add(str(key), tuple(range(key, key + 11)), params)
@@ -304,7 +304,7 @@ def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
         while core.has_work:
             for token in core.step():
                 found.setdefault((token.key, token.index), []).append(token.token_id)
-        return found, core.stats, core.device.num_compilations() - before
+        return found, core.stats, core.executor.device.num_compilations() - before
 
     found, stats, compiled = serve("hpu")
     assert stats.num_swaps > 0
@@ -555,7 +555,7 @@ def test_layers_of_a_lazy_model_share_their_recipes(lazy_gaudi, make_tiny_model,
         config = EngineConfig(
             model=str(directory), device="hpu", bucketing=FEW_BUCKETS, warmup="none", **settings
         )
-        runner = EngineCore(config).worker.runner
+        runner = EngineCore(config).executor.worker.runner
         before = lazy_gaudi.counters.copy()
         runner.execute(Phase.DECODE, Bucket(("batch", "blocks"), (2, 29)))
         return lazy_gaudi.counters.since(before).recipes
@@ -748,7 +748,7 @@ def test_a_dtype_that_gaudi_users_do_not_serve_becomes_bf16_and_is_named(
     settings = {"max_model_len": 48, "block_size": 8, "max_num_seqs": 1, "warmup": "none"}
     for dtype in ("float16", "float32"):
         config = EngineConfig(model=str(tiny_model), device="hpu", dtype=dtype, **settings)
-        assert EngineCore(config).worker.dtype is torch.bfloat16
+        assert EngineCore(config).executor.worker.dtype is torch.bfloat16
         assert f"does not serve {dtype}: weights and KV cache are bfloat16" in caplog.text
 
 

@@ -31,6 +31,7 @@ VALUES = {
     "quantization": ("inc", "inc"),
     "kv_cache_dtype": ("fp8_inc", "fp8_inc"),
     "sampling": ("host", "host"),
+    "async_scheduling": (None, True),
     "swap_space": ("1.5", 3 << 29),
     "seed": ("5", 5),
     "thermal_policy": ("power", "power"),
@@ -100,7 +101,8 @@ def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_a_flag_reaches_its_setting(name: str, flag: str) -> None:
     text, value = VALUES[name]
-    args = flag_parser().parse_args(arguments(flag, text))
+    given = (flag,) if text is None else (flag, text)
+    args = flag_parser().parse_args(arguments(*given))
     config = SimulationConfig.from_env({}, **given_flags(args, SimulationConfig))
     default = SimulationConfig(device="gaudi3")
     assert config == attrs.evolve(default, **{name: value})

@@ -278,11 +278,11 @@ def make_core(model: Path, device: Device | None = None, **changes: object) -> E
         "num_blocks": 128,
         "dtype": "float32",
         "warmup": "none",
-        "device": "cpu" if device is None else "auto",
+        "device": "cpu" if device is None else device,
         "bucketing": FEW_BUCKETS,
         **changes,
     }
-    core = EngineCore(EngineConfig(model=str(model), **settings), device)
+    core = EngineCore(EngineConfig(model=str(model), **settings))
     core.warm_up()
     return core
 

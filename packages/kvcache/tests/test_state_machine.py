@@ -35,6 +35,7 @@ from trencadis.kvcache import (
     DefragConfig,
     Defragmenter,
     Direction,
+    InvalidSetting,
     NotComputed,
     NotResident,
     NotSwapped,
@@ -191,6 +192,34 @@ class CacheMachine(RuleBasedStateMachine):
         self.plan.add(Direction.WITHIN, self.manager.append(seq_id, tokens))
         assert self.manager.pool.num_free_blocks == free - needed
         model.tokens += tokens
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def append_before_the_token_is_known(self, data: st.DataObject, token: int) -> None:
+        seq_id, model = self.pick(data)
+        if not self.manager.is_resident(seq_id) or not self.manager.pool.num_free_blocks:
+            return
+        self.compute(seq_id, len(model.tokens))
+        self.plan.add(Direction.WITHIN, self.manager.append(seq_id, [-1]))
+        self.manager.set_last_token(seq_id, token)
+        model.tokens.append(token)
+        self.compute(seq_id, len(model.tokens))
+        with pytest.raises(InvalidSetting, match="is marked as computed"):
+            self.manager.set_last_token(seq_id, token)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def truncate(self, data: st.DataObject, share: float) -> None:
+        seq_id, model = self.pick(data)
+        if not self.manager.is_resident(seq_id):
+            return
+        num_tokens = max(1, round(share * len(model.tokens)))
+        self.manager.truncate(seq_id, num_tokens)
+        del model.tokens[num_tokens:]
+        model.computed = min(model.computed, num_tokens)
+        assert len(self.manager.block_table(seq_id)) == ceil_div(num_tokens, SIZE)
+        with pytest.raises(InvalidSetting, match="append adds slots"):
+            self.manager.truncate(seq_id, num_tokens + 1)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())

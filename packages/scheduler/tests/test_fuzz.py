@@ -372,7 +372,7 @@ class Fuzzer:
 
     def update(self) -> None:
         """Right results for the step in flight, if there is one."""
-        if self.output is not None and self.scheduler._in_flight is self.output:
+        if self.output is not None and self.scheduler._in_flight == [self.output]:
             output, self.stale_output, self.output = self.output, self.output, None
             ids = [i for item in (*output.prompts, *output.decodes) for i in item.sample_ids]
             self.scheduler.update(
@@ -575,7 +575,7 @@ class Fuzzer:
         """Every request ends, orders are answered, and no block is left."""
         scheduler = self.scheduler
         self.update()
-        if scheduler._in_flight is not None:
+        if scheduler._in_flight:
             scheduler.discard_step()
         for _ in range(MAX_STEPS_TO_FINISH):
             if not scheduler.has_work:

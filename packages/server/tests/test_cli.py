@@ -48,6 +48,7 @@ ENGINE = {
     "seed": ("5", 5),
     "warmup": ("none", "none"),
     "use_buckets": (None, False),
+    "async_scheduling": (None, True),
     "enable_prefix_caching": (None, False),
     "on_bucket_miss": ("refuse", "refuse"),
     "bucket_grid": ("fitted:f.json", "fitted:f.json"),
@@ -183,7 +184,11 @@ def test_a_variable_reaches_the_server(name, variable):
 def test_every_flag_belongs_to_a_setting():
     flags = {flag for action in flag_parser()._actions for flag in action.option_strings}
     settings = {flag for cls in (EngineConfig, ServerSettings) for _, flag in flags_of(cls)}
-    assert flags == settings | NO_SETTING | {"--no-compile", "--enable-prefix-caching"}
+    assert flags == settings | NO_SETTING | {
+        "--no-async-scheduling",
+        "--no-compile",
+        "--enable-prefix-caching",
+    }
     positional = [action.dest for action in flag_parser()._actions if not action.option_strings]
     assert positional == ["model"]
 

@@ -148,6 +148,10 @@ class BlockPool:
             self._used.remove(block)
             self._add_free_block(block)
 
+    def forget(self, block: int) -> None:
+        """Take a used block out of the prefix index, because its content is about to change."""
+        self.prefix_index.drop(self.as_block(block))
+
     def relocate(self, src: int, dst: int, *, keep: bool) -> None:
         """Move the references and the known content of the used block ``src`` to the free ``dst``.
 

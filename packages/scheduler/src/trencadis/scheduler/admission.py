@@ -131,6 +131,12 @@ class AdmissionControl:
             lambda group: group.client not in above_share and group.queue_key.priority <= priority,
         )
 
+    def has_urgent_group(self) -> bool:
+        """Whether a waiting group of a higher priority could preempt the last running one."""
+        states = self._states
+        first = states.waiting.first(1, self._config.max_num_seqs) if states.running else ()
+        return any(group.priority < states.running.last().queue_key.priority for group in first)
+
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
         """The group of a queue that starts next."""
         return next(iter(self._next_groups(queue, step, 1)), None)
@@ -413,7 +419,6 @@ class PendingPrefixes:
     def discard_computed(self) -> None:
         """Remove groups that have computed their prompt or do not run any more."""
         for group in tuple(self._digests):
-            if group.status is not SequenceStatus.RUNNING or (
-                group.allocated_seqs[0].num_computed_tokens >= group.request.num_prompt_tokens
-            ):
+            is_running = group.status is SequenceStatus.RUNNING
+            if not is_running or self._group_blocks.is_computed(group):
                 del self._digests[group]

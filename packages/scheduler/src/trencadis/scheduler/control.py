@@ -148,6 +148,11 @@ class ControlHandler:
     def has_control_requests(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next step preempts requests or carries out a control request."""
+        return bool(self._pending or self._to_preempt)
+
     def put(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request. Thread-safe; see `Scheduler.control`."""
         instance_of(BatchControl, error=ControlError).checked("control", control)

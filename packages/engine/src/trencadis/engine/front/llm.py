@@ -143,7 +143,7 @@ class LLM:
         no name.
         """
         with self._lock:
-            check_pooling(self.core.worker.embedding_size, self.core.spec.scoring)
+            check_pooling(self.core.facts.embedding_size, self.core.spec.scoring)
             prefix = self.core.spec.text_prompts.prefix(prompt_name)
             listed = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
             check_named_texts(prompt_name, listed)

@@ -247,6 +247,17 @@ class EngineConfig(CapacitySettings):
             default="what is free, or 1GiB where the device's memory is the host's",
         ),
     )
+    async_scheduling: bool | None = attrs.field(
+        default=None,
+        validator=boolean(optional=True),
+        metadata=setting(
+            "--async-scheduling",
+            group=MEMORY,
+            negatable=True,
+            help="let the host prepare a step while the device computes the one before",
+            default="on, except on the CPU",
+        ),
+    )
     enable_prefix_caching: bool = attrs.field(
         default=True,
         validator=boolean(),

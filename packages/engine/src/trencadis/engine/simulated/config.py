@@ -36,7 +36,7 @@ from trencadis.engine.settings.library_settings import (
     library_variables,
 )
 from trencadis.engine.simulated.hardware import HARDWARE
-from trencadis.engine.validators import integer, number, one_of
+from trencadis.engine.validators import boolean, integer, number, one_of
 from trencadis.kvcache import DefragConfig
 from trencadis.warmup import WarmupConfig
 
@@ -94,6 +94,15 @@ class SimulationConfig(CapacitySettings):
             group=MODEL,
             help="where tokens are sampled: host copies all logits over the link, device only the "
             "tokens",
+        ),
+    )
+    async_scheduling: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--async-scheduling",
+            group=MEMORY,
+            help="the host prepares a step while the device computes the one before",
         ),
     )
     swap_space: int = attrs.field(

@@ -67,6 +67,7 @@ class HPUDevice(Device):
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 128,
             "compile": not lazy,
+            "async_scheduling": True,
         }
         self._softmax_mode = "fp32" if fp32_softmax else "fast"
         mode = "lazy mode, with HPU graphs" if lazy else "eager mode"
