@@ -67,7 +67,7 @@ class Sampler(Protocol):
         """What `launch` needs of ``requests`` on the device, int32 ``[batch, n]``.
 
         It is uploaded with the batch. ``n`` is a constant of the sampler. ``slots`` are those of
-        the first rows; slot 0, which nobody reads, is that of the others.
+        the first rows; slot 0, which is not read, is that of the others.
         """
 
     def launch(
