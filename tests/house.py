@@ -137,7 +137,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"front"},
     ],
     "engine.core": [
-        {"config_payload", "request_conversion", "thermal_monitor"},
+        {"config_payload", "thermal_monitor"},
         {"request_table"},
         {"step_sampling"},
         {"engine_core"},
@@ -170,7 +170,6 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.front": [
         {
             "chat_renderer",
-            "core_client",
             "embeddings",
             "grammar_checks",
             "interrupts",

@@ -10,6 +10,7 @@ import pytest
 
 from trencadis.engine import (
     CompletionDelta,
+    GenerateRequest,
     PositionLogprobs,
     RequestFailed,
     SamplingParams,
@@ -30,8 +31,8 @@ class Answers:
 
     def __init__(self, tokenizer: Tokenizer, **params: object) -> None:
         self.deltas: list[CompletionDelta] = []
-        settings = SamplingParams(**params)
-        self.stream = RequestStream("a", (1, 2), settings, tokenizer, self.deltas.append)
+        request = GenerateRequest((1, 2), SamplingParams(**params))
+        self.stream = RequestStream("a", request, tokenizer, self.deltas.append)
         self._encode = tokenizer.encode
 
     def push(

@@ -80,11 +80,12 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
     endpoint = settings.otlp_traces_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint)
     metrics = ServingMetrics(engine, tracer=tracer, has_keys=has_keys)
-    switcher = None
-    if (switching := as_switching(engine)) is not None and metrics.switches is not None:
+    switcher, switching = None, as_switching(engine)
+    if switching is not None and metrics.switches is not None:
         switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)
     return ServingContext(
         engine=engine,
+        switching=switching,
         settings=settings,
         metrics=metrics,
         encoder=encoder,
