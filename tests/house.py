@@ -136,6 +136,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"core", "simulated"},
         {"front"},
     ],
+    "engine.api": [
+        {"inspection", "outputs", "scoring", "structured_output", "text_prompts"},
+        {"sampling_params"},
+        {"requests"},
+    ],
     "engine.core": [
         {"config_payload", "thermal_monitor"},
         {"request_table"},
@@ -260,7 +265,6 @@ FLOORS: dict[str, list[set[str]]] = {
             "logprobs",
             "structured_output",
             "unsupported_fields",
-            "usage",
         },
         {"tools"},
         {"chat_messages"},
@@ -270,21 +274,21 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.generation": [
         {"answer_plan", "choice_stream"},
-        {"answer_blocks", "answer_writer", "embedding_run", "prompt_thread", "served_model"},
+        {"answer_blocks", "answer_writer", "embedding_run", "served_model"},
         {"prompts"},
     ],
     "server.http": [
-        {"api_keys", "connections", "content_type", "disconnect", "paths"},
-        {"error_response", "event_stream"},
+        {"api_keys", "connections", "paths"},
+        {"error_response"},
         {
             "allowed_hosts",
             "auth",
-            "body_limit",
             "cancelled_requests",
             "error_handlers",
             "key_limit",
+            "request_body",
         },
-        {"admin_calls", "admin_signatures"},
+        {"admin_calls", "admin_signatures", "event_stream"},
     ],
     "server.metrics": [
         {"metric_tables", "tracing"},

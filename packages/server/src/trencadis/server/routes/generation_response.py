@@ -42,7 +42,7 @@ from trencadis.server.generation.prompts import Prompt, max_output_tokens
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.api_keys import key_name
 from trencadis.server.http.auth import key_salt
-from trencadis.server.http.disconnect import unless_disconnected
+from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.event_stream import EventStream
 from trencadis.server.metrics.tracing import TRACE_HEADERS
 from trencadis.server.routes.context import ServingContext, check_runner, check_token_ids

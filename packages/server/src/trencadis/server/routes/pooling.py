@@ -43,7 +43,7 @@ from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import Sender
 from trencadis.server.generation.embedding_run import embed_all
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.content_type import require_json
+from trencadis.server.http.request_body import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import with_model
 
