@@ -77,9 +77,10 @@ class PromptEncoder:
     ) -> list[Prompt]:
         """The conversation as one prompt for a model, with the plan of its answers.
 
-        Raises `InvalidRequest` if the chat template rejects it or the model cannot take it, and
+        Raises `InvalidRequest` if the model cannot take it or cannot answer as it asks, and
         `ApiError` if it leaves no token of the context for the output.
         """
+        model.answers.check(request)
         token_ids = await self._render(request, model, client)
         _check(token_ids, "messages", model)
         return [Prompt(token_ids, answer=model.answers.plan(request, token_ids))]

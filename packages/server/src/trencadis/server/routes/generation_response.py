@@ -192,15 +192,8 @@ async def respond_to_chat(
     new_writer: NewWriter,
 ) -> Response:
     """Answer a conversation, as `respond` does. Raises `InvalidRequest`."""
-
-    async def encode(
-        request: ChatCompletionRequest, model: ServedModel, client: str
-    ) -> list[Prompt]:
-        model.answers.check(request)
-        return await context.encoder.chat(request, model, client)
-
     try:
-        return await respond(context, http_request, request, encode, new_writer)
+        return await respond(context, http_request, request, context.encoder.chat, new_writer)
     except InvalidRequest as error:
         if error.field == "prompt":  # the engine's name for the rendered messages
             raise InvalidRequest(str(error), "messages") from error
@@ -231,7 +224,29 @@ async def respond(
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
-        return await _answer(context, model, request, sender, encode, new_writer)
+        # before tokenisation, which takes longer
+        check_token_ids(request.sampling_params(request.requested_tokens), model)
+        prompts = await encode(request, model, sender.client)
+        params = [_params(request, prompt, model) for prompt in prompts]
+        writer = new_writer(model, request, prompts)
+        requests = [
+            GenerateRequest(
+                prompt.token_ids,
+                prompt_params,
+                request_id=f"{writer.id}-{number}",
+                model=model.name,
+                **sender.fields,
+            )
+            for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True))
+        ]
+        deltas = ChoiceStream(context.engine.generate, context.metrics, requests, sender)
+        if request.stream:
+            await deltas.start()
+            timeout = context.settings.send_timeout
+            return EventStream(writer.events(deltas), writer.failure, deltas, timeout, writer.id)
+        choices = await collect(deltas, len(prompts) * request.num_choices, writer.usage)
+        content = writer.whole(choices)
+        return Response(content, media_type="application/json", headers={"X-Request-Id": writer.id})
 
     try:
         return await with_model(context, http_request, request, answer)
@@ -269,16 +284,11 @@ async def with_model(
     context.check_accepting()
     context.check_name(name)
     context.check_runner(name, wants_embeddings=wants_embeddings)
-    work = _with_model(context, name, sender, checked)
-    return await unless_disconnected(http_request.receive, work)
-
-
-async def _with_model(
-    context: ServingContext, name: str | None, sender: Sender, answer: Answer
-) -> Response:
     if context.settings.auto_switch and context.switcher is not None:
-        return await _after_switch(context, context.switcher, name, sender, answer)
-    return await answer(context.model_for(name), sender)
+        work = _after_switch(context, context.switcher, name, sender, checked)
+    else:
+        work = checked(context.model_for(name), sender)
+    return await unless_disconnected(http_request.receive, work)
 
 
 async def _after_switch(
@@ -306,39 +316,6 @@ async def _after_switch(
                 return await answer(model, sender)
         except (ModelNotActiveError, SwitchInProgressError, EngineSleeping):
             await asyncio.sleep(_AFTER_REFUSAL_SECONDS)
-
-
-async def _answer(
-    context: ServingContext,
-    model: ServedModel,
-    request: RequestT,
-    sender: Sender,
-    encode: Encode[RequestT],
-    new_writer: NewWriter,
-) -> Response:
-    # before tokenisation, which takes longer
-    check_token_ids(request.sampling_params(request.requested_tokens), model)
-    prompts = await encode(request, model, sender.client)
-    params = [_params(request, prompt, model) for prompt in prompts]
-    writer = new_writer(model, request, prompts)
-    requests = [
-        GenerateRequest(
-            prompt.token_ids,
-            prompt_params,
-            request_id=f"{writer.id}-{number}",
-            model=model.name,
-            **sender.fields,
-        )
-        for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True))
-    ]
-    deltas = ChoiceStream(context.engine.generate, context.metrics, requests, sender)
-    if request.stream:
-        await deltas.start()
-        timeout = context.settings.send_timeout
-        return EventStream(writer.events(deltas), writer.failure, deltas, timeout, writer.id)
-    choices = await collect(deltas, len(prompts) * request.num_choices, writer.usage)
-    content = writer.whole(choices)
-    return Response(content, media_type="application/json", headers={"X-Request-Id": writer.id})
 
 
 def _params(request: GenerationRequest, prompt: Prompt, model: ServedModel) -> SamplingParams:
