@@ -61,7 +61,7 @@ def check_request_id(request_id: str | None) -> None:
 
 
 class RequestFields(TypedDict, total=False):
-    """The fields that the requests of one call share, as keyword arguments: see `EngineRequest`."""
+    """The fields that the requests of one call share, as keyword arguments: see `PromptRequest`."""
 
     priority: int
     cache_salt: str | None
@@ -69,7 +69,7 @@ class RequestFields(TypedDict, total=False):
 
 
 @attrs.frozen
-class _PromptRequest:
+class PromptRequest:
     """The fields of every request. Raises `InvalidRequest`, which names the field.
 
     - ``prompt_token_ids``: the prompt.
@@ -79,8 +79,8 @@ class _PromptRequest:
       prompt reveals nothing about the prompts of others.
     - ``client``: who sends it. Of the clients whose requests wait with equal priority, the one that
       got the fewest tokens is served next.
-    - ``model``: the model whose tokenizer made the prompt. The request is refused where another one
-      is active; None: it is not.
+    - ``model``: the model whose tokenizer made the prompt: the request is refused where another one
+      is active. None: it is for whichever is active.
     - ``is_resumed``: it was accepted before, and parked. The length of the queue does not bind it.
     """
 
@@ -135,11 +135,11 @@ class _PromptRequest:
 
 
 @attrs.frozen
-class GenerateRequest(_PromptRequest):
-    """A request to continue a prompt. Its other fields and errors are those of `EngineRequest`.
+class GenerateRequest(PromptRequest):
+    """A request to continue a prompt. Its other fields and errors are those of `PromptRequest`.
 
-    ``output_token_ids``: tokens of its one sequence that were generated before it was parked; it
-    goes on after them.
+    ``output_token_ids``: what its one sequence has generated before, as when it was parked; it goes
+    on after them.
     """
 
     params: SamplingParams = attrs.field()
@@ -193,10 +193,10 @@ class GenerateRequest(_PromptRequest):
 
 
 @attrs.frozen
-class PoolingRequest(_PromptRequest):
+class PoolingRequest(PromptRequest):
     """A request for the embedding of a prompt, or for the score of a pair.
 
-    Its fields and errors are those of `EngineRequest`. The prompt may take all of the context.
+    Its fields and errors are those of `PromptRequest`. The prompt may take all of the context.
     """
 
     params: ClassVar[SamplingParams] = SamplingParams(max_tokens=1, temperature=0.0)

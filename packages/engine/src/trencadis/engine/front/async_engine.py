@@ -242,6 +242,7 @@ class EngineFront:
 
         Errors are those of `generate`; raises `RequestFailed` also where the request is aborted.
         """
+        check_is_request(request)
         self._check_active(request.model)
         check_pooling(self.embedding_size, self.scoring)
         async with contextlib.aclosing(self.generate(request)) as stream:

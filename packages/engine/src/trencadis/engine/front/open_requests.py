@@ -51,7 +51,8 @@ class OpenRequest:
         if sample is not None and params.num_seqs > 1:
             seed = None if params.seed is None else params.seed + sample
             params = attrs.evolve(params, n=1, best_of=None, seed=seed)
-        return attrs.evolve(request, params=params, output_token_ids=token_ids, is_resumed=True)
+        output = request.output_token_ids + token_ids
+        return attrs.evolve(request, params=params, output_token_ids=output, is_resumed=True)
 
 
 class OpenRequests:

@@ -149,7 +149,9 @@ class SampleStream:
         self._index = index
         self._num_prompt_tokens = len(request.prompt_token_ids)
         self._params = request.params
-        self._text = IncrementalDetokenizer(tokenizer, request.params, request.prompt_token_ids)
+        self._text = IncrementalDetokenizer(
+            tokenizer, request.params, request.prompt_token_ids + request.output_token_ids
+        )
 
     def push(self, token: NewToken) -> CompletionDelta:
         """Add a token; returns the delta. A stop string may end the sample."""
