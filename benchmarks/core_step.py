@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parent.parent
 BATCHES = (1, 8, 64)
@@ -48,7 +48,7 @@ def measure(model: str, batch: int) -> float:
     core.warm_up()
     params = SamplingParams(temperature=0.0, max_tokens=STEPS + 60, ignore_eos=True)
     for number in range(batch):
-        core.add(f"{number}", tuple(range(10 + number, 26 + number)), params)
+        core.add(f"{number}", GenerateRequest(tuple(range(10 + number, 26 + number)), params))
     times = []
     for step in range(STEPS + 40):
         started = time.process_time()

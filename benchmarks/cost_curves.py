@@ -29,7 +29,13 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams, default_model
+from trencadis.engine import (
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+    default_model,
+)
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
 from trencadis.engine.models.loader import num_weight_bytes
@@ -213,7 +219,7 @@ def measure_overheads(model: str, engine: str, waiting: Sequence[int]) -> list[O
     def add(count: int, name: str) -> None:
         for number in range(count):
             prompt = tuple(rng.randrange(100, 40_000) for _ in range(64))
-            core.add(f"{name}-{number}", prompt, GREEDY)
+            core.add(f"{name}-{number}", GenerateRequest(prompt, GREEDY))
 
     add(RUNNING, "running")
     while core.stats.num_generation_tokens < 2 * RUNNING:

@@ -25,14 +25,14 @@ import subprocess
 import sys
 import time
 import tracemalloc
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 
 import attrs
 import numpy as np
 import psutil
 import uvicorn
 
-from trencadis.engine import CompletionDelta, EngineStats, SamplingParams, default_model
+from trencadis.engine import CompletionDelta, EngineRequest, EngineStats, default_model
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.ipc.messages import NewToken
@@ -75,20 +75,10 @@ class TokenSource:
     async def control(self, order: BatchControl) -> BatchControlResult:
         raise NotImplementedError
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        key = request_id or f"{len(self.streams)}"
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
+        key = request.request_id or f"{len(self.streams)}"
         deltas: asyncio.Queue[CompletionDelta] = asyncio.Queue()
-        self.streams[key] = RequestStream(
-            key, prompt_token_ids, params, self.tokenizer, deltas.put_nowait
-        )
+        self.streams[key] = RequestStream(key, request, self.tokenizer, deltas.put_nowait)
         try:
             while True:
                 yield await deltas.get()

@@ -101,7 +101,12 @@ def count_step(directory: str, batch: int) -> dict[str, int]:
     """
     from gaudi_standin import BRIDGE  # noqa: PLC0415 - made by the stand-in
     from trencadis.bucketing import AxisConfig, BucketingConfig  # noqa: PLC0415
-    from trencadis.engine import EngineConfig, EngineCore, SamplingParams  # noqa: PLC0415
+    from trencadis.engine import (  # noqa: PLC0415
+        EngineConfig,
+        EngineCore,
+        GenerateRequest,
+        SamplingParams,
+    )
 
     def only(size: int) -> AxisConfig:
         return AxisConfig(min=size, step=size, max=size)
@@ -131,7 +136,7 @@ def count_step(directory: str, batch: int) -> dict[str, int]:
     lead = batch * PROMPT // core.config.max_num_batched_tokens + 1
     params = SamplingParams(temperature=0, max_tokens=lead + STEPS, ignore_eos=True)
     for key in range(batch):
-        core.add(str(key), tuple(range(key, key + PROMPT)), params)
+        core.add(str(key), GenerateRequest(tuple(range(key, key + PROMPT)), params))
     counted: list[Any] = []
     while core.has_work:
         before, stats = BRIDGE.counters.copy(), core.stats

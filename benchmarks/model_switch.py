@@ -71,10 +71,9 @@ def main() -> None:
 async def _round(entries: Sequence[ModelEntry], repeats: int, reports: Reports) -> None:
     """An engine that starts with each model once, so that the other's first switch is timed."""
     for entry in entries:
-        engine = MultiModelEngine(
+        engine = await MultiModelEngine.start(
             entries, active=entry.alias, log=LogSettings(level=logging.WARNING)
         )
-        await engine.start()
         try:
             others = [other.alias for other in entries if other is not entry]
             for alias in others:

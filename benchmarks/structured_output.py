@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from trencadis.engine import LLM, SamplingParams, StructuredOutput, default_model
+from trencadis.engine import LLM, GenerateRequest, SamplingParams, StructuredOutput, default_model
 from trencadis.engine.grammars.grammar import load_tokenizer, new_matcher
 from trencadis.engine.grammars.matcher import allowed_tokens
 
@@ -154,7 +154,10 @@ def step_ms(llm: LLM, context: int, tokens: int, seed: int) -> float:
     core = llm.core
     rng = random.Random(seed)
     prompt = [rng.randrange(100, 1000) for _ in range(context)]
-    core.add("chunk", prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True))
+    core.add(
+        "chunk",
+        GenerateRequest(prompt, SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)),
+    )
     forced = [rng.randrange(100, 1000) for _ in range(tokens - 1)]
     update = core.scheduler.update
     core.scheduler.update = lambda output, sampled, **rest: update(  # type: ignore[method-assign]

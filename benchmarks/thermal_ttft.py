@@ -25,7 +25,13 @@ from pathlib import Path
 import attrs
 import numpy as np
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams, default_model
+from trencadis.engine import (
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+    default_model,
+)
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.scheduler.telemetry import TemperatureReader
 from trencadis.scheduler.telemetry.recorded import RecordedSource
@@ -48,7 +54,7 @@ class Lane:
 
     def add(self, name: str, prompt: tuple[int, ...]) -> None:
         self.arrived_s[name] = self.worked_s
-        self.core.add(name, prompt, PARAMS)
+        self.core.add(name, GenerateRequest(prompt, PARAMS))
 
     def step(self) -> None:
         began = time.perf_counter()

@@ -20,7 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.engine import AsyncEngine, EngineConfig, SamplingParams, default_model
+from trencadis.engine import (
+    AsyncEngine,
+    EngineConfig,
+    GenerateRequest,
+    SamplingParams,
+    default_model,
+)
 
 CLIENTS = 12
 COMMON = tuple(range(100, 228))
@@ -115,7 +121,7 @@ async def _run(engine: AsyncEngine, requests: int) -> list[float]:
             prompt, params = waiting.pop()
             began = time.perf_counter()
             first = None
-            async for _ in engine.generate(prompt, params):
+            async for _ in engine.generate(GenerateRequest(prompt, params)):
                 first = first or time.perf_counter() - began
             first_tokens.append(first or time.perf_counter() - began)
 

@@ -138,8 +138,13 @@ FLOORS: dict[str, list[set[str]]] = {
         {"core", "simulated"},
         {"front"},
     ],
+    "engine.api": [
+        {"inspection", "outputs", "scoring", "structured_output", "text_prompts"},
+        {"sampling_params"},
+        {"requests"},
+    ],
     "engine.core": [
-        {"config_payload", "request_conversion", "thermal_monitor"},
+        {"config_payload", "thermal_monitor"},
         {"request_table"},
         {"step_sampling"},
         {"engine_core"},
@@ -172,7 +177,6 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.front": [
         {
             "chat_renderer",
-            "core_client",
             "embeddings",
             "grammar_checks",
             "interrupts",
@@ -256,7 +260,6 @@ FLOORS: dict[str, list[set[str]]] = {
             "logprobs",
             "structured_output",
             "unsupported_fields",
-            "usage",
         },
         {"tools"},
         {"chat_messages"},
@@ -266,21 +269,21 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "server.generation": [
         {"answer_plan", "choice_stream"},
-        {"answer_blocks", "answer_writer", "embedding_run", "prompt_thread", "served_model"},
+        {"answer_blocks", "answer_writer", "embedding_run", "served_model"},
         {"prompts"},
     ],
     "server.http": [
-        {"api_keys", "connections", "content_type", "disconnect", "paths"},
-        {"error_response", "event_stream"},
+        {"api_keys", "connections", "paths"},
+        {"error_response"},
         {
             "allowed_hosts",
             "auth",
-            "body_limit",
             "cancelled_requests",
             "error_handlers",
             "key_limit",
+            "request_body",
         },
-        {"admin_calls", "admin_signatures"},
+        {"admin_calls", "admin_signatures", "event_stream"},
     ],
     "server.metrics": [
         {"metric_tables", "tracing"},

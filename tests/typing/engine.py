@@ -23,6 +23,7 @@ from trencadis.engine import (
     EngineCore,
     EngineOverloaded,
     FinishReason,
+    GenerateRequest,
     Generation,
     InvalidRequest,
     NewToken,
@@ -125,7 +126,9 @@ async def stream() -> None:
     prompt = engine.tokenizer.render_chat([{"role": "user", "content": "Count to five."}])
     assert_type(prompt, list[int])
     try:
-        async for delta in engine.generate(prompt, GREEDY, request_id="a", priority=1):
+        async for delta in engine.generate(
+            GenerateRequest(prompt, GREEDY, request_id="a", priority=1)
+        ):
             assert_type(delta, CompletionDelta)
             assert_type(delta.stop_reason, str | int | None)
             print(delta.text, end="", flush=True)
@@ -143,7 +146,7 @@ async def stream() -> None:
 def own_loop() -> None:
     core = EngineCore(EngineConfig.from_env(os.environ, model=default_model()))
     core.warm_up(stop=lambda: False)
-    core.add("a", (1, 2, 3), SamplingParams(stop_token_ids=(2,)))
+    core.add("a", GenerateRequest((1, 2, 3), SamplingParams(stop_token_ids=(2,))))
     while core.has_work:
         tokens: list[NewToken] = core.step()
         for token in tokens:

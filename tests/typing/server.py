@@ -16,8 +16,8 @@ from trencadis.engine import (
     BatchControlResult,
     CompletionDelta,
     EngineConfig,
+    EngineRequest,
     EngineStats,
-    SamplingParams,
     Scoring,
     TextPrompts,
 )
@@ -81,18 +81,10 @@ class Echo:
     async def check_health(self) -> None:
         pass
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        text = self.tokenizer.decode(prompt_token_ids)
-        ids = tuple(prompt_token_ids)
-        yield CompletionDelta(request_id or "", 0, text, ids, finish_reason="stop")
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
+        ids = request.prompt_token_ids
+        text = self.tokenizer.decode(ids)
+        yield CompletionDelta(request.request_id or "", 0, text, ids, finish_reason="stop")
 
     async def control(self, order: BatchControl) -> BatchControlResult:
         raise NotImplementedError

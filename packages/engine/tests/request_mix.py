@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trencadis.engine import EngineCore, SamplingParams
+from trencadis.engine import EngineCore, GenerateRequest, SamplingParams
 
 GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
 DRAWN = {"max_tokens": 12, "ignore_eos": True}
@@ -44,8 +44,12 @@ def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[
     """All that is reported of each request but how long it waited."""
     for number, prompt in enumerate(prompts(count)):
         params = ways[number % len(ways)]
-        asked = params if isinstance(params, SamplingParams) else SamplingParams(**params)
-        core.add(f"{number}", prompt, asked)
+        core.add(f"{number}", GenerateRequest(prompt, SamplingParams(**params)))
+    return finish(core)
+
+
+def finish(core: EngineCore) -> dict[str, list[Any]]:
+    """What is reported of the requests that a core has, until all of them have ended."""
     reported: dict[str, list[Any]] = {}
     for _ in range(2000):
         if not core.has_work:

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 from trencadis.engine import (
+    GenerateRequest,
     LogSettings,
     ModelEntry,
     ModelNotActiveError,
@@ -24,8 +25,7 @@ Answer = tuple[list[int], str]
 
 @asynccontextmanager
 async def running(*models: ModelEntry) -> AsyncIterator[MultiModelEngine]:
-    engine = MultiModelEngine(models, log=QUIET)
-    await engine.start()
+    engine = await MultiModelEngine.start(models, log=QUIET)
     try:
         yield engine
     finally:
@@ -84,7 +84,7 @@ class SwitchLoad:
 
     async def _answer(self, engine: MultiModelEngine, alias: str, text: str) -> Answer:
         prompt = (await engine.tokenizer_of(alias)).encode(text)[: self._max_prompt_tokens]
-        stream = engine.generate(prompt, self._params, model=alias)
+        stream = engine.generate(GenerateRequest(prompt, self._params, model=alias))
         deltas = [delta async for delta in stream]
         tokens = [token for delta in deltas for token in delta.token_ids]
         return tokens, "".join(delta.text for delta in deltas)

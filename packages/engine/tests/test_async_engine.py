@@ -27,6 +27,7 @@ from trencadis.engine import (
     EngineRestarting,
     EngineStats,
     EngineUnresponsive,
+    GenerateRequest,
     InvalidRequest,
     LogSettings,
     ModelError,
@@ -72,7 +73,9 @@ def limited(body: Callable[[], Awaitable[None]]) -> None:
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], **params) -> list[CompletionDelta]:
-    return [delta async for delta in engine.generate(prompt, SamplingParams(**params))]
+    return [
+        delta async for delta in engine.generate(GenerateRequest(prompt, SamplingParams(**params)))
+    ]
 
 
 async def until(condition: Callable[[], object]) -> None:
@@ -148,7 +151,7 @@ async def a_flood_of_one_client_does_not_delay_another(engine: AsyncEngine) -> N
 
     async def send(client: str) -> None:
         params = SamplingParams(max_tokens=20, ignore_eos=True)
-        async for _ in engine.generate([5, 6, 7], params, client=client):
+        async for _ in engine.generate(GenerateRequest([5, 6, 7], params, client=client)):
             pass
         ended.append(client)
 
@@ -174,7 +177,9 @@ async def samples_interleave_and_all_end(engine: AsyncEngine) -> None:
 
 
 async def closing_a_stream_frees_its_blocks(engine: AsyncEngine) -> None:
-    stream = engine.generate([1, 2, 3], SamplingParams(max_tokens=100, n=2, ignore_eos=True))
+    stream = engine.generate(
+        GenerateRequest([1, 2, 3], SamplingParams(max_tokens=100, n=2, ignore_eos=True))
+    )
     async for _ in stream:
         break
     await stream.aclose()
@@ -186,7 +191,7 @@ async def abort_ends_the_stream(engine: AsyncEngine) -> None:
     reasons = []
     while "abort" not in reasons and len(reasons) < 20:  # a front that is late finds it ended
         deltas = []
-        async for delta in engine.generate([1, 2, 3], params, request_id="mine"):
+        async for delta in engine.generate(GenerateRequest([1, 2, 3], params, request_id="mine")):
             deltas.append(delta)
             if len(deltas) == 3:
                 await engine.abort("mine")

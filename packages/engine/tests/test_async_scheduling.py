@@ -15,6 +15,7 @@ from trencadis.engine import (
     BatchControl,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     NewToken,
     SamplingParams,
     StructuredOutput,
@@ -162,7 +163,7 @@ def test_an_abort_between_two_steps_in_flight_ends_one_request_alone(make: Make)
     whole = serve(core, [GREEDY], 3)
     core, _ = make()
     for number, prompt in enumerate(prompts(3)):
-        core.add(f"{number}", prompt, SamplingParams(**GREEDY))
+        core.add(f"{number}", GenerateRequest(prompt, SamplingParams(**GREEDY)))
     got: dict[str, list[int]] = {}
     while core.has_work:
         for token in core.step():
@@ -180,7 +181,9 @@ def test_an_order_is_carried_out_although_steps_are_in_flight(make: Make) -> Non
     whole = serve(core, [{**GREEDY, "max_tokens": 30}], 4)
     core, _ = make()
     for number, prompt in enumerate(prompts(4)):
-        core.add(f"{number}", prompt, SamplingParams(**{**GREEDY, "max_tokens": 30}))
+        core.add(
+            f"{number}", GenerateRequest(prompt, SamplingParams(**{**GREEDY, "max_tokens": 30}))
+        )
     got: dict[str, list[int]] = {}
     order = None
     while core.has_work:
@@ -196,7 +199,7 @@ def test_an_order_is_carried_out_although_steps_are_in_flight(make: Make) -> Non
 def test_a_step_that_fails_with_another_in_flight_ends_what_was_admitted(make: Make) -> None:
     core, executor = make()
     for number, prompt in enumerate(prompts(2)):
-        core.add(f"{number}", prompt, SamplingParams(**GREEDY))
+        core.add(f"{number}", GenerateRequest(prompt, SamplingParams(**GREEDY)))
     executor.fails.add(6)
     while core.has_work:
         core.step()
@@ -211,7 +214,7 @@ def test_sleep_drops_the_steps_in_flight(make: Make) -> None:
     core, _ = make()
     whole = serve(core, [GREEDY], 2)
     for number, prompt in enumerate(prompts(2)):
-        core.add(f"{number}", prompt, SamplingParams(**GREEDY))
+        core.add(f"{number}", GenerateRequest(prompt, SamplingParams(**GREEDY)))
     for _ in range(4):
         core.step()
     switcher = ModelSwitcher(core)

@@ -8,7 +8,7 @@ import attrs
 import pytest
 
 from trencadis.bucketing import AxisConfig, Bucket, BucketGrid, BucketingConfig
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.runner import background_warmup
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.grids import Grids
@@ -102,7 +102,7 @@ def test_a_batch_uses_the_smallest_ready_bucket_that_is_not_much_larger(
     monkeypatch.setattr(
         runner.forward_runner, "run", lambda batch: batches.append(batch) or run(batch)
     )
-    core.add("a", (5, 6, 7), SamplingParams(temperature=0.0, max_tokens=3))
+    core.add("a", GenerateRequest((5, 6, 7), SamplingParams(temperature=0.0, max_tokens=3)))
     while core.has_work:
         core.step()
     assert {batch.shape.batch for batch in batches[1:]} == {used}

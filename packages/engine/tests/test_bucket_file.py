@@ -10,7 +10,7 @@ import pytest
 
 from trencadis.bucketing import AxisConfig, BucketingConfig, read_bucket_file, write_bucket_file
 from trencadis.bucketing.cli import main
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.runner.grids import configured_grids, decode_gaps, prompt_gaps, small_grids
 from trencadis.engine.runner.limits import ServingLimits
 
@@ -43,7 +43,7 @@ def engine(model: Path, file: Path, **changes: object) -> EngineCore:
 def serve_every_length(core: EngineCore, longest: int) -> None:
     lengths = [*range(1, longest, 5), longest]
     for length in lengths:
-        core.add(str(length), tuple(range(length)), GREEDY)
+        core.add(str(length), GenerateRequest(tuple(range(length)), GREEDY))
     answered: list[str] = []
     while core.has_work:
         answered += [token.key for token in core.step()]

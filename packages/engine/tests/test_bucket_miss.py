@@ -15,6 +15,7 @@ from trencadis.engine import (
     ConfigError,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     SamplingParams,
 )
 from trencadis.engine.devices import CPUDevice
@@ -48,7 +49,7 @@ def serve(core: EngineCore, **lengths: int) -> tuple[dict[str, int], dict[str, s
     tokens: dict[str, int] = dict.fromkeys(lengths, 0)
     errors: dict[str, str] = {}
     for key, length in lengths.items():
-        core.add(key, tuple(range(length)), params)
+        core.add(key, GenerateRequest(tuple(range(length)), params))
     while core.has_work:
         for token in core.step():
             tokens[token.key] += 1
@@ -101,7 +102,7 @@ def test_the_front_raises_a_bucket_miss_for_the_request_that_it_concerns(tiny_mo
         params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
         async def tokens(length: int) -> int:
-            deltas = engine.generate(list(range(length)), params)
+            deltas = engine.generate(GenerateRequest(list(range(length)), params))
             return sum([len(delta.token_ids) async for delta in deltas])
 
         try:

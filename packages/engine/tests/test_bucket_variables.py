@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.shapes import DecodeShape
 from trencadis.warmup import Phase
@@ -38,7 +38,7 @@ def serve(core: EngineCore) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for batch in ({"first": COMMON}, {str(i): prompt for i, prompt in enumerate(PROMPTS)}):
         for key, prompt in batch.items():
-            core.add(key, prompt, GREEDY)
+            core.add(key, GenerateRequest(prompt, GREEDY))
         while core.has_work:
             for token in core.step():
                 tokens.setdefault(token.key, []).append(token.token_id)
@@ -130,7 +130,7 @@ def test_a_sequence_in_high_blocks_stays_a_batch_of_one(
     for _ in range(50):
         core.blocks.pool.allocate()
     seen = decode_shapes(core, monkeypatch)
-    core.add("a", (5, 6, 7), GREEDY)
+    core.add("a", GenerateRequest((5, 6, 7), GREEDY))
     while core.has_work:
         core.step()
     assert {(rows, blocks) for rows, _, blocks in seen} == {(1, 1)}
@@ -143,7 +143,7 @@ def test_lists_of_blocks_shared_beyond_every_bucket_are_divided(
     core = started(tiny_model, environ)
     seen = decode_shapes(core, monkeypatch)
     for i in range(4):
-        core.add(str(i), (*COMMON, i), GREEDY)  # six blocks each
+        core.add(str(i), GenerateRequest((*COMMON, i), GREEDY))  # six blocks each
     while core.has_work:
         core.step()
     assert core.stats.num_bucket_misses == 0
@@ -257,7 +257,7 @@ def test_the_grids_of_seed_002_can_be_served_with(
         seen = buckets_in_use(core, monkeypatch)
         for i, (prompt, length) in enumerate(zip(prompts, ends, strict=True)):
             params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
-            core.add(str(i), prompt, params)
+            core.add(str(i), GenerateRequest(prompt, params))
         while core.has_work:
             core.step()
         assert seen == buckets

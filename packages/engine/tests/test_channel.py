@@ -16,7 +16,9 @@ from trencadis.engine import (
     BatchControl,
     EngineDead,
     EngineStats,
+    GenerateRequest,
     InvalidRequest,
+    PoolingRequest,
     PositionLogprobs,
     SamplingParams,
     ThermalStats,
@@ -26,6 +28,7 @@ from trencadis.engine.ipc.channel import CoreChannel, FrontChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
     Add,
+    AddPooling,
     Control,
     NewToken,
     Rejected,
@@ -33,7 +36,8 @@ from trencadis.engine.ipc.messages import (
     ToCore,
 )
 
-GOOD = Add("good", (1, 2), SamplingParams(max_tokens=3), 0)
+GOOD = Add("good", GenerateRequest((1, 2), SamplingParams(max_tokens=3), client="a"))
+POOLED = AddPooling("pooled", PoolingRequest((1, 2), cache_salt="s"))
 
 
 @asynccontextmanager
@@ -57,6 +61,8 @@ async def received(core: CoreChannel, count: int) -> list[ToCore | Undecodable]:
 
 
 ENCODED = msgspec.msgpack.encode
+REFUSED = {**msgspec.to_builtins(GOOD.request), "cache_salt": ""}
+"""A request that only the checks of its fields reject."""
 
 
 @pytest.mark.parametrize(
@@ -67,7 +73,8 @@ ENCODED = msgspec.msgpack.encode
         (b"\x81\xa3abc", None, None),
         (ENCODED([1, 2]), None, None),
         (ENCODED({"type": "Nonsense", "key": "a"}), "a", None),
-        (ENCODED({"type": "Add", "key": "a", "priority": "high"}), "a", None),
+        (ENCODED({"type": "Add", "key": "a", "request": {"priority": "high"}}), "a", None),
+        (ENCODED({"type": "Add", "key": "a", "request": REFUSED}), "a", None),
         (ENCODED({"type": "Add", "key": 7}), None, None),
         (ENCODED({"type": "Control", "number": 7, "order": None}), None, 7),
         (ENCODED({"type": "Control", "number": "x"}), None, None),
@@ -99,8 +106,7 @@ def test_a_message_that_cannot_be_decoded_is_told_with_its_id_and_the_next_one_i
     [
         Abort(("\ud800",)),
         Abort((object(),)),  # type: ignore[arg-type]
-        Add("a", (2**64,), SamplingParams()),
-        Add("a", (1,), SamplingParams(), priority=2**70),
+        Add("a", object()),  # type: ignore[arg-type]
         Control(1, object()),  # type: ignore[arg-type]
     ],
     ids=lambda message: type(message).__name__,
@@ -112,6 +118,16 @@ def test_a_message_that_cannot_be_encoded_is_the_senders_error(message: ToCore) 
                 await front.send(message)
             await front.send(GOOD)
             assert await received(core, 1) == [GOOD]
+
+    asyncio.run(body())
+
+
+def test_a_request_of_either_kind_arrives_whole() -> None:
+    async def body() -> None:
+        async with both_ends() as (front, core):
+            for message in (GOOD, POOLED):
+                await front.send(message)
+            assert await received(core, 2) == [GOOD, POOLED]
 
     asyncio.run(body())
 

@@ -23,6 +23,7 @@ from trencadis.engine import (
     ConfigError,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     SamplingParams,
     check_compile_cache,
     fill_compile_cache,
@@ -61,7 +62,7 @@ def served(core: EngineCore) -> list[list[int]]:
     """The tokens of every prompt."""
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     for number, prompt in enumerate(PROMPTS):
-        core.add(str(number), prompt, GREEDY)
+        core.add(str(number), GenerateRequest(prompt, GREEDY))
     while core.has_work:
         for token in core.step():
             tokens[int(token.key)].append(token.token_id)

@@ -21,6 +21,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineDead,
     EngineOverloaded,
+    GenerateRequest,
     InvalidRequest,
     LogSettings,
     SamplingParams,
@@ -75,7 +76,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def generate(engine: AsyncEngine, name: str) -> list[list[int]]:
     tokens: list[list[int]] = [[], [], []]
-    async for delta in engine.generate([1, 2, 3], PARAMS, request_id=name):
+    async for delta in engine.generate(GenerateRequest([1, 2, 3], PARAMS, request_id=name)):
         tokens[delta.index].extend(delta.token_ids)
     return tokens
 

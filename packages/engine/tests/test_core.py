@@ -18,6 +18,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     EngineOverloaded,
+    GenerateRequest,
     InvalidRequest,
     ModelError,
     NewToken,
@@ -162,9 +163,9 @@ def test_only_passes_of_more_than_16_tokens_are_padded(
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(device="cpu")))
     core.warm_up()
     for i in range(num_decodes):
-        core.add(str(i), (i,), GREEDY)
+        core.add(str(i), GenerateRequest((i,), GREEDY))
     core.step()
-    core.add("prompt", tuple(range(length)), GREEDY)
+    core.add("prompt", GenerateRequest(tuple(range(length)), GREEDY))
     core.step()
     assert core.stats.num_padded_tokens == padding
     core.close()
@@ -280,7 +281,7 @@ def test_abort_in_any_state_frees_every_block(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
     for steps in range(6):
         for i, prompt in enumerate(prompts()):
-            core.add(f"{i}", prompt, GREEDY)
+            core.add(f"{i}", GenerateRequest(prompt, GREEDY))
         for _ in range(steps):
             core.step()
         for i in range(len(prompts())):
@@ -292,12 +293,12 @@ def test_abort_in_any_state_frees_every_block(tiny_model: Path) -> None:
 
 def test_full_queue_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(max_waiting=1)))
-    core.add("a", (1, 2), GREEDY)
+    core.add("a", GenerateRequest((1, 2), GREEDY))
     with pytest.raises(EngineOverloaded, match="try again later"):
-        core.add("b", (1, 2), GREEDY)
+        core.add("b", GenerateRequest((1, 2), GREEDY))
     while core.has_work:
         core.step()
-    core.add("b", (1, 2), GREEDY)
+    core.add("b", GenerateRequest((1, 2), GREEDY))
 
 
 @pytest.mark.parametrize(
@@ -317,7 +318,7 @@ def test_bad_request_names_its_field(
 ) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
     with pytest.raises(InvalidRequest, match=field) as caught:
-        core.add("a", prompt, params)
+        core.add("a", GenerateRequest(prompt, params))
     assert caught.value.field == field
     assert not core.has_work
 
@@ -382,7 +383,7 @@ def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_block
 def test_what_swaps_take_is_learned(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(num_host_blocks=64)))
     before = attrs.evolve(core.scheduler.costs)
-    core.add("a", (1,) * 30, GREEDY)
+    core.add("a", GenerateRequest((1,) * 30, GREEDY))
     core.step()
     core.control(BatchControl(force_evict=9))
     core.control(BatchControl(max_num_seqs=4))  # which lets it resume at once
@@ -404,7 +405,7 @@ def test_the_first_token_tells_how_long_its_request_waited(
 ) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(max_num_seqs=2)))
     for key in ("a", "b", "c"):
-        core.add(key, (1, 2, 3), params)
+        core.add(key, GenerateRequest((1, 2, 3), params))
     core.control(BatchControl(max_num_seqs=params.num_seqs))
     tokens: dict[tuple[str, int], list[NewToken]] = {}
     while core.has_work:
@@ -426,7 +427,7 @@ def test_a_request_that_was_parked_before_its_first_token_tells_no_time_in_the_q
 ) -> None:
     """The core knows the wait since its return alone: the rest would count as prefill."""
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(max_num_seqs=2)))
-    core.add("parked", (1, 2, 3), params, is_resumed=True)
+    core.add("parked", GenerateRequest((1, 2, 3), params, is_resumed=True))
     tokens = []
     while core.has_work:
         tokens += core.step()
@@ -439,7 +440,7 @@ def test_prefix_hits_are_counted_by_the_tokens_of_prompts(tiny_model: Path, cach
     changes = settings(enable_prefix_caching=caches)
     core = EngineCore(EngineConfig(model=str(tiny_model), **changes))
     for key in ("a", "b"):
-        core.add(key, tuple(range(2, 32)), GREEDY)
+        core.add(key, GenerateRequest(tuple(range(2, 32)), GREEDY))
         while core.has_work:
             core.step()
     stats = core.stats
@@ -458,7 +459,7 @@ def test_a_request_that_is_preempted_by_its_key_keeps_its_tokens_which_say_so(
     prompt = tuple(range(2, 62))
 
     def served(preempted: bool) -> list[NewToken]:
-        core.add("a", prompt, GREEDY)
+        core.add("a", GenerateRequest(prompt, GREEDY))
         core.step()
         if preempted:
             assert core.abort_and_swap(["a", "unknown"]) == ("a",)
@@ -528,7 +529,7 @@ def test_prompt_tokens_are_counted_once_whatever_is_recomputed_or_sampled(
 def test_a_request_of_more_samples_than_may_run_counts_as_one_that_runs(tiny_model: Path) -> None:
     """Its samples are several groups of the scheduler."""
     core = LLM(str(tiny_model), **settings(max_num_seqs=4)).core
-    core.add("a", (5, 6, 7), SamplingParams(n=6, max_tokens=30, ignore_eos=True))
+    core.add("a", GenerateRequest((5, 6, 7), SamplingParams(n=6, max_tokens=30, ignore_eos=True)))
     for _ in range(5):
         core.step()
     stats = core.stats
@@ -538,7 +539,9 @@ def test_a_request_of_more_samples_than_may_run_counts_as_one_that_runs(tiny_mod
 
 def test_the_prompt_of_a_beam_search_counts_when_its_prefill_ends(tiny_model: Path) -> None:
     core = LLM(str(tiny_model), **settings()).core
-    core.add("a", (5, 6, 7), SamplingParams(use_beam_search=True, n=2, max_tokens=20))
+    core.add(
+        "a", GenerateRequest((5, 6, 7), SamplingParams(use_beam_search=True, n=2, max_tokens=20))
+    )
     for _ in range(3):
         core.step()
     assert core.stats.num_prompt_tokens == 3

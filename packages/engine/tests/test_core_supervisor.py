@@ -15,8 +15,7 @@ import zmq
 
 from trencadis.engine import EngineConfig, EngineDead, EngineRestarting, LogSettings
 from trencadis.engine.front import core_supervisor
-from trencadis.engine.front.core_client import CoreClient
-from trencadis.engine.front.core_supervisor import CoreSupervisor
+from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
 from trencadis.engine.ipc import channel
 from trencadis.engine.ipc.messages import Ready
 

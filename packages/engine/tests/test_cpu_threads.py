@@ -14,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.engine import ConfigError, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.devices import CPUDevice, Device, select_device
 from trencadis.engine.devices.cpu import threads
 from trencadis.engine.devices.cpu.threads import (
@@ -103,7 +103,7 @@ def test_the_engine_adapts_while_it_serves(
     core.warm_up()
     torch.set_num_threads(2)
     device._threads = AdaptiveThreads(2, lambda: clock[0])
-    core.add("a", (1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True))
+    core.add("a", GenerateRequest((1, 2, 3), SamplingParams(max_tokens=30, ignore_eos=True)))
     seen = []
     for waited, idle in ((0.0, 0.0), (0.7, 0.0), (0.0, 0.0), (0.0, 1.0), (0.0, 0.0)):
         last = clock[0]

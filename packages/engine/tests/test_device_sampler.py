@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.devices import CPUDevice, Device, HPUDevice, PendingCopy
 from trencadis.engine.runner import device_sampler
 from trencadis.engine.runner.device_sampler import DeviceSampler
@@ -242,7 +242,7 @@ def settings_of(model: Path, **changes: object) -> EngineConfig:
 def serve(core: EngineCore, asked: Sequence[SamplingParams]) -> dict[tuple[str, int], list[int]]:
     rng = random.Random(5)
     for key, params in enumerate(asked):
-        core.add(str(key), tuple(rng.choices(range(250), k=3 + 5 * key)), params)
+        core.add(str(key), GenerateRequest(tuple(rng.choices(range(250), k=3 + 5 * key)), params))
     found: dict[tuple[str, int], list[int]] = {}
     while core.has_work:
         for token in core.step():
@@ -278,7 +278,7 @@ def decoding(model: Path, device: Device, params: SamplingParams, **changes: obj
     core = EngineCore(settings_of(model, warmup="full", **changes, device=device))
     core.warm_up()
     for key in range(4):
-        core.add(str(key), (key, 7), params)
+        core.add(str(key), GenerateRequest((key, 7), params))
     core.step()
     return core
 
@@ -321,7 +321,9 @@ def test_a_chunk_that_samples_nothing_is_not_waited_for(tiny_model: Path) -> Non
     device = DeviceOnCPU()
     core = EngineCore(settings_of(tiny_model, device=device))
     core.warm_up()
-    core.add("long", tuple(range(60)), SamplingParams(temperature=0.0, max_tokens=1))
+    core.add(
+        "long", GenerateRequest(tuple(range(60)), SamplingParams(temperature=0.0, max_tokens=1))
+    )
     syncs = device.syncs
     per_token = core.scheduler.costs.prefill_s_per_token
     while core.has_work:
@@ -360,7 +362,7 @@ def test_a_request_that_the_device_cannot_sample_ends_alone(tiny_model: Path, mo
     monkeypatch.setattr(device_sampler, "find_edits", broken)
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     for key, prompt in {"a": (3, 4), "b": (5, 6, 7), "c": (6, 7)}.items():
-        core.add(key, prompt, greedy)
+        core.add(key, GenerateRequest(prompt, greedy))
     found: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     while core.has_work:
         for token in core.step():

@@ -22,6 +22,7 @@ from trencadis.engine import (
     DeviceError,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     LogSettings,
     SamplingParams,
 )
@@ -100,7 +101,7 @@ def test_the_core_of_a_server_runs_on_it(tiny_model: Path, by_name: bool) -> Non
             assert engine.info["device"] == "half-machine"
             tokens = [
                 token
-                async for delta in engine.generate([1, 2, 3], GREEDY)
+                async for delta in engine.generate(GenerateRequest([1, 2, 3], GREEDY))
                 for token in delta.token_ids
             ]
             assert len(tokens) == 4

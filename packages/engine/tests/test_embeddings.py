@@ -30,17 +30,18 @@ from transformers import (
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import (
     LLM,
-    POOLING,
     AsyncEngine,
     BatchControl,
     ConfigError,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     InvalidRequest,
     LogSettings,
     ModelEntry,
     ModelError,
     MultiModelEngine,
+    PoolingRequest,
     RequestFailed,
     SamplingParams,
     default_model,
@@ -180,7 +181,7 @@ def test_a_preempted_request_gets_the_same_embedding(tiny_model: Path, expected:
     core = EngineCore(EngineConfig(model=str(tiny_model), runner="pooling", **settings()))
     longest = sorted(range(9), key=lambda number: -len(prompts()[number]))[:4]
     for number in longest:
-        core.add(str(number), prompts()[number], POOLING)
+        core.add(str(number), PoolingRequest(prompts()[number]))
     core.step()
     running = core.abort_and_swap([str(number) for number in longest])
     core.control(BatchControl(max_num_seqs=4))  # ends the hold that follows a preemption
@@ -208,7 +209,7 @@ def test_each_runner_refuses_the_requests_of_the_other(tiny_model: Path) -> None
     with pytest.raises(InvalidRequest, match="start it with the runner pooling"):
         LLM(str(tiny_model), **settings()).embed("a")
     llm = pooling(tiny_model)
-    for params in (None, SamplingParams(max_tokens=1), SamplingParams(n=2), POOLING):
+    for params in (None, SamplingParams(max_tokens=1), SamplingParams(n=2)):
         with pytest.raises(InvalidRequest, match="generates nothing"):
             llm.generate("a", params)
     assert llm.embed([]) == []
@@ -363,7 +364,10 @@ def test_a_front_embeds_many_prompts_at_once_and_forgets_those_that_are_cancelle
         engine = await AsyncEngine.start(config, QUIET)
         try:
             assert engine.embedding_size == 48
-            many = [asyncio.create_task(engine.embed(prompts()[i % 9])) for i in range(90)]
+            many = [
+                asyncio.create_task(engine.embed(PoolingRequest(prompts()[i % 9])))
+                for i in range(90)
+            ]
             await asyncio.sleep(0.02)
             for task in many[::2]:
                 task.cancel()
@@ -372,8 +376,8 @@ def test_a_front_embeds_many_prompts_at_once_and_forgets_those_that_are_cancelle
                 [each.vector for each in found], [expected[i % 9] for i in range(1, 90, 2)]
             )
             with pytest.raises(InvalidRequest, match="generates nothing"):
-                await anext(engine.generate([1], SamplingParams()))
-            assert await engine.drain(600) == 0
+                await anext(engine.generate(GenerateRequest([1], SamplingParams())))
+            assert await engine._requests.drain(600) == 0
             for _ in range(6000):  # the statistics of the end come a moment later
                 if engine.stats.num_used_blocks == engine.stats.num_waiting_reqs == 0:
                     break
@@ -393,23 +397,27 @@ def test_a_model_of_embeddings_takes_turns_with_one_that_generates(
 
     async def serve() -> None:
         config = EngineConfig(model=str(tiny_model), **settings())
-        engine = MultiModelEngine(
+        engine = await MultiModelEngine.start(
             [
                 ModelEntry("chat", config),
                 ModelEntry("vectors", attrs.evolve(config, runner="pooling")),
             ]
         )
-        await engine.start()
         try:
             for _ in range(2):
                 assert engine.embedding_size == 0
                 params = SamplingParams(max_tokens=3, ignore_eos=True)
-                assert len([delta async for delta in engine.generate([1, 2], params)]) == 3
+                assert (
+                    len([delta async for delta in engine.generate(GenerateRequest([1, 2], params))])
+                    == 3
+                )
                 with pytest.raises(InvalidRequest, match="computes no embeddings"):
-                    await engine.embed([1])
+                    await engine.embed(PoolingRequest([1]))
                 await engine.switch_model("vectors")
                 assert engine.embedding_size == 48
-                found = [(await engine.embed(prompt)).vector for prompt in prompts()]
+                found = [
+                    (await engine.embed(PoolingRequest(prompt))).vector for prompt in prompts()
+                ]
                 assert close(found, expected)
                 await engine.switch_model("chat")
         finally:

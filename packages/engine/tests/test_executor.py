@@ -11,10 +11,16 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
-from request_mix import GREEDY, SMALL, WAYS, serve
+from request_mix import GREEDY, SMALL, WAYS, finish, prompts, serve
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams, StructuredOutput
-from trencadis.engine.api.sampling_params import POOLING
+from trencadis.engine import (
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+    StructuredOutput,
+)
+from trencadis.engine.api.requests import PoolingRequest
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.runner.in_process import InProcessExecutor
@@ -101,9 +107,12 @@ def test_the_masks_of_a_structured_output_are_encoded_as_arrays(
 
 def test_embeddings_come_back(both: Callable[..., tuple[EngineCore, EngineCore]]) -> None:
     here, elsewhere = both(runner="pooling")
-    tokens = serve(here, [POOLING])
+    for core in (here, elsewhere):
+        for number, prompt in enumerate(prompts(6)):
+            core.add(f"{number}", PoolingRequest(prompt))
+    tokens = finish(here)
     assert all(token.embedding for (token,) in tokens.values())
-    assert serve(elsewhere, [POOLING]) == tokens
+    assert finish(elsewhere) == tokens
 
 
 def test_an_error_of_one_request_comes_back(
@@ -118,8 +127,8 @@ def test_an_error_of_one_request_comes_back(
         return run(batch)
 
     core.executor.worker.runner.forward_runner.run = broken
-    core.add("a", (1, 2, 3), SamplingParams(**GREEDY))
-    core.add("b", (1, 251, 3), SamplingParams(**GREEDY))
+    core.add("a", GenerateRequest((1, 2, 3), SamplingParams(**GREEDY)))
+    core.add("b", GenerateRequest((1, 251, 3), SamplingParams(**GREEDY)))
     keys = {token.key for _ in range(20) for token in core.step()}
     (failure,) = core.take_failures()
     assert keys == {"a"}
@@ -136,7 +145,7 @@ def test_the_tokens_of_a_sequence_are_sent_only_where_penalties_need_them(
     for length in (8, 96):
         _, core = both(enable_prefix_caching=False)
         params = SamplingParams(**GREEDY, repetition_penalty=penalty)
-        core.add("a", tuple(range(length)), params)
+        core.add("a", GenerateRequest(tuple(range(length)), params))
         while core.has_work:
             core.step()
         sizes.append(core.executor.num_bytes[-1])

@@ -33,6 +33,7 @@ from trencadis.engine import (
     ConfigError,
     EngineConfig,
     EngineError,
+    GenerateRequest,
     InvalidRequest,
     LogSettings,
     SamplingParams,
@@ -225,14 +226,14 @@ class EngineFuzzer:
             self.answers += 1
 
     async def _answer(self, prompt: list[int]) -> list[int]:
-        stream = self.engine.generate(prompt, GREEDY)
+        stream = self.engine.generate(GenerateRequest(prompt, GREEDY))
         return [token async for delta in stream for token in delta.token_ids]
 
     async def _generate(self, rng: random.Random) -> None:
         arguments: dict[str, Any] = {"prompt_token_ids": [1, 2, 3], "params": QUICK}
         for name in rng.sample(GENERATE, 2):
             arguments[name] = odd_params(rng) if name == "params" else odd(rng)
-        stream = self.engine.generate(**arguments)
+        stream = self.engine.generate(GenerateRequest(**arguments))
         closes_after = rng.choice((0, 1, 99, 99))
         async for _ in stream:
             closes_after -= 1

@@ -17,6 +17,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     EngineOverloaded,
+    GenerateRequest,
     InvalidRequest,
     SamplingParams,
 )
@@ -163,9 +164,9 @@ def test_a_sample_may_be_finished_while_its_group_is_computed_again(
     recomputing = settings(enable_prefix_caching=False, num_host_blocks=0)
     core = EngineCore(EngineConfig(model=str(tiny_model), **recomputing))
     params = SamplingParams(temperature=0.0, n=2, max_tokens=4, ignore_eos=True)
-    core.add("calm", PROMPT, params)
+    core.add("calm", GenerateRequest(PROMPT, params))
     calm = [token.token_id for token in steps(core) if token.index == 0]
-    core.add("a", PROMPT, params)
+    core.add("a", GenerateRequest(PROMPT, params))
     tokens = [token for _ in range(4) for token in core.step()]
     assert len(tokens) == 2 * 3
     core.control(BatchControl(force_evict=9))
@@ -231,7 +232,7 @@ def test_a_request_in_any_state_is_aborted_whole(tiny_model: Path) -> None:
         SamplingParams(n=3, use_beam_search=True),
     ):
         for steps in range(6):
-            core.add("a", PROMPT, params)
+            core.add("a", GenerateRequest(PROMPT, params))
             for step in range(steps):
                 if step == 3:
                     core.control(BatchControl(force_evict=9))
@@ -259,10 +260,15 @@ def test_samples_of_a_long_prompt_gather_no_more_than_was_profiled(
 
     forward_runner.run = recording  # type: ignore[method-assign]
     found: dict[object, list[int]] = {}
-    core.add("samples", PROMPT, attrs.evolve(SAMPLED, n=7, max_tokens=5))
+    core.add("samples", GenerateRequest(PROMPT, attrs.evolve(SAMPLED, n=7, max_tokens=5)))
     for step in range(100):
         if step == 4:
-            core.add("beside", tuple(range(100, 120)), SamplingParams(temperature=0, max_tokens=2))
+            core.add(
+                "beside",
+                GenerateRequest(
+                    tuple(range(100, 120)), SamplingParams(temperature=0, max_tokens=2)
+                ),
+            )
         for token in core.step():
             found.setdefault((token.key, token.index), []).append(token.token_id)
     parts = [shape.decode if isinstance(shape, MixedShape) else shape for shape in shapes]
@@ -288,7 +294,7 @@ def test_what_must_run_together_and_cannot_is_refused(
 ) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
     with pytest.raises(InvalidRequest, match="max_num_seqs 8") as caught:
-        core.add("a", PROMPT, params)
+        core.add("a", GenerateRequest(PROMPT, params))
     assert caught.value.field == field
     assert not core.has_work
 
@@ -297,16 +303,16 @@ def test_a_request_of_which_one_part_finds_no_place_leaves_none_behind(tiny_mode
     config = settings(max_waiting=2, max_num_seqs=2)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     with pytest.raises(EngineOverloaded):
-        core.add("a", PROMPT, attrs.evolve(SAMPLED, n=8))
+        core.add("a", GenerateRequest(PROMPT, attrs.evolve(SAMPLED, n=8)))
     assert not core.has_work
-    core.add("a", PROMPT, attrs.evolve(SAMPLED, n=4))
+    core.add("a", GenerateRequest(PROMPT, attrs.evolve(SAMPLED, n=4)))
 
 
 def test_a_request_id_is_served_once_at_a_time(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
-    core.add("a", PROMPT, SAMPLED)
+    core.add("a", GenerateRequest(PROMPT, SAMPLED))
     with pytest.raises(InvalidRequest, match="'a' is being served already"):
-        core.add("a", PROMPT, SAMPLED)
+        core.add("a", GenerateRequest(PROMPT, SAMPLED))
 
 
 def test_priority_orders_requests_where_the_policy_says_so(tiny_model: Path) -> None:
@@ -314,8 +320,8 @@ def test_priority_orders_requests_where_the_policy_says_so(tiny_model: Path) -> 
         model=str(tiny_model), **settings(max_num_seqs=1, scheduling_policy="priority")
     )
     core = EngineCore(config)
-    core.add("later", PROMPT, SAMPLED, 2)
-    core.add("sooner", PROMPT, SAMPLED, 1)
+    core.add("later", GenerateRequest(PROMPT, SAMPLED, priority=2))
+    core.add("sooner", GenerateRequest(PROMPT, SAMPLED, priority=1))
     ended = []
     while core.has_work:
         ended += [token.key for token in core.step() if token.finish_reason]
@@ -325,5 +331,5 @@ def test_priority_orders_requests_where_the_policy_says_so(tiny_model: Path) -> 
 def test_priority_means_nothing_first_come_first_served(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
     with pytest.raises(InvalidRequest, match="scheduling_policy") as caught:
-        core.add("a", PROMPT, SAMPLED, 1)
+        core.add("a", GenerateRequest(PROMPT, SAMPLED, priority=1))
     assert caught.value.field == "priority"

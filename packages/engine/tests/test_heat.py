@@ -20,6 +20,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     EngineStats,
+    GenerateRequest,
     SamplingParams,
 )
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
@@ -104,7 +105,7 @@ def serve_until(core: EngineCore, condition: Callable[[EngineStats], bool]) -> d
         assert time.monotonic() < ends, core.stats
         if not core.has_work:
             for name in itertools.islice(names, 3):
-                core.add(name, PROMPTS[name[0]], PARAMS)
+                core.add(name, GenerateRequest(PROMPTS[name[0]], PARAMS))
         take(core, tokens)
     while core.has_work:
         take(core, tokens)
@@ -188,10 +189,10 @@ def test_samples_that_arrive_in_lasting_heat_run_one_by_one(
     sensor.degrees = 99.0
     core = start(tiny_model, sensor, ProportionalThermalPolicy(target_temp_c=80.0))
     while core.stats.max_running_seqs > 1:
-        core.add("warm", (1,), SamplingParams(max_tokens=1))
+        core.add("warm", GenerateRequest((1,), SamplingParams(max_tokens=1)))
         core.step()
     tokens: dict[str, list[int]] = {}
-    core.add("b", PROMPTS["b"], PARAMS)
+    core.add("b", GenerateRequest(PROMPTS["b"], PARAMS))
     while core.has_work:
         take(core, tokens)
     assert_as_expected(tokens, expected)
@@ -303,8 +304,8 @@ def test_an_order_cools_an_engine_that_was_started_without_a_policy(
     while core.stats.thermal.hottest_c is None:
         assert time.monotonic() < ends
         time.sleep(0.01)
-    core.add("b", PROMPTS["b"], PARAMS)
-    core.add("a", PROMPTS["a"], PARAMS)
+    core.add("b", GenerateRequest(PROMPTS["b"], PARAMS))
+    core.add("a", GenerateRequest(PROMPTS["a"], PARAMS))
     tokens: dict[str, list[int]] = {}
     while core.stats.num_running_seqs < 6:
         take(core, tokens)

@@ -19,7 +19,14 @@ from transformers import AutoModelForCausalLM, Phi3Config, Phi3ForCausalLM
 from transformers.models.llama import modeling_llama
 
 from trencadis.bucketing import AxisConfig, Bucket, BucketingConfig
-from trencadis.engine import LLM, EngineConfig, EngineCore, SamplingParams, default_model
+from trencadis.engine import (
+    LLM,
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+    default_model,
+)
 from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.devices.hpu import bridge
 from trencadis.engine.devices.hpu import device as hpu_device
@@ -239,7 +246,7 @@ def serve_mixed(checkpoint, device, **changes):
     core.warm_up()
     found = {str(key): [] for key in range(len(MIXED))}
     for key, (prompt, params) in enumerate(MIXED):
-        core.add(str(key), tuple(prompt), params)
+        core.add(str(key), GenerateRequest(tuple(prompt), params))
     while core.has_work:
         for token in core.step():
             found[token.key].append(token.token_id)
@@ -276,7 +283,7 @@ def test_enforced_eager_execution_compiles_nothing_after_warm_up_either(stand_in
                 SamplingParams(use_beam_search=True, n=2, max_tokens=4),
             )
         ):
-            core.add(str(number), tuple(range(number, number + 20)), params)
+            core.add(str(number), GenerateRequest(tuple(range(number, number + 20)), params))
         while core.has_work:
             core.step()
         assert machinery.counters.since(before).recipes == 0
@@ -299,7 +306,7 @@ def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
         before = core.executor.device.num_compilations()
         params = SamplingParams(temperature=0.9, seed=3, n=2, max_tokens=20, ignore_eos=True)
         for key in range(3):
-            core.add(str(key), tuple(range(key, key + 11)), params)
+            core.add(str(key), GenerateRequest(tuple(range(key, key + 11)), params))
         found = {}
         while core.has_work:
             for token in core.step():
@@ -348,7 +355,7 @@ def test_a_warm_engine_in_eager_mode_consists_of_programs_and_compiles_nothing(
     assert not counted.eager_fallbacks + counted.cpu_fallbacks
     assert counted.copied_bytes == 0
 
-    core.add("again", range(20), SamplingParams(temperature=0, max_tokens=4))
+    core.add("again", GenerateRequest(range(20), SamplingParams(temperature=0, max_tokens=4)))
     core.step(), core.step()
     before = eager_gaudi.counters.copy()
     core.step()

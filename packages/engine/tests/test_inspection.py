@@ -22,6 +22,7 @@ from trencadis.engine import (
     EngineCore,
     EngineInspection,
     EngineRestarting,
+    GenerateRequest,
     GridUsage,
     LogSettings,
     RequestFailed,
@@ -53,7 +54,7 @@ def config(model: Path, **changes: object) -> EngineConfig:
 
 def serve(core: EngineCore, *prompts: range) -> None:
     for i, prompt in enumerate(prompts):
-        core.add(str(i), tuple(prompt), GREEDY)
+        core.add(str(i), GenerateRequest(tuple(prompt), GREEDY))
     while core.has_work:
         core.step()
 
@@ -187,7 +188,12 @@ def test_the_map_shows_the_blocks_of_requests_and_of_cached_prefixes(tiny_model:
     core.warm_up()
     empty = core.inspect().blocks
     assert (empty.num_blocks, empty.num_used_runs, sum(empty.used)) == (12, 0, 0)
-    core.add("a", tuple(range(20)), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True))
+    core.add(
+        "a",
+        GenerateRequest(
+            tuple(range(20)), SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
+        ),
+    )
     core.step()
     core.step()
     used = core.inspect().blocks
@@ -269,7 +275,7 @@ def test_a_front_gets_the_inspection_of_its_core_and_an_error_when_the_core_dies
         settings = config(tiny_model, device="cpu", warmup="none", hang_timeout=60.0)
         engine = await AsyncEngine.start(settings, LogSettings(level=logging.CRITICAL))
         try:
-            async for _ in engine.generate(range(3), GREEDY):
+            async for _ in engine.generate(GenerateRequest(range(3), GREEDY)):
                 pass
             seen = await engine.inspect()
             assert isinstance(seen, EngineInspection)

@@ -30,6 +30,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from trencadis.engine import (
     LLM,
     EngineCore,
+    GenerateRequest,
     SamplingParams,
     StructuredOutput,
     Tokenizer,
@@ -283,7 +284,7 @@ def test_a_stop_string_or_token_ends_an_answer_in_a_forced_run(shared_core, toke
 
 
 def test_the_first_token_alone_tells_how_long_a_request_waited(shared_core) -> None:
-    shared_core.add("a", (1, 2, 3), bound())
+    shared_core.add("a", GenerateRequest((1, 2, 3), bound()))
     tokens = []
     while shared_core.has_work:
         tokens += shared_core.step()
@@ -442,7 +443,7 @@ def test_an_abort_in_a_forced_run_frees_all(shared_core, tokenizer) -> None:
 def test_a_request_that_was_parked_in_a_forced_run_goes_on(shared_core, tokenizer) -> None:
     whole = serve(shared_core, tokenizer, a=bound())[0].answers["a", 0].token_ids
     for count in (1, 4, 7, 12, TAGS_LENGTH - 1):
-        shared_core.add("a", (1, 2, 3), bound(), output_token_ids=whole[:count])
+        shared_core.add("a", GenerateRequest((1, 2, 3), bound(), output_token_ids=whole[:count]))
         tokens = []
         while shared_core.has_work:
             tokens += [token.token_id for token in shared_core.step()]

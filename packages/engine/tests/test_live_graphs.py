@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True)
 SMALL = {
@@ -31,7 +31,7 @@ def started(model: Path, environ: dict[str, str], **changes: object) -> EngineCo
 def serve(core: EngineCore, *prompts: range) -> dict[str, list[int]]:
     tokens: dict[str, list[int]] = {}
     for i, prompt in enumerate(prompts):
-        core.add(str(i), tuple(prompt), GREEDY)
+        core.add(str(i), GenerateRequest(tuple(prompt), GREEDY))
     while core.has_work:
         for token in core.step():
             tokens.setdefault(token.key, []).append(token.token_id)

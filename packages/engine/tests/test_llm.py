@@ -210,10 +210,10 @@ def test_an_error_while_requests_are_added_leaves_none_behind(
 ) -> None:
     add = EngineCore.add
 
-    def failing(self: EngineCore, key: str, prompt: Any, *others: Any, **named: Any) -> None:
-        if len(prompt) == 2:
+    def failing(self: EngineCore, key: str, request: Any) -> None:
+        if len(request.prompt_token_ids) == 2:
             raise RuntimeError("no such thing")
-        add(self, key, prompt, *others, **named)
+        add(self, key, request)
 
     with monkeypatch.context() as patch:
         patch.setattr(EngineCore, "add", failing)

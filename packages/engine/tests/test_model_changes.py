@@ -11,6 +11,7 @@ import pytest
 from trencadis.engine import (
     EngineConfig,
     EngineSleeping,
+    GenerateRequest,
     LogSettings,
     SamplingParams,
     SwitchFailedError,
@@ -106,12 +107,12 @@ def test_a_request_that_reaches_a_sleeping_core_is_told_so(tiny_model: Any) -> N
     class Channel:
         send = staticmethod(answers.append)
 
-    _handle(core, Channel(), Add("a/1", (5, 6), SamplingParams()), {})
+    _handle(core, Channel(), Add("a/1", GenerateRequest((5, 6), SamplingParams())), {})
     (rejected,) = answers
     assert isinstance(rejected, Rejected)
     supervisor = CoreSupervisor(config, Core(), READY, LogSettings())
     requests = OpenRequests(supervisor, itertools.count())
     queue: asyncio.Queue[Any] = asyncio.Queue()
-    requests.begin(None, queue, Add("a/1", (5, 6), SamplingParams()))
+    requests.begin("a/1", None, queue)
     requests.reject(rejected)
     assert isinstance(queue.get_nowait(), EngineSleeping)

@@ -24,6 +24,7 @@ from trencadis.engine import (
     EngineDead,
     EngineRestarting,
     EngineSleeping,
+    GenerateRequest,
     InvalidRequest,
     LogSettings,
     ModelEntry,
@@ -87,8 +88,7 @@ def models(
 async def running(
     models: tuple[ModelEntry, ...], **settings: object
 ) -> AsyncIterator[MultiModelEngine]:
-    engine = MultiModelEngine(models, log=QUIET, **settings)
-    await engine.start()
+    engine = await MultiModelEngine.start(models, log=QUIET, **settings)
     try:
         yield engine
     finally:
@@ -103,7 +103,7 @@ def limited(body: Callable[[], Awaitable[None]]) -> None:
 async def collect(
     engine: MultiModelEngine, prompt: list[int] = PROMPT, model: str | None = None, **params: object
 ) -> list[CompletionDelta]:
-    stream = engine.generate(prompt, SamplingParams(**params), model=model)
+    stream = engine.generate(GenerateRequest(prompt, SamplingParams(**params), model=model))
     return [delta async for delta in stream]
 
 
@@ -119,7 +119,7 @@ async def begun(engine: MultiModelEngine, *params: dict[str, object]) -> list[An
 
     async def read(has_begun: asyncio.Event, own: dict[str, object]) -> list[CompletionDelta]:
         deltas = []
-        async for delta in engine.generate(PROMPT, SamplingParams(**own)):
+        async for delta in engine.generate(GenerateRequest(PROMPT, SamplingParams(**own))):
             deltas.append(delta)
             has_begun.set()
         return deltas
@@ -138,7 +138,7 @@ async def switch_at_once(engine: MultiModelEngine, alias: str, running: str) -> 
         switching = asyncio.create_task(
             engine.switch_model(alias, running=running, drain_timeout_s=0)
         )
-        while not engine.engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
+        while not engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     finally:
         core.resume()
@@ -249,7 +249,7 @@ def text(deltas: list[CompletionDelta]) -> dict[int, str]:
 async def one_switch_at_a_time_and_requests_that_run_may_end(engine: MultiModelEngine) -> None:
     (short,) = await begun(engine, SHORT)
     switching = asyncio.create_task(engine.switch_model("second"))
-    while not engine.engine._changes.switching:  # noqa: ASYNC110 - it is a text, not an event
+    while not engine._changes.switching:  # noqa: ASYNC110 - it is a text, not an event
         await asyncio.sleep(0)
     assert engine.is_switching
     with pytest.raises(SwitchInProgressError, match="from first to second"):
@@ -284,7 +284,8 @@ async def the_steps_of_the_caller_are_those_of_the_seed(engine: MultiModelEngine
     with pytest.MonkeyPatch.context() as patch:
         for owner, name in (
             *((engine._models, name) for name in ("entry_of", "prepare")),
-            *((engine.engine, name) for name in ("drain", "park", "reconfigure", "resume")),
+            *((engine._requests, name) for name in ("drain", "park", "resume")),
+            (engine._changes, "reconfigure"),
         ):
             patch.setattr(owner, name, noting(name, getattr(owner, name)))
         with pytest.raises(UnknownModelError):
@@ -316,7 +317,7 @@ async def a_parked_request_ends_with_its_client(engine: MultiModelEngine) -> Non
     await switch_at_once(engine, "second", "park")
     left.cancel()
     await asyncio.gather(left, return_exceptions=True)
-    (name, _) = sorted(r.stream.request_id for r in engine.engine._requests._parked)
+    (name, _) = sorted(r.stream.request_id for r in engine._requests._parked)
     await engine.abort(name)
     assert (await aborted)[-1].finish_reason == "abort"
     assert (await engine.switch_model("first")).resumed == 1
@@ -415,7 +416,7 @@ def test_a_core_that_is_killed_before_it_begins_a_switch_says_nothing_of_the_new
             switching = asyncio.create_task(
                 engine.switch_model("second", running="park", drain_timeout_s=0)
             )
-            while not engine.engine._changes.is_calling:  # noqa: ASYNC110 - it is not an event
+            while not engine._changes.is_calling:  # noqa: ASYNC110 - it is not an event
                 await asyncio.sleep(0.01)
             core.kill()
             with pytest.raises(EngineRestarting):
@@ -429,7 +430,7 @@ def test_a_core_that_is_killed_before_it_begins_a_switch_says_nothing_of_the_new
             for ended in (switching, running_on):
                 with pytest.raises(EngineRestarting):
                     await ended
-            await engine.engine.wait_until_recovered()
+            await engine.wait_until_recovered()
             assert (await engine.switch_model("second")).active == "second"
 
     limited(body)
@@ -494,26 +495,24 @@ def test_models_that_one_engine_cannot_serve_are_refused_before_it_starts(
     models: tuple[ModelEntry, ModelEntry], change: Callable[..., object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        MultiModelEngine(change(*models))
+        asyncio.run(MultiModelEngine.start(change(*models)))
 
 
 def test_arguments_of_a_wrong_type_are_refused(models: tuple[ModelEntry, ModelEntry]) -> None:
     with pytest.raises(UnknownModelError, match="first, second"):
-        MultiModelEngine(models, active="third")
+        asyncio.run(MultiModelEngine.start(models, active="third"))
     for stash in (-1, float("nan"), "2", None):
         with pytest.raises(ConfigError, match="model_stash_gib"):
-            MultiModelEngine(models, model_stash_gib=stash)
+            asyncio.run(MultiModelEngine.start(models, model_stash_gib=stash))
 
     async def body() -> None:
-        engine = MultiModelEngine(models, active="second")
-        assert engine.active == "second"
-        with pytest.raises(EngineDead, match="not started"):
-            await engine.check_health()
-        with pytest.raises(InvalidRequest, match="running"):
-            await engine.switch_model("first", running="kill")
-        for limit in (-1, float("nan"), "2"):
-            with pytest.raises(InvalidRequest, match="drain_timeout_s"):
-                await engine.switch_model("first", drain_timeout_s=limit)
+        async with running(models, active="second") as engine:
+            assert engine.active == "second"
+            with pytest.raises(InvalidRequest, match="running"):
+                await engine.switch_model("first", running="kill")
+            for limit in (-1, float("nan"), "2"):
+                with pytest.raises(InvalidRequest, match="drain_timeout_s"):
+                    await engine.switch_model("first", drain_timeout_s=limit)
 
     limited(body)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.devices import CPUDevice
 
 
@@ -70,7 +70,7 @@ def make_broken_model(make_tiny_model, tmp_path_factory):
 
 def serve(core, asked):
     for key, (prompt, params) in asked.items():
-        core.add(key, tuple(prompt), params)
+        core.add(key, GenerateRequest(tuple(prompt), params))
     found, failed = {}, {}
     while core.has_work:
         for token in core.step():

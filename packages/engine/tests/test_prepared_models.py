@@ -21,6 +21,7 @@ from child_processes import children
 
 from trencadis.engine import (
     EngineConfig,
+    GenerateRequest,
     LogSettings,
     ModelEntry,
     ModelError,
@@ -57,8 +58,7 @@ def entry(alias: str, model: Path | str) -> ModelEntry:
 
 @asynccontextmanager
 async def running(*models: ModelEntry) -> AsyncIterator[MultiModelEngine]:
-    engine = MultiModelEngine(models, log=QUIET)
-    await engine.start()
+    engine = await MultiModelEngine.start(models, log=QUIET)
     try:
         yield engine
     finally:
@@ -68,7 +68,7 @@ async def running(*models: ModelEntry) -> AsyncIterator[MultiModelEngine]:
 
 async def answer(engine: MultiModelEngine, model: str, max_tokens: int = 8) -> list[int]:
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-    stream = engine.generate(PROMPT, params, model=model)
+    stream = engine.generate(GenerateRequest(PROMPT, params, model=model))
     return [token async for delta in stream for token in delta.token_ids]
 
 
@@ -265,11 +265,11 @@ def test_a_switch_ends_although_the_processes_of_other_models_cannot_be_ended(
         raise RuntimeError("cannot schedule new futures after shutdown")
 
     async def body() -> None:
-        engine = MultiModelEngine([entry("first", tiny_model)], log=QUIET)
-        monkeypatch.setattr(PreparedModels, "release_all_but", fail)
-        for _ in range(2):
-            with pytest.raises(RuntimeError, match="schedule"):
-                await engine.switch_model("first", wait_for_turn=False)
+        async with running(entry("first", tiny_model)) as engine:
+            monkeypatch.setattr(PreparedModels, "release_all_but", fail)
+            for _ in range(2):
+                with pytest.raises(RuntimeError, match="schedule"):
+                    await engine.switch_model("first", wait_for_turn=False)
 
     asyncio.run(asyncio.wait_for(body(), LIMIT_SECONDS))
 

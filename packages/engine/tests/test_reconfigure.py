@@ -20,6 +20,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     EngineOverloaded,
+    GenerateRequest,
     SamplingParams,
     StructuredOutput,
     SwitchFailedError,
@@ -103,7 +104,7 @@ def switch(switcher: ModelSwitcher, config: EngineConfig, stash_bytes: int = STA
 
 def serve(core: EngineCore, params: SamplingParams = GREEDY) -> list[list[int]]:
     for number, prompt in enumerate(PROMPTS):
-        core.add(str(number), prompt, params)
+        core.add(str(number), GenerateRequest(prompt, params))
     tokens: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
     while core.has_work:
         for token in core.step():
@@ -147,15 +148,15 @@ def test_no_prompt_hits_a_prefix_that_another_model_computed(
     expected = serve(started(twin)[0])
     core, switcher = started(first)
     serve(core)
-    core.add("again", PROMPTS[0], GREEDY)
+    core.add("again", GenerateRequest(PROMPTS[0], GREEDY))
     assert first_token(core).num_cached_tokens > 0
     core.abort_all()
     switch(switcher, twin)
-    core.add("other", PROMPTS[0], GREEDY)
+    core.add("other", GenerateRequest(PROMPTS[0], GREEDY))
     assert first_token(core).num_cached_tokens == 0
     core.abort_all()
     switch(switcher, first)
-    core.add("back", PROMPTS[0], GREEDY)
+    core.add("back", GenerateRequest(PROMPTS[0], GREEDY))
     assert first_token(core).num_cached_tokens == 0
     core.abort_all()
     switch(switcher, twin)
@@ -173,7 +174,7 @@ def test_requests_that_run_end_and_leave_nothing_behind(
 ) -> None:
     core, switcher = started(first)
     for number in range(6):
-        core.add(f"lost {number}", PROMPTS[0], GREEDY)
+        core.add(f"lost {number}", GenerateRequest(PROMPTS[0], GREEDY))
     core.step()
     switch(switcher, second)
     assert not core.has_work
@@ -314,7 +315,7 @@ def test_a_fault_in_any_step_brings_the_previous_model_back(
 ) -> None:
     core, switcher = started(first)
     for step, _ in STEPS:
-        core.add("lost", PROMPTS[0], GREEDY)
+        core.add("lost", GenerateRequest(PROMPTS[0], GREEDY))
         core.step()
         with monkeypatch.context() as patch:
             patch.setattr(reconfigure, "STEPS", tuple(failing(step, after=after)))
@@ -410,7 +411,7 @@ def test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was(
     serve(core)
     cache = weakref.ref(core.executor.worker.cache)
     weights = weakref.ref(next(core.executor.worker._model.parameters()))
-    core.add("lost", PROMPTS[0], GREEDY)
+    core.add("lost", GenerateRequest(PROMPTS[0], GREEDY))
     core.step()
     switcher.sleep(level)
     assert core.is_asleep
@@ -422,7 +423,7 @@ def test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was(
         assert (weights() is None) == (level == 2)
     assert core.stats.num_running_seqs == 0
     with pytest.raises(ValueError, match="wake it up"):
-        core.add("refused", PROMPTS[0], GREEDY)
+        core.add("refused", GenerateRequest(PROMPTS[0], GREEDY))
     switcher.sleep(level)
     switcher.wake_up()
     switcher.wake_up()
@@ -492,9 +493,9 @@ def test_a_request_goes_on_after_the_tokens_that_it_had(
     first: EngineConfig, params: SamplingParams, num_known: int
 ) -> None:
     core, _ = started(first)
-    core.add("whole", PROMPTS[0], params)
+    core.add("whole", GenerateRequest(PROMPTS[0], params))
     whole = [token.token_id for token in steps(core)]
-    core.add("rest", PROMPTS[0], params, output_token_ids=whole[:num_known])
+    core.add("rest", GenerateRequest(PROMPTS[0], params, output_token_ids=whole[:num_known]))
     rest = steps(core)
     assert [token.token_id for token in rest] == whole[num_known:]
     assert rest[-1].finish_reason == "length"
@@ -509,9 +510,9 @@ def test_a_grammar_goes_on_where_it_was(first: EngineConfig) -> None:
         structured_output=StructuredOutput(choice=("a long answer", "another answer")),
     )
     core, _ = started(first)
-    core.add("whole", PROMPTS[0], params)
+    core.add("whole", GenerateRequest(PROMPTS[0], params))
     whole = [token.token_id for token in steps(core)]
-    core.add("rest", PROMPTS[0], params, output_token_ids=whole[:5])
+    core.add("rest", GenerateRequest(PROMPTS[0], params, output_token_ids=whole[:5]))
     rest = steps(core)
     assert [token.token_id for token in rest] == whole[5:]
     assert rest[-1].finish_reason == "stop"
@@ -537,7 +538,7 @@ def test_tokens_after_which_no_request_goes_on_are_refused(
 ) -> None:
     core, _ = started(first)
     with pytest.raises(ValueError, match="tokens"):
-        core.add("rest", PROMPTS[0], params, output_token_ids=known)
+        core.add("rest", GenerateRequest(PROMPTS[0], params, output_token_ids=known))
     assert not core.has_work
 
 
@@ -699,11 +700,11 @@ def test_a_model_too_large_for_a_gaudi_leaves_no_byte_and_the_previous_one_serve
 
 def test_parked_requests_are_not_refused_because_others_wait(first: EngineConfig) -> None:
     core, _ = started(attrs.evolve(first, max_waiting=1))
-    core.add("waits", PROMPTS[0], GREEDY)
+    core.add("waits", GenerateRequest(PROMPTS[0], GREEDY))
     with pytest.raises(EngineOverloaded):
-        core.add("new", PROMPTS[1], GREEDY)
+        core.add("new", GenerateRequest(PROMPTS[1], GREEDY))
     for number, prompt in enumerate(PROMPTS[1:]):
-        core.add(str(number), prompt, GREEDY, is_resumed=True)
+        core.add(str(number), GenerateRequest(prompt, GREEDY, is_resumed=True))
     finished = set()
     while core.has_work:
         finished |= {token.key for token in core.step() if token.finish_reason}

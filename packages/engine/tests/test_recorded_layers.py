@@ -14,7 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from trencadis.engine import LLM, EngineConfig, EngineCore, RequestFailed, SamplingParams
+from trencadis.engine import (
+    LLM,
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    RequestFailed,
+    SamplingParams,
+)
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import native_calls, recorded_layers
@@ -347,7 +354,10 @@ def test_a_new_cache_after_sleep_is_the_one_that_is_read(
     switcher = ModelSwitcher(core)
 
     def serve() -> list[int]:
-        core.add("request", tuple(range(40, 80)), SamplingParams(temperature=0.0, max_tokens=30))
+        core.add(
+            "request",
+            GenerateRequest(tuple(range(40, 80)), SamplingParams(temperature=0.0, max_tokens=30)),
+        )
         return [token.token_id for token in iter_tokens(core)]
 
     before = serve()

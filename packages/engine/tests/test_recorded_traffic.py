@@ -15,7 +15,7 @@ from torch import nn
 
 from trencadis.bucketing import TrafficRecorder
 from trencadis.bucketing.cli import main
-from trencadis.engine import ConfigError, EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.devices import CPUDevice, Device
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.runner import recorded_traffic
@@ -52,7 +52,7 @@ def serve(core: EngineCore, lengths: list[int], max_tokens: int = 3) -> None:
     """Serve prompts of these lengths one after the other."""
     params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     for i, length in enumerate(lengths):
-        core.add(str(i), tuple((7 * i + k) % 256 for k in range(length)), params)
+        core.add(str(i), GenerateRequest(tuple((7 * i + k) % 256 for k in range(length)), params))
         while core.has_work:
             core.step()
 
@@ -61,7 +61,7 @@ def serve_at_once(core: EngineCore, lengths: list[int]) -> None:
     """Serve prompts of these lengths together."""
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     for i, length in enumerate(lengths):
-        core.add(str(i), tuple((7 * i + k) % 256 for k in range(length)), params)
+        core.add(str(i), GenerateRequest(tuple((7 * i + k) % 256 for k in range(length)), params))
     while core.has_work:
         core.step()
 

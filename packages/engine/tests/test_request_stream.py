@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Literal
 
+import attrs
 import msgspec
 import pytest
 
 from trencadis.engine import (
     CompletionDelta,
+    GenerateRequest,
     PositionLogprobs,
     RequestFailed,
     SamplingParams,
     Tokenizer,
     TokenLogprob,
 )
+from trencadis.engine.front.open_requests import OpenRequest
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.ipc.messages import NewToken
 
@@ -30,8 +34,8 @@ class Answers:
 
     def __init__(self, tokenizer: Tokenizer, **params: object) -> None:
         self.deltas: list[CompletionDelta] = []
-        settings = SamplingParams(**params)
-        self.stream = RequestStream("a", (1, 2), settings, tokenizer, self.deltas.append)
+        request = GenerateRequest((1, 2), SamplingParams(**params))
+        self.stream = RequestStream("a", request, tokenizer, self.deltas.append)
         self._encode = tokenizer.encode
 
     def push(
@@ -155,3 +159,18 @@ def test_an_aborted_request_ends_each_of_its_answers_once(
     ended = {delta.index: delta.finish_reason for delta in answers.deltas if delta.finish_reason}
     assert ended == {0: "length" if params == {"n": 2} else "abort", 1: "abort"}
     assert sum(delta.finish_reason is not None for delta in answers.deltas) == 2
+
+
+def test_a_request_that_brings_output_goes_on_after_all_of_it(tokenizer: Tokenizer) -> None:
+    """Also where a multi-byte character is divided between what it brings and what follows."""
+    first, second = tokenizer.encode("ü", add_special_tokens=False)
+    params = SamplingParams(max_tokens=8)
+    request = GenerateRequest((1, 2), params, output_token_ids=(first,), client="a")
+    deltas: list[CompletionDelta] = []
+    stream = RequestStream("a", request, tokenizer, deltas.append)
+    stream.push(NewToken("key", 0, second, None, 0))
+    assert [delta.text for delta in deltas] == ["ü"]
+    ((sample, token_ids),) = stream.to_resume().items()
+    resumed = OpenRequest(stream, asyncio.Queue(), {}).resumption(sample, token_ids)
+    expected = attrs.evolve(request, output_token_ids=(first, second), is_resumed=True)
+    assert resumed == expected

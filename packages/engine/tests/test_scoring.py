@@ -47,6 +47,7 @@ from trencadis.engine import (
     ModelError,
     MultiModelEngine,
     PairPrompt,
+    PoolingRequest,
     RequestFailed,
     SamplingParams,
     Scoring,
@@ -818,8 +819,8 @@ def test_a_reranker_takes_turns_with_a_model_that_generates(
     async def serve() -> None:
         config = EngineConfig(model=str(published), **settings(runner="generate"))
         reranker = attrs.evolve(config, runner="pooling")
-        engine = MultiModelEngine([ModelEntry("chat", config), ModelEntry("rank", reranker)])
-        await engine.start()
+        entries = [ModelEntry("chat", config), ModelEntry("rank", reranker)]
+        engine = await MultiModelEngine.start(entries)
         try:
             assert engine.scoring is None
             with pytest.raises(InvalidRequest, match="serves no model that scores"):
@@ -830,7 +831,7 @@ def test_a_reranker_takes_turns_with_a_model_that_generates(
             found = await asyncio.gather(*(engine.score(QUERY, text) for text in DOCUMENTS))
             assert close([score.score for score in found], expected)
             with pytest.raises(InvalidRequest, match="computes no embeddings"):
-                await engine.embed([1])
+                await engine.embed(PoolingRequest([1]))
         finally:
             await engine.stop()
 

@@ -15,6 +15,7 @@ from trencadis.engine import (
     AsyncEngine,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     LogSettings,
     RequestFailed,
     SamplingParams,
@@ -72,7 +73,7 @@ def serve(core: EngineCore, names: Iterable[str] = PROMPTS) -> tuple[dict[str, l
 def expected(make_core: Callable[..., EngineCore]) -> dict[str, list[int]]:
     core = make_core()
     for name, prompt in PROMPTS.items():
-        core.add(name, prompt, GREEDY)
+        core.add(name, GenerateRequest(prompt, GREEDY))
     tokens, failed = serve(core)
     assert not failed
     return tokens
@@ -98,7 +99,7 @@ def test_a_prompt_that_breaks_the_model_ends_alone(make_core, expected) -> None:
     core = make_core()
     fail_forward(core, lambda batch: POISON in batch.unpack().token_ids.tolist()[0])
     for name, prompt in PROMPTS.items():
-        core.add(name, prompt, GREEDY)
+        core.add(name, GenerateRequest(prompt, GREEDY))
     tokens, failed = serve(core)
     assert failed == {"b"}
     assert tokens == without(expected, "b")
@@ -118,7 +119,7 @@ def test_a_sequence_that_breaks_the_decode_batch_ends_alone(make_core, expected)
     assert others
     fail_forward(core, is_broken)
     for name in ("b", *others):
-        core.add(name, PROMPTS[name], GREEDY)
+        core.add(name, GenerateRequest(PROMPTS[name], GREEDY))
     tokens, failed = serve(core, ("b", *others))
     assert failed == {"b"}
     assert tokens == {name: expected[name] for name in others}
@@ -139,7 +140,10 @@ def test_a_group_that_breaks_the_model_ends_alone(make_core, expected, params) -
     for name, prompt in PROMPTS.items():
         more = params if name == "b" else {}
         core.add(
-            name, prompt, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, **more)
+            name,
+            GenerateRequest(
+                prompt, SamplingParams(temperature=0, max_tokens=10, ignore_eos=True, **more)
+            ),
         )
     tokens, failed = serve(core)
     assert failed == {"b"}
@@ -158,7 +162,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(make_core, expected, monkey
 
     monkeypatch.setattr(sampler, "sample", broken)
     for name, prompt in PROMPTS.items():
-        core.add(name, prompt, GREEDY)
+        core.add(name, GenerateRequest(prompt, GREEDY))
     tokens, failed = serve(core)
     assert failed == {"b"}
     assert tokens == without(expected, "b")
@@ -170,7 +174,7 @@ def test_a_step_that_fails_as_a_whole_ends_admitted_requests_and_no_waiting_ones
 ) -> None:
     core = make_core(max_num_seqs=2)
     for name, prompt in PROMPTS.items():
-        core.add(name, prompt, GREEDY)
+        core.add(name, GenerateRequest(prompt, GREEDY))
     core.step()
     owner = core.executor.worker.runner if phase == "run" else core.scheduler
     healthy = getattr(owner, phase)
@@ -187,22 +191,22 @@ def test_a_step_that_fails_as_a_whole_ends_admitted_requests_and_no_waiting_ones
 
 def test_failed_moves_are_not_read_from_the_prefix_cache(make_core, monkeypatch) -> None:
     core = make_core()
-    core.add("a", PROMPTS["a"], GREEDY)
+    core.add("a", GenerateRequest(PROMPTS["a"], GREEDY))
     serve(core, "a")
-    core.add("c", PROMPTS["c"], GREEDY)
+    core.add("c", GenerateRequest(PROMPTS["c"], GREEDY))
     core.step()
     monkeypatch.setattr(core.executor.worker.runner, "run", None)
     core.step()
     monkeypatch.undo()
     assert [failure.key for failure in core.take_failures()] == ["c"]
-    core.add("a", PROMPTS["a"], GREEDY)
+    core.add("a", GenerateRequest(PROMPTS["a"], GREEDY))
     assert core.step()[0].num_cached_tokens == 0
 
 
 def test_a_device_that_fails_for_good_ends_the_core(make_core) -> None:
     core = make_core()
     fail_forward(core, lambda batch: True)
-    core.add("a", PROMPTS["a"], GREEDY)
+    core.add("a", GenerateRequest(PROMPTS["a"], GREEDY))
     with pytest.raises(RuntimeError, match="defect in the model"):
         core.step()
 
@@ -214,7 +218,7 @@ def test_steps_that_fail_one_after_the_other_end_the_core(make_core, monkeypatch
         raise RuntimeError("defect in schedule")
 
     monkeypatch.setattr(core.scheduler, "schedule", broken)
-    core.add("a", PROMPTS["a"], GREEDY)
+    core.add("a", GenerateRequest(PROMPTS["a"], GREEDY))
     assert core.step() == []
     assert core.step() == []
     with pytest.raises(RuntimeError, match="defect in schedule"):
@@ -272,7 +276,7 @@ def test_a_client_whose_request_breaks_the_model_hurts_no_other_client(
         engine = await AsyncEngine.start(config, LogSettings(level=logging.CRITICAL))
 
         async def collect(prompt: tuple[int, ...]) -> list[int]:
-            deltas = [delta async for delta in engine.generate(prompt, GREEDY)]
+            deltas = [delta async for delta in engine.generate(GenerateRequest(prompt, GREEDY))]
             return [token for delta in deltas for token in delta.token_ids]
 
         try:

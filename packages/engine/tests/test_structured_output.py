@@ -28,6 +28,7 @@ from trencadis.engine import (
     EngineCore,
     EngineDead,
     EngineOverloaded,
+    GenerateRequest,
     InvalidRequest,
     SamplingParams,
     StructuredOutput,
@@ -311,8 +312,9 @@ class Served:
             answer.text += delta.text
             answer.finish_reason = delta.finish_reason
 
-        self._streams[key] = RequestStream(key, prompt, params, self._tokenizer, emit)
-        self.core.add(key, prompt, params)
+        request = GenerateRequest(prompt, params)
+        self._streams[key] = RequestStream(key, request, self._tokenizer, emit)
+        self.core.add(key, request)
 
     def step(self) -> None:
         for token in self.core.step():
@@ -598,9 +600,9 @@ def test_too_many_requests_that_wait_for_a_grammar_are_refused(tiny_model, monke
     core = make_core(tiny_model, max_waiting=2)
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: Future())
     for key in "ab":
-        core.add(key, (1,), SamplingParams(structured_output=YES_NO))
+        core.add(key, GenerateRequest((1,), SamplingParams(structured_output=YES_NO)))
     with pytest.raises(Exception, match="waiting"):
-        core.add("c", (1,), SamplingParams(structured_output=YES_NO))
+        core.add("c", GenerateRequest((1,), SamplingParams(structured_output=YES_NO)))
     core.close()
 
 
@@ -609,12 +611,12 @@ def test_grammars_of_one_client_refuse_no_other(tiny_model, monkeypatch) -> None
     core = make_core(tiny_model, max_waiting=4)
     monkeypatch.setattr(GrammarCompiler, "compile", lambda *_: Future())
     params = SamplingParams(structured_output=YES_NO)
-    core.add("plain", (1,), SamplingParams(), client="trickle")
+    core.add("plain", GenerateRequest((1,), SamplingParams(), client="trickle"))
     for number in range(3):
-        core.add(f"flood {number}", (1,), params, client="flood")
+        core.add(f"flood {number}", GenerateRequest((1,), params, client="flood"))
     with pytest.raises(EngineOverloaded, match="4 requests are waiting"):
-        core.add("flood 3", (1,), params, client="flood")
-    core.add("trickle", (1,), params, client="trickle")
+        core.add("flood 3", GenerateRequest((1,), params, client="flood"))
+    core.add("trickle", GenerateRequest((1,), params, client="trickle"))
     core.close()
 
 
@@ -733,7 +735,9 @@ def test_llm_takes_a_form_for_each_prompt(tiny_model: Path) -> None:
 def test_a_hostile_schema_hurts_its_sender_alone(tiny_model: Path) -> None:
     async def text_of(engine: AsyncEngine, form: StructuredOutput) -> str:
         params = SamplingParams(seed=2, max_tokens=200, structured_output=form)
-        return "".join([delta.text async for delta in engine.generate((1, 2), params)])
+        return "".join(
+            [delta.text async for delta in engine.generate(GenerateRequest((1, 2), params))]
+        )
 
     async def body() -> None:
         settings: dict[str, Any] = {"dtype": "float32", "max_model_len": 256, "warmup": "none"}
@@ -772,7 +776,7 @@ def test_an_engine_that_stops_during_a_check_fails_its_request(tiny_model, monke
 
             monkeypatch.setattr(GrammarChecker, "check", slow)
             params = SamplingParams(max_tokens=9, structured_output=YES_NO)
-            request = asyncio.ensure_future(anext(engine.generate((1, 2), params)))
+            request = asyncio.ensure_future(anext(engine.generate(GenerateRequest((1, 2), params))))
             await waiting.wait()
             engine._fail("the core is gone")
             released.set()

@@ -24,6 +24,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineDead,
     EngineRestarting,
+    GenerateRequest,
     LogSettings,
     ModelEntry,
     MultiModelEngine,
@@ -101,8 +102,7 @@ async def running(
     models: tuple[ModelEntry, ...], **changes: object
 ) -> AsyncIterator[MultiModelEngine]:
     changed = [attrs.evolve(m, config=attrs.evolve(m.config, **changes)) for m in models]
-    engine = MultiModelEngine(changed, log=QUIET)
-    await engine.start()
+    engine = await MultiModelEngine.start(changed, log=QUIET)
     try:
         yield engine
     finally:
@@ -114,7 +114,9 @@ def limited(body: Callable[[], Awaitable[None]], seconds: float = 900) -> None:
 
 
 async def collect(engine: MultiModelEngine, **params: object) -> list[int]:
-    deltas = [delta async for delta in engine.generate(PROMPT, SamplingParams(**params))]
+    deltas = [
+        delta async for delta in engine.generate(GenerateRequest(PROMPT, SamplingParams(**params)))
+    ]
     return tokens(deltas)
 
 
@@ -128,7 +130,7 @@ async def begun(engine: MultiModelEngine) -> asyncio.Task[list[int]]:
 
     async def read() -> list[int]:
         deltas = []
-        async for delta in engine.generate(PROMPT, SamplingParams(**LONG)):
+        async for delta in engine.generate(GenerateRequest(PROMPT, SamplingParams(**LONG))):
             deltas.append(delta)
             has_begun.set()
         return tokens(deltas)
@@ -144,13 +146,13 @@ async def switched_while_parked(
     """A parked request, and what the caller of the switch gets."""
     parked = await begun(engine)
     switching = asyncio.create_task(engine.switch_model(alias, running="park", drain_timeout_s=0))
-    while not engine.engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
+    while not engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
     with pytest.raises(SwitchInProgressError):
         await engine.sleep()
     with pytest.raises(SwitchInProgressError):
         await collect(engine, **SHORT)
-    while not engine.engine.has_begun_change and not switching.done():  # noqa: ASYNC110
+    while not engine._changes.has_begun and not switching.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
     signal_file.with_name("begun").touch()
     (outcome,) = await asyncio.gather(
@@ -227,7 +229,7 @@ def test_without_a_core_every_call_ends_and_parked_requests_too(
                 engine.sleep,
                 engine.wake_up,
                 lambda: engine.switch_model("second"),
-                lambda: engine.engine.reconfigure(second, engine.tokenizer, STASH_BYTES),
+                lambda: engine._changes.reconfigure(second, engine.tokenizer, STASH_BYTES),
             ):
                 with pytest.raises(EngineDead):
                     await asyncio.wait_for(call(), CALL_SECONDS)
@@ -245,12 +247,12 @@ def test_a_call_to_a_core_that_is_gone_ends_and_the_next_one_works(
             second = engine.entry_of("second").config
             for call in (
                 engine.sleep,
-                lambda: engine.engine.reconfigure(second, engine.tokenizer, STASH_BYTES),
+                lambda: engine._changes.reconfigure(second, engine.tokenizer, STASH_BYTES),
             ):
                 core_process().send_signal(number)
                 with pytest.raises(EngineRestarting):
                     await asyncio.wait_for(call(), CALL_SECONDS)
-                await asyncio.wait_for(engine.engine.wait_until_recovered(), CALL_SECONDS)
+                await asyncio.wait_for(engine.wait_until_recovered(), CALL_SECONDS)
                 assert not engine.is_sleeping
                 assert len(await collect(engine, **SHORT)) == SHORT["max_tokens"]
             await engine.sleep()
@@ -272,7 +274,7 @@ def test_messages_that_no_front_has_sent_change_nothing(
     async def body() -> None:
         async with running(models) as engine:
             answer = await collect(engine, **SHORT)
-            send = engine.engine._core._core._channel._outbox.send
+            send = engine._core._core._channel._outbox.send
             whole = msgspec.msgpack.encode(
                 Reconfigure(10**6, config_payload(engine.entry_of("second").config), STASH_BYTES)
             )
@@ -285,7 +287,7 @@ def test_messages_that_no_front_has_sent_change_nothing(
                 b"\x00" * (MAX_PAYLOAD_BYTES + 1),
                 msgspec.msgpack.encode({"model": "m" * (MAX_PAYLOAD_BYTES + 1)}),
             ):
-                number = next(engine.engine._numbers)
+                number = next(engine._numbers)
                 await send(msgspec.msgpack.encode(Reconfigure(number, payload, STASH_BYTES)))
             assert await collect(engine, **SHORT) == answer
             assert (await engine.switch_model("second")).active == "second"

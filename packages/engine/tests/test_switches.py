@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.engine import EngineConfig, EngineCore, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SMALL = {
@@ -32,7 +32,7 @@ def test_prefix_caching(tiny_model: Path, enabled: bool, cached: int) -> None:
     core = started(tiny_model, {}, enable_prefix_caching=enabled, warmup="none")
     hits = []
     for key in ("first", "again"):
-        core.add(key, tuple(range(40)), GREEDY)
+        core.add(key, GenerateRequest(tuple(range(40)), GREEDY))
         while core.has_work:
             hits += [token.num_cached_tokens for token in core.step() if token.key == "again"]
     assert set(hits) == {cached}
@@ -47,7 +47,7 @@ def test_defragmentation(tiny_model: Path, environ: dict[str, str], moved: bool)
     core = started(tiny_model, environ, warmup="none")
     for length, tokens in ((100, 1), (9, 12)):  # the long prompt ends first and leaves a hole
         params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        core.add(str(length), tuple(range(length)), params)
+        core.add(str(length), GenerateRequest(tuple(range(length)), params))
     highest = [0]
     while core.has_work:
         core.step()

@@ -28,6 +28,7 @@ from trencadis.engine import (
     ConfigError,
     EngineConfig,
     EngineCore,
+    GenerateRequest,
     ModelError,
     SamplingParams,
 )
@@ -79,10 +80,10 @@ def prompts() -> list[tuple[int, ...]]:
 def serve(core: EngineCore) -> dict[str, list[int]]:
     """The tokens of every prompt, the sharing ones once their common blocks are in the cache."""
     tokens: dict[str, list[int]] = {}
-    core.add("first", COMMON, GREEDY)
+    core.add("first", GenerateRequest(COMMON, GREEDY))
     drain(core, tokens)
     for i, prompt in enumerate(prompts()):
-        core.add(str(i), prompt, GREEDY)
+        core.add(str(i), GenerateRequest(prompt, GREEDY))
     drain(core, tokens)
     return tokens
 
@@ -398,7 +399,7 @@ def test_a_miss_is_compiled_once_where_each_shape_must_be(
     seen = []
     for _ in range(2):
         tokens: dict[str, list[int]] = {}
-        core.add("first", COMMON, GREEDY)
+        core.add("first", GenerateRequest(COMMON, GREEDY))
         drain(core, tokens)
         assert tokens["first"] == expected["first"]
         seen.append(core.stats)
@@ -492,7 +493,7 @@ def test_traffic_holds_background_warm_up_up(
     monkeypatch.setattr(
         core.executor.worker.runner, "execute", lambda *bucket: executed.append(bucket)
     )
-    core.add("a", COMMON, attrs.evolve(GREEDY, max_tokens=20))
+    core.add("a", GenerateRequest(COMMON, attrs.evolve(GREEDY, max_tokens=20)))
     while core.has_work:
         core.advance_warm_up()
         core.step()

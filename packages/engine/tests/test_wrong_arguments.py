@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 
@@ -17,6 +17,7 @@ from trencadis.engine import (
     BatchControl,
     CompletionDelta,
     EngineConfig,
+    GenerateRequest,
     InvalidRequest,
     LogSettings,
     RequestFailed,
@@ -57,7 +58,9 @@ def served(tiny_model: Path) -> Generator[Served, None, None]:
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], **params) -> list[CompletionDelta]:
-    return [delta async for delta in engine.generate(prompt, SamplingParams(**params))]
+    return [
+        delta async for delta in engine.generate(GenerateRequest(prompt, SamplingParams(**params)))
+    ]
 
 
 async def settled(engine: AsyncEngine) -> None:
@@ -101,9 +104,8 @@ def test_a_mistyped_argument_is_the_error_of_its_caller_alone(
 ) -> None:
     async def body(engine: AsyncEngine) -> None:
         with pytest.raises(InvalidRequest, match=field) as refusal:
-            async for _ in engine.generate(
-                **{"prompt_token_ids": [1, 2], "params": SHORT, **arguments}
-            ):
+            fields = {"prompt_token_ids": [1, 2], "params": SHORT, **arguments}
+            async for _ in engine.generate(GenerateRequest(**fields)):
                 pass
         assert refusal.value.field == field
         assert len(await collect(engine, [1, 2], max_tokens=3, ignore_eos=True)) == 3
@@ -167,14 +169,16 @@ def test_numbers_of_numpy_are_accepted(served: Served) -> None:
 def test_a_message_that_the_core_cannot_read_is_answered_and_the_core_serves_on(
     served: Served, monkeypatch: pytest.MonkeyPatch, name: str, value: object
 ) -> None:
-    """As if the checks in the front had a gap."""
+    """As if the checks of the request had a gap."""
 
-    def add(*arguments: Any, **fields: Any) -> Add:
-        return msgspec.structs.replace(Add(*arguments, **fields), **{name: value})
+    def add_message(key: str, request: GenerateRequest) -> Add:
+        wrong = copy.copy(request)
+        object.__setattr__(wrong, name, value)
+        return Add(key, wrong)
 
     async def body(engine: AsyncEngine) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(async_engine, "Add", add)
+            patch.setattr(async_engine, "add_message", add_message)
             with pytest.raises(InvalidRequest, match="core"):
                 await collect(engine, [1, 2])
         assert len(await collect(engine, [1, 2], max_tokens=3, ignore_eos=True)) == 3

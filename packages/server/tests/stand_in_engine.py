@@ -15,6 +15,7 @@ from trencadis.engine import (
     CompletionDelta,
     EngineDead,
     EngineOverloaded,
+    EngineRequest,
     EngineStats,
     InvalidRequest,
     PairPrompt,
@@ -183,28 +184,21 @@ class StandInEngine:
         await self.failed.wait()
         return "the core ended with exit code 9"
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-    ) -> AsyncGenerator[CompletionDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         await self.check_health()
         if self.overloaded:
             raise EngineOverloaded("2048 requests are waiting: try again later")
         if self.fails_with is not None:
             raise self.fails_with
-        key = request_id or f"request-{len(self.requests)}"
-        self.requests.append((list(prompt_token_ids), params, request_id, priority))
-        self.salts.append(cache_salt)
-        self.clients.append(client)
+        prompt, params = list(request.prompt_token_ids), request.params
+        key = request.request_id or f"request-{len(self.requests)}"
+        self.requests.append((prompt, params, request.request_id, request.priority))
+        self.salts.append(request.cache_salt)
+        self.clients.append(request.client)
         self.running.add(key)
         finished = False
         try:
-            async for delta in self._answers(key, prompt_token_ids, params):
+            async for delta in self._answers(key, prompt, params):
                 yield delta
             finished = True
         finally:

@@ -11,6 +11,7 @@ from stand_in_engine import ByteTokenizer, StandInEngine
 from trencadis.engine import (
     CompletionDelta,
     EngineConfig,
+    EngineRequest,
     EngineSleeping,
     ModelEntry,
     ModelNotActiveError,
@@ -128,17 +129,15 @@ class SwitchingStandIn(StandInEngine):
         parked = self.parks if running == "park" else 0
         return SwitchReport(previous=previous, active=alias, parked=parked, total_s=1.5)
 
-    async def generate(
-        self, *args: Any, model: str | None = None, **kwargs: Any
-    ) -> AsyncGenerator[CompletionDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         if self.is_sleeping:
             raise EngineSleeping("the engine sleeps: POST /wake_up first")
         if self.is_switching:
             raise SwitchInProgressError("the model is being switched: try again later")
-        if model is not None and model != self.active:
-            raise ModelNotActiveError(f"{model} is not active")
+        if request.model not in (None, self.active):
+            raise ModelNotActiveError(f"{request.model} is not active")
         self.served.append(self.active)
-        async for delta in super().generate(*args, **kwargs):
+        async for delta in super().generate(request):
             yield delta
 
     async def sleep(self, level: int = 1) -> int:

@@ -60,16 +60,16 @@ async def test_no_more_than_the_concurrency_run_at_once(url, engine):
     are_there = asyncio.Event()
     generate = engine.generate
 
-    async def watched(prompt_token_ids, params, *args, **fields):
+    async def watched(request):
         nonlocal most, num_running
         num_running += 1
         most = max(most, num_running)
         if most == 3:
             are_there.set()
         try:
-            if params.max_tokens > 1:  # not that which measures the tokens of a word
+            if request.params.max_tokens > 1:  # not that which measures the tokens of a word
                 await asyncio.wait_for(are_there.wait(), 60)
-            async for delta in generate(prompt_token_ids, params, *args, **fields):
+            async for delta in generate(request):
                 yield delta
         finally:
             num_running -= 1

@@ -22,7 +22,7 @@ from server_process import ServerProcess, save_tiny_model
 from stand_in_engine import BOS
 from switching_engine import SwitchingStandIn
 
-from trencadis.engine import POOLING, EngineConfig, EngineOverloaded, ModelEntry
+from trencadis.engine import EngineConfig, EngineOverloaded, ModelEntry, PoolingRequest
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.api.pooling import (
     EmbeddingList,
@@ -100,7 +100,7 @@ async def test_inputs_are_texts_and_token_ids(client, engine):
         *(await embed(client, input="a")),
     ]
     assert await embed(client, input="ab", add_special_tokens=False) != [alone]
-    assert all(params == POOLING for _, params, _, _ in engine.requests)
+    assert all(params == PoolingRequest.params for _, params, _, _ in engine.requests)
 
 
 async def test_cached_tokens_are_those_of_all_inputs(client, engine, monkeypatch):

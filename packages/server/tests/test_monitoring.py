@@ -10,7 +10,13 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trencadis.engine import EngineStats, RequestStatus, SamplingParams, ThermalStats
+from trencadis.engine import (
+    EngineStats,
+    GenerateRequest,
+    RequestStatus,
+    SamplingParams,
+    ThermalStats,
+)
 from trencadis.server import ServerSettings, __version__, create_app
 from trencadis.server.metrics.metric_tables import ENGINE_METRICS
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
@@ -211,7 +217,7 @@ async def test_latencies_are_measured_by_the_clock(engine):
     now = 100.0
     metrics = ServingMetrics(engine, clock=lambda: now)
     timeline = RequestTimeline(metrics, num_choices=1, num_prompt_tokens=4)
-    stream = engine.generate([1, 65, 66], SamplingParams(max_tokens=2))
+    stream = engine.generate(GenerateRequest([1, 65, 66], SamplingParams(max_tokens=2)))
     async for delta in stream:
         now += 2.0
         timeline.observe(delta)

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from trencadis.engine import SlowConversation
-from trencadis.server.generation.prompt_thread import PromptThread
+from trencadis.server.generation.prompts import PromptThread
 
 
 def said(text):

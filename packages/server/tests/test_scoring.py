@@ -23,7 +23,7 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from trencadis.engine import POOLING, PairPrompt, Scoring, TextPrompts
+from trencadis.engine import PairPrompt, PoolingRequest, Scoring, TextPrompts
 from trencadis.server.api.pooling import RerankList, ScoreList
 
 pytestmark = pytest.mark.asyncio
@@ -61,7 +61,7 @@ async def test_a_score_is_that_of_both_texts_in_one_prompt(client, engine):
         fields = dict(zip(names, ("a", ["b", "aa"]), strict=True))
         answer = ScoreList.model_validate((await client.post("/v1/score", json=fields)).json())
         assert prompts(engine) == ["a?b!", "a?aa!"]
-        assert all(params == POOLING for _, params, _, _ in engine.requests)
+        assert all(params == PoolingRequest.params for _, params, _, _ in engine.requests)
         assert [each.index for each in answer.data] == [0, 1]
         assert [each.score for each in answer.data] == pytest.approx([sigmoid(1), sigmoid(3)])
         assert answer.usage.prompt_tokens == answer.usage.total_tokens == 5 + 6

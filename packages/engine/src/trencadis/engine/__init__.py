@@ -16,7 +16,14 @@ from trencadis.engine.api.outputs import (
     ThermalStats,
     TokenLogprob,
 )
-from trencadis.engine.api.sampling_params import POOLING, SamplingParams
+from trencadis.engine.api.requests import (
+    MAX_CACHE_SALT,
+    EngineRequest,
+    GenerateRequest,
+    PoolingRequest,
+    RequestFields,
+)
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.api.scoring import PairPrompt, Scoring
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.api.text_prompts import TextPrompts
@@ -51,7 +58,6 @@ if TYPE_CHECKING:
     )
     from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
-    from trencadis.engine.core.request_conversion import MAX_CACHE_SALT
     from trencadis.engine.devices import Device, Graph
     from trencadis.engine.front.async_engine import AsyncEngine
     from trencadis.engine.front.embeddings import Embedding
@@ -87,7 +93,6 @@ _LOADED_ON_USE = {
     "LogSettings": ".core.core_process",
     "ModelEntry": ".front.multi_model_config",
     "MultiModelConfig": ".front.multi_model_config",
-    "MAX_CACHE_SALT": ".core.request_conversion",
     "MultiModelEngine": ".front.multi_model_engine",
     "NewToken": ".ipc.messages",
     "Score": ".front.scores",
@@ -102,7 +107,6 @@ _LOADED_ON_USE = {
 __all__ = [
     "LLM",
     "MAX_CACHE_SALT",
-    "POOLING",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",
@@ -121,11 +125,13 @@ __all__ = [
     "EngineError",
     "EngineInspection",
     "EngineOverloaded",
+    "EngineRequest",
     "EngineRestarting",
     "EngineSleeping",
     "EngineStats",
     "EngineUnresponsive",
     "FinishReason",
+    "GenerateRequest",
     "Generation",
     "Graph",
     "GridUsage",
@@ -138,8 +144,10 @@ __all__ = [
     "MultiModelEngine",
     "NewToken",
     "PairPrompt",
+    "PoolingRequest",
     "PositionLogprobs",
     "RequestFailed",
+    "RequestFields",
     "RequestStatus",
     "SamplingParams",
     "Score",

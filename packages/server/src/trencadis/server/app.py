@@ -18,10 +18,10 @@ from trencadis.server.http.admin_signatures import AdminSignatures
 from trencadis.server.http.allowed_hosts import AllowedHosts
 from trencadis.server.http.api_keys import ApiKeys
 from trencadis.server.http.auth import AdminCalls, BearerAuth
-from trencadis.server.http.body_limit import BodyLimit
 from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
 from trencadis.server.http.key_limit import KeyLimit
+from trencadis.server.http.request_body import BodyLimit
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.metrics.tracing import RequestTracer
 from trencadis.server.routes.admin import admin_router
@@ -80,11 +80,12 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
     endpoint = settings.otlp_traces_endpoint
     tracer = None if endpoint is None else RequestTracer(endpoint)
     metrics = ServingMetrics(engine, tracer=tracer, has_keys=has_keys)
-    switcher = None
-    if (switching := as_switching(engine)) is not None and metrics.switches is not None:
+    switcher, switching = None, as_switching(engine)
+    if switching is not None and metrics.switches is not None:
         switcher = SwitchControl(switching, settings, metrics.switches, lambda: metrics.num_active)
     return ServingContext(
         engine=engine,
+        switching=switching,
         settings=settings,
         metrics=metrics,
         encoder=encoder,

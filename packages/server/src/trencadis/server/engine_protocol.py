@@ -13,10 +13,10 @@ from trencadis.engine import (
     BatchControlResult,
     CompletionDelta,
     EngineInspection,
+    EngineRequest,
     EngineStats,
     ModelEntry,
     PairPrompt,
-    SamplingParams,
     Scoring,
     SwitchReport,
     TextPrompts,
@@ -111,24 +111,14 @@ class ServingEngine(Protocol):
         """
         ...
 
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        """Yield the deltas of all ``params.n`` choices, interleaved.
+    def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
+        """Yield the deltas of all ``request.params.n`` choices, interleaved.
 
-        Closing the generator aborts the request. A request with a lower ``priority`` runs first.
-        Requests share cached prefixes only if their ``cache_salt`` is the same. Of the clients
-        whose requests wait, the ``client`` that got the fewest tokens is served next.
-        The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
-        `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
-        request alone, `BucketMiss`, a shape that the engine may not compile for it, or
-        `EngineDead`.
+        Closing the generator aborts the request. The first iteration raises `InvalidRequest`,
+        `EngineOverloaded`, `ModelNotActiveError` where another model than ``request.model`` is
+        active by now, `SwitchInProgressError` during a switch, or an error of `check_health`; later
+        ones raise `RequestFailed`, an internal error that concerns this request alone,
+        `BucketMiss`, a shape that the engine may not compile for it, or `EngineDead`.
         """
         ...
 
@@ -196,23 +186,6 @@ class SwitchingEngine(ServingEngine, Protocol):
         """
         ...
 
-    def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-        model: str | None = None,
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        """As `ServingEngine.generate`. ``model`` is the alias whose tokenizer made the prompt.
-
-        Raises `ModelNotActiveError` where another one is active by now, and
-        `SwitchInProgressError` during a switch.
-        """
-        ...
-
 
 @runtime_checkable
 class SleepingEngine(Protocol):
@@ -243,8 +216,8 @@ class SleepingEngine(Protocol):
 class EmbeddingEngine(Protocol):
     """An engine that may compute embeddings.
 
-    Where it does, its ``generate`` takes the parameters `POOLING` alone and yields one delta, which
-    has the ``embedding`` of the prompt.
+    Where it does, its ``generate`` takes a `PoolingRequest` and yields one delta, which has the
+    ``embedding`` of the prompt.
     """
 
     @property
@@ -299,8 +272,8 @@ class PairTokenizer(ServingTokenizer, Protocol):
 class ScoringEngine(Protocol):
     """An engine that may score pairs of texts.
 
-    Where it does, its tokenizer is a `PairTokenizer`, and its ``generate`` takes the parameters
-    `POOLING` alone and yields one delta, whose ``embedding`` is the logit, a float32.
+    Where it does, its tokenizer is a `PairTokenizer`, and its ``generate`` takes a `PoolingRequest`
+    and yields one delta, whose ``embedding`` is the logit, a float32.
     """
 
     @property

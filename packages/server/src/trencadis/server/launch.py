@@ -98,11 +98,9 @@ async def _started(
 ) -> AsyncEngine | MultiModelEngine:
     if isinstance(config, EngineConfig):
         return await AsyncEngine.start(config, log)
-    engine = MultiModelEngine(
+    return await MultiModelEngine.start(
         config.models, active=config.active, model_stash_gib=settings.model_stash_gib, log=log
     )
-    await engine.start()
-    return engine
 
 
 def check_address(settings: ServerSettings) -> None:

@@ -339,8 +339,3 @@ def _check_token_id(value: Any, name: str) -> None:
             f"{name} must name token ids, integers from 0 to {MAX_TOKEN_ID}, got {shown(value)}",
             name,
         )
-
-
-POOLING = SamplingParams(max_tokens=1, temperature=0.0)
-"""The parameters of every request to an engine with the runner ``pooling``: it computes the vector
-or the score of a prompt, and generates nothing."""

@@ -23,6 +23,7 @@ from trencadis.engine.ipc.channel import CoreChannel, Undecodable
 from trencadis.engine.ipc.messages import (
     Abort,
     Add,
+    AddPooling,
     Busy,
     Control,
     Controlled,
@@ -174,12 +175,12 @@ _Orders = dict[int, Future[BatchControlResult]]
 def _handle(
     core: EngineCore,
     channel: CoreChannel,
-    message: Add | Abort | Finish | Control | Preempt | Inspect | Undecodable,
+    message: Add | AddPooling | Abort | Finish | Control | Preempt | Inspect | Undecodable,
     orders: _Orders,
 ) -> None:
     if isinstance(message, Undecodable):
         _refuse(channel, message)
-    elif isinstance(message, Add):
+    elif isinstance(message, (Add, AddPooling)):
         _add(core, channel, message)
     elif isinstance(message, Abort):
         for key in message.keys:
@@ -199,18 +200,9 @@ def _handle(
         assert_never(message)
 
 
-def _add(core: EngineCore, channel: CoreChannel, message: Add) -> None:
+def _add(core: EngineCore, channel: CoreChannel, message: Add | AddPooling) -> None:
     try:
-        core.add(
-            message.key,
-            message.prompt_token_ids,
-            message.params,
-            message.priority,
-            message.cache_salt,
-            message.output_token_ids,
-            is_resumed=message.is_resumed,
-            client=message.client,
-        )
+        core.add(message.key, message.request)
     except EngineOverloaded as error:
         channel.send(Rejected(message.key, str(error), overloaded=True))
     except InvalidRequest as error:

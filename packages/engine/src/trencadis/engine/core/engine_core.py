@@ -9,26 +9,25 @@ from __future__ import annotations
 import functools
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
 from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
 from trencadis.engine.api.outputs import EngineStats
-from trencadis.engine.api.sampling_params import SamplingParams
-from trencadis.engine.core.request_conversion import (
-    CoreRequest,
-    check_arguments,
-    check_order,
-    check_output,
-    check_request,
-)
+from trencadis.engine.api.requests import EngineRequest, check_is_request, check_request_id
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.errors import BucketMiss, InvalidRequest, shown
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
-from trencadis.engine.ipc.messages import BUSY_SECONDS, NewToken, Rejected, RequestError
+from trencadis.engine.ipc.messages import (
+    BUSY_SECONDS,
+    NewToken,
+    Rejected,
+    RequestError,
+    check_order,
+)
 from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.in_process import InProcessExecutor
@@ -224,54 +223,20 @@ class EngineCore:
             self.blocks.pool.block_map(MAX_MAP_CELLS), self.executor.grid_usage()
         )
 
-    def add(
-        self,
-        key: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        output_token_ids: Sequence[int] = (),
-        *,
-        is_resumed: bool = False,
-        client: str = "",
-    ) -> None:
-        """Add a request under ``key`` to the waiting queue.
+    def add(self, key: str, request: EngineRequest) -> None:
+        """Add a request to the waiting queue, under a key that no other one has meanwhile.
 
-        It shares cached prefixes only with requests of the same ``cache_salt``. A request for one
-        sequence may go on after ``output_token_ids``, which it generated before. ``is_resumed``:
-        it was accepted before, so ``max_waiting`` does not bind it. ``client``: see
-        `AsyncEngine.generate`.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
         compiled beside the steps; if that fails, `take_failures` has the rejection.
         """
-        prompt_token_ids = check_arguments(
-            key, prompt_token_ids, params, priority, cache_salt, client
-        )
+        check_request_id(key)
+        check_is_request(request)
         if self.is_asleep:
             raise InvalidRequest("the engine sleeps: wake it up before requests are sent")
-        check_request(
-            prompt_token_ids,
-            params,
-            self.spec.vocab_size,
-            self.max_model_len,
-            is_pooling=self.spec.is_pooling,
-        )
+        spec = self.spec
+        request.check(spec.vocab_size, self.max_model_len, is_pooling=spec.is_pooling)
         limit = min(self.scheduler.scheduler_config.max_num_seqs, self._running_limit)
-        output = check_output(output_token_ids, params, self.spec.vocab_size)
-        self.requests.add(
-            CoreRequest(
-                key,
-                prompt_token_ids,
-                params,
-                priority,
-                cache_salt,
-                client,
-                limit,
-                output,
-                is_resumed,
-            )
-        )
+        self.requests.add(key, request, limit)
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""

@@ -15,15 +15,17 @@ from concurrent import futures
 import attrs
 
 from trencadis.engine.api.outputs import RequestStatus
+from trencadis.engine.api.requests import EngineRequest
 from trencadis.engine.api.sampling_params import SamplingParams
-from trencadis.engine.core.request_conversion import CoreRequest, scheduler_requests
 from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.runner.step import SampleSettings
 from trencadis.scheduler import (
+    BeamSearch,
     QueueFull,
+    Request,
     Scheduler,
     SequenceGroup,
     SequenceStatus,
@@ -78,9 +80,10 @@ class Sample:
 
 @attrs.frozen(eq=False)
 class _Compiling:
-    """A request whose grammar is being compiled."""
+    """A request whose grammar is being compiled, with the running limit of when it came."""
 
-    request: CoreRequest
+    request: EngineRequest
+    running_limit: int
     grammar: futures.Future[CompiledGrammar]
 
 
@@ -131,24 +134,23 @@ class RequestTable:
             counts[next(state for state in _FURTHEST_FIRST if state in states)] += 1
         return counts
 
-    def add(self, request: CoreRequest) -> None:
+    def add(self, key: str, request: EngineRequest, running_limit: int) -> None:
         """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
 
-        Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
-        structured output waits until its grammar is compiled; `add_compiled` adds it, or rejects it
-        with a failure.
+        Its samples are split into groups of at most ``running_limit`` sequences. Raises
+        `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a structured
+        output waits until its grammar is compiled; `add_compiled` adds it, or rejects it with a
+        failure.
         """
-        self._check(request)
-        params = request.params
-        if params.structured_output is None:
-            self._add(request, None)
+        self._check(key, request)
+        structured_output = request.params.structured_output
+        if structured_output is None:
+            self._add(key, request, running_limit, None)
             return
         if not request.is_resumed:
             self._check_queue(request.client)
-        grammar = self._grammars.compile(params.structured_output)
-        # Matchers are made from the compiled grammar: its text, of up to 64 KiB, is not needed.
-        request = attrs.evolve(request, params=attrs.evolve(params, structured_output=None))
-        self.compiling[request.key] = _Compiling(request, grammar)
+        grammar = self._grammars.compile(structured_output)
+        self.compiling[key] = _Compiling(request, running_limit, grammar)
         self.add_compiled()
 
     def await_compiled(self, timeout_s: float) -> None:
@@ -163,7 +165,8 @@ class RequestTable:
                 continue
             del self.compiling[key]
             try:
-                self._add(compiling.request, compiling.grammar.result())
+                grammar = compiling.grammar.result()
+                self._add(key, compiling.request, compiling.running_limit, grammar)
             except EngineOverloaded as error:
                 self.failures.append(Rejected(key, str(error), overloaded=True))
             except InvalidRequest as error:
@@ -172,18 +175,26 @@ class RequestTable:
                 message = f"structured_output cannot be served: {error}"
                 self.failures.append(Rejected(key, message, "structured_output"))
 
-    def _add(self, request: CoreRequest, grammar: CompiledGrammar | None) -> None:
-        entry = self._new_entry(request)
-        self._entries[request.key] = entry
-        self._schedule(entry, request)
+    def _add(
+        self,
+        key: str,
+        request: EngineRequest,
+        running_limit: int,
+        grammar: CompiledGrammar | None,
+    ) -> None:
+        entry = self._entries[key] = self._new_entry(key, request)
+        self._schedule(entry, request, running_limit)
         if entry.params.use_beam_search:
             entry.unfinished.update(range(entry.params.n))
-            self.beam_searches[request.key] = entry
+            self.beam_searches[key] = entry
         else:
             self._add_samples(entry, grammar, request.output_token_ids)
 
-    def _new_entry(self, request: CoreRequest) -> Entry:
+    def _new_entry(self, key: str, request: EngineRequest) -> Entry:
         params = request.params
+        if params.structured_output is not None:
+            # Matchers have the compiled grammar: its text, of up to 64 KiB, is not needed.
+            params = attrs.evolve(params, structured_output=None)
         if params.needs_ranking and not params.use_beam_search and params.logprobs is None:
             params = attrs.evolve(params, logprobs=0)  # best_of ranks samples by logprobs
         # The prompts of one API request arrive one after another, each with its own copy.
@@ -191,18 +202,18 @@ class RequestTable:
             params = self._last_params
         self._last_params = params
         return Entry(
-            request.key,
+            key,
             params,
             len(request.prompt_token_ids),
             was_parked=request.is_resumed,
             prompt_counted=bool(request.output_token_ids),  # when it was first added
         )
 
-    def _schedule(self, entry: Entry, request: CoreRequest) -> None:
+    def _schedule(self, entry: Entry, request: EngineRequest, running_limit: int) -> None:
         """Add the groups of a request to the scheduler. A request with an error leaves none."""
         eos, max_model_len = self._eos_token_ids, self._max_model_len
         try:
-            for group in scheduler_requests(request, eos, max_model_len):
+            for group in _scheduler_requests(entry.key, request, eos, max_model_len, running_limit):
                 added = self._scheduler.add(group, is_resumed=request.is_resumed)
                 entry.groups.append(added.group)
         except QueueFull as error:
@@ -323,8 +334,8 @@ class RequestTable:
         if not entry.unfinished:
             self.abort(entry.key)
 
-    def _check(self, request: CoreRequest) -> None:
-        key, params, priority = request.key, request.params, request.priority
+    def _check(self, key: str, request: EngineRequest) -> None:
+        params, priority = request.params, request.priority
         if key in self._entries or key in self.compiling:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
         if params.needs_ranking and params.num_seqs > self._max_num_seqs:
@@ -353,3 +364,62 @@ class RequestTable:
             return
         message = f"internal error: {type(error).__name__}: {error}"
         self.end_with(RequestError(entry.key, message))
+
+
+def _scheduler_requests(
+    key: str,
+    request: EngineRequest,
+    eos_token_ids: frozenset[int],
+    max_model_len: int,
+    running_limit: int,
+) -> list[Request]:
+    """The scheduler's requests, each of which becomes a group; the first one's id is ``key``.
+
+    ``eos_token_ids`` end an answer unless the request ignores them. Samples are split into groups
+    of at most ``running_limit`` sequences.
+    """
+    params, output = request.params, request.output_token_ids
+    beams = None
+    if params.use_beam_search:
+        beams = BeamSearch(
+            width=params.num_seqs,
+            length_penalty=params.length_penalty,
+            early_stopping=params.early_stopping,
+        )
+    max_tokens = params.max_tokens
+    if max_tokens is None:
+        max_tokens = max_model_len - len(request.prompt_token_ids)
+    eos = frozenset() if params.ignore_eos else eos_token_ids
+    group = Request(
+        request_id=key,
+        # Earlier output is computed as a prompt, and counted as output.
+        prompt_token_ids=request.prompt_token_ids + output,
+        max_tokens=max_tokens - len(output),
+        min_tokens=max(0, params.min_tokens - len(output)),
+        stop_token_ids=eos | frozenset(params.stop_token_ids),
+        n=params.n,
+        best_of=None if params.use_beam_search else params.best_of,
+        beam_search=beams,
+        priority=request.priority,
+        extra_keys=() if request.cache_salt is None else (request.cache_salt,),
+        client=request.client,
+    )
+    # A group above the running limit would wait until temperature or an order raise it.
+    # Samples that are compared in the end (best_of, beams) must stay in one group.
+    return [group] if params.needs_ranking else _split_samples(group, max(1, running_limit))
+
+
+def _split_samples(request: Request, max_group_size: int) -> list[Request]:
+    """Split a request for n samples into groups of at most ``max_group_size`` samples."""
+    if request.n <= max_group_size:
+        return [request]
+    starts = range(0, request.n, max_group_size)
+    return [
+        attrs.evolve(
+            request,
+            request_id=f"{request.request_id}#{start}",
+            n=min(max_group_size, request.n - start),
+            best_of=None,
+        )
+        for start in starts
+    ]

@@ -6,23 +6,24 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
-from typing_extensions import assert_never
+from typing_extensions import Unpack, assert_never
 
 from trencadis.engine.api.inspection import EngineInspection
 from trencadis.engine.api.outputs import CompletionDelta, EngineStats
-from trencadis.engine.api.sampling_params import POOLING, SamplingParams
+from trencadis.engine.api.requests import (
+    EngineRequest,
+    PoolingRequest,
+    RequestFields,
+    check_is_request,
+    check_request_id,
+)
 from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.core.core_process import LogSettings
-from trencadis.engine.core.request_conversion import (
-    check_arguments,
-    check_order,
-    check_request_id,
-)
 from trencadis.engine.errors import (
     BucketMiss,
     ConfigError,
@@ -30,20 +31,19 @@ from trencadis.engine.errors import (
     EngineError,
     EngineOverloaded,
     InvalidRequest,
+    ModelNotActiveError,
     RequestFailed,
     SwitchInProgressError,
     shown,
 )
-from trencadis.engine.front.core_client import CoreClient
-from trencadis.engine.front.core_supervisor import CoreSupervisor
+from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
 from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.grammar_checks import GrammarChecks
 from trencadis.engine.front.model_changes import ModelChanges, end_future
-from trencadis.engine.front.open_requests import OpenRequest, OpenRequests
+from trencadis.engine.front.open_requests import OpenRequests
 from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.front.scores import Score, check_scoring
 from trencadis.engine.ipc.messages import (
-    Add,
     Busy,
     Control,
     Controlled,
@@ -60,6 +60,8 @@ from trencadis.engine.ipc.messages import (
     RequestError,
     Slept,
     StepDone,
+    add_message,
+    check_order,
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -75,8 +77,8 @@ _ORDER_SECONDS = 60.0
 """Longest wait for an order. A step takes seconds only where it compiles."""
 
 
-class AsyncEngine:
-    """Serves requests on one event loop. Create it with `start`, end it with `stop`.
+class EngineFront:
+    """Serves requests on one event loop: what `AsyncEngine` and `MultiModelEngine` share.
 
     When the core dies, or is killed because it hangs for ``config.hang_restart_timeout``, every
     running request ends with `EngineRestarting`, and the core is started again,
@@ -87,16 +89,9 @@ class AsyncEngine:
     `EngineError`, except `stop`.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        tokenizer: Tokenizer,
-        core: CoreClient,
-        ready: Ready,
-        log: LogSettings,
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, core: CoreSupervisor) -> None:
         self.tokenizer = tokenizer
-        self._core = CoreSupervisor(config, core, ready, log)
+        self._core = core
         self._numbers = itertools.count()
         self._requests = OpenRequests(self._core, self._numbers)
         self._changes = ModelChanges(self._core, self._requests, self._numbers, self._use_tokenizer)
@@ -107,30 +102,6 @@ class AsyncEngine:
         self._loop = asyncio.get_running_loop()
         reading = self._core.run(self._handle, self._end_all)
         self._reader = asyncio.create_task(reading, name="engine-reader")
-
-    @classmethod
-    async def start(cls, config: EngineConfig, log: LogSettings | None = None) -> AsyncEngine:
-        """Start the core, load the model and warm up; returns when requests can be served.
-
-        Raises `ConfigError` or `ModelError` when the model cannot be served, `EngineDead` when
-        the core fails for another reason.
-        """
-        if not isinstance(config, EngineConfig):
-            raise ConfigError(
-                f"config must be an EngineConfig, as in EngineConfig(model='./my-model'), "
-                f"got {shown(config)}"
-            )
-        source = await asyncio.to_thread(locate, config.model)
-        log = log or LogSettings()
-        core = CoreClient(config, log)
-        try:
-            loading = asyncio.to_thread(load_tokenizer, source, config.chat_template)
-            tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
-            tokenizer.start_renderer()
-        except BaseException:
-            await core.end()
-            raise
-        return cls(config, tokenizer, core, ready, log)
 
     async def stop(self) -> None:
         """End the core. Requests that still run end with `EngineDead`."""
@@ -226,36 +197,26 @@ class AsyncEngine:
             )
         self._core.check_health()
 
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-    ) -> AsyncGenerator[CompletionDelta, None]:
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the new text and tokens of each sample, until the last sample ends.
 
-        With the scheduling policy ``priority``, requests of a lower ``priority`` value run first.
-        Only requests of the same ``cache_salt`` share cached prefixes, so that the time of a prompt
-        reveals nothing about the prompts of others. ``client`` names who sends the request: of the
-        clients whose requests wait with equal priority, the one that got the fewest tokens is
-        served next. Closing the generator aborts the request.
+        A `PoolingRequest` yields one delta, which has the embedding or the logit. Closing the
+        generator aborts the request.
 
-        Raises `InvalidRequest` (naming the field),
+        Raises `InvalidRequest` (naming the field), `ModelNotActiveError`,
         `EngineOverloaded`, `BucketMiss` where the engine may not compile a shape for it,
         `RequestFailed` where an internal error ends this request alone, or an error of
         `check_health`.
         """
+        check_is_request(request)
+        self._check_active(request.model)
         await self.check_health()
         number = next(self._numbers)
-        name = request_id if request_id is not None else f"request-{number}"
-        prompt = check_arguments(name, prompt_token_ids, params, priority, cache_salt, client)
+        name = request.request_id if request.request_id is not None else f"request-{number}"
         self._changes.check_admission()
-        if params.structured_output is not None:
+        if request.params.structured_output is not None:
             num_models = self._changes.num_models
-            await self._grammars.check(params.structured_output)
+            await self._grammars.check(request.params.structured_output)
             await self.check_health()  # a check takes up to seconds
             self._changes.check_admission()
             if num_models != self._changes.num_models:
@@ -263,12 +224,11 @@ class AsyncEngine:
         # Keys are never reused, so a late token of an ended request cannot reach another one.
         key = f"{name}/{number}"
         queue: asyncio.Queue[CompletionDelta | EngineError] = asyncio.Queue()
-        stream = RequestStream(name, prompt, params, self.tokenizer, queue.put_nowait)
-        add = Add(key, prompt, params, priority, cache_salt, client=client)
-        request = self._requests.begin(stream, queue, add)
+        stream = RequestStream(name, request, self.tokenizer, queue.put_nowait)
+        opened = self._requests.begin(key, stream, queue)
         try:
-            await self._core.send(add)
-            unfinished = params.n
+            await self._core.send(add_message(key, request))
+            unfinished = request.params.n
             while unfinished:
                 delta = await queue.get()
                 if isinstance(delta, EngineError):
@@ -276,24 +236,17 @@ class AsyncEngine:
                 unfinished -= delta.finish_reason is not None
                 yield delta
         finally:
-            await self._requests.abort(request)
+            await self._requests.abort(opened)
 
-    async def embed(
-        self,
-        prompt_token_ids: Sequence[int],
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-    ) -> Embedding:
+    async def embed(self, request: PoolingRequest) -> Embedding:
         """The embedding of a prompt, of an engine with the runner ``pooling``.
 
-        Arguments and errors are those of `generate`; raises `RequestFailed` also where the request
-        is aborted.
+        Errors are those of `generate`; raises `RequestFailed` also where the request is aborted.
         """
+        check_is_request(request)
+        self._check_active(request.model)
         check_pooling(self.embedding_size, self.scoring)
-        stream = self.generate(prompt_token_ids, POOLING, request_id, priority, cache_salt, client)
-        async with contextlib.aclosing(stream):
+        async with contextlib.aclosing(self.generate(request)) as stream:
             return Embedding.of(await anext(stream))
 
     async def score(
@@ -304,15 +257,16 @@ class AsyncEngine:
         *,
         use_activation: bool = True,
         request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
+        model: str | None = None,
+        **fields: Unpack[RequestFields],
     ) -> Score:
         """How relevant a document is to a query, of an engine with a reranker.
 
-        ``instruction`` and ``use_activation``: see `LLM.score`; other arguments and errors are
-        those of `generate`. Raises `RequestFailed` also where the request is aborted.
+        ``instruction`` and ``use_activation``: see `LLM.score`; the others are fields of the
+        `PoolingRequest`. Errors are those of `generate`; raises `RequestFailed` also where the
+        request is aborted.
         """
+        self._check_active(model)
         await self.check_health()
         scoring, num_models = check_scoring(self.scoring), self._changes.num_models
         prompt = await asyncio.to_thread(
@@ -320,9 +274,16 @@ class AsyncEngine:
         )
         if num_models != self._changes.num_models:
             raise SwitchInProgressError("the model was switched meanwhile: send it again")
-        stream = self.generate(prompt, POOLING, request_id, priority, cache_salt, client)
-        async with contextlib.aclosing(stream):
+        request = PoolingRequest(prompt, request_id=request_id, **fields)
+        async with contextlib.aclosing(self.generate(request)) as stream:
             return Score.of(await anext(stream), scoring, use_activation)
+
+    def _check_active(self, model: str | None) -> None:
+        """Raise `ModelNotActiveError` for a request to another model."""
+        if model is not None and model != self.model_name:
+            raise ModelNotActiveError(
+                f"the model {model} is not active, {self.model_name} is: switch to {model} first"
+            )
 
     async def abort(self, request_id: str) -> None:
         """End every sample of a request. Its generator yields their last deltas and ends.
@@ -425,50 +386,6 @@ class AsyncEngine:
         await self.check_health()
         await self._changes.wake_up()
 
-    @property
-    def has_begun_change(self) -> bool:
-        """Whether the core has begun the last call of `sleep`, `wake_up` or `reconfigure`."""
-        return self._changes.has_begun
-
-    def close_admission(self, reason: str) -> None:
-        """Reject new requests with `SwitchInProgressError`. An empty reason: accept them again."""
-        self._changes.switching = reason
-
-    async def drain(self, timeout_s: float) -> int:
-        """Wait until no request is left, at most ``timeout_s`` seconds; returns how many are."""
-        return await self._requests.drain(timeout_s)
-
-    async def abort_all(self) -> int:
-        """End every request that is not parked with the reason ``abort``; returns how many."""
-        return await self._requests.abort_all()
-
-    def park(self) -> list[OpenRequest]:
-        """Keep the tokens of all requests here, so that the core may drop them.
-
-        Their generators wait. Pass the result to `resume`.
-        """
-        return self._requests.park()
-
-    async def resume(self, parked: Iterable[OpenRequest]) -> int:
-        """Go on with parked requests of the model that is served; returns how many there are.
-
-        Requests that have ended meanwhile, because their clients left, are skipped. Where the core
-        cannot be reached, those that are left end with the error.
-        """
-        return await self._requests.resume(parked)
-
-    async def reconfigure(
-        self, config: EngineConfig, tokenizer: Tokenizer, stash_bytes: int
-    ) -> Reconfigured:
-        """Serve the model of ``config``. Drain, abort or park the requests before.
-
-        ``stash_bytes``: host memory for the weights of models that are not served. Raises
-        `SwitchFailedError` where the previous model serves again, `ConfigError` for a configuration
-        that cannot be sent, and `EngineDead` or `EngineRestarting` where the core dies.
-        """
-        await self.check_health()
-        return await self._changes.reconfigure(config, tokenizer, stash_bytes)
-
     def _use_tokenizer(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         self._grammars.use_tokenizer(tokenizer.to_json)
@@ -538,6 +455,44 @@ class AsyncEngine:
         ]
         for waiting in answers:
             end_future(waiting, type(error)(*error.args))
+
+
+class AsyncEngine(EngineFront):
+    """Serves requests of one model on one event loop. Create it with `start`, end it with `stop`.
+
+    See `EngineFront`.
+    """
+
+    @classmethod
+    async def start(cls, config: EngineConfig, log: LogSettings | None = None) -> AsyncEngine:
+        """Start the core, load the model and warm up; returns when requests can be served.
+
+        Raises `ConfigError` or `ModelError` when the model cannot be served, `EngineDead` when
+        the core fails for another reason.
+        """
+        return cls(*await start_core(config, log))
+
+
+async def start_core(
+    config: EngineConfig, log: LogSettings | None
+) -> tuple[Tokenizer, CoreSupervisor]:
+    """The tokenizer and the core of a new engine. Raises the errors of `AsyncEngine.start`."""
+    if not isinstance(config, EngineConfig):
+        raise ConfigError(
+            f"config must be an EngineConfig, as in EngineConfig(model='./my-model'), "
+            f"got {shown(config)}"
+        )
+    source = await asyncio.to_thread(locate, config.model)
+    log = log or LogSettings()
+    core = CoreClient(config, log)
+    try:
+        loading = asyncio.to_thread(load_tokenizer, source, config.chat_template)
+        tokenizer, ready = await asyncio.gather(loading, core.wait_until_ready())
+        tokenizer.start_renderer()
+    except BaseException:
+        await core.end()
+        raise
+    return tokenizer, CoreSupervisor(config, core, ready, log)
 
 
 def load_tokenizer(source: str, chat_template: str | None) -> Tokenizer:

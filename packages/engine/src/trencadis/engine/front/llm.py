@@ -7,22 +7,25 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import attrs
+from typing_extensions import Unpack
 
 from trencadis.engine.api.outputs import CompletionDelta, FinishReason, PositionLogprobs
-from trencadis.engine.api.sampling_params import POOLING, SamplingParams
+from trencadis.engine.api.requests import (
+    EngineRequest,
+    GenerateRequest,
+    PoolingRequest,
+    RequestFields,
+    generates_nothing,
+)
+from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.api.text_prompts import check_named_texts
 from trencadis.engine.core.engine_core import EngineCore
-from trencadis.engine.core.request_conversion import (
-    check_arguments,
-    check_request,
-    generates_nothing,
-)
 from trencadis.engine.errors import (
     BucketMiss,
     EngineError,
@@ -72,9 +75,7 @@ class _Job:
     grow, or in ``pooled`` the delta with its embedding or logit."""
 
     number: int
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    cache_salt: str | None
+    request: EngineRequest
     completions: tuple[Completion, ...]
     pooled: list[CompletionDelta] = attrs.field(factory=list)
 
@@ -100,24 +101,23 @@ class LLM:
         self,
         prompts: str | Sequence[str | Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        cache_salt: str | None = None,
+        **fields: Unpack[RequestFields],
     ) -> list[Generation]:
         """Complete every prompt, given as text or as token ids; results are in prompt order.
 
         A single text is one prompt. ``params`` hold for all prompts, or are a list with those of
-        each prompt. Only calls with the same ``cache_salt`` share cached prefixes. Raises
-        `InvalidRequest`, before anything is generated, if one prompt cannot be
-        served, and `RequestFailed` if an internal error ends one. After any error, or Ctrl-C, no
-        request is left running.
+        each prompt. ``fields``: other fields of each `GenerateRequest`. Raises `InvalidRequest`,
+        before anything is generated, if one prompt cannot be served, and `RequestFailed` if an
+        internal error ends one. After any error, or Ctrl-C, no request is left running.
         """
         with self._lock:
-            return self._generate(self._encoded(prompts), params, cache_salt)
+            return self._generate(self._encoded(prompts), params, fields)
 
     def chat(
         self,
         conversations: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
-        cache_salt: str | None = None,
+        **fields: Unpack[RequestFields],
     ) -> list[Generation]:
         """Answer every conversation, or a single one. Otherwise as `generate`.
 
@@ -128,13 +128,13 @@ class LLM:
             if listed and isinstance(listed[0], Mapping):
                 listed = [listed]
             rendered = [self.tokenizer.render_chat(_messages(messages)) for messages in listed]
-            return self._generate(rendered, params, cache_salt)
+            return self._generate(rendered, params, fields)
 
     def embed(
         self,
         prompts: str | Sequence[str | Sequence[int]],
-        cache_salt: str | None = None,
         prompt_name: str | None = None,
+        **fields: Unpack[RequestFields],
     ) -> list[Embedding]:
         """The embedding of every prompt, with ``runner="pooling"``. Otherwise as `generate`.
 
@@ -147,8 +147,7 @@ class LLM:
             prefix = self.core.spec.text_prompts.prefix(prompt_name)
             listed = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
             check_named_texts(prompt_name, listed)
-            jobs = self._jobs(self._encoded(listed, prefix), POOLING, cache_salt)
-            self._serve(jobs)
+            jobs = self._pooled(self._encoded(listed, prefix), fields)
             return [Embedding.of(job.pooled[0]) for job in jobs]
 
     def score(
@@ -158,7 +157,7 @@ class LLM:
         instruction: str | None = None,
         *,
         use_activation: bool = True,
-        cache_salt: str | None = None,
+        **fields: Unpack[RequestFields],
     ) -> list[Score]:
         """How relevant each document is to its query, with ``runner="pooling"`` and a reranker.
 
@@ -173,8 +172,7 @@ class LLM:
                 self._render_pair(scoring, number, pair, instruction)
                 for number, pair in enumerate(pairs)
             ]
-            jobs = self._jobs(prompts, POOLING, cache_salt)
-            self._serve(jobs)
+            jobs = self._pooled(prompts, fields)
             return [Score.of(job.pooled[0], scoring, use_activation) for job in jobs]
 
     def abort_and_swap(self, prompts: Iterable[int]) -> tuple[int, ...]:
@@ -215,44 +213,37 @@ class LLM:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None,
-        cache_salt: str | None,
+        fields: RequestFields,
     ) -> list[Generation]:
-        if self.core.spec.is_pooling:  # with the parameters POOLING, too
+        if self.core.spec.is_pooling:
             raise generates_nothing()
-        jobs = self._jobs(prompts, params, cache_salt)
-        self._serve(jobs)
-        return [Generation(job.prompt_token_ids, job.completions) for job in jobs]
-
-    def _jobs(
-        self,
-        prompts: Sequence[Sequence[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        cache_salt: str | None,
-    ) -> list[_Job]:
-        per_prompt = _per_prompt(params, prompts)
-        return [
-            self._checked(number, prompt, prompt_params, cache_salt)
-            for number, (prompt, prompt_params) in enumerate(zip(prompts, per_prompt, strict=True))
-        ]
-
-    def _checked(
-        self, number: int, prompt: Sequence[int], params: SamplingParams, cache_salt: str | None
-    ) -> _Job:
-        try:
-            token_ids = check_arguments("", prompt, params, 0, cache_salt)
-            check_request(
-                token_ids,
-                params,
-                self.core.spec.vocab_size,
-                self.core.max_model_len,
-                is_pooling=self.core.spec.is_pooling,
+        jobs = [
+            self._job(number, partial(GenerateRequest, prompt, prompt_params, **fields))
+            for number, (prompt, prompt_params) in enumerate(
+                zip(prompts, _per_prompt(params, prompts), strict=True)
             )
-            if params.structured_output is not None:
-                self._grammars.check(params.structured_output)
+        ]
+        self._serve(jobs)
+        return [Generation(job.request.prompt_token_ids, job.completions) for job in jobs]
+
+    def _pooled(self, prompts: Sequence[Sequence[int]], fields: RequestFields) -> list[_Job]:
+        jobs = [
+            self._job(number, partial(PoolingRequest, prompt, **fields))
+            for number, prompt in enumerate(prompts)
+        ]
+        self._serve(jobs)
+        return jobs
+
+    def _job(self, number: int, new_request: Callable[[], EngineRequest]) -> _Job:
+        spec = self.core.spec
+        try:
+            request = new_request()
+            request.check(spec.vocab_size, self.core.max_model_len, is_pooling=spec.is_pooling)
+            if request.params.structured_output is not None:
+                self._grammars.check(request.params.structured_output)
         except InvalidRequest as error:
             raise _of_prompt(number, error) from error
-        completions = tuple(Completion() for _ in range(params.n))
-        return _Job(number, token_ids, params, cache_salt, completions)
+        return _Job(number, request, tuple(Completion() for _ in range(request.params.n)))
 
     def _serve(self, jobs: Sequence[_Job]) -> None:
         """Generate the completions of all jobs; aborts those that an error leaves unfinished."""
@@ -273,11 +264,10 @@ class LLM:
 
     def _start(self, job: _Job, running: dict[str, RequestStream]) -> None:
         key = f"llm-{next(self._numbers)}"  # never used again, whatever becomes of the request
-        emit = partial(_extend, job)
-        name, token_ids, params = f"prompt {job.number}", job.prompt_token_ids, job.params
+        name, emit = f"prompt {job.number}", partial(_extend, job)
         self._keys[job.number] = key
-        running[key] = RequestStream(name, token_ids, params, self.tokenizer, emit)
-        self.core.add(key, token_ids, params, cache_salt=job.cache_salt)
+        running[key] = RequestStream(name, job.request, self.tokenizer, emit)
+        self.core.add(key, job.request)
 
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""

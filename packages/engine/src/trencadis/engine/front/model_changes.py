@@ -115,7 +115,12 @@ class ModelChanges:
     async def reconfigure(
         self, config: EngineConfig, tokenizer: Tokenizer, stash_bytes: int
     ) -> Reconfigured:
-        """See `AsyncEngine.reconfigure`."""
+        """Serve the model of ``config``. Drain, abort or park the requests before.
+
+        ``stash_bytes``: host memory for the weights of models that are not served. Raises
+        `SwitchFailedError` where the previous model serves again, `ConfigError` for a configuration
+        that cannot be sent, and the errors of `AsyncEngine.check_health`.
+        """
         payload = config_payload(config)
         done: Reconfigured = await self._call(
             lambda number: Reconfigure(number, payload, stash_bytes), config, tokenizer

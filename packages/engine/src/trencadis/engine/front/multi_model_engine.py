@@ -5,33 +5,26 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
 import attrs
 
-from trencadis.engine.api.inspection import EngineInspection
-from trencadis.engine.api.outputs import CompletionDelta, EngineStats
-from trencadis.engine.api.sampling_params import SamplingParams
-from trencadis.engine.api.scoring import Scoring
-from trencadis.engine.api.text_prompts import TextPrompts
 from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
     EngineDead,
     InvalidRequest,
     ModelError,
-    ModelNotActiveError,
     SwitchFailedError,
     SwitchInProgressError,
 )
-from trencadis.engine.front.async_engine import AsyncEngine
-from trencadis.engine.front.embeddings import Embedding
+from trencadis.engine.front.async_engine import EngineFront, start_core
+from trencadis.engine.front.core_supervisor import CoreSupervisor
 from trencadis.engine.front.multi_model_config import ModelEntry
+from trencadis.engine.front.open_requests import OpenRequest
 from trencadis.engine.front.prepared_models import PreparedModels
-from trencadis.engine.front.scores import Score
 from trencadis.engine.validators import number, one_of
-from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer
@@ -75,59 +68,56 @@ class SwitchReport:
     from_stash: bool = False
 
 
-class MultiModelEngine:
-    """Serves the active one of several models. Start it with `start`, end it with `stop`.
+class MultiModelEngine(EngineFront):
+    """Serves the active one of several models. Create it with `start`, end it with `stop`.
 
-    ``active`` is the alias of the first active model, by default that of the first entry.
-    ``model_stash_gib``: most host memory, in GiB, for the weights of models that are not active; a
-    switch to one of these is quick. Raises `ConfigError` for models that one engine cannot serve,
-    and `UnknownModelError` for an ``active`` that is none of them.
+    What it shares with `AsyncEngine` is that of the active model; totals of the statistics count
+    since the last switch.
     """
 
     def __init__(
-        self,
+        self, tokenizer: Tokenizer, core: CoreSupervisor, models: PreparedModels, stash_bytes: int
+    ) -> None:
+        super().__init__(tokenizer, core)
+        self._models = models
+        self._stash_bytes = stash_bytes
+        self._lock = asyncio.Lock()
+        self._parked: dict[str, list[OpenRequest]] = {}
+
+    @classmethod
+    async def start(
+        cls,
         models: Sequence[ModelEntry],
         *,
         active: str | None = None,
         model_stash_gib: float = 16.0,
         log: LogSettings | None = None,
-    ) -> None:
-        self._models = PreparedModels(models)
-        stash_gib = number(0, _MAX_STASH_GIB).checked("model_stash_gib", model_stash_gib)
-        self._stash_bytes = int(stash_gib * (1 << 30))
-        self._first = models[0].alias if active is None else self.entry_of(active).alias
-        self._log = log
-        self._lock = asyncio.Lock()
-        self._is_switching = False
-        self._engine: AsyncEngine | None = None
-        self._parked: dict[str, list[Any]] = {}
-
-    async def start(self) -> None:
+    ) -> MultiModelEngine:
         """Start the core with the active model; returns when requests can be served.
 
-        Raises the errors of `AsyncEngine.start`.
+        ``active`` is the alias of the first active model, by default that of the first entry.
+        ``model_stash_gib``: most host memory, in GiB, for the weights of models that are not
+        active; a switch to one of these is quick. Raises `ConfigError` for models that one engine
+        cannot serve, `UnknownModelError` for an ``active`` that is none of them, and the errors of
+        `AsyncEngine.start`.
         """
-        self._engine = await AsyncEngine.start(self._models.config_of(self.active), self._log)
-        self._models.add(self.active, self._engine.tokenizer)
+        prepared = PreparedModels(models)
+        stash_gib = number(0, _MAX_STASH_GIB).checked("model_stash_gib", model_stash_gib)
+        first = models[0].alias if active is None else prepared.entry_of(active).alias
+        tokenizer, core = await start_core(prepared.config_of(first), log)
+        prepared.add(first, tokenizer)
+        return cls(tokenizer, core, prepared, int(stash_gib * (1 << 30)))
 
     async def stop(self) -> None:
         """End the core. Requests that still run, or are parked, end with `EngineDead`."""
-        if self._engine is not None:
-            await self._engine.stop()
+        await super().stop()
         self._models.close()
-
-    @property
-    def engine(self) -> AsyncEngine:
-        """The engine that serves the active model. It stays the same through switches."""
-        if self._engine is None:
-            raise EngineDead("the engine was not started: await start() first")
-        return self._engine
 
     @property
     def active(self) -> str:
         """The alias of the active model."""
         # The engine's own name: it changes in the same instant as tokenizer and longest sequence.
-        return self._first if self._engine is None else self._engine.model_name
+        return self.model_name
 
     @property
     def aliases(self) -> tuple[str, ...]:
@@ -147,7 +137,7 @@ class MultiModelEngine:
     def is_switching(self) -> bool:
         """Whether a switch has begun to drain. New requests are rejected with
         `SwitchInProgressError`."""
-        return self._is_switching
+        return bool(self._changes.switching)
 
     async def prepare_model(self, alias: str) -> float:
         """Prepare a switch to ``alias`` while the active model is served; returns the seconds.
@@ -204,22 +194,19 @@ class MultiModelEngine:
             if alias == self.active:
                 return SwitchReport(previous=alias, active=alias)
             began = time.monotonic()
-            await self.engine.check_health()
+            await self.check_health()
             with self._preparing():
                 tokenizer = await self._models.prepare(alias)
                 await asyncio.to_thread(tokenizer.start_renderer)
-            await self.engine.check_health()
-            self._is_switching = True
-            self.engine.close_admission(
+            await self.check_health()
+            self._changes.switching = (
                 f"the engine switches from {self.active} to {alias}: try again in some seconds"
             )
             prepare_s = time.monotonic() - began
             report = await self._switch(alias, tokenizer, running, drain_timeout_s)
             return attrs.evolve(report, prepare_s=prepare_s, total_s=time.monotonic() - began)
         finally:
-            self._is_switching = False
-            if self._engine is not None:
-                self._engine.close_admission("")
+            self._changes.switching = ""
             try:
                 self._models.release_all_but(self.active)
             finally:
@@ -229,8 +216,8 @@ class MultiModelEngine:
         self, alias: str, tokenizer: Tokenizer, running: Running, drain_timeout_s: float
     ) -> SwitchReport:
         """The caller's side of a switch, in the order of seed 004, once the model is prepared."""
-        began, previous, engine = time.monotonic(), self.active, self.engine
-        num_left = await engine.drain(drain_timeout_s)
+        began, previous, requests = time.monotonic(), self.active, self._requests
+        num_left = await requests.drain(drain_timeout_s)
         drain_s = time.monotonic() - began
         if num_left and running == "wait":
             raise SwitchFailedError(
@@ -239,20 +226,20 @@ class MultiModelEngine:
                 "drain",
                 previous,
             )
-        aborted = await engine.abort_all() if running == "abort" else 0
+        aborted = await requests.abort_all() if running == "abort" else 0
         # A core that has died before this did not die because of the new model.
-        await engine.check_health()
-        parked = engine.park() if running == "park" else []
+        await self.check_health()
+        parked = requests.park() if running == "park" else []
         try:
             done = await self._reconfigure(alias, tokenizer)
         except Exception:
-            if engine.is_sleeping:  # it could not be woken up now
+            if self.is_sleeping:  # it could not be woken up now
                 self._parked.setdefault(previous, []).extend(parked)
             else:
-                await engine.resume(parked)  # `previous` is active, or they end with an error
+                await requests.resume(parked)  # `previous` is active, or they end with an error
             raise
         self._parked.setdefault(previous, []).extend(parked)
-        resumed = await engine.resume(self._parked.pop(alias, []))
+        resumed = await requests.resume(self._parked.pop(alias, []))
         return SwitchReport(
             previous=previous,
             active=alias,
@@ -275,7 +262,7 @@ class MultiModelEngine:
         """
         previous, config = self.active, self._models.config_of(alias)
         try:
-            return await self.engine.reconfigure(config, tokenizer, self._stash_bytes)
+            return await self._changes.reconfigure(config, tokenizer, self._stash_bytes)
         except SwitchFailedError as error:
             state = "sleeps" if error.step == "wake" else "is still active"
             raise SwitchFailedError(
@@ -284,8 +271,8 @@ class MultiModelEngine:
                 previous,
             ) from None
         except EngineDead as error:
-            has_begun = self.engine.has_begun_change
-            await self.engine.wait_until_recovered()
+            has_begun = self._changes.has_begun
+            await self.wait_until_recovered()
             if not has_begun:
                 raise
             raise SwitchFailedError(
@@ -313,158 +300,15 @@ class MultiModelEngine:
                 f"{self.active} is still active: {error}", "prepare", self.active
             ) from error
 
-    def _check_active(self, model: str | None) -> None:
-        if model is not None and self.entry_of(model).alias != self.active:
-            raise ModelNotActiveError(
-                f"the model {model} is not active, {self.active} is: switch to {model} first"
-            )
-
-    # As AsyncEngine.
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the active model."""
-        return self.engine.tokenizer
-
-    @property
-    def max_model_len(self) -> int:
-        """Longest prompt plus output of the active model, tokens."""
-        return self.engine.max_model_len
-
-    @property
-    def embedding_size(self) -> int:
-        """As `AsyncEngine.embedding_size`, of the active model."""
-        return self.engine.embedding_size
-
-    @property
-    def scoring(self) -> Scoring | None:
-        """As `AsyncEngine.scoring`, of the active model."""
-        return self.engine.scoring
-
-    @property
-    def text_prompts(self) -> TextPrompts:
-        """As `AsyncEngine.text_prompts`, of the active model."""
-        return self.engine.text_prompts
-
-    @property
-    def model_name(self) -> str:
-        """The alias of the active model."""
-        return self.active
-
-    @property
-    def stats(self) -> EngineStats:
-        """The latest snapshot. Totals count since the last switch."""
-        return self.engine.stats
-
-    @property
-    def info(self) -> Mapping[str, Any]:
-        """As `AsyncEngine.info`, of the active model."""
-        return self.engine.info
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether requests can be served."""
-        return self.engine.is_alive
-
-    @property
-    def is_sleeping(self) -> bool:
-        """Whether the device memory is released, so that requests are rejected."""
-        return self.engine.is_sleeping
-
-    async def wait_until_failed(self) -> str:
-        """Wait until no request can be served any more; returns why."""
-        return await self.engine.wait_until_failed()
-
-    async def check_health(self) -> None:
-        """Raises an error when requests cannot be served, as `AsyncEngine.check_health`.
-
-        A switch in progress is not such a reason.
-        """
-        await self.engine.check_health()
-
-    async def generate(
-        self,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-        model: str | None = None,
-    ) -> AsyncGenerator[CompletionDelta, None]:
-        """As `AsyncEngine.generate`. ``model`` is the alias whose tokenizer made the prompt.
-
-        Raises `ModelNotActiveError` where another model is active by now, `SwitchInProgressError`
-        while models are switched, and `UnknownModelError`.
-        """
-        self._check_active(model)
-        stream = self.engine.generate(
-            prompt_token_ids, params, request_id, priority, cache_salt, client
-        )
-        async with contextlib.aclosing(stream):
-            async for delta in stream:
-                yield delta
-
-    async def embed(
-        self,
-        prompt_token_ids: Sequence[int],
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-        model: str | None = None,
-    ) -> Embedding:
-        """As `AsyncEngine.embed`, with ``model`` as in `generate`."""
-        self._check_active(model)
-        return await self.engine.embed(prompt_token_ids, request_id, priority, cache_salt, client)
-
-    async def score(
-        self,
-        query: str,
-        document: str,
-        instruction: str | None = None,
-        *,
-        use_activation: bool = True,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        client: str = "",
-        model: str | None = None,
-    ) -> Score:
-        """As `AsyncEngine.score`, with ``model`` as in `generate`."""
-        self._check_active(model)
-        return await self.engine.score(
-            query,
-            document,
-            instruction,
-            use_activation=use_activation,
-            request_id=request_id,
-            priority=priority,
-            cache_salt=cache_salt,
-            client=client,
-        )
-
-    async def abort(self, request_id: str) -> None:
-        """As `AsyncEngine.abort`, also of a parked request."""
-        await self.engine.abort(request_id)
-
-    async def control(self, order: BatchControl) -> BatchControlResult:
-        """As `AsyncEngine.control`, for the active model."""
-        return await self.engine.control(order)
-
-    async def inspect(self) -> EngineInspection:
-        """As `AsyncEngine.inspect`, for the active model."""
-        return await self.engine.inspect()
-
-    async def sleep(self, level: int = 1) -> int:
-        """As `AsyncEngine.sleep`."""
-        return await self.engine.sleep(level)
-
     async def wake_up(self) -> None:
         """As `AsyncEngine.wake_up`. A switch to another model wakes the engine up, too."""
-        await self.engine.wake_up()
+        await super().wake_up()
         if not self.is_sleeping:
-            await self.engine.resume(self._parked.pop(self.active, []))
+            await self._requests.resume(self._parked.pop(self.active, []))
+
+    def _check_active(self, model: str | None) -> None:
+        """Raises `UnknownModelError`, too."""
+        super()._check_active(None if model is None else self.entry_of(model).alias)
 
 
 def _check_arguments(running: Running, drain_timeout_s: float) -> None:

@@ -11,6 +11,7 @@ import attrs
 import msgspec
 
 from trencadis.engine.api.outputs import CompletionDelta
+from trencadis.engine.api.requests import EngineRequest, PoolingRequest
 from trencadis.engine.errors import (
     EngineDead,
     EngineError,
@@ -21,7 +22,7 @@ from trencadis.engine.errors import (
 )
 from trencadis.engine.front.core_supervisor import CoreSupervisor
 from trencadis.engine.front.request_stream import RequestStream
-from trencadis.engine.ipc.messages import Abort, Add, Finish, Rejected, StepDone
+from trencadis.engine.ipc.messages import Abort, Finish, Rejected, StepDone, add_message
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -33,24 +34,25 @@ _DRAIN_POLL_SECONDS = 0.005
 class OpenRequest:
     """A request. Its generator reads ``queue``, at most one delta per generated token.
 
-    ``add`` is the message that began it. ``keys``: under which keys the core knows it, and which
-    sample it has there; None is all of them.
+    ``keys``: under which keys the core knows it, and which sample it has there; None is all of
+    them.
     """
 
     stream: RequestStream
     queue: asyncio.Queue[CompletionDelta | EngineError]
-    add: Add
     keys: dict[str, int | None]
 
-    def resumption(self, key: str, sample: int | None, token_ids: tuple[int, ...]) -> Add:
-        """The message by which ``sample`` goes on after ``token_ids``."""
-        params = self.add.params
+    def resumption(self, sample: int | None, token_ids: tuple[int, ...]) -> EngineRequest:
+        """The request by which ``sample`` goes on after ``token_ids``."""
+        request = self.stream.request
+        if isinstance(request, PoolingRequest):
+            return attrs.evolve(request, is_resumed=True)
+        params = request.params
         if sample is not None and params.num_seqs > 1:
             seed = None if params.seed is None else params.seed + sample
             params = attrs.evolve(params, n=1, best_of=None, seed=seed)
-        return msgspec.structs.replace(
-            self.add, key=key, params=params, output_token_ids=token_ids, is_resumed=True
-        )
+        output = request.output_token_ids + token_ids
+        return attrs.evolve(request, params=params, output_token_ids=output, is_resumed=True)
 
 
 class OpenRequests:
@@ -66,10 +68,10 @@ class OpenRequests:
         self._parked: set[OpenRequest] = set()
 
     def begin(
-        self, stream: RequestStream, queue: asyncio.Queue[CompletionDelta | EngineError], add: Add
+        self, key: str, stream: RequestStream, queue: asyncio.Queue[CompletionDelta | EngineError]
     ) -> OpenRequest:
-        """A request that is sent to the core with the message ``add``."""
-        request = self._requests[add.key] = OpenRequest(stream, queue, add, {add.key: None})
+        """A request that is sent to the core under ``key``."""
+        request = self._requests[key] = OpenRequest(stream, queue, {key: None})
         return request
 
     def unfinished(self) -> list[OpenRequest]:
@@ -106,7 +108,10 @@ class OpenRequests:
         return len(dict.fromkeys(self._requests.values()))
 
     def park(self) -> list[OpenRequest]:
-        """Keep the tokens of all requests here, so that the core may drop them."""
+        """Keep the tokens of all requests here, so that the core may drop them.
+
+        Their generators wait. Pass the result to `resume`.
+        """
         parked = list(dict.fromkeys(self._requests.values()))
         for request in parked:
             request.keys.clear()
@@ -115,7 +120,7 @@ class OpenRequests:
         return parked
 
     async def resume(self, parked: Iterable[OpenRequest]) -> int:
-        """Go on with parked requests; returns how many there are.
+        """Go on with parked requests of the model that is served; returns how many there are.
 
         Those that have ended meanwhile are skipped. Where the core cannot be reached, those that
         are left end with the error.
@@ -129,7 +134,7 @@ class OpenRequests:
                     key = f"{request.stream.request_id}/{next(self._numbers)}"
                     self._requests[key] = request
                     request.keys[key] = sample
-                    await self._core.send(request.resumption(key, sample, token_ids))
+                    await self._core.send(add_message(key, request.resumption(sample, token_ids)))
             except EngineError as error:
                 for left in waiting[number:]:
                     self._parked.discard(left)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import attrs
 
 from trencadis.engine.api.outputs import CompletionDelta, FinishReason
-from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.requests import EngineRequest
 from trencadis.engine.errors import RequestFailed
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
 from trencadis.engine.ipc.messages import NewToken
@@ -29,14 +29,13 @@ class RequestStream:
     def __init__(
         self,
         request_id: str,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
+        request: EngineRequest,
         tokenizer: Tokenizer,
         emit: Callable[[CompletionDelta], None],
     ) -> None:
         self.request_id = request_id
-        self._prompt_token_ids = prompt_token_ids
-        self._params = params
+        self.request = request
+        self._params = request.params
         self._tokenizer = tokenizer
         self._emit = emit
         self._begin()
@@ -45,9 +44,7 @@ class RequestStream:
         # For beam search the core reports only the n results, not every beam.
         count = self._params.n if self._params.use_beam_search else self._params.num_seqs
         self._samples = [
-            SampleStream(
-                self.request_id, index, self._prompt_token_ids, self._params, self._tokenizer
-            )
+            SampleStream(self.request_id, index, self.request, self._tokenizer)
             for index in range(count)
         ]
         self._held: list[list[CompletionDelta]] = [[] for _ in range(count)]
@@ -144,20 +141,17 @@ class SampleStream:
     """Converts the tokens of one sample into deltas."""
 
     def __init__(
-        self,
-        request_id: str,
-        index: int,
-        prompt_token_ids: Sequence[int],
-        params: SamplingParams,
-        tokenizer: Tokenizer,
+        self, request_id: str, index: int, request: EngineRequest, tokenizer: Tokenizer
     ) -> None:
         self.finished = False
         self.token_ids: list[int] = []
         self._request_id = request_id
         self._index = index
-        self._num_prompt_tokens = len(prompt_token_ids)
-        self._params = params
-        self._text = IncrementalDetokenizer(tokenizer, params, prompt_token_ids)
+        self._num_prompt_tokens = len(request.prompt_token_ids)
+        self._params = request.params
+        self._text = IncrementalDetokenizer(
+            tokenizer, request.params, request.prompt_token_ids + request.output_token_ids
+        )
 
     def push(self, token: NewToken) -> CompletionDelta:
         """Add a token; returns the delta. A stop string may end the sample."""

@@ -17,9 +17,10 @@ from trencadis.engine.api.outputs import (
     PositionLogprobs,
     RequestStatus,
 )
-from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.requests import EngineRequest, GenerateRequest, PoolingRequest
 from trencadis.engine.api.scoring import Scoring
 from trencadis.engine.api.text_prompts import TextPrompts
+from trencadis.engine.errors import InvalidRequest, shown
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 BUSY_SECONDS = 1800.0
@@ -27,20 +28,22 @@ BUSY_SECONDS = 1800.0
 
 
 class Add(msgspec.Struct, frozen=True, tag=True):
-    """Serve a request. ``key`` is unique among the requests being served.
-
-    ``is_resumed``: it was parked. ``output_token_ids``: what a request for one sequence had
-    generated then.
-    """
+    """Serve a request. ``key`` is unique among the requests being served."""
 
     key: str
-    prompt_token_ids: tuple[int, ...]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    output_token_ids: tuple[int, ...] = ()
-    is_resumed: bool = False
-    client: str = ""
+    request: GenerateRequest
+
+
+class AddPooling(msgspec.Struct, frozen=True, tag=True):
+    """As `Add`: the two kinds of requests need two messages to be told apart."""
+
+    key: str
+    request: PoolingRequest
+
+
+def add_message(key: str, request: EngineRequest) -> Add | AddPooling:
+    """The message that adds a request."""
+    return AddPooling(key, request) if isinstance(request, PoolingRequest) else Add(key, request)
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -61,6 +64,16 @@ class Control(msgspec.Struct, frozen=True, tag=True):
 
     number: int
     order: BatchControl
+
+
+def check_order(order: BatchControl) -> None:
+    """Raise `InvalidRequest` for what is not an order."""
+    if not isinstance(order, BatchControl):
+        raise InvalidRequest(
+            f"an order must be a BatchControl, as in BatchControl(max_num_seqs=4), "
+            f"got {shown(order)}",
+            "order",
+        )
 
 
 class Preempt(msgspec.Struct, frozen=True, tag=True):
@@ -251,7 +264,19 @@ class StepDone(msgspec.Struct, frozen=True, tag=True):
     stats: EngineStats | None
 
 
-ToCore = Add | Abort | Finish | Control | Preempt | Inspect | Reconfigure | Sleep | WakeUp | Stop
+ToCore = (
+    Add
+    | AddPooling
+    | Abort
+    | Finish
+    | Control
+    | Preempt
+    | Inspect
+    | Reconfigure
+    | Sleep
+    | WakeUp
+    | Stop
+)
 FromCore = (
     Ready
     | Reconfigured

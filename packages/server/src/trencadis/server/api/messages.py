@@ -18,7 +18,7 @@ from trencadis.engine import InvalidRequest, SamplingParams
 from trencadis.server.api.attrs_fields import derived_field
 from trencadis.server.api.characters import Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage, joined_text
-from trencadis.server.api.protocol import MAX_MESSAGES, CacheSalt, ChatCompletionRequest
+from trencadis.server.api.protocol import MAX_MESSAGES, ChatCompletionRequest, RequestBody
 from trencadis.server.api.tools import (
     MAX_TOOLS,
     CalledFunction,
@@ -312,7 +312,7 @@ class CountTokensRequest(BaseModel):
         return messages
 
 
-class MessagesRequest(CountTokensRequest):
+class MessagesRequest(CountTokensRequest, RequestBody):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, derived_field(_PARAMETERS["max_tokens"], ...)]
@@ -321,7 +321,6 @@ class MessagesRequest(CountTokensRequest):
     top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
     top_k: int | None = derived_field(_PARAMETERS["top_k"], None)
     stream: bool | None = None
-    cache_salt: CacheSalt | None = None
 
     def chat(self, **fields: Any) -> ChatCompletionRequest:
         """This request as a chat request. Raises `InvalidRequest`."""
@@ -332,7 +331,7 @@ class MessagesRequest(CountTokensRequest):
             top_p=self.top_p,
             top_k=self.top_k,
             stream=self.stream,
-            cache_salt=self.cache_salt,
+            **self.engine_fields,
             **fields,
         )
 

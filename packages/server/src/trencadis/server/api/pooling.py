@@ -10,12 +10,12 @@ from abc import abstractmethod
 from typing import Annotated, Any, ClassVar, Literal
 
 from openai.types.completion_usage import PromptTokensDetails
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, PrivateAttr, model_validator
+from pydantic import BaseModel, Field, PlainValidator, PrivateAttr, model_validator
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
 from trencadis.server.api.characters import Text, check_characters
-from trencadis.server.api.protocol import CacheSalt, TemplateArguments, as_prompts
+from trencadis.server.api.protocol import Priority, RequestBody, TemplateArguments, as_prompts
 from trencadis.server.api.unsupported_fields import UNSUPPORTED_POOLING, refuse_unsupported
 
 MAX_INPUTS = 2048
@@ -73,7 +73,7 @@ class Document(BaseModel):
 Documents = Annotated[list[str], PlainValidator(_documents, list[str | Document])]
 
 
-class PoolingRequest(BaseModel):
+class PoolingBody(RequestBody):
     """The fields that requests for embeddings and scores share.
 
     ``id_prefix`` begins the id of a response.
@@ -81,11 +81,7 @@ class PoolingRequest(BaseModel):
 
     id_prefix: ClassVar[str]
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str | None = None
-    priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     add_special_tokens: bool | None = None
     truncate_prompt_tokens: int | None = Field(
         default=None,
@@ -122,7 +118,7 @@ class PoolingRequest(BaseModel):
         """Raise `InvalidRequest` where embeddings of so many numbers cannot answer the request."""
 
 
-class PairRequest(PoolingRequest):
+class PairRequest(PoolingBody):
     """The fields that requests for scores share. Those here are for models that read both texts.
 
     Of other models a score is the cosine of two embeddings, and a field with an effect is rejected.
@@ -160,7 +156,7 @@ class PairRequest(PoolingRequest):
         """Queries with their documents, by the names of the latter in the request."""
 
 
-class EmbeddingRequest(PoolingRequest):
+class EmbeddingRequest(PoolingBody):
     """``POST /v1/embeddings``."""
 
     id_prefix: ClassVar[str] = "embd"

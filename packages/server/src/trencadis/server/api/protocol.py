@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Mapping
 from functools import partial
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import attrs
 from pydantic import (
@@ -27,7 +27,13 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from trencadis.engine import MAX_CACHE_SALT, InvalidRequest, SamplingParams, StructuredOutput
+from trencadis.engine import (
+    MAX_CACHE_SALT,
+    InvalidRequest,
+    RequestFields,
+    SamplingParams,
+    StructuredOutput,
+)
 from trencadis.server.api.attrs_fields import derived_field
 from trencadis.server.api.characters import Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage
@@ -147,6 +153,9 @@ CacheSalt = Annotated[
 ]
 
 
+Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+
+
 class StreamOptions(BaseModel):
     """``include_usage`` adds a last event with the token counts. ``continuous_usage_stats`` (vLLM)
     adds the counts so far to every event."""
@@ -157,19 +166,32 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool | None = None
 
 
-class GenerationRequest(BaseModel):
+class RequestBody(BaseModel):
+    """The fields of every request to a model."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = None
+    cache_salt: CacheSalt | None = None
+
+    @property
+    def engine_fields(self) -> RequestFields:
+        """The fields that the engine's requests have under the same names, where they are set."""
+        # Not what a client calls so: extra fields are attributes, too.
+        names = RequestFields.__annotations__.keys() & type(self).model_fields.keys()
+        fields = {name: value for name in names if (value := getattr(self, name)) is not None}
+        return cast(RequestFields, fields)
+
+
+class GenerationRequest(RequestBody):
     """The fields that completions and chat completions share.
 
     The fields of `SamplingParams` have its names, ranges and descriptions. Null means its default.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: int | None = Field(default=None, ge=-(2**63), le=2**63 - 1)
-    cache_salt: CacheSalt | None = None
+    priority: Priority | None = None
     # sampling parameters
     n: int | None = _parameter("n")
     temperature: float | None = _parameter("temperature")

@@ -29,8 +29,8 @@ from trencadis.server.api.characters import Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage, joined_text
 from trencadis.server.api.protocol import (
     MAX_MESSAGES,
-    CacheSalt,
     ChatCompletionRequest,
+    RequestBody,
     ServiceTier,
 )
 from trencadis.server.api.tools import (
@@ -245,12 +245,9 @@ class ReasoningConfig(BaseModel):
         return self
 
 
-class ResponsesRequest(BaseModel):
+class ResponsesRequest(RequestBody):
     """``POST /v1/responses``. Nothing is stored, whatever ``store`` is left at."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
-    model: str | None = None
     input: Annotated[
         list[InputItem],
         Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True),
@@ -270,7 +267,6 @@ class ResponsesRequest(BaseModel):
     stream: bool | None = None
     metadata: dict[Text, Text] | None = None
     service_tier: ServiceTier | None = None
-    cache_salt: CacheSalt | None = None
 
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
@@ -303,7 +299,7 @@ class ResponsesRequest(BaseModel):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if text_format is None else text_format.for_chat(),
             stream=self.stream,
-            cache_salt=self.cache_salt,
+            **self.engine_fields,
         )
 
     def _messages(self) -> list[ChatMessage]:

@@ -12,8 +12,8 @@ from typing import Literal, TypeAlias
 import attrs
 
 from trencadis.engine import CompletionDelta
-from trencadis.server.api.usage import Usage
 from trencadis.server.generation.answer_plan import AnswerPlan
+from trencadis.server.generation.choice_stream import Usage
 from trencadis.server.parsers.events import CallBegin, Content, Event, Reasoning
 from trencadis.server.parsers.reasoning_parsers import ReasoningParser
 from trencadis.server.parsers.tool_parser import ToolParser

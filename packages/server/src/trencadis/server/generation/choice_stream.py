@@ -12,24 +12,26 @@ from contextlib import aclosing
 from typing import Literal, TypeAlias
 
 import attrs
+from openai.types import CompletionUsage
+from openai.types.completion_usage import PromptTokensDetails
 
 from trencadis.engine import (
     CompletionDelta,
     EngineDead,
     EngineOverloaded,
+    EngineRequest,
     EngineSleeping,
     EngineUnresponsive,
     InvalidRequest,
     ModelNotActiveError,
     PositionLogprobs,
-    SamplingParams,
+    RequestFields,
 )
-from trencadis.server.api.usage import Usage
 from trencadis.server.errors import RequestAbortedError
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
 from trencadis.server.metrics.tracing import RequestTrace
 
-Generate: TypeAlias = Callable[..., AsyncGenerator[CompletionDelta, None]]
+Generate: TypeAlias = Callable[[EngineRequest], AsyncGenerator[CompletionDelta, None]]
 """`ServingEngine.generate`."""
 
 FinishReason = Literal["stop", "length"]
@@ -37,20 +39,40 @@ FinishReason = Literal["stop", "length"]
 
 
 @attrs.frozen
-class EngineRequest:
-    """The arguments of one `ServingEngine.generate` call. Their meanings are described there.
+class Sender:
+    """Who sent an API request: the name of the API key, if any.
 
-    ``trace_headers``: those headers of the client that its trace belongs to.
-    ``api_key``: the name of the key that the request was sent with, if any, for the metrics.
+    ``client``: with whose requests it shares its part of the engine. ``fields``: those that all of
+    its engine requests have. ``trace_headers``: the trace that it belongs to.
     """
 
-    prompt_token_ids: Sequence[int]
-    params: SamplingParams
-    priority: int = 0
-    cache_salt: str | None = None
-    trace_headers: Mapping[str, str] = attrs.field(factory=dict)
-    client: str = ""
-    api_key: str = ""
+    api_key: str
+    client: str
+    fields: RequestFields
+    trace_headers: Mapping[str, str]
+
+
+@attrs.define
+class Usage:
+    """Token counts of one request. ``cached`` is the number of prefix hits of each prompt."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached: dict[int, int] = attrs.field(factory=dict)
+
+    def add(self, prompt: int, delta: CompletionDelta) -> None:
+        """Add a delta of a choice for prompt number ``prompt``."""
+        self.completion_tokens += len(delta.token_ids)
+        self.cached[prompt] = delta.num_cached_tokens
+
+    def so_far(self) -> CompletionUsage:
+        """The current counts, as the OpenAI API reports them."""
+        return CompletionUsage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=self.completion_tokens,
+            total_tokens=self.prompt_tokens + self.completion_tokens,
+            prompt_tokens_details=PromptTokensDetails(cached_tokens=sum(self.cached.values())),
+        )
 
 
 @attrs.frozen
@@ -84,10 +106,10 @@ class ChoiceStream(AsyncIterator[ChoiceDelta]):
         generate: Generate,
         metrics: ServingMetrics,
         requests: Sequence[EngineRequest],
-        request_id: str,
+        sender: Sender,
     ) -> None:
         streams = [
-            _generate(generate, metrics, request, prompt, f"{request_id}-{prompt}")
+            _generate(generate, metrics, request, prompt, sender)
             for prompt, request in enumerate(requests)
         ]
         self._source = streams[0] if len(streams) == 1 else _merge(streams)
@@ -133,25 +155,17 @@ async def _generate(
     metrics: ServingMetrics,
     request: EngineRequest,
     prompt: int,
-    request_id: str,
+    sender: Sender,
 ) -> AsyncGenerator[ChoiceDelta, None]:
     first_choice = prompt * request.params.n
     num_prompt_tokens = len(request.prompt_token_ids)
-    timeline = RequestTimeline(metrics, request.params.n, num_prompt_tokens, request.api_key)
+    timeline = RequestTimeline(metrics, request.params.n, num_prompt_tokens, sender.api_key)
     metrics.num_active += 1
     outcome: str | None = "abort"
     failure: Exception | None = None
     model_name = metrics.model_name
-    stream = generate(
-        request.prompt_token_ids,
-        request.params,
-        request_id,
-        request.priority,
-        request.cache_salt,
-        request.client,
-    )
     try:
-        async with aclosing(stream):
+        async with aclosing(generate(request)) as stream:
             async for delta in stream:
                 timeline.observe(delta)
                 if delta.finish_reason == "abort":
@@ -167,7 +181,7 @@ async def _generate(
         if outcome is not None:
             timeline.end(outcome)
         if metrics.tracer is not None:
-            metrics.tracer.record(_trace(timeline, request, request_id, model_name, failure))
+            metrics.tracer.record(_trace(timeline, request, sender, model_name, failure))
 
 
 def _is_refusal(error: Exception) -> bool:
@@ -187,12 +201,12 @@ def _is_refusal(error: Exception) -> bool:
 def _trace(
     timeline: RequestTimeline,
     request: EngineRequest,
-    request_id: str,
+    sender: Sender,
     model_name: str,
     failure: Exception | None,
 ) -> RequestTrace:
     return RequestTrace(
-        request_id=request_id,
+        request_id=request.request_id or "",
         model_name=model_name,
         params=request.params,
         arrived_ns=timeline.arrived_ns,
@@ -204,7 +218,7 @@ def _trace(
         num_generation_tokens=timeline.num_generation_tokens,
         request_status=timeline.request_status,
         finish_reasons=tuple(reason for _, reason in sorted(timeline.finish_reasons.items())),
-        trace_headers=request.trace_headers,
+        trace_headers=sender.trace_headers,
         error=failure,
     )
 

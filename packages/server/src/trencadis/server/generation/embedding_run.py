@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from contextlib import aclosing
 from typing import Generic, TypeVar
 
-from trencadis.engine import CompletionDelta, EngineOverloaded
-from trencadis.server.generation.choice_stream import ChoiceStream, EngineRequest, Generate
+from trencadis.engine import CompletionDelta, EngineOverloaded, PoolingRequest
+from trencadis.server.generation.choice_stream import ChoiceStream, Generate, Sender
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 
 ResultT = TypeVar("ResultT")
@@ -22,8 +22,8 @@ is not filled by one request."""
 async def embed_all(
     generate: Generate,
     metrics: ServingMetrics,
-    requests: Sequence[EngineRequest],
-    request_id: str,
+    requests: Sequence[PoolingRequest],
+    sender: Sender,
     read: Callable[[CompletionDelta], ResultT],
 ) -> list[ResultT]:
     """What ``read`` makes of the result of each request, in the order of ``requests``.
@@ -32,7 +32,7 @@ async def embed_all(
     engine it is an error. The first error ends all of them, and so does the end of the caller.
     Raises what the engine's ``generate`` raises.
     """
-    run = _EmbeddingRun(generate, metrics, requests, request_id, read)
+    run = _EmbeddingRun(generate, metrics, requests, sender, read)
     tasks = [asyncio.create_task(run.embed_next()) for _ in requests[:_AT_ONCE]]
     try:
         await asyncio.gather(*tasks)
@@ -50,15 +50,15 @@ class _EmbeddingRun(Generic[ResultT]):
         self,
         generate: Generate,
         metrics: ServingMetrics,
-        requests: Sequence[EngineRequest],
-        request_id: str,
+        requests: Sequence[PoolingRequest],
+        sender: Sender,
         read: Callable[[CompletionDelta], ResultT],
     ) -> None:
         self.found: dict[int, ResultT] = {}
         self._read = read
         self._generate = generate
         self._metrics = metrics
-        self._request_id = request_id
+        self._sender = sender
         self._numbered = enumerate(requests)
         self._num_sent = 0
         """Inputs that the engine has, or is asked to take."""
@@ -70,14 +70,12 @@ class _EmbeddingRun(Generic[ResultT]):
             while not await self._embed(number, request):
                 await self._wait()
 
-    async def _embed(self, number: int, request: EngineRequest) -> bool:
+    async def _embed(self, number: int, request: PoolingRequest) -> bool:
         """Whether the engine took an input, which then has its result.
 
         Raises `EngineOverloaded` where the engine has no other input of this request.
         """
-        stream = ChoiceStream(
-            self._generate, self._metrics, [request], f"{self._request_id}-{number}"
-        )
+        stream = ChoiceStream(self._generate, self._metrics, [request], self._sender)
         self._num_sent += 1
         try:
             async with aclosing(stream):

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+import threading
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import attrs
 
@@ -17,7 +19,6 @@ from trencadis.server.api.protocol import ChatCompletionRequest, CompletionReque
 from trencadis.server.engine_protocol import ServingTokenizer
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.answer_plan import AnswerPlan
-from trencadis.server.generation.prompt_thread import PromptThread
 from trencadis.server.generation.served_model import ServedModel
 
 logger = logging.getLogger("trencadis.server")
@@ -76,9 +77,10 @@ class PromptEncoder:
     ) -> list[Prompt]:
         """The conversation as one prompt for a model, with the plan of its answers.
 
-        Raises `InvalidRequest` if the chat template rejects it or the model cannot take it, and
+        Raises `InvalidRequest` if the model cannot take it or cannot answer as it asks, and
         `ApiError` if it leaves no token of the context for the output.
         """
+        model.answers.check(request)
         token_ids = await self._render(request, model, client)
         _check(token_ids, "messages", model)
         return [Prompt(token_ids, answer=model.answers.plan(request, token_ids))]
@@ -273,6 +275,51 @@ class PromptEncoder:
             self._pending[client] -= 1
             if not self._pending[client]:
                 del self._pending[client]
+
+
+class PromptThread:
+    """Does one piece of work at a time: of the clients that wait, the next of each in rotation."""
+
+    def __init__(self, name: str) -> None:
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
+        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
+        """What each client waits for; the client that is next comes first."""
+        self._lock = threading.Lock()
+
+    def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
+        """The result of ``work``, once it is done. Raises `RuntimeError` after `close`."""
+        future: Future[T] = Future()
+        with self._lock:
+            self._thread.submit(self._do_next)
+            self._waiting.setdefault(client, deque()).append((future, work))
+        return future
+
+    def close(self) -> None:
+        """End the thread after the present work, and cancel all other."""
+        with self._lock:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            for client in self._waiting.values():
+                for future, _ in client:
+                    future.cancel()
+            self._waiting.clear()
+
+    def _do_next(self) -> None:
+        with self._lock:
+            if not self._waiting:  # closed
+                return
+            client = next(iter(self._waiting))
+            works = self._waiting.pop(client)
+            future, work = works.popleft()
+            if works:
+                self._waiting[client] = works
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = work()
+        except BaseException as error:  # as in an executor, the caller that waits gets it
+            future.set_exception(error)
+        else:
+            future.set_result(result)
 
 
 def _beginning(text: str, max_tokens: int, min_num_tokens: Callable[[int], int]) -> str:

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
 from trencadis.server.http.auth import AdminCalls
-from trencadis.server.http.body_limit import BodyLimit, replay
 from trencadis.server.http.error_response import ErrorResponse
+from trencadis.server.http.request_body import BodyLimit, replay
 
 TIME_HEADER = "x-admin-time"
 SCHEME = "signature"

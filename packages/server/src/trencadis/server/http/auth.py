@@ -160,7 +160,7 @@ def _api_key(headers: Headers) -> tuple[str, str]:
     return _bearer_token(headers)
 
 
-def cache_salt(headers: Headers, salt: str | None) -> str:
+def key_salt(headers: Headers, salt: str | None) -> str:
     """The salt of a request whose cached prefixes are for its API key alone.
 
     The digest of the key, and the client's own ``salt``: a client that knows that of another key

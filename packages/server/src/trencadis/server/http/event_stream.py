@@ -18,7 +18,7 @@ from trencadis.server.errors import (
     as_api_error,
     server_stopping,
 )
-from trencadis.server.http.disconnect import unless_disconnected
+from trencadis.server.http.cancelled_requests import unless_disconnected
 
 logger = logging.getLogger(__name__)
 

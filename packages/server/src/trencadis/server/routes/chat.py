@@ -17,7 +17,7 @@ from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, 
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.content_type import require_json
+from trencadis.server.http.request_body import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ChunkWriter,

@@ -13,7 +13,7 @@ from trencadis.engine import PositionLogprobs
 from trencadis.server.api.logprobs import TextOffset, completion_logprobs
 from trencadis.server.api.protocol import CompletionRequest
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
-from trencadis.server.http.content_type import require_json
+from trencadis.server.http.request_body import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ChunkWriter,

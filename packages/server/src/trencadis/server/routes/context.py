@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from functools import partial
 
 import attrs
 
 from trencadis.engine import EngineUnresponsive, InvalidRequest, SamplingParams
-from trencadis.server.engine_protocol import (
-    ServingEngine,
-    SleepingEngine,
-    as_switching,
-    embedding_size,
-    scoring,
-)
+from trencadis.server.engine_protocol import ServingEngine, SleepingEngine, SwitchingEngine
 from trencadis.server.errors import ApiError
-from trencadis.server.generation.choice_stream import Generate
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.generation.served_model import ServedModel, ServedModels
 from trencadis.server.metrics.serving_metrics import ServingMetrics
@@ -35,11 +27,13 @@ class Drain:
 class ServingContext:
     """The engine, the settings and the objects built from them.
 
-    ``switcher``: None for an engine of one model. ``created`` is the start time of the app, in
+    ``switching``: the engine, if it has several models, and ``switcher`` its only user; None for an
+    engine of one model. ``created`` is the start time of the app, in
     seconds since the Unix epoch.
     """
 
     engine: ServingEngine
+    switching: SwitchingEngine | None
     settings: ServerSettings
     metrics: ServingMetrics
     encoder: PromptEncoder
@@ -51,7 +45,7 @@ class ServingContext:
     @property
     def aliases(self) -> tuple[str, ...]:
         """The names of all models that this server may serve."""
-        switching = as_switching(self.engine)
+        switching = self.switching
         return (self.engine.model_name,) if switching is None else switching.aliases
 
     async def check_health(self) -> None:
@@ -87,8 +81,8 @@ class ServingContext:
         is_asleep = isinstance(self.engine, SleepingEngine) and self.engine.is_sleeping
         if is_asleep and not (self.switcher is not None and self.switcher.idle.is_asleep):
             raise self._unavailable("the engine sleeps: POST /wake_up", "engine_sleeping")
-        switching = as_switching(self.engine)
-        if switching is not None and switching.is_switching and not self.settings.auto_switch:
+        is_switching = self.switching is not None and self.switching.is_switching
+        if is_switching and not self.settings.auto_switch:
             raise self._unavailable("the model is being switched", "model_switching")
 
     def check_name(self, name: str | None) -> None:
@@ -122,9 +116,9 @@ class ServingContext:
 
         Before a switch to it. None names the active one.
         """
-        switching = as_switching(self.engine)
+        switching = self.switching
         if switching is None:
-            computes = embedding_size(self.engine) > 0 or scoring(self.engine) is not None
+            computes = self.models.current.is_pooling
         else:
             computes = switching.entry_of(name or switching.active).config.runner == "pooling"
         check_runner(name or self.engine.model_name, computes, wants_embeddings=wants_embeddings)
@@ -134,20 +128,13 @@ class ServingContext:
 
         As `model_for`; with ``auto_switch`` also a model that is not active, without a switch.
         """
-        switching = as_switching(self.engine)
+        switching = self.switching
         if switching is None or not self.settings.auto_switch:
             return self.model_for(name)
         self.check_name(name)
         if name is None or name == self.engine.model_name:
             return self.models.current
         return self.models.inactive(name, await switching.tokenizer_of(name))
-
-    def generate_for(self, model: ServedModel) -> Generate:
-        """`ServingEngine.generate`, for prompts that the tokenizer of ``model`` made."""
-        switching = as_switching(self.engine)
-        if switching is None:
-            return self.engine.generate
-        return partial(switching.generate, model=model.name)
 
     def _unavailable(self, message: str, code: str) -> ApiError:
         headers = {"Retry-After": str(self.settings.retry_after)}

@@ -7,10 +7,9 @@ import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from typing import Any, ClassVar, Generic, TypeAlias, TypeVar
 
-import attrs
 from fastapi import Request, Response
 from openai.types import Completion
 from openai.types.chat import ChatCompletionChunk
@@ -18,8 +17,10 @@ from pydantic import BaseModel
 
 from trencadis.engine import (
     EngineSleeping,
+    GenerateRequest,
     InvalidRequest,
     ModelNotActiveError,
+    SamplingParams,
     SwitchInProgressError,
 )
 from trencadis.server.api.error_responses import (
@@ -27,21 +28,21 @@ from trencadis.server.api.error_responses import (
     ErrorResponse,
     error_responses,
 )
-from trencadis.server.api.protocol import ChatCompletionRequest, GenerationRequest
-from trencadis.server.api.usage import Usage
+from trencadis.server.api.protocol import ChatCompletionRequest, GenerationRequest, RequestBody
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import (
     ChoiceDelta,
     ChoiceStream,
-    EngineRequest,
     FinishedChoice,
+    Sender,
+    Usage,
     collect,
 )
 from trencadis.server.generation.prompts import Prompt, max_output_tokens
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.api_keys import key_name
-from trencadis.server.http.auth import cache_salt
-from trencadis.server.http.disconnect import unless_disconnected
+from trencadis.server.http.auth import key_salt
+from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.event_stream import EventStream
 from trencadis.server.metrics.tracing import TRACE_HEADERS
 from trencadis.server.routes.context import ServingContext, check_runner, check_token_ids
@@ -191,41 +192,21 @@ async def respond_to_chat(
     new_writer: NewWriter,
 ) -> Response:
     """Answer a conversation, as `respond` does. Raises `InvalidRequest`."""
-
-    async def encode(
-        request: ChatCompletionRequest, model: ServedModel, client: str
-    ) -> list[Prompt]:
-        model.answers.check(request)
-        return await context.encoder.chat(request, model, client)
-
     try:
-        return await respond(context, http_request, request, encode, new_writer)
+        return await respond(context, http_request, request, context.encoder.chat, new_writer)
     except InvalidRequest as error:
         if error.field == "prompt":  # the engine's name for the rendered messages
             raise InvalidRequest(str(error), "messages") from error
         raise
 
 
-@attrs.frozen
-class Sender:
-    """Who sent a request: the name of the API key, if any.
-
-    ``cache_salt``: with whose requests it shares cached prefixes. ``client``: with whose requests
-    it shares its part of the engine. ``trace_headers``: the trace that the request belongs to.
-    """
-
-    api_key: str
-    cache_salt: str | None
-    client: str
-    trace_headers: Mapping[str, str]
-
-    @classmethod
-    def of(cls, request: Request, salt: str | None, settings: ServerSettings) -> Sender:
-        name = key_name(request.scope)
-        if settings.prefix_cache_per_key:
-            salt = cache_salt(request.headers, salt)
-        trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
-        return cls(name, salt, client_of(request, settings), trace)
+def _sender_of(request: Request, body: RequestBody, settings: ServerSettings) -> Sender:
+    client, fields = client_of(request, settings), body.engine_fields
+    fields["client"] = client
+    if settings.prefix_cache_per_key:
+        fields["cache_salt"] = key_salt(request.headers, body.cache_salt)
+    trace = {name: request.headers[name] for name in TRACE_HEADERS if name in request.headers}
+    return Sender(key_name(request.scope), client, fields, trace)
 
 
 def client_of(request: Request, settings: ServerSettings) -> str:
@@ -243,10 +224,32 @@ async def respond(
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
-        return await _answer(context, model, request, sender, encode, new_writer)
+        # before tokenisation, which takes longer
+        check_token_ids(request.sampling_params(request.requested_tokens), model)
+        prompts = await encode(request, model, sender.client)
+        params = [_params(request, prompt, model) for prompt in prompts]
+        writer = new_writer(model, request, prompts)
+        requests = [
+            GenerateRequest(
+                prompt.token_ids,
+                prompt_params,
+                request_id=f"{writer.id}-{number}",
+                model=model.name,
+                **sender.fields,
+            )
+            for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True))
+        ]
+        deltas = ChoiceStream(context.engine.generate, context.metrics, requests, sender)
+        if request.stream:
+            await deltas.start()
+            timeout = context.settings.send_timeout
+            return EventStream(writer.events(deltas), writer.failure, deltas, timeout, writer.id)
+        choices = await collect(deltas, len(prompts) * request.num_choices, writer.usage)
+        content = writer.whole(choices)
+        return Response(content, media_type="application/json", headers={"X-Request-Id": writer.id})
 
     try:
-        return await with_model(context, http_request, request.model, request.cache_salt, answer)
+        return await with_model(context, http_request, request, answer)
     except InvalidRequest as error:
         if error.field == "structured_output":  # the engine's name for several fields of the API
             field = request.structured_output_field
@@ -261,18 +264,17 @@ Answer: TypeAlias = Callable[[ServedModel, Sender], Awaitable[Response]]
 async def with_model(
     context: ServingContext,
     http_request: Request,
-    name: str | None,
-    salt: str | None,
+    body: RequestBody,
     answer: Answer,
     *,
     wants_embeddings: bool = False,
 ) -> Response:
-    """Answer a request by the model with this ``name``; None is the active one.
+    """Answer a request by the model that it names, or by the active one.
 
-    ``salt`` is the request's own ``cache_salt``. Cancels ``answer`` where the client disconnects.
-    Raises 400 for a model with the runner for other requests: see ``wants_embeddings``.
+    Cancels ``answer`` where the client disconnects. Raises 400 for a model with the runner for
+    other requests: see ``wants_embeddings``.
     """
-    sender = Sender.of(http_request, salt, context.settings)
+    name, sender = body.model, _sender_of(http_request, body, context.settings)
 
     async def checked(model: ServedModel, sender: Sender) -> Response:
         # The active one may not be that of before.
@@ -282,16 +284,11 @@ async def with_model(
     context.check_accepting()
     context.check_name(name)
     context.check_runner(name, wants_embeddings=wants_embeddings)
-    work = _with_model(context, name, sender, checked)
-    return await unless_disconnected(http_request.receive, work)
-
-
-async def _with_model(
-    context: ServingContext, name: str | None, sender: Sender, answer: Answer
-) -> Response:
     if context.settings.auto_switch and context.switcher is not None:
-        return await _after_switch(context, context.switcher, name, sender, answer)
-    return await answer(context.model_for(name), sender)
+        work = _after_switch(context, context.switcher, name, sender, checked)
+    else:
+        work = checked(context.model_for(name), sender)
+    return await unless_disconnected(http_request.receive, work)
 
 
 async def _after_switch(
@@ -321,33 +318,7 @@ async def _after_switch(
             await asyncio.sleep(_AFTER_REFUSAL_SECONDS)
 
 
-async def _answer(
-    context: ServingContext,
-    model: ServedModel,
-    request: RequestT,
-    sender: Sender,
-    encode: Encode[RequestT],
-    new_writer: NewWriter,
-) -> Response:
-    # before tokenisation, which takes longer
-    check_token_ids(request.sampling_params(request.requested_tokens), model)
-    prompts = await encode(request, model, sender.client)
-    requests = [_engine_request(request, prompt, sender, model) for prompt in prompts]
-    writer = new_writer(model, request, prompts)
-    generate = context.generate_for(model)
-    deltas = ChoiceStream(generate, context.metrics, requests, writer.id)
-    if request.stream:
-        await deltas.start()
-        timeout = context.settings.send_timeout
-        return EventStream(writer.events(deltas), writer.failure, deltas, timeout, writer.id)
-    choices = await collect(deltas, len(prompts) * request.num_choices, writer.usage)
-    content = writer.whole(choices)
-    return Response(content, media_type="application/json", headers={"X-Request-Id": writer.id})
-
-
-def _engine_request(
-    request: GenerationRequest, prompt: Prompt, sender: Sender, model: ServedModel
-) -> EngineRequest:
+def _params(request: GenerationRequest, prompt: Prompt, model: ServedModel) -> SamplingParams:
     max_tokens = max_output_tokens(
         request.requested_tokens,
         request.max_tokens_field,
@@ -356,14 +327,4 @@ def _engine_request(
         None if request.sets_max_tokens else model.default_sampling.get("max_tokens"),
     )
     params = request.sampling_params(max_tokens, model.default_sampling)
-    if prompt.answer is not None:
-        params = prompt.answer.apply_to(params)
-    return EngineRequest(
-        prompt.token_ids,
-        params,
-        request.priority or 0,
-        sender.cache_salt,
-        sender.trace_headers,
-        sender.client,
-        sender.api_key,
-    )
+    return params if prompt.answer is None else prompt.answer.apply_to(params)

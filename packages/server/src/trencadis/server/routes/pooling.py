@@ -22,14 +22,14 @@ from fastapi.responses import StreamingResponse
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
 
-from trencadis.engine import POOLING, CompletionDelta, Embedding, Score, Scoring
+from trencadis.engine import CompletionDelta, Embedding, PoolingRequest, Score, Scoring
 from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.pooling import (
     Document,
     EmbeddingList,
     EmbeddingRequest,
     PairRequest,
-    PoolingRequest,
+    PoolingBody,
     PoolingUsage,
     RerankList,
     RerankRequest,
@@ -40,12 +40,12 @@ from trencadis.server.api.pooling import (
 )
 from trencadis.server.engine_protocol import PairTokenizer
 from trencadis.server.errors import ApiError
-from trencadis.server.generation.choice_stream import EngineRequest
+from trencadis.server.generation.choice_stream import Sender
 from trencadis.server.generation.embedding_run import embed_all
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.content_type import require_json
+from trencadis.server.http.request_body import require_json
 from trencadis.server.routes.context import ServingContext
-from trencadis.server.routes.generation_response import Sender, with_model
+from trencadis.server.routes.generation_response import with_model
 
 Vector: TypeAlias = npt.NDArray[np.float32]
 
@@ -91,7 +91,7 @@ def _responses(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
 
 
 async def _respond(
-    context: ServingContext, http_request: Request, request: PoolingRequest, write: Write
+    context: ServingContext, http_request: Request, request: PoolingBody, write: Write
 ) -> Response:
     """Answer a request with the embeddings of its inputs.
 
@@ -110,8 +110,7 @@ async def _respond(
         name = _new_id(request)
         return write(name, model.name, await _embed(context, request, model, sender, name))
 
-    name, salt = request.model, request.cache_salt
-    return await with_model(context, http_request, name, salt, answer, wants_embeddings=True)
+    return await with_model(context, http_request, request, answer, wants_embeddings=True)
 
 
 async def _respond_to_pairs(
@@ -136,13 +135,12 @@ async def _respond_to_pairs(
         embeddings = await _embed(context, request, model, sender, name)
         return write(name, model.name, cosines(embeddings), _usage(embeddings))
 
-    name, salt = request.model, request.cache_salt
-    return await with_model(context, http_request, name, salt, answer, wants_embeddings=True)
+    return await with_model(context, http_request, request, answer, wants_embeddings=True)
 
 
 async def _embed(
     context: ServingContext,
-    request: PoolingRequest,
+    request: PoolingBody,
     model: ServedModel,
     sender: Sender,
     name: str,
@@ -160,9 +158,9 @@ async def _embed(
         max_tokens=request.max_tokens(model.max_model_len),
         client=sender.client,
     )
-    requests = [_engine_request(token_ids, request, sender) for token_ids in inputs]
-    generate = context.generate_for(model)
-    return await embed_all(generate, context.metrics, requests, name, Embedding.of)
+    requests = _engine_requests(inputs, model, sender, name)
+    generate = context.engine.generate
+    return await embed_all(generate, context.metrics, requests, sender, Embedding.of)
 
 
 async def _score(
@@ -188,31 +186,26 @@ async def _score(
         max_tokens=request.max_tokens(model.max_model_len),
         client=sender.client,
     )
-    requests = [_engine_request(token_ids, request, sender) for token_ids in prompts]
+    requests = _engine_requests(prompts, model, sender, name)
     uses_activation = request.use_activation is not False
 
     def read(delta: CompletionDelta) -> Score:
         return Score.of(delta, scoring, uses_activation)
 
-    return await embed_all(context.generate_for(model), context.metrics, requests, name, read)
+    return await embed_all(context.engine.generate, context.metrics, requests, sender, read)
 
 
-def _new_id(request: PoolingRequest) -> str:
+def _new_id(request: PoolingBody) -> str:
     return f"{request.id_prefix}-{uuid.uuid4().hex}"
 
 
-def _engine_request(
-    token_ids: Sequence[int], request: PoolingRequest, sender: Sender
-) -> EngineRequest:
-    return EngineRequest(
-        token_ids,
-        POOLING,
-        request.priority or 0,
-        sender.cache_salt,
-        sender.trace_headers,
-        sender.client,
-        sender.api_key,
-    )
+def _engine_requests(
+    prompts: Sequence[Sequence[int]], model: ServedModel, sender: Sender, name: str
+) -> list[PoolingRequest]:
+    return [
+        PoolingRequest(prompt, request_id=f"{name}-{number}", model=model.name, **sender.fields)
+        for number, prompt in enumerate(prompts)
+    ]
 
 
 # The responses.

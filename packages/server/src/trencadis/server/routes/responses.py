@@ -40,7 +40,7 @@ from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoice, FinishReason
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.content_type import require_json
+from trencadis.server.http.request_body import require_json
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ResponseWriter,

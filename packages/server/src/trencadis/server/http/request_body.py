@@ -1,4 +1,4 @@
-"""The limits of a request body, in bytes and in seconds. They apply before it is parsed."""
+"""What the body of a request must be: JSON, and within limits of bytes and seconds."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 
 import anyio
+from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -94,3 +95,15 @@ def replay(body: bytes, receive: Receive) -> Receive:
         return pending.pop() if pending else await receive()
 
     return replayed
+
+
+def require_json(request: Request) -> None:
+    """Raise 415 unless the request declares its body as JSON. A FastAPI dependency.
+
+    A web page can make a browser send other media types to a server on the user's machine without
+    asking that server. For JSON the browser asks first (a CORS preflight), and this server rejects.
+    """
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if media_type != "application/json" and not media_type.endswith("+json"):
+        given = f"got {media_type!r}" if media_type else "there is none"
+        raise ApiError(415, f"the Content-Type header must be application/json, {given}")
