@@ -33,8 +33,9 @@ from trencadis.engine import EngineConfig, EngineCore, SamplingParams, default_m
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
 from trencadis.engine.models.loader import num_weight_bytes
-from trencadis.engine.runner.sampling_rows import RowRequest, SamplingRow
-from trencadis.scheduler import ScheduledSequence, SchedulerOutput
+from trencadis.engine.runner.step import RowRequest, SampleSettings, StepInput
+from trencadis.kvcache import CopyPlan
+from trencadis.scheduler import ScheduledSequence
 
 BATCHES = (1, 2, 4, 8, 16, 32, 64)
 CONTEXTS = (128, 512, 2048, 8192)
@@ -148,16 +149,16 @@ def _least(run: Callable[[], object]) -> float:
 
 def work_of(core: EngineCore) -> Work:
     """What the model's linear layers and its attention have to read and to compute."""
-    model: Any = core.worker.runner.forward_runner._model
+    model: Any = core.executor.worker.runner.forward_runner._model
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [module for module in model.modules() if hasattr(module, "out_features")]
-    text = model.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads * core.spec.head_dim
     return Work(
         weight_bytes=num_weight_bytes(model) - sum(weight.nbytes for weight in embeddings),
-        bytes_per_token=core.worker.block_bytes // core.config.block_size,
+        bytes_per_token=core.facts.block_bytes // core.config.block_size,
         products=sum(module.in_features * module.out_features for module in linears),
-        products_per_token=2 * heads * core.spec.num_layers,
+        products_per_token=sum(
+            layer.heads * (layer.key_width + layer.value_width) for layer in core.spec.layers
+        ),
     )
 
 
@@ -183,13 +184,13 @@ def decode(core: EngineCore, batch: int, context: int) -> float:
         )
         for row in range(batch)
     )
-    asked = RowRequest((SamplingRow(GREEDY, 0, (1,), 1),))
-    requests = {decoded.seq_id: asked for decoded in decodes}
+    asked = RowRequest(context, (SampleSettings(GREEDY, 0, 1),))
+    step = StepInput(0, (), decodes, CopyPlan(), {decoded.seq_id: asked for decoded in decodes})
     times: list[float] = []
     began = time.perf_counter()
     while len(times) < FEWEST + 2 or time.perf_counter() - began < STEP_SECONDS:
         started = time.perf_counter()
-        core.worker.runner.run(SchedulerOutput(0, decodes=decodes), requests).wait()
+        core.executor.execute(step).wait()
         times.append(time.perf_counter() - started)
     return statistics.median(times[2:])
 
@@ -197,7 +198,7 @@ def decode(core: EngineCore, batch: int, context: int) -> float:
 def measure_overheads(model: str, engine: str, waiting: Sequence[int]) -> list[Overhead]:
     """What steps of `RUNNING` sequences take outside of the forward pass, while others wait."""
     core = start(model, engine, RUNNING, 1024)
-    forward = core.worker.runner.forward_runner
+    forward = core.executor.worker.runner.forward_runner
     compute, computing = forward.run, [0.0]
 
     def timed(batch: Any) -> Any:

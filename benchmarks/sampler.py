@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from trencadis.engine import SamplingParams
+from trencadis.engine.runner.step import RowRequest, SampleSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 WAYS = {
@@ -46,13 +47,18 @@ def make_logits(rows: int, vocabulary: int) -> torch.Tensor:
     return logits
 
 
+def make_requests(params: SamplingParams, rows: int) -> list[RowRequest]:
+    histories = [(*range(seed, 500 + seed), 1, 2) for seed in range(rows)]
+    return [
+        RowRequest(502, (SampleSettings.of(params, seed, history, 500),))
+        for seed, history in enumerate(histories)
+    ]
+
+
 def host_sampler(params: SamplingParams, rows: int) -> Callable[[torch.Tensor], object]:
     """The host's `sample`; another checkout has to make its rows in the same way."""
     sampler: Any = import_module("trencadis.engine.runner.sampler")
-    requests = [
-        sampler.SamplingRow(params, seed, (*range(seed, 500 + seed), 1, 2), 500)
-        for seed in range(rows)
-    ]
+    requests = make_requests(params, rows)
     return lambda logits: sampler.sample(logits, requests)
 
 
@@ -64,12 +70,7 @@ def device_sampler(
     sampler = module.DeviceSampler(
         import_module("trencadis.engine.devices").CPUDevice(), vocabulary
     )
-    requests = [
-        module.RowRequest(
-            (module.SamplingRow(params, seed, (*range(seed, 500 + seed), 1, 2), 500),)
-        )
-        for seed in range(rows)
-    ]
+    requests = make_requests(params, rows)
 
     def sample(logits: torch.Tensor) -> object:
         words = torch.from_numpy(sampler.words(requests, rows))

@@ -221,7 +221,7 @@ def answer(
     jumps: bool = True,
 ) -> Answered:
     """What the answers took, ``at_once`` at a time."""
-    runner, forced = llm.core.worker.runner, [0]
+    runner, forced = llm.core.executor.worker.runner, [0]
     pays_to_jump = runner.pays_to_jump
 
     def counted(start: int, num_forced: int, num_seqs: int) -> bool:

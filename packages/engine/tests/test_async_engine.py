@@ -9,6 +9,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import attrs
 import pytest
@@ -380,7 +381,7 @@ class Channel:
 class WarmingCore:
     """As much of a core as an idle round needs, with buckets left to warm up."""
 
-    is_warming_up = True
+    executor = SimpleNamespace(is_warming_up=True)
     has_work = False
     stats = EngineStats()
 

@@ -91,10 +91,10 @@ def test_a_batch_uses_the_smallest_ready_bucket_that_is_not_much_larger(
         )
     )
     core.warm_up()
-    runner = core.worker.runner
+    runner = core.executor.worker.runner
     missed: list[Bucket] = []
-    runner.prefer_ready_buckets(lambda phase, bucket: missed.append(bucket))
-    for bucket in core.worker.grids.decode.buckets:
+    runner.buckets.prefer_ready(lambda phase, bucket: missed.append(bucket))
+    for bucket in core.executor.worker.grids.decode.buckets:
         if bucket.shape[0] in ready:
             runner.execute(Phase.DECODE, bucket)
     batches: list[ModelInput] = []

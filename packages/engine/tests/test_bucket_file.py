@@ -61,7 +61,7 @@ def test_a_server_with_a_fitted_file_has_no_bucket_miss(
     file = tmp_path / "buckets.txt"
     assert main(["fit", str(trace), *window, *FLAGS, "--step", "8", "--output", str(file)]) == 0
     core = engine(tiny_model, file)
-    assert [bucket.shape for bucket in core.worker.grids.prompt] == list(
+    assert [bucket.shape for bucket in core.executor.worker.grids.prompt] == list(
         read_bucket_file(file).prompt
     )
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
@@ -100,7 +100,7 @@ def test_gaps_of_a_file_are_told_at_the_start_and_requests_are_served(
     )
     assert "no decode bucket holds batch 3 to 4, blocks 0 to 60" in caplog.text
     assert (
-        "is a bucket miss, which is compiled in a shape of its own, run eagerly or refused"
+        "is a bucket miss, which is compiled in a shape of its own, run eagerly or rejected"
         in caplog.text
     )
     serve_every_length(core, 120)

@@ -1,10 +1,11 @@
-"""What becomes of a batch in a shape that was not warmed up: compiled, run eagerly, or refused."""
+"""What becomes of a batch in a shape that was not warmed up: compiled, run eagerly, or rejected."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 
+import attrs
 import pytest
 
 from trencadis.engine import (
@@ -127,11 +128,11 @@ def test_a_shape_that_is_cold_is_refused_on_a_device_that_compiles(
         "VLLM_PROMPT_BS_BUCKET_MAX": "1",
     }
     core = started(tiny_model, {**environ, **few}, **small, device="hpu", on_bucket_miss="refuse")
-    compiled = core.device.num_compilations()
+    compiled = core.executor.device.num_compilations()
     tokens, errors = serve(core, short=5, long=40)
     assert tokens["short"] == 4
     assert list(errors) == ["long"]
-    assert core.device.num_compilations() == compiled
+    assert core.executor.device.num_compilations() == compiled
     assert core.stats.num_compilations == 0
 
 
@@ -152,7 +153,7 @@ def test_a_cold_shape_is_compiled_or_runs_eagerly_as_asked(
             {}, model=str(tiny_model), device="cpu", **SMALL, warmup=warmup, on_bucket_miss=policy
         )
     )
-    assert core.worker.runner.forward_runner.compile_cold is compiles
+    assert core.executor.worker.runner.forward_runner.compile_cold is compiles
 
 
 def test_settings_that_contradict_a_refusal_are_named(tiny_model: Path) -> None:
@@ -165,4 +166,4 @@ def test_settings_that_contradict_a_refusal_are_named(tiny_model: Path) -> None:
 
     config = EngineConfig(model=str(tiny_model), **SMALL, on_bucket_miss="eager")
     with pytest.raises(ConfigError, match="compiles each: choose compile or refuse"):
-        EngineCore(config, Compiling())
+        EngineCore(attrs.evolve(config, device=Compiling()))

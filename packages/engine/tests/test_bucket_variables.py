@@ -48,14 +48,14 @@ def serve(core: EngineCore) -> dict[str, list[int]]:
 def decode_shapes(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, int]]:
     """Rows, prefix blocks and gathered blocks of every decode pass from now on."""
     seen: list[tuple[int, int, int]] = []
-    run = core.worker.runner.forward_runner.run
+    run = core.executor.worker.runner.forward_runner.run
 
     def note(batch: ModelInput) -> object:
         if isinstance(batch.shape, DecodeShape):
             seen.append((batch.shape.batch, batch.shape.blocks, batch.shape.extra))
         return run(batch)
 
-    monkeypatch.setattr(core.worker.runner.forward_runner, "run", note)
+    monkeypatch.setattr(core.executor.worker.runner.forward_runner, "run", note)
     return seen
 
 
@@ -78,7 +78,9 @@ def test_a_variable_with_the_plugins_default_replaces_the_small_grid(
 ) -> None:
     with caplog.at_level(logging.INFO):
         chosen, default = started(tiny_model, environ), started(tiny_model, {})
-    assert chosen.worker.grids.decode.buckets != default.worker.grids.decode.buckets
+    assert (
+        chosen.executor.worker.grids.decode.buckets != default.executor.worker.grids.decode.buckets
+    )
     assert "Prompt bucket config (min, step, max_warmup, limit) bs:[1, 2, 4, 3]" in caplog.text
 
 
@@ -88,7 +90,7 @@ def test_a_default_start_says_how_its_buckets_are_made(
     with caplog.at_level(logging.INFO):
         core = started(tiny_model, {}, device="cpu")
     lines = [message for message in caplog.messages if "bucket" in message]
-    prompt, decode = core.worker.grids.prompt, core.worker.grids.decode
+    prompt, decode = core.executor.worker.grids.prompt, core.executor.worker.grids.decode
     assert lines[:4] == [
         "Prompt bucket config (min, step, max_warmup) bs:[1, 1, 1], query:[32, 32, 32], "
         "blocks:[0, 1, 0]",
@@ -158,7 +160,7 @@ def test_lengths_of_decodes_in_tokens_become_blocks_and_that_is_said_once(
         "VLLM_DECODE_SEQ_BUCKET_MAX": "96",
     }
     core = started(tiny_model, environ)
-    assert core.worker.grids.decode.values("blocks") == (2, *range(4, 49, 4))
+    assert core.executor.worker.grids.decode.values("blocks") == (2, *range(4, 49, 4))
     said = [message for message in caplog.messages if "VLLM_DECODE_SEQ_BUCKET_*" in message]
     assert said == [
         "VLLM_DECODE_SEQ_BUCKET_* are tokens of one sequence and are read as blocks of 8 tokens, "
@@ -172,7 +174,9 @@ def test_lengths_of_decodes_in_tokens_become_blocks_and_that_is_said_once(
         if "SEQ" in name
     }
     both = started(tiny_model, {**environ, **blocks})
-    assert both.worker.grids.decode.values("blocks")[-1] == 12, "settings in blocks come first"
+    assert both.executor.worker.grids.decode.values("blocks")[-1] == 12, (
+        "settings in blocks come first"
+    )
     assert "VLLM_DECODE_SEQ_BUCKET_*" not in caplog.text
 
 
@@ -217,7 +221,7 @@ def long_model(make_tiny_model: object, tmp_path_factory: pytest.TempPathFactory
 def buckets_in_use(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, object]]:
     """Each change of the bucket that batches are padded to, from now on."""
     seen: list[tuple[str, object]] = []
-    buckets = core.worker.runner._buckets
+    buckets = core.executor.worker.runner.buckets
     bucket_of = buckets.find
 
     def note(phase: Phase, size: tuple[int, ...]) -> tuple[int, ...]:
@@ -266,7 +270,11 @@ def test_a_grid_of_sequence_lengths_gives_the_same_tokens(
 ) -> None:
     """Chunks with context and shared blocks included."""
     core = started(tiny_model, {}, bucket_grid="seq")
-    assert core.worker.grids.prompt.axes == core.worker.grids.decode.axes == ("batch", "seq")
+    assert (
+        core.executor.worker.grids.prompt.axes
+        == core.executor.worker.grids.decode.axes
+        == ("batch", "seq")
+    )
     assert serve(core) == expected
     assert core.stats.num_bucket_misses == 0
 

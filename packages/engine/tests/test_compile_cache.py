@@ -125,7 +125,7 @@ def test_a_start_with_a_filled_cache_compiles_nothing(
     assert list(cache.rglob("*.gch")) == [], "headers are precompiled for as long as it takes"
     assert sum(path.stat().st_size for path in cache.rglob("*") if path.is_file()) < 10 << 20
     core = started(tiny_model, cache)
-    assert core.device.num_compilations() == 0
+    assert core.executor.device.num_compilations() == 0
     assert served(core) == expected
 
 
@@ -135,7 +135,7 @@ def test_programs_are_the_same_without_space_for_precompiled_headers(
 ) -> None:
     monkeypatch.setattr(inductor, "_HEADER_BYTES", 1 << 60)
     core = started(tiny_model, tmp_path)
-    assert core.device.num_compilations() == 1
+    assert core.executor.device.num_compilations() == 1
     monkeypatch.undo()
     assert started(tiny_model, tmp_path).device.num_compilations() == 0
 
@@ -155,7 +155,7 @@ def test_a_filled_cache_may_be_read_only(
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     core = started(tiny_model, disk / "cache")
-    assert core.device.num_compilations() == 0
+    assert core.executor.device.num_compilations() == 0
     assert served(core) == expected
     assert warnings(caplog) == []
     assert not (tmp_path / "home").exists(), "the kernel of decode attention is in the cache, too"
@@ -193,7 +193,7 @@ def test_a_cache_of_another_user_is_compiled_again_and_left_as_it_is(
         os.chown(path, 65534, 65534)
     before = sorted(copied.rglob("*"))
     core = started(tiny_model, copied)
-    assert core.device.num_compilations() == 1
+    assert core.executor.device.num_compilations() == 1
     assert served(core) == expected
     assert sorted(copied.rglob("*")) == before
     of_programs = [text for text in warnings(caplog) if text.startswith("Programs in")]
@@ -201,7 +201,7 @@ def test_a_cache_of_another_user_is_compiled_again_and_left_as_it_is(
     assert str(copied) in of_programs[0]
     assert "--trust-compile-cache" in of_programs[0]
     core = started(tiny_model, copied, trust_compile_cache=True)
-    assert core.device.num_compilations() == 0
+    assert core.executor.device.num_compilations() == 0
     assert served(core) == expected
 
 
@@ -214,7 +214,7 @@ def test_a_flipped_bit_costs_one_compilation_and_one_warning(
     content[len(content) // 2] ^= 1
     archive.write_bytes(content)
     core = started(tiny_model, copied)
-    assert core.device.num_compilations() == 1
+    assert core.executor.device.num_compilations() == 1
     assert served(core) == expected
     (warning,) = warnings(caplog)
     assert str(archive) in warning
@@ -231,7 +231,7 @@ def test_a_server_with_a_full_disk_serves_and_says_so_once(
     disk = small_disk("size=64k")
     (disk / "other").write_bytes(bytes(30_000))
     core = started(tiny_model, disk)
-    assert core.device.num_compilations() == 1
+    assert core.executor.device.num_compilations() == 1
     assert served(core) == expected
     (warning,) = (text for text in warnings(caplog) if "cannot be kept" in text)
     assert str(disk) in warning
@@ -251,7 +251,7 @@ def test_where_no_file_can_be_written_the_layers_run_uncompiled(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert served(core) == expected
-    assert core.device.num_compilations() == 0
+    assert core.executor.device.num_compilations() == 0
     assert any("cannot be compiled and runs eagerly" in text for text in warnings(caplog))
 
 
@@ -265,7 +265,7 @@ def test_two_servers_fill_one_cold_directory(
         "from pathlib import Path\n"
         "from test_compile_cache import started, served\n"
         "core = started(Path(sys.argv[2]), Path(sys.argv[3]))\n"
-        "print(core.device.num_compilations(), served(core))\n"
+        "print(core.executor.device.num_compilations(), served(core))\n"
     )
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(tiny_model), str(cache)]
 
@@ -315,7 +315,7 @@ def test_a_program_that_cannot_be_compiled_leaves_the_tokens_as_they_are(
             del module, inputs
             raise CompileError("g++: No space left on device")
 
-    core = EngineCore(config(tiny_model, tmp_path, compile=True), WithoutRoom())
+    core = EngineCore(config(tiny_model, tmp_path, compile=True, device=WithoutRoom()))
     core.warm_up()
     assert served(core) == expected
     (found,) = warnings(caplog)
@@ -342,6 +342,6 @@ def test_a_cache_that_could_not_be_filled_is_an_error(
 def test_a_check_of_a_directory_that_does_not_exist_makes_none(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="is no directory: make it with engine-serve warmup"):
+    with pytest.raises(ConfigError, match="is not a directory: make it with engine-serve warmup"):
         check_compile_cache(config(tiny_model, tmp_path / "cache"))
     assert not (tmp_path / "cache").exists()

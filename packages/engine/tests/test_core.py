@@ -24,7 +24,7 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.runner.model_input import ModelInput
-from trencadis.scheduler import SchedulerOutput
+from trencadis.engine.runner.step import StepInput
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
@@ -106,8 +106,12 @@ def test_greedy_tokens_are_those_of_plain_generation(
 
 def test_one_huge_bucket_changes_no_token(tiny_model: Path, expected: list[list[int]]) -> None:
     llm = LLM(str(tiny_model), **settings(bucketing=ONE_BUCKET, max_num_batched_tokens=128))
-    assert llm.core.worker.grids is not None
-    assert len(llm.core.worker.grids.prompt) == len(llm.core.worker.grids.decode) == 1
+    assert llm.core.executor.worker.grids is not None
+    assert (
+        len(llm.core.executor.worker.grids.prompt)
+        == len(llm.core.executor.worker.grids.decode)
+        == 1
+    )
     results = llm.generate(prompts(), GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
@@ -120,17 +124,17 @@ def test_all_that_a_step_computes_is_one_forward_pass(
     tiny_model: Path, expected: list[list[int]], tokens: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = LLM(str(tiny_model), **settings(device="cpu", max_num_batched_tokens=tokens))
-    runner = llm.core.worker.runner
+    runner = llm.core.executor.worker.runner
     run_step, run_forward = runner.run, runner.forward_runner.run
     passes: list[int] = []
     chunks: list[int] = []
     mixed: list[int] = []
 
-    def step(output: SchedulerOutput, *args: object) -> object:
+    def step(output: StepInput) -> object:
         passes.append(0)
         chunks.append(len(output.prompts))
         mixed.append(min(len(output.prompts), len(output.decodes)))
-        return run_step(output, *args)
+        return run_step(output)
 
     def forward(batch: ModelInput) -> object:
         passes[-1] += 1
@@ -170,10 +174,14 @@ def test_warm_up_runs_every_bucket_and_leaves_the_cache_unread(tiny_model: Path)
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(warmup="full")))
     report = core.warm_up()
     assert report is not None
-    assert core.worker.grids is not None
-    assert len(report.executed) == len(core.worker.grids.prompt) + len(core.worker.grids.decode)
+    assert core.executor.worker.grids is not None
+    assert len(report.executed) == len(core.executor.worker.grids.prompt) + len(
+        core.executor.worker.grids.decode
+    )
     assert core.stats.num_used_blocks == 0
-    assert not core.worker.cache.key(0)[1:].any(), "dummy batches write to the padding block alone"
+    assert not core.executor.worker.cache.key(0)[1:].any(), (
+        "dummy batches write to the padding block alone"
+    )
 
 
 def test_sampled_tokens_do_not_depend_on_company_or_preemption(tiny_model: Path) -> None:
@@ -365,7 +373,9 @@ def test_wrong_model_is_refused() -> None:
 def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_blocks: int) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(**changes)))
     assert (
-        core.blocks.config.num_host_blocks == core.worker.cache.num_host_blocks == num_host_blocks
+        core.blocks.config.num_host_blocks
+        == core.executor.worker.cache.num_host_blocks
+        == num_host_blocks
     )
 
 
@@ -468,7 +478,7 @@ def test_a_request_that_is_preempted_by_its_key_keeps_its_tokens_which_say_so(
     assert tokens[0].queue_s is not None
     stats = core.stats
     assert stats.num_swap_out_bytes == stats.num_swap_in_bytes
-    assert stats.num_swap_out_bytes % core.worker.block_bytes == 0
+    assert stats.num_swap_out_bytes % core.executor.worker.block_bytes == 0
     assert (stats.num_swap_out_bytes > 0) == (stats.swap_seconds > 0) == bool(num_host_blocks)
     assert stats.num_queued_swaps == 0
     for wrong in ("a", None, [5]):
@@ -497,7 +507,7 @@ def test_cache_fills_the_memory_it_is_given(tiny_model: Path) -> None:
     config = settings(num_blocks=None, kv_cache_memory=100_000)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
     block_bytes = 2 * 2 * 2 * 8 * 16 * 4  # keys and values, layers, heads, tokens, size, fp32
-    assert core.worker.limits.num_blocks == 100_000 // block_bytes
+    assert core.executor.worker.limits.num_blocks == 100_000 // block_bytes
 
 
 @pytest.mark.parametrize("length", [1, 10])

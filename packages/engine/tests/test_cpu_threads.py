@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import attrs
 import pytest
 import torch
 from hypothesis import given
@@ -98,7 +99,7 @@ def test_the_engine_adapts_while_it_serves(
     clock = [BEFORE]
     device = CPUDevice()
     config = EngineConfig(model=str(tiny_model), device="cpu", warmup="none", max_model_len=64)
-    core = EngineCore(config, device)
+    core = EngineCore(attrs.evolve(config, device=device))
     core.warm_up()
     torch.set_num_threads(2)
     device._threads = AdaptiveThreads(2, lambda: clock[0])
@@ -139,7 +140,7 @@ def test_the_engine_adapts_while_it_warms_up(
     monkeypatch.setattr(device, "begin_step", begin_step)
     monkeypatch.setattr(ModelRunner, "execute", execute)
     monkeypatch.setattr(SamplerWarmup, "sample", sample)
-    core = EngineCore(EngineConfig(model=str(tiny_model), device="cpu", max_model_len=64), device)
+    core = EngineCore(EngineConfig(model=str(tiny_model), device=device, max_model_len=64))
     assert begun, "the profiling run"
     core.warm_up()
     assert all(of_buckets)

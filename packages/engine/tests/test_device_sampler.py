@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,8 @@ from trencadis.engine.runner import device_sampler
 from trencadis.engine.runner.device_sampler import DeviceSampler
 from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
 from trencadis.engine.runner.sampler import HostSampler
-from trencadis.engine.runner.sampling_rows import RowRequest, RowResult, Sampler, SamplingRow
+from trencadis.engine.runner.sampling_rows import RowResult, Sampler
+from trencadis.engine.runner.step import RowRequest, SampleSettings
 
 
 class DeviceOnCPU(CPUDevice):
@@ -43,10 +44,18 @@ class DeviceOnCPU(CPUDevice):
         self.syncs += 1
 
 
-def row(seed: int = 0, prompt=(5,), output=(), **params) -> SamplingRow:
-    return SamplingRow(
-        SamplingParams(**params), seed, (*prompt, *output), len(prompt), frozenset({0})
+def row(seed: int = 0, prompt=(5,), output=(), num_candidates=0, **params) -> RowRequest:
+    tokens = (*prompt, *output)
+    settings = SampleSettings.of(
+        SamplingParams(**params), seed, tokens, len(prompt), frozenset({0})
     )
+    return RowRequest(len(tokens), (settings,), None, num_candidates)
+
+
+def of_samples(rows: Iterable[RowRequest]) -> RowRequest:
+    """The samples of all rows from one row of logits."""
+    first, *others = rows
+    return first._replace(samples=sum((other.samples for other in others), first.samples))
 
 
 def sample(
@@ -108,11 +117,11 @@ rows = st.builds(
     spare=st.integers(0, 2),
 )
 def test_the_device_samples_the_tokens_of_the_host(
-    logits: list[list[float]], drawn: list[SamplingRow], spare: int
+    logits: list[list[float]], drawn: list[RowRequest], spare: int
 ) -> None:
     width = min(map(len, logits))
     given = torch.tensor([values[:width] for values in logits])
-    host, device = both(given, [RowRequest((one,)) for one in drawn[: len(given)]], spare)
+    host, device = both(given, drawn[: len(given)], spare)
     assert [[t.token_id for t in r.tokens] for r in device] == [
         [t.token_id for t in r.tokens] for r in host
     ]
@@ -126,13 +135,13 @@ def test_large_vocabularies_too_with_nuclei_of_every_size(spread: float) -> None
     logits = torch.randn(12, 5000, generator=torch.Generator().manual_seed(1)) * spread
     ways = [{"top_p": p} for p in (0.1, 0.6, 0.99)] + [{"top_k": k} for k in (1, 1024, 1025, 6000)]
     ways += [{"top_k": k, "top_p": 0.9} for k in (50, 1024, 1500, 5000)] + [{"min_p": 0.3}]
-    host, device = both(logits, [RowRequest((row(i, **way),)) for i, way in enumerate(ways)])
+    host, device = both(logits, [row(i, **way) for i, way in enumerate(ways)])
     assert device == host
 
 
 def test_log_probabilities_are_those_of_the_host() -> None:
     logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(2))
-    asked = [RowRequest((row(3, logprobs=20, logit_bias={7: 3.0}),)), RowRequest((row(4),))]
+    asked = [row(3, logprobs=20, logit_bias={7: 3.0}), row(4)]
     host, device = both(logits, asked)
     found, expected = device[0].tokens[0].logprobs, host[0].tokens[0].logprobs
     assert [t.token_id for t in found.top] == [t.token_id for t in expected.top]
@@ -146,9 +155,9 @@ def test_log_probabilities_are_those_of_the_host() -> None:
 def test_samples_that_share_a_prompt_are_drawn_from_one_row() -> None:
     logits = torch.randn(3, 40, generator=torch.Generator().manual_seed(3))
     asked = [
-        RowRequest((row(1),)),
-        RowRequest(tuple(row(seed, logprobs=1, repetition_penalty=1.2) for seed in range(5))),
-        RowRequest(),
+        row(1),
+        of_samples(row(seed, logprobs=1, repetition_penalty=1.2) for seed in range(5)),
+        None,
     ]
     host, device = both(logits, asked, spare=1)
     assert [len(result.tokens) for result in device] == [1, 5, 0]
@@ -161,9 +170,9 @@ def test_beams_beside_samples() -> None:
     logits = torch.randn(3, 400, generator=torch.Generator().manual_seed(4))
     params = {"use_beam_search": True, "repetition_penalty": 1.5, "logit_bias": {9: 4.0}}
     asked = [
-        RowRequest((row(1),)),
-        RowRequest(beam=row(output=(1, 2), **params), num_candidates=256),
-        RowRequest(beam=row(**params), num_candidates=4),
+        row(1),
+        row(output=(1, 2), num_candidates=256, **params),
+        row(num_candidates=4, **params),
     ]
     host, device = both(logits, asked)
     assert device[0].tokens == host[0].tokens
@@ -176,11 +185,10 @@ def test_a_prompt_longer_than_a_chunk_of_edits_is_penalised_whole() -> None:
     logits = torch.zeros(2, 10_000)
     logits[:, -1] = -1.0
     seen = row(prompt=range(9_999), repetition_penalty=2.0, temperature=0.0, logit_bias={3: -1.0})
-    seen = SamplingRow(seen.params, 0, range(9_999), 9_998, frozenset())
+    settings = SampleSettings.of(seen.samples[0].params, 0, range(9_999), 9_998)
+    seen = RowRequest(9_999, (settings,))
     positive = row(prompt=range(9_999), repetition_penalty=2.0, temperature=0.0)
-    host, device = both(
-        logits + torch.tensor([[0.0], [5.0]]), [RowRequest((seen,)), RowRequest((positive,))]
-    )
+    host, device = both(logits + torch.tensor([[0.0], [5.0]]), [seen, positive])
     assert device == host
     assert device[1].tokens[0].token_id == 9_999
 
@@ -196,7 +204,7 @@ def test_of_equal_scores_the_lowest_token_wins() -> None:
 
 def test_top_k_keeps_all_tokens_that_tie_with_the_last() -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]]).expand(300, -1)
-    asked = [RowRequest((row(seed, top_k=2),)) for seed in range(300)]
+    asked = [row(seed, top_k=2) for seed in range(300)]
     for results in both(logits, asked):
         assert {result.tokens[0].token_id for result in results} == {0, 1, 2, 3}
 
@@ -252,7 +260,7 @@ def expected(tiny_model: Path) -> dict[tuple[str, int], list[int]]:
 def test_seeds_and_greedy_give_the_same_tokens_on_cpu_and_device(
     tiny_model: Path, expected: dict[tuple[str, int], list[int]]
 ) -> None:
-    core = EngineCore(settings_of(tiny_model), DeviceOnCPU())
+    core = EngineCore(settings_of(tiny_model, device=DeviceOnCPU()))
     core.warm_up()
     assert serve(core, MIXED) == expected
 
@@ -260,14 +268,14 @@ def test_seeds_and_greedy_give_the_same_tokens_on_cpu_and_device(
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
 def test_and_on_a_gaudi(stand_in, mode, tiny_model, expected) -> None:
     with stand_in(mode):
-        core = EngineCore(settings_of(tiny_model), HPUDevice())
+        core = EngineCore(settings_of(tiny_model, device=HPUDevice()))
         core.warm_up()
         assert serve(core, MIXED) == expected
 
 
 def decoding(model: Path, device: Device, params: SamplingParams, **changes: object) -> EngineCore:
     """A warm core in which four requests decode together."""
-    core = EngineCore(settings_of(model, warmup="full", **changes), device)
+    core = EngineCore(settings_of(model, warmup="full", **changes, device=device))
     core.warm_up()
     for key in range(4):
         core.add(str(key), (key, 7), params)
@@ -311,7 +319,7 @@ def test_the_bytes_of_a_decode_step_do_not_depend_on_the_vocabulary(make_tiny_mo
 
 def test_a_chunk_that_samples_nothing_is_not_waited_for(tiny_model: Path) -> None:
     device = DeviceOnCPU()
-    core = EngineCore(settings_of(tiny_model), device)
+    core = EngineCore(settings_of(tiny_model, device=device))
     core.warm_up()
     core.add("long", tuple(range(60)), SamplingParams(temperature=0.0, max_tokens=1))
     syncs = device.syncs
@@ -340,18 +348,18 @@ def test_on_a_gaudi_a_step_uploads_once_and_reads_once(stand_in, mode, tiny_mode
 
 def test_a_request_that_the_device_cannot_sample_ends_alone(tiny_model: Path, monkeypatch) -> None:
     """Of a batch whose sampling raises, each row is sampled again alone."""
-    core = EngineCore(settings_of(tiny_model), DeviceOnCPU())
+    core = EngineCore(settings_of(tiny_model, device=DeviceOnCPU()))
     core.warm_up()
     find_edits = device_sampler.find_edits
 
-    def broken(rows: Sequence[SamplingRow | None]) -> object:
-        if any(one is not None and 200 in one.token_ids for one in rows):
+    def broken(rows: Sequence[RowRequest | None]) -> object:
+        if any(one is not None and one.samples[0].num_prompt_tokens == 3 for one in rows):
             raise RuntimeError("defect in the sampler")
         return find_edits(rows)
 
     monkeypatch.setattr(device_sampler, "find_edits", broken)
     greedy = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
-    for key, prompt in {"a": (3, 4), "b": (5, 200), "c": (6, 7)}.items():
+    for key, prompt in {"a": (3, 4), "b": (5, 6, 7), "c": (6, 7)}.items():
         core.add(key, prompt, greedy)
     found: dict[str, list[int]] = {"a": [], "b": [], "c": []}
     while core.has_work:

@@ -139,9 +139,9 @@ def test_embeddings_of_a_compiled_model_are_the_same(
     tiny_model: Path, expected: Vectors, tmp_path: Path
 ) -> None:
     llm = pooling(tiny_model, warmup="full", compile=True, compile_cache=tmp_path)
-    compiled = llm.core.device.num_compilations()
+    compiled = llm.core.executor.device.num_compilations()
     assert close(vectors_of(llm), expected)
-    assert llm.core.device.num_compilations() == compiled
+    assert llm.core.executor.device.num_compilations() == compiled
 
 
 @pytest.mark.parametrize("mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)])
@@ -157,10 +157,10 @@ def test_a_warm_gaudi_gives_the_same_and_compiles_nothing_in_traffic(
     expected = [each.vector for each in pooling(tiny_model, **small).embed(given)]
     with stand_in(mode):
         llm = pooling(tiny_model, device="hpu", **small)
-        compiled = llm.core.device.num_compilations()
+        compiled = llm.core.executor.device.num_compilations()
         assert close([each.vector for each in llm.embed(given)], expected)
         stats = llm.core.stats
-        assert llm.core.device.num_compilations() == compiled
+        assert llm.core.executor.device.num_compilations() == compiled
         assert (stats.num_compilations, stats.num_cold_forwards) == (0, 0)
         assert stats.num_bucket_misses == 0
 
@@ -223,7 +223,7 @@ def test_an_error_names_the_prompt(tiny_model: Path) -> None:
 
 def test_a_prompt_whose_hidden_state_is_no_number_fails_alone(tiny_model: Path) -> None:
     llm = pooling(tiny_model, enable_prefix_caching=False)
-    embeddings = llm.core.worker._model.get_input_embeddings()
+    embeddings = llm.core.executor.worker._model.get_input_embeddings()
     with torch.inference_mode():
         embeddings.weight[77] = math.nan
     (before,) = llm.embed([[1, 2]])
@@ -271,7 +271,7 @@ def test_the_size_of_an_embedding_is_what_the_head_takes(
     OPTForCausalLM(config).save_pretrained(tmp_path)
     add_tokenizer(tmp_path)
     llm = pooling(tmp_path)
-    assert llm.core.worker.embedding_size == 32
+    assert llm.core.executor.worker.embedding_size == 32
     assert close(vectors_of(llm), hidden_states(tmp_path))
 
 

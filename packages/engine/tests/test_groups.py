@@ -250,7 +250,7 @@ def test_samples_of_a_long_prompt_gather_no_more_than_was_profiled(
     """On the CPU no bucket bounds the blocks that samples share; a prompt comes beside them."""
     config = settings(device="cpu", max_model_len=64, num_blocks=num_blocks)
     core = EngineCore(EngineConfig(model=str(tiny_model), **config))
-    forward_runner, shapes = core.worker.runner.forward_runner, []
+    forward_runner, shapes = core.executor.worker.runner.forward_runner, []
     run = forward_runner.run
 
     def recording(batch: ModelInput) -> ForwardOutput:

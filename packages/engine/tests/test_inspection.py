@@ -1,4 +1,4 @@
-"""What an operator sees of the core: the map of KV blocks, and the state and hits of buckets."""
+"""What an administrator sees of the core: the map of KV blocks, state and hits of buckets."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_buckets_are_cold_warm_and_captured_and_count_their_forward_passes(
 ) -> None:
     core = EngineCore(config(tiny_model, device="hpu", warmup="none"))
     core.warm_up()
-    runner, grids = core.worker.runner, core.worker.grids
+    runner, grids = core.executor.worker.runner, core.executor.worker.grids
     prefill, decode = core.inspect().grids
     assert (prefill.phase, decode.phase) == ("prefill", "decode")
     assert prefill.is_padded and decode.is_padded
@@ -110,16 +110,16 @@ def test_a_hit_counts_for_the_bucket_that_ran_not_for_the_cold_one_it_stands_in_
 ) -> None:
     core = EngineCore(config(tiny_model, device="hpu", warmup="none"))
     core.warm_up()
-    runner, grid = core.worker.runner, core.worker.grids.decode
+    runner, grid = core.executor.worker.runner, core.executor.worker.grids.decode
     misses: list[object] = []
-    runner.prefer_ready_buckets(lambda _, bucket: misses.append(bucket))
+    runner.buckets.prefer_ready(lambda _, bucket: misses.append(bucket))
     cold, warm = next(
         (small, large)
         for small, large in itertools.permutations(grid.buckets, 2)
         if small.shape[1:] == large.shape[1:] and 2 * small.shape[0] == large.shape[0]
     )
     runner.execute(Phase.DECODE, warm)
-    assert runner._buckets.find(Phase.DECODE, cold.shape) == warm.shape
+    assert runner.buckets.find(Phase.DECODE, cold.shape) == warm.shape
     assert misses == [cold]
     usage = core.inspect().grids[1]
     assert [i for i, hits in enumerate(usage.num_hits) if hits] == [cell(usage, *warm.shape)]
@@ -161,8 +161,10 @@ def test_a_bucket_of_two_shapes_is_warm_when_both_have_run(
     (used,) = (i for i, hits in enumerate(decode.num_hits) if hits)
     assert used == cell(decode, 2, 3)
     assert not any(decode.num_warm)
-    bucket = next(b for b in core.worker.grids.decode.buckets if cell(decode, *b.shape) == used)
-    core.worker.runner.execute(Phase.DECODE, bucket)
+    bucket = next(
+        b for b in core.executor.worker.grids.decode.buckets if cell(decode, *b.shape) == used
+    )
+    core.executor.worker.runner.execute(Phase.DECODE, bucket)
     assert [i for i, num in enumerate(core.inspect().grids[1].num_warm) if num] == [used]
     core.close()
 

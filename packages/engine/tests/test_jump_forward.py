@@ -336,7 +336,7 @@ def test_forced_tokens_that_end_an_answer_always_pay(
 def test_a_jump_that_the_scheduler_divides_misses_no_bucket(tiny_model, tokenizer) -> None:
     """Its last piece has a longer context than its first one."""
     core = make_core(tiny_model)
-    core.worker.runner.forward_runner.refuse_cold = True
+    core.executor.worker.runner.forward_runner.refuse_cold = True
     form = StructuredOutput(regex="[0-9]{60}abcdefghijklm[0-9]")
     params = SamplingParams(structured_output=form, max_tokens=99, seed=1)
     served = Served(core, tokenizer)
@@ -350,14 +350,14 @@ def test_a_jump_that_the_scheduler_divides_misses_no_bucket(tiny_model, tokenize
 
 def test_beside_as_many_sequences_as_tokens_a_pass_of_its_own_does_not_pay(tiny_model) -> None:
     core = make_core(tiny_model)
-    pays = core.worker.runner.pays_to_jump
+    pays = core.executor.worker.runner.pays_to_jump
     assert pays(20, 2, 1) and pays(20, 9, 8)
     assert not pays(20, 1, 1) and not pays(20, 8, 8)
     assert not pays(20, 16, 1), "no bucket has 17 tokens"
     assert not pays(72, 9, 1), "no bucket has 9 blocks of context"
     core.close()
     core = make_core(tiny_model, **SHARED)
-    assert core.worker.runner.pays_to_jump(20, 1, 64)
+    assert core.executor.worker.runner.pays_to_jump(20, 1, 64)
     core.close()
 
 
@@ -495,7 +495,7 @@ def test_without_warm_up_a_jump_on_a_gaudi_takes_a_bucket_that_traffic_has_compi
     assert texts[0] == texts[2]
     # The chunk that follows another one has the bucket of a jump.
     assert (steps[0], steps[2]) == (TAGS_LENGTH - len("</kind>"), 3)
-    assert (llm.core.worker.runner.num_graphs > 0) == (graphs > 0)
+    assert (llm.core.stats.num_graphs > 0) == (graphs > 0)
     llm.core.close()
 
 

@@ -48,18 +48,18 @@ def test_without_warm_up_the_buckets_that_traffic_uses_become_graphs(
     caplog.clear()
     with caplog.at_level(logging.INFO):
         core = started(tiny_model, {"VLLM_SKIP_WARMUP": "true"})
-        runner = core.worker.runner
-        assert runner.num_graphs == 0
+        runner = core.executor.worker.runner
+        assert runner.forward_runner.num_graphs == 0
         assert serve(core, *PROMPTS) == expected
         assert serve(core, *PROMPTS) == expected
-    assert runner.num_graphs > 0
+    assert runner.forward_runner.num_graphs > 0
     assert "Graphs are captured while requests are served. Using " in caplog.text
     assert re.search(r"\[Warmup\]\[Graph/Prompt\]\[1/\d+\]", caplog.text)
     assert re.search(r"\[Warmup\]\[Graph/Decode\]\[1/\d+\]", caplog.text)
-    graphs, cold = runner.num_graphs, core.stats.num_cold_forwards
+    graphs, cold = runner.forward_runner.num_graphs, core.stats.num_cold_forwards
     compiled = core.stats.num_compilations
     assert serve(core, *PROMPTS) == expected, "from the graphs"
-    assert (runner.num_graphs, core.stats.num_cold_forwards) == (graphs, cold)
+    assert (runner.forward_runner.num_graphs, core.stats.num_cold_forwards) == (graphs, cold)
     assert core.stats.num_compilations == compiled
 
 
@@ -68,14 +68,14 @@ def test_in_the_background_every_bucket_becomes_a_graph(
 ) -> None:
     with caplog.at_level(logging.INFO):
         core = started(tiny_model, {}, warmup="background")
-        first = core.worker.runner.num_graphs
+        first = core.stats.num_graphs
         assert first > 0, "the buckets that are warmed up before the first request"
         tokens = serve(core, *PROMPTS)
         for _ in range(200):
             core.advance_warm_up()
-        assert not core.is_warming_up
+        assert not core.executor.is_warming_up
     full = started(tiny_model, {})
-    assert core.worker.runner.num_graphs == full.worker.runner.num_graphs > first
+    assert core.stats.num_graphs == full.executor.worker.runner.forward_runner.num_graphs > first
     assert re.search(r"Graph/Decode captured:\d+ \(100.0%\)", caplog.text)
     cold = core.stats.num_cold_forwards
     assert serve(core, *PROMPTS) == tokens == serve(full, *PROMPTS)
@@ -88,19 +88,19 @@ def test_the_budget_of_graphs_holds_while_requests_are_served(
 ) -> None:
     # A share of the free memory that a few of the graphs fill.
     core = started(tiny_model, {"VLLM_GRAPH_RESERVED_MEM": "3e-6"}, warmup=warmup)
-    core.device.synchronize()
-    budget = core.worker._memory.graphs + 2 * core.worker.block_bytes
+    core.executor.device.synchronize()
+    budget = core.executor.worker._memory.graphs + 2 * core.executor.worker.block_bytes
     for _ in range(2):
         serve(core, *PROMPTS)
         for _ in range(200):
             core.advance_warm_up()
-    graphs = core.worker.runner.forward_runner._graphs
-    before = core.device.free_memory()
+    graphs = core.executor.worker.runner.forward_runner._graphs
+    before = core.executor.device.free_memory()
     num_graphs = len(graphs)
     for graph in graphs.values():
         graph.release()
     assert 0 < num_graphs < 2 * core.stats.num_buckets
-    assert core.device.free_memory() - before <= budget
+    assert core.executor.device.free_memory() - before <= budget
 
 
 def test_no_graphs_where_eager_execution_is_enforced_or_nothing_is_reserved(
@@ -109,7 +109,7 @@ def test_no_graphs_where_eager_execution_is_enforced_or_nothing_is_reserved(
     core = started(tiny_model, {"VLLM_SKIP_WARMUP": "1", "VLLM_GRAPH_RESERVED_MEM": "0"})
     serve(core, *PROMPTS)
     serve(core, *PROMPTS)
-    assert core.worker.runner.num_graphs == 0
+    assert core.stats.num_graphs == 0
 
 
 def test_a_capture_that_fails_is_the_last_and_requests_are_served(
@@ -123,7 +123,7 @@ def test_a_capture_that_fails_is_the_last_and_requests_are_served(
     def fail(*_: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(core.device, "capture", fail)
+    monkeypatch.setattr(core.executor.device, "capture", fail)
     expected = serve(started(tiny_model, {}, device="cpu"), *PROMPTS)
     for _ in range(2):
         assert serve(core, *PROMPTS) == expected

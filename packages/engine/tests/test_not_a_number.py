@@ -24,7 +24,7 @@ class DeviceOnCPU(CPUDevice):
 
 
 BROKEN = 77
-"""The token whose embedding is no number."""
+"""The token whose embedding is not a number."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias={BROKEN: -100})
 OTHERS = {
@@ -91,14 +91,14 @@ def test_a_request_with_nan_fails_alone(stand_in, name, embedding, make_broken_m
     on_gaudi = name in ("lazy", "eager")
     config = EngineConfig(
         model=make_broken_model(embedding),
-        device="hpu" if on_gaudi else "cpu",
+        device=DeviceOnCPU() if name == "device" else "hpu" if on_gaudi else "cpu",
         **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 40},
         **{"dtype": "float32", "max_num_seqs": 12, "warmup": "none", "compile": False},
         # A prefix that is read from the cache would leave nothing to compute.
         enable_prefix_caching=False,
     )
     with stand_in(name) if on_gaudi else contextlib.nullcontext():
-        core = EngineCore(config, device=DeviceOnCPU() if name == "device" else None)
+        core = EngineCore(config)
         alone, failed = serve(core, OTHERS)
         assert not failed
         found, failed = serve(core, {**REQUESTS, **OTHERS})

@@ -42,23 +42,24 @@ def test_no_forward_pass_of_a_warm_up_takes_more_than_the_profiling_run(
     lazy_gaudi: Any, tiny_model: Path, environ: dict[str, str]
 ) -> None:
     core = gaudi(tiny_model, environ)
-    worker, grids = core.worker, core.worker.grids
+    worker, grids = core.executor.worker, core.executor.worker.grids
     in_use = lazy_gaudi.memory.limit - worker._memory.free_after_profile
-    core.device.synchronize()
+    core.executor.device.synchronize()
     without_run = lazy_gaudi.memory.in_use - worker.limits.num_blocks * worker.block_bytes
     profiled = in_use - without_run
     largest = 0
     for phase, grid in ((Phase.PROMPT, grids.prompt), (Phase.DECODE, grids.decode)):
         for bucket in grid.buckets:
             run = functools.partial(worker.runner.execute, phase, bucket)
-            largest = max(largest, core.device.peak_memory(run))
+            largest = max(largest, core.executor.device.peak_memory(run))
     assert largest <= 1.1 * profiled
     assert profiled <= 3 * largest, "and the cache does not lose much more"
 
 
 def test_a_long_context_makes_the_cache_smaller(lazy_gaudi: Any, tiny_model: Path) -> None:
     def left(max_model_len: int) -> int:
-        return gaudi(tiny_model, max_model_len=max_model_len).worker._memory.free_after_profile
+        core = gaudi(tiny_model, max_model_len=max_model_len)
+        return core.executor.worker._memory.free_after_profile
 
     assert left(256) < left(32)
 
@@ -66,14 +67,14 @@ def test_a_long_context_makes_the_cache_smaller(lazy_gaudi: Any, tiny_model: Pat
 def test_graphs_take_no_more_than_the_plan_reserves(lazy_gaudi: Any, tiny_model: Path) -> None:
     """The cache needs a thousandth of what is planned for it; the rest is not for graphs."""
     core = gaudi(tiny_model, {"VLLM_GRAPH_RESERVED_MEM": "1e-4"}, max_model_len=48, max_num_seqs=2)
-    core.device.synchronize()
-    reserved = core.worker._memory.graphs + 2 * core.worker.block_bytes
-    before = core.device.free_memory()
+    core.executor.device.synchronize()
+    reserved = core.executor.worker._memory.graphs + 2 * core.executor.worker.block_bytes
+    before = core.executor.device.free_memory()
     core.warm_up()
-    core.device.synchronize()
-    num_graphs = core.worker.runner.num_graphs
-    assert 0 < num_graphs < 2 * core.worker.num_buckets, "some do not fit"
-    assert before - core.device.free_memory() <= reserved
+    core.executor.device.synchronize()
+    num_graphs = core.stats.num_graphs
+    assert 0 < num_graphs < 2 * core.executor.worker.num_buckets, "some do not fit"
+    assert before - core.executor.device.free_memory() <= reserved
 
 
 def test_the_peak_of_a_run_on_the_cpu_is_that_of_its_process() -> None:
@@ -85,14 +86,14 @@ def test_the_peak_of_a_run_on_the_cpu_is_that_of_its_process() -> None:
 
 def on_cpu(model: Path, device: CPUDevice, **changes: object) -> EngineCore:
     settings = {
-        "device": "cpu",
+        "device": device,
         "dtype": "float32",
         "max_model_len": 128,
         "max_num_seqs": 2,
         "block_size": 8,
         **changes,
     }
-    return EngineCore(EngineConfig(model=str(model), **settings), device)
+    return EngineCore(EngineConfig(model=str(model), **settings))
 
 
 def test_plain_weights_are_not_counted_as_taken_by_a_forward_pass(tmp_path: Path) -> None:

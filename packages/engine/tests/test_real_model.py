@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 from unittest.mock import Mock
 
-import attrs
 import numpy as np
 import pytest
 import torch
@@ -16,7 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import LLM, SamplingParams, default_model
 from trencadis.engine.runner.model_runner import ModelRunner
-from trencadis.engine.runner.sampling_rows import PendingRows, RowRequest, SamplingRow
+from trencadis.engine.runner.sampling_rows import PendingRows, RowResult, SampledToken
+from trencadis.engine.runner.step import RowRequest, SampleSettings, StepInput
 from trencadis.kvcache import DefragConfig
 from trencadis.scheduler import Request
 
@@ -132,8 +132,12 @@ def test_in_one_huge_bucket_every_token_is_the_same(
         decode_blocks=AxisConfig(min=800, step=800, max=800),
     )
     llm = serve(model_path, token_ids, num_blocks=800, bucketing=one_bucket)
-    assert llm.core.worker.grids is not None
-    assert len(llm.core.worker.grids.prompt) == len(llm.core.worker.grids.decode) == 1
+    assert llm.core.executor.worker.grids is not None
+    assert (
+        len(llm.core.executor.worker.grids.prompt)
+        == len(llm.core.executor.worker.grids.decode)
+        == 1
+    )
     # Every third, of 3 to 616 tokens: each chunk pays for the whole bucket.
     results = llm.generate(token_ids[::3], GREEDY)
     assert [one.completions[0].token_ids for one in results] == expected[::3]
@@ -159,7 +163,7 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
             enable_prefix_caching=together,
             defrag=DefragConfig(threshold=0 if together else 10_000),
         )
-        cache = llm.core.worker.cache
+        cache = llm.core.executor.worker.cache
         spy = Mock(wraps=cache.carry_out)
         monkeypatch.setattr(cache, "carry_out", spy)
         # The longest goes first: its low blocks become free while those after it still run.
@@ -171,18 +175,10 @@ def test_sharing_contiguous_reading_and_defragmentation_together_change_no_token
     assert computed[True] < 0.7 * computed[False]
 
 
-@attrs.frozen(eq=False)
-class LogitRow:
-    """A result of `Logits`."""
-
-    logits: torch.Tensor
-    is_valid = True
-
-
 class Logits:
     """A sampler whose results are the rows of logits."""
 
-    WANTED = RowRequest((SamplingRow(GREEDY, 0, (), 0),))
+    WANTED = RowRequest(0, (SampleSettings(GREEDY, 0, 0),))
 
     def words(self, requests: object, batch: int) -> np.ndarray:
         return np.empty((batch, 0), np.int32)
@@ -191,7 +187,12 @@ class Logits:
         self, logits: torch.Tensor, words: torch.Tensor, requests: list[RowRequest]
     ) -> PendingRows:
         rows = logits[: len(requests)].clone()
-        return PendingRows((rows,), lambda copies: [LogitRow(row) for row in copies[0]])
+
+        def read(copies: list[torch.Tensor]) -> list[RowResult]:
+            embeddings = [row.numpy().tobytes() for row in copies[0]]
+            return [RowResult([SampledToken(0, embedding=row)]) for row in embeddings]
+
+        return PendingRows((rows,), read)
 
 
 @pytest.mark.slow
@@ -203,9 +204,9 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
     full = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
     half = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.bfloat16)
     core = serve(model_path, token_ids, dtype="bfloat16", num_blocks=800).core
-    worker = core.worker
+    worker = core.executor.worker
     runner = ModelRunner(
-        worker.runner.forward_runner, Logits(), core.device, worker.cache, worker.grids
+        worker.runner.forward_runner, Logits(), core.executor.device, worker.cache, worker.grids
     )
     sequences = {}
     for i in chosen:
@@ -217,11 +218,11 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
         sampling = (item for item in (*output.decodes, *output.prompts) if item.samples)
         wanted = dict.fromkeys((item.seq_id for item in sampling), Logits.WANTED)
         forced = {}
-        for seq_id, row in runner.run(output, wanted).wait().items():
-            if seq_id in wanted:
-                i = sequences[seq_id]
-                forced[seq_id] = expected[i][len(ours[i])]
-                ours[i].append(row.logits)
+        step = StepInput(output.step, output.prompts, output.decodes, output.moves, wanted)
+        for seq_id, row in runner.run(step).wait().embeddings.items():
+            i = sequences[seq_id]
+            forced[seq_id] = expected[i][len(ours[i])]
+            ours[i].append(torch.frombuffer(bytearray(row), dtype=torch.float32))
         core.scheduler.update(output, forced)
     worst = theirs = 0.0
     for i in chosen:

@@ -128,14 +128,14 @@ def test_each_model_answers_as_in_a_core_of_its_own(
         result = switch(switcher, second, stash_bytes)
         assert result.from_stash == (round_number == 1 and stash_bytes > 0)
         assert (core.max_model_len, core.config.block_size) == (200, 16)
-        assert core.worker.dtype is torch.bfloat16
+        assert core.executor.worker.dtype is torch.bfloat16
         assert core.stats.num_ready_buckets == core.stats.num_buckets > 0
         assert serve(core) == alone[1]
         assert core.stats.num_used_blocks == 0
         result = switch(switcher, first, stash_bytes)
         assert result.from_stash == (stash_bytes > 0)
         assert (core.max_model_len, core.config.block_size) == (128, 8)
-        assert core.worker.dtype is torch.float32
+        assert core.executor.worker.dtype is torch.float32
         assert serve(core) == alone[0]
 
 
@@ -183,8 +183,8 @@ def test_requests_that_run_end_and_leave_nothing_behind(
 
 def test_memory_of_the_old_model_is_freed(first: EngineConfig, second: EngineConfig) -> None:
     core, switcher = started(first)
-    cache = weakref.ref(core.worker.cache)
-    weights = weakref.ref(next(core.worker._model.parameters()))
+    cache = weakref.ref(core.executor.worker.cache)
+    weights = weakref.ref(next(core.executor.worker._model.parameters()))
     blocks, scheduler = weakref.ref(core.blocks), weakref.ref(core.scheduler)
     switch(switcher, second, NO_STASH)
     assert [ref() for ref in (cache, weights)] == [None] * 2
@@ -196,10 +196,10 @@ def test_a_stashed_model_keeps_its_weights_and_not_its_cache(
     first: EngineConfig, second: EngineConfig
 ) -> None:
     core, switcher = started(first)
-    cache = weakref.ref(core.worker.cache)
+    cache = weakref.ref(core.executor.worker.cache)
     switch(switcher, second)
     assert cache() is None
-    assert switcher.stash.num_bytes > 0
+    assert core.executor.stash.num_bytes > 0
 
 
 def test_a_model_that_was_served_before_needs_no_file_and_on_the_cpu_no_warm_up(
@@ -226,7 +226,7 @@ def test_a_model_that_was_served_before_needs_no_file_and_on_the_cpu_no_warm_up(
     result = switch(switcher, copied)
     assert result.from_stash
     # Elsewhere the weights have moved, and programs and graphs have their addresses.
-    assert len(warmed) == (0 if core.device.shares_host_memory else 1)
+    assert len(warmed) == (0 if core.executor.device.shares_host_memory else 1)
     assert core.stats.num_ready_buckets == warmed_up
     assert serve(core) == alone[1]
 
@@ -240,12 +240,14 @@ def test_compiled_programs_are_used_again_and_read_the_new_cache(
     core, switcher = started(compiled[0])
     expected = serve(core)
     switch(switcher, compiled[1])
-    monkeypatch.setattr(core.device, "compile", None)  # from now on nothing can be compiled
-    cache = weakref.ref(core.worker.cache)
+    monkeypatch.setattr(
+        core.executor.device, "compile", None
+    )  # from now on nothing can be compiled
+    cache = weakref.ref(core.executor.worker.cache)
     for config in compiled * 2:
         assert switch(switcher, config).from_stash
         assert cache() is None
-        cache = weakref.ref(core.worker.cache)
+        cache = weakref.ref(core.executor.worker.cache)
         assert serve(core) == expected
         assert core.stats.num_cold_forwards == 0
 
@@ -255,10 +257,10 @@ def test_the_stash_keeps_the_models_that_were_served_last(
 ) -> None:
     core, switcher = started(first)
     other = attrs.evolve(first, max_num_seqs=2)
-    one_model = core.worker.weight_bytes
+    one_model = core.executor.worker.weight_bytes
     switch(switcher, other, one_model)
     assert not switch(switcher, second, one_model).from_stash
-    assert len(switcher.stash) == 1
+    assert len(core.executor.stash) == 1
     assert switch(switcher, other, one_model).from_stash
     assert not switch(switcher, first, one_model).from_stash
 
@@ -267,9 +269,9 @@ def test_a_model_that_is_too_large_for_the_stash_takes_no_other_out_of_it(
     first: EngineConfig, second: EngineConfig
 ) -> None:
     core, switcher = started(first)
-    of_first = core.worker.weight_bytes
+    of_first = core.executor.worker.weight_bytes
     switch(switcher, second, STASH_BYTES)
-    of_second = core.worker.weight_bytes
+    of_second = core.executor.worker.weight_bytes
     assert of_first != of_second
     small, large = (first, second) if of_first < of_second else (second, first)
     core, switcher = started(small)
@@ -390,7 +392,7 @@ def test_a_core_whose_memory_was_taken_sleeps_on(
     with monkeypatch.context() as patch:
         patch.setattr(kind, part, full)
         if part == "warm_up":
-            core.worker.is_warm = False
+            core.executor.worker.is_warm = False
         for _ in range(2):
             with pytest.raises(SwitchFailedError, match="out of memory") as raised:
                 switcher.wake_up()
@@ -406,15 +408,17 @@ def test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was(
 ) -> None:
     core, switcher = started(first)
     serve(core)
-    cache = weakref.ref(core.worker.cache)
-    weights = weakref.ref(next(core.worker._model.parameters()))
+    cache = weakref.ref(core.executor.worker.cache)
+    weights = weakref.ref(next(core.executor.worker._model.parameters()))
     core.add("lost", PROMPTS[0], GREEDY)
     core.step()
     switcher.sleep(level)
     assert core.is_asleep
     assert not core.has_work
     assert cache() is None
-    if core.device.shares_host_memory or level == 2:  # otherwise they have moved to the host
+    if (
+        core.executor.device.shares_host_memory or level == 2
+    ):  # otherwise they have moved to the host
         assert (weights() is None) == (level == 2)
     assert core.stats.num_running_seqs == 0
     with pytest.raises(ValueError, match="wake it up"):
@@ -617,11 +621,11 @@ def test_a_gaudi_gives_its_memory_back_and_serves_each_model_as_the_cpu_does(
         core, switcher = started(on_gaudi[0])
         assert serve(core) == on_cpu[0]
         in_use = bridge.memory.in_use
-        cache_bytes = core.worker.limits.num_blocks * core.worker.block_bytes
+        cache_bytes = core.executor.worker.limits.num_blocks * core.executor.worker.block_bytes
         for level in (1, 2):
             freed = switcher.sleep(level)
             assert bridge.memory.in_use == in_use - freed, "what it says"
-            assert freed >= core.worker.weight_bytes * (level == 1) + cache_bytes
+            assert freed >= core.executor.worker.weight_bytes * (level == 1) + cache_bytes
             gc.collect()
             assert bridge.memory.in_use == in_use - freed
             switcher.wake_up()
@@ -711,9 +715,9 @@ def test_host_memory_is_free_before_the_next_model_needs_it(
     first: EngineConfig, second: EngineConfig, limit_of: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     core, switcher = started(first)
-    stash = switcher.stash
+    stash = core.executor.stash
     third = attrs.evolve(first, max_num_seqs=2)
-    limit = int(limit_of * core.worker.weight_bytes)
+    limit = int(limit_of * core.executor.worker.weight_bytes)
     held: list[int] = []
     sleep = Worker.sleep
 

@@ -353,10 +353,10 @@ def test_a_new_cache_after_sleep_is_the_one_that_is_read(
     before = serve()
     assert lists_of(recordings) == 1
     for _ in range(2):
-        old = core.worker.cache.data
+        old = core.executor.worker.cache.data
         switcher.sleep(1)
         switcher.wake_up()
-        assert core.worker.cache.data.data_ptr() != old.data_ptr()
+        assert core.executor.worker.cache.data.data_ptr() != old.data_ptr()
         old.fill_(1.0)
         assert serve() == before
         assert torch.all(old == 1.0), "a step has written to the cache of before"

@@ -19,6 +19,7 @@ from trencadis.engine import ConfigError, EngineConfig, EngineCore, SamplingPara
 from trencadis.engine.devices import CPUDevice, Device
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.runner import recorded_traffic
+from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.learned_grids import LEARN_FROM, served_traffic
 from trencadis.engine.runner.recorded_traffic import TrafficLog, decode_file
 from trencadis.warmup import Phase
@@ -40,7 +41,9 @@ def started(
     model: Path, environ: dict[str, str] | None = None, on: Device | None = None, **changes: object
 ) -> EngineCore:
     settings = {"model": str(model), **SMALL, **changes}
-    core = EngineCore(EngineConfig.from_env(environ or {}, **settings), on)
+    if on is not None:
+        settings["device"] = on
+    core = EngineCore(EngineConfig.from_env(environ or {}, **settings))
     core.warm_up()
     return core
 
@@ -218,7 +221,7 @@ def test_a_pipe_as_traffic_file_is_an_error(tiny_model: Path, tmp_path: Path) ->
             f"fitted:{tmp_path / 'pipe.json'}",
         ),
     ):
-        with pytest.raises(ConfigError, match=r"pipe\.json is no (regular )?file"):
+        with pytest.raises(ConfigError, match=r"pipe\.json is not a (regular )?file"):
             started(tiny_model, **dict([settings]))
 
 
@@ -226,7 +229,8 @@ def test_a_warm_up_without_serving_leaves_the_traffic_file_as_it_is(
     tiny_model: Path, tmp_path: Path
 ) -> None:
     settings = {"model": str(tiny_model), **SMALL, "record_traffic": tmp_path / "t.json"}
-    core = EngineCore(EngineConfig.from_env({}, **settings), records=False)
+    config = EngineConfig.from_env({}, **settings)
+    core = EngineCore(config, InProcessExecutor(config, records=False))
     core.warm_up()
     core.close()
     assert list(tmp_path.iterdir()) == []
@@ -238,12 +242,12 @@ def test_buckets_are_fitted_to_recorded_traffic(tiny_model: Path, tmp_path: Path
     serve(core, [21, 22, 24, 40] * 5)
     core.close()
     fitted = started(tiny_model, bucket_grid=f"fitted:{file}")
-    assert {24, 40} <= set(fitted.worker.grids.prompt.values("query"))
+    assert {24, 40} <= set(fitted.executor.worker.grids.prompt.values("query"))
     serve(fitted, [21, 40, 100])
     assert fitted.stats.num_bucket_misses == 0
     assert main(["fit", str(file), "--step", "8", "--output", str(tmp_path / "b.txt")]) == 0
     listed = started(tiny_model, bucket_grid=f"fitted:{tmp_path / 'b.txt'}")
-    assert {24, 40} & set(listed.worker.grids.prompt.values("query"))
+    assert {24, 40} & set(listed.executor.worker.grids.prompt.values("query"))
     with pytest.raises(ConfigError, match=r"none.json"):
         started(tiny_model, bucket_grid=f"fitted:{tmp_path / 'none.json'}")
 
@@ -265,7 +269,7 @@ def test_a_missing_file_to_fit_to_is_named_as_it_was_given(
 ) -> None:
     """The error named a variable that nobody had set."""
     for name in ("none.json", "none.txt"):
-        with pytest.raises(ConfigError, match=rf"^bucket_grid fitted:\S*/{name} is no file: name"):
+        with pytest.raises(ConfigError, match=rf"^bucket_grid fitted:\S*/{name} is not a file"):
             started(tiny_model, bucket_grid=f"fitted:{tmp_path / name}")
 
 
@@ -312,7 +316,7 @@ def test_what_is_learned_is_compared_with_the_buckets_that_the_server_had(
     device, chosen = (m for m in caplog.messages if m.startswith("Buckets are learned from"))
     # 21 tokens are padded to 64 in the default grid of this device: 64 / 21 - 1.
     assert re.search(
-        rf"in place of {plain.worker.num_buckets} buckets that pad 204.8% of prompts and \S+ of "
+        rf"in place of {plain.facts.num_buckets} buckets that pad 204.8% of prompts and \S+ of "
         "decodes with the default of this device$",
         device,
     )
@@ -340,11 +344,11 @@ def test_a_grid_is_learned_from_enough_batches_of_each_phase_within_the_limits(
     with caplog.at_level(logging.INFO):
         core = started(tiny_model, **learn)
         assert re.search(f"Nothing learned yet: .*{said}", caplog.text)
-        assert core.worker.grids.prompt.values("query") == (64,), "as without"
+        assert core.executor.worker.grids.prompt.values("query") == (64,), "as without"
         caplog.clear()
         recorded(file, {(1, 21, 0): LEARN_FROM, (1, 8000, 0): 1000})
         core = started(tiny_model, **learn)
-    assert core.worker.grids.prompt.values("query") == (24, 64)
+    assert core.executor.worker.grids.prompt.values("query") == (24, 64)
     assert "Buckets are learned from 100 prompt and 200 decode batches" in caplog.text
     assert caplog.text.count("1000 of 1100 recorded shapes are above the limits") == 1
 
@@ -418,7 +422,7 @@ def test_where_nothing_is_padded_nothing_is_learned(
         second = started(tiny_model, **learn)
     assert "Nothing is learned: prompts and decodes run in their own sizes on cpu" in caplog.text
     assert not any(message.startswith("Buckets are learned") for message in caplog.messages)
-    assert second.worker.grids.decode.buckets == first.worker.grids.decode.buckets
+    assert second.executor.worker.grids.decode.buckets == first.executor.worker.grids.decode.buckets
     second.close()
     assert TrafficRecorder.load(tmp_path / "t.json").total > 0, "for a device that pads"
 
@@ -442,7 +446,7 @@ def test_where_prompts_are_ragged_decodes_alone_are_learned(
         serve_at_once(first, lengths)
         first.close()
         second = started(tiny_model, **learn)
-    assert (first.worker.grids.ragged, second.worker.grids.ragged) == (True, True)
+    assert (first.executor.worker.grids.ragged, second.executor.worker.grids.ragged) == (True, True)
     (said,) = [message for message in caplog.messages if message.startswith("Buckets are learned")]
     assert re.match(
         r"Buckets are learned from \d+ decode batches: \d+ decode buckets that pad [\d.]+%, in "
@@ -471,7 +475,7 @@ def test_a_single_sequence_has_a_bucket_where_it_was_never_served(
     recorder.save(decode_file(file))
     device = CompilingEachShape()
     core = started(tiny_model, bucket_grid="learn", on=device, record_traffic=file)
-    decodes = core.worker.grids.decode
+    decodes = core.executor.worker.grids.decode
     assert decodes.values("batch") == (1, 4)
     assert decodes.find((1, 1)).shape[0] == 1
     assert decodes.describe()[0].startswith("Decode bucket config")
@@ -506,8 +510,8 @@ def test_graphs_that_are_captured_in_traffic_have_the_order_of_what_was_served(
         {"VLLM_GRAPH_PROMPT_STRATEGY": "traffic"},
         **{**small, "device": "hpu", "record_traffic": file},
     )
-    capture = core.worker._live_capture()
+    capture = core.executor.worker._live_capture()
     assert capture is not None
-    served = core.worker.grids.prompt.find((1, 16, 4))
-    assert served != min(core.worker.grids.prompt.buckets)
+    served = core.executor.worker.grids.prompt.find((1, 16, 4))
+    assert served != min(core.executor.worker.grids.prompt.buckets)
     assert next(capture.steps()).bucket == served

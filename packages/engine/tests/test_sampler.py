@@ -12,13 +12,15 @@ from hypothesis import strategies as st
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.errors import InvalidRequest
 from trencadis.engine.runner.sampler import argmax_in_blocks, rank_tokens, sample
-from trencadis.engine.runner.sampling_rows import SamplingRow
+from trencadis.engine.runner.step import RowRequest, SampleSettings
 
 
 def row(seed: int = 0, prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **params):
-    return SamplingRow(
-        SamplingParams(**params), seed, (*prompt, *output), len(prompt), frozenset({0})
+    tokens = (*prompt, *output)
+    settings = SampleSettings.of(
+        SamplingParams(**params), seed, tokens, len(prompt), frozenset({0})
     )
+    return RowRequest(len(tokens), (settings,))
 
 
 def draw_many(logits: torch.Tensor, count: int = 4000, **params) -> torch.Tensor:
@@ -244,8 +246,9 @@ def test_what_contradicts_the_kind_of_search_is_named(
 def test_beams_rank_tokens_as_they_are_but_for_what_is_forbidden() -> None:
     logits = torch.randn(2, 9, generator=torch.Generator().manual_seed(1))
     params = SamplingParams(use_beam_search=True, min_tokens=1)
-    rows = [SamplingRow(params, 0, (1,), 1, frozenset({int(logits[1].argmax())}))] * 2
-    (one,), two = rank_tokens(logits, rows, [1, 4])
+    settings = SampleSettings.of(params, 0, (1,), 1, frozenset({int(logits[1].argmax())}))
+    rows = [RowRequest(1, (settings,), None, count) for count in (1, 4)]
+    (one,), two = rank_tokens(logits, rows)
     assert one == (
         int(logits[0].argmax()),
         pytest.approx(float(logits[0].log_softmax(-1).max())),

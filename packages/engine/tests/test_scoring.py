@@ -304,10 +304,10 @@ def test_a_warm_gaudi_gives_the_same_and_compiles_nothing_in_traffic(
             **{"device": "hpu", "warmup": "full", "bucketing": FEW_BUCKETS, "max_num_seqs": 2},
             **{"max_num_batched_tokens": 32, "num_blocks": 80, "max_model_len": 576},
         )
-        compiled = llm.core.device.num_compilations()
+        compiled = llm.core.executor.device.num_compilations()
         assert close(scores_of(llm), expected)
         stats = llm.core.stats
-        assert llm.core.device.num_compilations() == compiled
+        assert llm.core.executor.device.num_compilations() == compiled
         assert (stats.num_compilations, stats.num_cold_forwards) == (0, 0)
         assert stats.num_bucket_misses == 0
 
@@ -506,12 +506,14 @@ def test_scores_are_those_of_the_score_head(tmp_path: Path, model: type[Any]) ->
     llm = scorer(checkpoint, max_num_batched_tokens=32)
     assert close(scores_of(llm), sigmoid(wanted))
     assert close(scores_of(llm, use_activation=False, cache_salt="others"), wanted)
-    assert len(decoder_layers(llm.core.worker._model)) == 2, "by which devices compile them"
+    assert len(decoder_layers(llm.core.executor.worker._model)) == 2, (
+        "by which devices compile them"
+    )
 
 
 @pytest.mark.parametrize("end", ["<eos>", "<eos><eos>"])
 def test_padding_at_the_end_of_a_prompt_is_not_scored(tmp_path: Path, end: str) -> None:
-    """As in transformers, which applies a score head to the last token that is no padding."""
+    """As in transformers, which applies a score head to the last token that is not padding."""
     checkpoint = save_classifier(tmp_path, chat_template=ROLES + end)
     prompts = [by_roles(document, end=end) for document in DOCUMENTS]
     wanted = heads(checkpoint, prompts)
@@ -529,7 +531,7 @@ def test_of_a_prompt_of_padding_alone_the_first_token_is_scored(tmp_path: Path) 
 
 
 def test_an_answer_is_scored_after_the_whole_prompt(declared: Path) -> None:
-    """Of a model without a score head, tokens at the end are no padding."""
+    """Of a model without a score head, tokens at the end are not padding."""
     save_tokenizer(declared, ROLES + "<eos>")
     logits = answers(declared, [by_roles(document, end="<eos>") for document in DOCUMENTS])
     assert close(scores_of(scorer(declared)), [softmax(*pair) for pair in logits])
@@ -602,14 +604,14 @@ def test_a_score_head_whose_result_is_no_number_fails_its_pair_alone(tmp_path: P
     llm = scorer(save_classifier(tmp_path), enable_prefix_caching=False)
     (token,) = llm.tokenizer.encode("~", False)
     with torch.inference_mode():
-        llm.core.worker._model.get_input_embeddings().weight[token] = math.nan
+        llm.core.executor.worker._model.get_input_embeddings().weight[token] = math.nan
     (before,) = llm.score(QUERY, "a")
     with pytest.raises(RequestFailed, match="computed NaN"):
         llm.score(QUERY, "~")
     assert llm.score(QUERY, "a") == [before]
 
 
-# Refusals.
+# Rejections.
 
 
 @pytest.mark.parametrize(

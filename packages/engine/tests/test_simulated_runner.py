@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import attrs
@@ -10,6 +11,7 @@ import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.step import StepInput, StepResult
 from trencadis.engine.simulated import (
     CostModel,
     MemoryModel,
@@ -59,6 +61,11 @@ def scheduled(
     seq_id: int, start: int, count: int, blocks: list[int], *, samples: bool = True
 ) -> ScheduledSequence:
     return ScheduledSequence(seq_id, start, (7,) * count, np.array(blocks, np.int32), samples)
+
+
+def run(device: Device, output: SchedulerOutput) -> StepResult:
+    step = StepInput(output.step, output.prompts, output.decodes, output.moves, {})
+    return device.runner.execute(step).wait()
 
 
 def test_a_bucket_is_compiled_once() -> None:
@@ -126,9 +133,9 @@ def test_a_step_pads_to_the_grids_and_passes_the_time_of_its_buckets() -> None:
         prompts=(scheduled(9, 0, 100, [5]),),
         decodes=(scheduled(1, 300, 1, [1, 2, 30]), scheduled(2, 5, 1, [4])),
     )
-    device.runner.run(output)  # compiles
+    run(device, output)  # compiles
     before_s = device.clock()
-    tokens = device.runner.run(output)
+    result = run(device, output)
     prompt, decode = GRIDS.prompt.find((1, 100, 0)), GRIDS.decode.find((2, 31))
     assert prompt is not None
     assert decode is not None
@@ -139,13 +146,13 @@ def test_a_step_pads_to_the_grids_and_passes_the_time_of_its_buckets() -> None:
         expected_s += costs.upload_s(phase, bucket)
     expected_s += costs.sample_s(3) + costs.fetch_s(3) + costs.host_s(3)
     assert device.clock() - before_s == pytest.approx(expected_s)
-    assert sorted(tokens) == [1, 2, 9]
+    assert sorted(result.token_ids) == [1, 2, 9]
     assert device.runner.prompt_tokens.share == pytest.approx(128 / 100 - 1)
     assert device.runner.decode_rows.share == pytest.approx(4 / 2 - 1)
     assert device.runner.decode_blocks.share == pytest.approx(64 / 31 - 1)
     assert device.runner.bucket_misses == 0
-    assert device.runner.timing is not None
-    assert device.runner.timing.prompts_s is not None
+    assert result.timing is not None
+    assert result.timing.prompts_s is not None
 
 
 def test_the_parts_of_a_step_add_up_to_its_time() -> None:
@@ -154,8 +161,9 @@ def test_the_parts_of_a_step_add_up_to_its_time() -> None:
     moves.add(Direction.OUT, [BlockCopy(1, 2)])
     device.runtime.capture(Phase.DECODE, DECODE)
     decodes = tuple(scheduled(i, 300, 1, [1, 2, 60]) for i in range(3))
-    device.runner.run(
-        SchedulerOutput(1, prompts=(scheduled(9, 0, 100, [5]),), decodes=decodes, moves=moves)
+    run(
+        device,
+        SchedulerOutput(1, prompts=(scheduled(9, 0, 100, [5]),), decodes=decodes, moves=moves),
     )
     times = device.runtime.times
     assert times.total_s == pytest.approx(device.clock())
@@ -167,7 +175,7 @@ def test_the_parts_of_a_step_add_up_to_its_time() -> None:
 def test_a_host_that_samples_takes_the_time_of_all_logits() -> None:
     def step_s(*, samples_on_host: bool) -> tuple[float, CostModel]:
         device = Device(samples_on_host=samples_on_host)
-        device.runner.run(SchedulerOutput(1, decodes=(scheduled(1, 300, 1, [1, 2, 30]),)))
+        run(device, SchedulerOutput(1, decodes=(scheduled(1, 300, 1, [1, 2, 30]),)))
         return device.clock(), device.costs
 
     on_device_s, costs = step_s(samples_on_host=False)
@@ -179,25 +187,25 @@ def test_a_host_that_samples_takes_the_time_of_all_logits() -> None:
 
 def test_a_step_without_sequences_takes_no_time_of_the_host() -> None:
     device = Device()
-    device.runner.run(SchedulerOutput(1))
+    run(device, SchedulerOutput(1))
     assert device.clock() == 0
 
 
 def test_a_chunk_that_is_not_the_last_gives_no_token() -> None:
     output = SchedulerOutput(1, prompts=(scheduled(9, 0, 100, [5], samples=False),))
-    assert Device().runner.run(output) == {}
+    assert run(Device(), output).token_ids == {}
 
 
 def test_forks_of_a_prompt_sample_each_their_own() -> None:
     one = scheduled(9, 0, 100, [5])._replace(forks=(10, 11))
-    tokens = Device().runner.run(SchedulerOutput(1, prompts=(one,)))
+    tokens = run(Device(), SchedulerOutput(1, prompts=(one,))).token_ids
     assert sorted(tokens) == [9, 10, 11]
     assert len(set(tokens.values())) == 3
 
 
 def test_a_shape_past_the_grid_is_served_and_counted() -> None:
     device = Device()
-    device.runner.run(SchedulerOutput(1, decodes=(scheduled(1, 12_800, 1, [*range(1, 101)]),)))
+    run(device, SchedulerOutput(1, decodes=(scheduled(1, 12_800, 1, [*range(1, 101)]),)))
     assert device.runner.bucket_misses == 1
     assert device.clock() > 0
 
@@ -206,19 +214,19 @@ def test_copies_take_the_time_of_their_way() -> None:
     device, moves = Device(), CopyPlan()
     for direction, count in ((Direction.OUT, 10), (Direction.IN, 20), (Direction.WITHIN, 30)):
         moves.add(direction, [BlockCopy(i, 100 + i) for i in range(count)])
-    device.runner.run(SchedulerOutput(1, moves=moves))
+    timing = run(device, SchedulerOutput(1, moves=moves)).timing
     expected_s = device.costs.swap_s(30) + device.costs.move_s(30)
     assert device.clock() == pytest.approx(expected_s)
-    assert device.runner.timing is not None
-    assert device.runner.timing.swap_out_s == pytest.approx(device.costs.swap_s(10))
-    assert device.runner.timing.swap_in_s == pytest.approx(device.costs.swap_s(20))
+    assert timing is not None
+    assert timing.swap_out_s == pytest.approx(device.costs.swap_s(10))
+    assert timing.swap_in_s == pytest.approx(device.costs.swap_s(20))
     assert device.runner.copied_blocks[Direction.WITHIN] == 30
 
 
 def test_tokens_depend_on_seed_sequence_and_position_alone() -> None:
-    def tokens(seed: int, start: int, *company: ScheduledSequence) -> dict[int, int]:
+    def tokens(seed: int, start: int, *company: ScheduledSequence) -> Mapping[int, int]:
         decodes = (scheduled(1, start, 1, [1]), *company)
-        return Device(seed=seed).runner.run(SchedulerOutput(1, decodes=decodes))
+        return run(Device(seed=seed), SchedulerOutput(1, decodes=decodes)).token_ids
 
     alone = tokens(0, 50)
     assert tokens(0, 50, scheduled(2, 9, 1, [2]))[1] == alone[1]

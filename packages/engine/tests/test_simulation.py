@@ -283,7 +283,7 @@ def test_what_a_server_would_refuse_is_refused() -> None:
 
 def test_a_run_without_any_result_can_be_shown() -> None:
     _, report = serve(made_up((0.0, 2000, 5)), max_model_len=1000)
-    assert "0 done, 1 refused" in report.table()
+    assert "0 done, 1 rejected" in report.table()
     assert report.tokens_per_s == report.latency_s.p99 == 0
 
 

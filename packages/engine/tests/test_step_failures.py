@@ -84,14 +84,14 @@ def without(expected: dict[str, list[int]], *names: str) -> dict[str, list[int]]
 
 def fail_forward(core: EngineCore, is_broken: Callable[[Any], bool]) -> None:
     """Let the forward pass of each batch raise for which ``is_broken`` holds."""
-    run = core.worker.runner.forward_runner.run
+    run = core.executor.worker.runner.forward_runner.run
 
     def broken(batch: Any) -> Any:
         if is_broken(batch):
             raise RuntimeError("defect in the model")
         return run(batch)
 
-    core.worker.runner.forward_runner.run = broken
+    core.executor.worker.runner.forward_runner.run = broken
 
 
 def test_a_prompt_that_breaks_the_model_ends_alone(make_core, expected) -> None:
@@ -152,7 +152,7 @@ def test_a_request_that_cannot_be_sampled_ends_alone(make_core, expected, monkey
     sample = sampler.sample
 
     def broken(logits: Any, rows: Any) -> Any:
-        if any(POISON in row.token_ids for row in rows):
+        if any(row.samples[0].num_prompt_tokens == len(PROMPTS["b"]) for row in rows):
             raise RuntimeError("defect in the sampler")
         return sample(logits, rows)
 
@@ -172,7 +172,7 @@ def test_a_step_that_fails_as_a_whole_ends_admitted_requests_and_no_waiting_ones
     for name, prompt in PROMPTS.items():
         core.add(name, prompt, GREEDY)
     core.step()
-    owner = core.worker.runner if phase == "run" else core.scheduler
+    owner = core.executor.worker.runner if phase == "run" else core.scheduler
     healthy = getattr(owner, phase)
 
     def broken(*args: Any, **more: Any) -> Any:
@@ -191,7 +191,7 @@ def test_failed_moves_are_not_read_from_the_prefix_cache(make_core, monkeypatch)
     serve(core, "a")
     core.add("c", PROMPTS["c"], GREEDY)
     core.step()
-    monkeypatch.setattr(core.worker.runner, "run", None)
+    monkeypatch.setattr(core.executor.worker.runner, "run", None)
     core.step()
     monkeypatch.undo()
     assert [failure.key for failure in core.take_failures()] == ["c"]

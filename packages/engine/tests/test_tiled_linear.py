@@ -237,7 +237,7 @@ def linears(model: Path, **changes: object) -> tuple[set[type], list[tuple[int, 
     llm = LLM(str(model), **{**given, **changes})
     kinds = {
         type(module)
-        for module in llm.core.worker._model.modules()
+        for module in llm.core.executor.worker._model.modules()
         if isinstance(module, (nn.Linear, PackedLinear, TiledLinear))
     }
     results = llm.generate([list(range(1, 40)), [7], list(range(100, 117))], GREEDY)

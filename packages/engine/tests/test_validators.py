@@ -1,4 +1,4 @@
-"""The validators of settings: what a refusal says, how values are shown, and what is kept."""
+"""The validators of settings: what a rejection says, how values are shown, and what is kept."""
 
 from __future__ import annotations
 

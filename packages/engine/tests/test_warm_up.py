@@ -118,10 +118,10 @@ def test_after_a_full_warm_up_nothing_is_compiled(
     compiled: tuple[EngineCore, Path], expected: dict[str, list[int]]
 ) -> None:
     core, _ = compiled
-    ready = core.device.num_compilations()
+    ready = core.executor.device.num_compilations()
     assert ready == 1, "32 tokens of a prompt, and 4 of a decode"
     assert serve(core) == expected
-    assert core.device.num_compilations() == ready
+    assert core.executor.device.num_compilations() == ready
     stats = core.stats
     assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
     assert stats.num_ready_buckets == stats.num_buckets == 2
@@ -153,7 +153,7 @@ def test_shapes_share_programs(
     core.warm_up()
     assert core.stats.num_ready_buckets > 12
     programs = {16, 32, 4, 1} if layers_depend_on_tokens else {"any number", 1}
-    assert core.device.num_compilations() == len(programs)
+    assert core.executor.device.num_compilations() == len(programs)
     assert serve(core) == expected
     assert core.stats.num_compilations == 0
 
@@ -210,9 +210,9 @@ def test_layers_of_two_kinds_have_a_program_each(
     model = smollm3(tmp_path / "model", add_tokenizer, num_layers=4)
     plain = EngineCore(config(model, device="cpu", compile=False))
     plain.warm_up()
-    core = EngineCore(on_cpu(model, tmp_path / "cache"), device())
+    core = EngineCore(attrs.evolve(on_cpu(model, tmp_path / "cache"), device=device()))
     core.warm_up()
-    assert core.device.num_compilations() == 2, "for any number of tokens"
+    assert core.executor.device.num_compilations() == 2, "for any number of tokens"
     assert serve(core) == serve(plain)
     assert core.stats.num_compilations == 0
 
@@ -261,7 +261,9 @@ def test_layers_with_rotary_embeddings_of_their_own_are_refused_where_one_serves
     )
     AutoModelForCausalLM.from_config(family).save_pretrained(tmp_path / "model")
     add_tokenizer(tmp_path / "model")
-    core = EngineCore(on_cpu(tmp_path / "model", tmp_path / "cache"), TracingForward())
+    core = EngineCore(
+        attrs.evolve(on_cpu(tmp_path / "model", tmp_path / "cache"), device=TracingForward())
+    )
     with pytest.raises(ModelError, match="decoder layer 1 is given other tensors than the first"):
         core.warm_up()
 
@@ -272,7 +274,7 @@ def test_layers_of_many_kinds_are_not_compiled(
     model = smollm3(tmp_path, add_tokenizer, num_layers=2)
     monkeypatch.setattr(decoder_layers, "MAX_KINDS", 1)
     with pytest.raises(ModelError, match="the decoder layers are of 2 kinds, and 1 at most"):
-        EngineCore(config(model, compile=True), Tracing())
+        EngineCore(config(model, compile=True, device=Tracing()))
 
 
 def test_warm_up_runs_each_program_once(
@@ -286,7 +288,7 @@ def test_warm_up_runs_each_program_once(
         ran.append(batch.shape.num_tokens)
         return run(runner, batch)
 
-    core = EngineCore(config(tiny_model, compile=True, bucketing=None), Tracing())
+    core = EngineCore(config(tiny_model, compile=True, bucketing=None, device=Tracing()))
     monkeypatch.setattr(ForwardRunner, "_run", noted)
     core.warm_up()
     assert sorted(min(tokens, 2) for tokens in ran) == [1, 2]
@@ -312,9 +314,9 @@ def test_a_program_that_holds_for_some_sizes_is_not_shared(
                 assert bool(sizes[-1] > 3)  # sets a guard
             return module
 
-    core = EngineCore(config(tiny_model, compile=True), Guarding())
+    core = EngineCore(config(tiny_model, compile=True, device=Guarding()))
     if who == "the trace":
-        layers = core.worker.runner.forward_runner._layers
+        layers = core.executor.worker.runner.forward_runner._layers
         layer = layers._example
 
         def guarded(recording: object, kind: int) -> Callable[..., torch.Tensor]:
@@ -339,7 +341,7 @@ def test_a_second_start_finds_all_but_the_damaged_programs(
             archive.write_bytes(archive.read_bytes()[:-100])
         core = EngineCore(settings)
         core.warm_up()
-        assert core.device.num_compilations() == damaged
+        assert core.executor.device.num_compilations() == damaged
         assert serve(core) == expected
 
 
@@ -367,8 +369,8 @@ def test_a_device_that_compiles_each_shape_runs_those_of_its_buckets(tiny_model:
         def compile(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
             return module
 
-    core = EngineCore(config(tiny_model, compile=True, bucketing=None), Compiling())
-    forward_runner, sizes = core.worker.runner.forward_runner, set()
+    core = EngineCore(config(tiny_model, compile=True, bucketing=None, device=Compiling()))
+    forward_runner, sizes = core.executor.worker.runner.forward_runner, set()
     run = forward_runner._run
 
     def recording(batch: Any) -> Any:
@@ -391,7 +393,7 @@ def test_a_miss_is_compiled_once_where_each_shape_must_be(
         dynamic_shapes = False
 
     few = attrs.evolve(FEW_BUCKETS, decode_blocks=AxisConfig(min=4, step=4, max=4))
-    core = EngineCore(config(tiny_model, compile=True, bucketing=few), Compiling())
+    core = EngineCore(config(tiny_model, compile=True, bucketing=few, device=Compiling()))
     core.warm_up()
     seen = []
     for _ in range(2):
@@ -414,7 +416,7 @@ def test_without_a_compiler_the_layers_run_as_they_are(
         def compiler_missing(self) -> str:
             return "a C++ compiler"
 
-    core = EngineCore(config(tiny_model, compile=True), Bare())
+    core = EngineCore(config(tiny_model, compile=True, device=Bare()))
     core.warm_up()
     assert serve(core) == expected
     assert "without --compile, which needs a C++ compiler" in caplog.text
@@ -429,16 +431,16 @@ def test_shapes_become_ready_behind_traffic(
         def end_warm_up(self) -> None:
             ended.append(core.stats.num_ready_buckets)
 
-    core = EngineCore(config(tiny_model, warmup="background", bucketing=None), Noting())
+    core = EngineCore(config(tiny_model, warmup="background", bucketing=None, device=Noting()))
     core.warm_up()
     first = core.stats
     assert 2 <= first.num_ready_buckets < first.num_buckets
     assert first.is_warming_up
     assert serve(core) == expected
     deadline = time.monotonic() + 60
-    while core.is_warming_up and time.monotonic() < deadline:
+    while core.executor.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
-    core.worker.background.wait()
+    core.executor.worker.background.wait()
     assert core.stats.num_ready_buckets == first.num_buckets
     assert not core.stats.is_warming_up
     assert ended == [first.num_buckets], "not before, and once"
@@ -465,7 +467,7 @@ def test_requests_are_served_while_a_bucket_is_being_prepared(
         prepare(runner, batch)
 
     monkeypatch.setattr(ForwardRunner, "prepare", held)
-    assert core.is_warming_up
+    assert core.executor.is_warming_up
     core.advance_warm_up()
     try:
         assert serve(core) == expected
@@ -473,7 +475,7 @@ def test_requests_are_served_while_a_bucket_is_being_prepared(
     finally:
         may_prepare.set()
     deadline = time.monotonic() + 120
-    while core.is_warming_up and time.monotonic() < deadline:
+    while core.executor.is_warming_up and time.monotonic() < deadline:
         core.advance_warm_up()
         time.sleep(0.05)
     assert core.stats.num_ready_buckets == core.stats.num_buckets
@@ -487,15 +489,17 @@ def test_traffic_holds_background_warm_up_up(
     core = EngineCore(config(tiny_model, warmup="background", bucketing=None))
     core.warm_up()
     executed: list[object] = []
-    monkeypatch.setattr(core.worker.runner, "execute", lambda *bucket: executed.append(bucket))
+    monkeypatch.setattr(
+        core.executor.worker.runner, "execute", lambda *bucket: executed.append(bucket)
+    )
     core.add("a", COMMON, attrs.evolve(GREEDY, max_tokens=20))
     while core.has_work:
         core.advance_warm_up()
         core.step()
     assert not executed
-    assert core.is_warming_up
+    assert core.executor.is_warming_up
     core.advance_warm_up()
-    core.worker.background.wait()
+    core.executor.worker.background.wait()
     assert executed, "it is idle"
 
 

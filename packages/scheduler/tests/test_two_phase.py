@@ -97,7 +97,7 @@ def test_a_budget_is_kept_by_prefill_alone_where_that_suffices() -> None:
 
 
 def test_an_idle_minute_after_the_start_does_not_suspend_the_budget() -> None:
-    """The time until the next request is no step: long steps would allow all prefill tokens."""
+    """The time until the next request is not a step: long steps would allow all prefill tokens."""
     device = Device(TwoPhaseThermalPolicy(budget_w=500.0))
     for _ in range(5):
         device.step()

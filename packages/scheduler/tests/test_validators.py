@@ -38,7 +38,7 @@ def test_other_layers_can_read_the_bounds_of_a_control_request() -> None:
     assert (fields.max_num_seqs.validator.low, fields.max_num_seqs.validator.high) == (1, 2**63 - 1)
     assert fields.target_temp_c.validator.high == 95
     assert fields.target_temp_c.validator.exclusive_low
-    assert tuple(fields.policy.validator.choices) == tuple(VICTIM_ORDERS)
+    assert list(fields.policy.validator.choices) == list(VICTIM_ORDERS)
 
 
 @pytest.mark.parametrize("settings", [SchedulerConfig, BatchControl])

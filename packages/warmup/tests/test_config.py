@@ -74,6 +74,20 @@ def test_an_error_names_the_setting_in_its_message_and_in_its_field() -> None:
     assert refusal.value.field == "prompt_strategy"
 
 
+def test_the_first_example_of_the_readme_captures_the_graphs_that_it_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def captured(table: str) -> list[tuple[str, ...]]:
+        """Stage, buckets and memory of each line, without times."""
+        return re.findall(r"^(\S+) +(\d[^.]*?)  .*?([\d.]+ [MG]iB)?$", table, re.MULTILINE)
+
+    match = re.search(r"```python\n(.*?)```\n\n```text\n(.*?)```", README.read_text(), re.DOTALL)
+    assert match is not None
+    exec(compile(match[1], "README.md", "exec"), {})  # noqa: S102 - the example is our own
+    assert captured(match[2]) == captured(capsys.readouterr().out)
+    assert len(captured(match[2])) == 4
+
+
 def test_both_ends_of_a_range_are_accepted() -> None:
     config = WarmupConfig(graph_reserved_mem=0, graph_prompt_ratio=1)
     assert (config.graph_reserved_mem, config.graph_prompt_ratio) == (0, 1)

@@ -24,7 +24,7 @@ class UnknownAxis(BucketingError, KeyError):
 
 class _ShortRepr(reprlib.Repr):
     def repr_int(self, x: int, _: int) -> str:
-        # Python refuses to write an integer of more than 4300 digits.
+        # Python does not write an integer of more than 4300 digits.
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 

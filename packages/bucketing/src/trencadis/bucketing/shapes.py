@@ -19,7 +19,7 @@ floats, and a size fits an array of 64-bit integers."""
 
 MAX_SIZES = 1 << 20
 """The most sizes of a range. Far more graphs than a server captures; a step that is too small by
-mistake is refused before it fills the memory."""
+mistake is rejected before it fills the memory."""
 
 MAX_AXES = 16
 """The most axes of a grid."""

@@ -61,7 +61,7 @@ class SlowConversation(EngineError):
 
 
 class BucketMiss(EngineError):
-    """A batch needs a shape that no bucket was warmed up for, and the engine refuses to compile it.
+    """A batch needs a shape that no bucket was warmed up for, and the engine may not compile it.
 
     The message names the shape and the setting.
     """
@@ -117,7 +117,7 @@ class SwitchFailedError(EngineError):
 
 class _ShortRepr(reprlib.Repr):
     def repr_int(self, x: int, _: int) -> str:
-        # Python refuses to write an integer of more than 4300 digits.
+        # Python does not write an integer of more than 4300 digits.
         return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
 
 

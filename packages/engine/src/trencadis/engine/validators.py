@@ -1,7 +1,7 @@
-"""What counts as an integer or a number, and how a refusal reads.
+"""What counts as an integer or a number, and how a rejection reads.
 
-NumPy's integers are integers and its floats numbers, kept as Python's; a bool is neither. A refusal
-reads ``NAME must be an integer of at least 1, got 0: REMEDY``.
+NumPy's integers are integers and its floats numbers, kept as Python's; a bool is neither.
+A rejection reads ``NAME must be an integer of at least 1, got 0: REMEDY``.
 
 These definitions stand in bucketing, kvcache and engine, and a test compares them: the first two
 know no other package, and the engine reads settings without NumPy, which both load. Warmup and

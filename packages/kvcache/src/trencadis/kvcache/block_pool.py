@@ -64,7 +64,7 @@ class BlockPool:
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
     takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
-    for a number of blocks or decode buckets that `CacheConfig` refuses.
+    for a number of blocks or decode buckets that `CacheConfig` rejects.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
@@ -147,6 +147,10 @@ class BlockPool:
         if self._ref_counts[block] == 0:
             self._used.remove(block)
             self._add_free_block(block)
+
+    def forget(self, block: int) -> None:
+        """Take a used block out of the prefix index, because its content is about to change."""
+        self.prefix_index.drop(self.as_block(block))
 
     def relocate(self, src: int, dst: int, *, keep: bool) -> None:
         """Move the references and the known content of the used block ``src`` to the free ``dst``.
@@ -277,7 +281,7 @@ class BlockPool:
             self._empty.add(block)
 
     def as_block(self, block: int) -> int:
-        """The id as an int. Raises `InvalidBlock` for an id that is no block of this pool."""
+        """The id as an int. Raises `InvalidBlock` for an id that is not a block of this pool."""
         try:
             number = index(block)
         except TypeError:

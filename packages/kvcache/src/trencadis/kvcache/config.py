@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 
 def as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
-    """``numbers`` as a tuple. What gives no tuple is left for the validator to refuse."""
+    """``numbers`` as a tuple. What gives no tuple is left for the validator."""
     try:
         return tuple(map(plain_number, numbers))
     except (TypeError, OverflowError):

@@ -107,6 +107,10 @@ class BlockManager:
         """The number of slots of a sequence."""
         return len(self._sequences.find(seq_id).token_ids)
 
+    def num_computed_tokens(self, seq_id: int) -> int:
+        """The number of slots of a sequence that `mark_computed` has recorded."""
+        return self._sequences.find(seq_id).num_computed_tokens
+
     def is_resident(self, seq_id: int) -> bool:
         """Whether all computed blocks of a sequence are on the device, so that it can run."""
         return self._sequences.find(seq_id).is_resident
@@ -160,7 +164,7 @@ class BlockManager:
         Only sequences with equal ``extra_keys`` (adapter id, cache salt) share blocks;
         ``prefix_keys`` contain their extra keys. See `RequestHasher` for the types of extra keys.
         Raises `DuplicateSequence`, `OutOfBlocks`, or `InvalidSetting` for an empty prompt, for
-        token ids that are no 32-bit integers, and for prefix keys of other tokens or extra keys.
+        token ids that are not 32-bit integers, and for prefix keys of other tokens or extra keys.
         """
         self._sequences.require_new(seq_id)
         if self._num_prompt_blocks(token_ids) > self.pool.num_usable_blocks:
@@ -226,7 +230,7 @@ class BlockManager:
 
         Returns the copy to carry out before the forward pass: a copy-on-write if the last block is
         partial and shared with a fork. Raises `OutOfBlocks`, or `InvalidSetting` for token ids that
-        are no 32-bit integers.
+        are not 32-bit integers.
         """
         sequence = self._sequences.resident(seq_id)
         tokens = as_token_array(token_ids)
@@ -240,6 +244,46 @@ class BlockManager:
                 sequence.block_table.append(self._references.allocate(sequence, position))
         sequence.token_ids.extend(tokens)
         return copies
+
+    def set_last_token(self, seq_id: int, token_id: int) -> None:
+        """Replace the token of the last slot, which is not marked as computed yet.
+
+        For a slot that was appended before its token was known, with any token id: prefix keys are
+        computed when a block is marked as computed. Raises `InvalidSetting` for a computed slot.
+        """
+        sequence = self._sequences.resident(seq_id)
+        last = len(sequence.token_ids) - 1
+        if sequence.num_computed_tokens > last:
+            raise InvalidSetting(
+                f"slot {last} of sequence {seq_id} is marked as computed, so its token is final: "
+                "set it before mark_computed"
+            )
+        (sequence.token_ids[last],) = as_token_array((token_id,))
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Give back the slots of a sequence on the device past the first ``num_tokens``.
+
+        For tokens that were appended ahead and do not stay, such as rejected drafts. Their blocks
+        are released. Raises `InvalidSetting` for less than one token or more than there are.
+        """
+        sequence = self._sequences.resident(seq_id)
+        num_slots = len(sequence.token_ids)
+        num_tokens = integer(1, remedy="one slot must stay").checked("num_tokens", num_tokens)
+        if num_tokens > num_slots:
+            raise InvalidSetting(
+                f"num_tokens must be at most the {num_slots} slots of sequence {seq_id}, got "
+                f"{num_tokens}: append adds slots"
+            )
+        del sequence.token_ids[num_tokens:]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+        for _ in range(len(sequence.block_table) - ceil_div(num_tokens, self._block_size)):
+            self._references.release_last(sequence)
+        num_full = num_tokens // self._block_size
+        if sequence.keys is not None and len(sequence.keys) > num_full:
+            del sequence.keys[num_full:]
+            # The rest of the last block is written again, so no later prompt may share it.
+            if num_tokens % self._block_size:
+                self.pool.forget(sequence.block_table.last())
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Create ``child_id`` as a copy of ``parent_id``, on the device, that shares its blocks.

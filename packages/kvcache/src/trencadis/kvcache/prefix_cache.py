@@ -119,7 +119,7 @@ class RequestHasher:
 
         Two requests share blocks only if their ``extra_keys`` have equal types and values. Extra
         keys are strings, bytes, numbers, booleans, None, and tuples of these. Raises
-        `InvalidSetting` for others, and for token ids that are no 32-bit integers.
+        `InvalidSetting` for others, and for token ids that are not 32-bit integers.
         """
         tokens = as_token_array(token_ids)
         return self.extended(PrefixKeys((), encode_extra_keys(extra_keys)), tokens)

@@ -55,6 +55,13 @@ class BlockTable:
         self._len += 1
         self._update_view()
 
+    def pop(self) -> int:
+        """Remove the last block and return it."""
+        block = self.last()
+        self._len -= 1
+        self._update_view()
+        return block
+
     def replace(self, position: int, block: int) -> None:
         """Set the block at ``position``. Existing views show the new block too."""
         self._array[position] = block
@@ -241,6 +248,10 @@ class BlockReferences:
         """Remove a sequence's reference. Raises `InvalidBlock`."""
         self.pool.release(block)
         self.detach(block, sequence)
+
+    def release_last(self, sequence: SequenceState) -> None:
+        """Remove the last block of a sequence's table, and its reference."""
+        self.release(sequence.block_table.pop(), sequence)
 
     def release_all(self, sequence: SequenceState) -> None:
         """Release the blocks of a sequence, the last block first.

@@ -25,7 +25,7 @@ class HostBlockPool:
 
     Swapped sequences that share a block share one host block. A block without references is free
     and its content is lost. Raises `InvalidSetting` for a number of blocks that `CacheConfig`
-    refuses.
+    rejects.
     """
 
     def __init__(self, num_blocks: int) -> None:

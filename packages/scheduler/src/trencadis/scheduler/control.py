@@ -1,4 +1,4 @@
-"""Control requests of an operator: queued from any thread, applied at the top of a step.
+"""Control requests of an administrator: queued from any thread, applied at the top of a step.
 
 Their fields and those of the answer are the fields of ``/v1/admin/batch`` in seed 003, section 4.
 They count sequences, not requests, as ``max_num_seqs`` does.
@@ -147,6 +147,11 @@ class ControlHandler:
     @property
     def has_control_requests(self) -> bool:
         return bool(self._pending)
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next step preempts requests or carries out a control request."""
+        return bool(self._pending or self._to_preempt)
 
     def put(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request. Thread-safe; see `Scheduler.control`."""

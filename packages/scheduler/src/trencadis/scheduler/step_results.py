@@ -16,7 +16,12 @@ from trencadis.scheduler.fair_share import OUTPUT_WEIGHT
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
-from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
+from trencadis.scheduler.output import (
+    PENDING_TOKEN,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceUpdate,
+)
 from trencadis.scheduler.request import FinishReason
 from trencadis.scheduler.validators import (
     MAX_TOKEN_ID,
@@ -151,6 +156,11 @@ class StepResultProcessor:
                     f"update() got forced tokens for sequence {seq_id}, which is ranked by "
                     "log-probabilities: forced tokens have none, so sample its tokens one by one"
                 )
+            if sequence is not None and sequence.is_pending:
+                raise InvalidResults(
+                    f"update() got forced tokens for sequence {seq_id}, whose next token is in "
+                    "flight: call schedule() after update() where tokens may be forced"
+                )
         tokens = results.tokens
         decodes: abc.Iterable[ScheduledSequence] = output.decodes
         if not self._states.num_scored:
@@ -160,6 +170,40 @@ class StepResultProcessor:
         for scheduled in chain(decodes, output.prompts):
             if scheduled.samples and scheduled.seq_id in self._states.sequences:
                 self._check_sample(scheduled, results)
+
+    def assume(self, output: SchedulerOutput) -> None:
+        """Go on as if the step ``output``, which is in flight, were computed.
+
+        Each sequence that samples and does not end by its length gets a pending token, which
+        `apply` replaces. A sequence that ends with this token computes a row in vain.
+        """
+        for scheduled in chain(output.decodes, output.prompts):
+            sequence = self._states.sequences.get(scheduled.seq_id)
+            if sequence is None:
+                continue
+            sequence.num_computed_tokens = scheduled.start + len(scheduled.token_ids)
+            if scheduled.samples and not self._ends_by_length(sequence, num_more=1):
+                sequence.token_ids.append(PENDING_TOKEN)
+                sequence.is_pending = True
+
+    def take_back(self, output: SchedulerOutput) -> None:
+        """Undo `assume` for a step that is discarded."""
+        for scheduled in chain(output.decodes, output.prompts):
+            sequence = self._states.sequences.get(scheduled.seq_id)
+            if sequence is None:
+                continue
+            if sequence.is_pending:
+                self._group_blocks.drop_pending_token(sequence)
+            sequence.num_computed_tokens = scheduled.start
+
+    def _ends_by_length(self, sequence: Sequence, num_more: int = 0) -> bool:
+        """Whether ``num_more`` tokens after those of a sequence are the last ones it may have."""
+        num_tokens = len(sequence.token_ids) + num_more
+        request = sequence.request
+        return (
+            num_tokens - len(request.prompt_token_ids) >= request.max_tokens
+            or num_tokens >= self._max_model_len
+        )
 
     def apply(self, output: SchedulerOutput, results: StepResults) -> list[SequenceUpdate]:
         """Apply the results of ``output``. Skips sequences that were aborted since."""
@@ -224,17 +268,17 @@ class StepResultProcessor:
             updates.append(update)
 
     def _append_token(self, sequence: Sequence, token_id: int) -> SequenceUpdate:
-        sequence.token_ids.append(token_id)
+        if sequence.is_pending:
+            self._group_blocks.set_pending_token(sequence, token_id)
+        else:
+            sequence.token_ids.append(token_id)
         sequence.group.client.service += OUTPUT_WEIGHT
         request = sequence.request
         num_output_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
         reason: FinishReason | None = None
         if token_id in request.stop_token_ids and num_output_tokens >= request.min_tokens:
             reason = FinishReason.STOP
-        elif (
-            num_output_tokens >= request.max_tokens
-            or len(sequence.token_ids) >= self._max_model_len
-        ):
+        elif self._ends_by_length(sequence):
             reason = FinishReason.LENGTH
         if reason is not None:
             self.finish_sample(sequence, reason)

@@ -129,7 +129,7 @@ class GraphCapture:
         instance_of(Phase).checked("phase", phase)
         queue = self._queues[phase]
         if not queue.has(bucket):
-            raise ConfigError(f"{bucket!r} is no {phase.value} bucket of this capture")
+            raise ConfigError(f"{bucket!r} is not a {phase.value} bucket of this capture")
         if bucket in queue.decided:
             return None
         queue.position = len(queue.decided) + 1

@@ -72,7 +72,7 @@ def warm_up(
         WarmupError: ``memory`` is given and ``runtime`` cannot capture. An error of the runtime
             is passed on.
         ConfigError: an argument is wrong. Nothing has been executed.
-        InvalidAnswer: free memory or the clock is no number.
+        InvalidAnswer: free memory or the clock is not a number.
     """
     require_methods("runtime", runtime, RUNTIME_METHODS)
     config = WarmupConfig() if config is None else config

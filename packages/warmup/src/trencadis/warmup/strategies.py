@@ -29,7 +29,7 @@ def capture_order(strategy: str, replays: Mapping[Bucket, float] | None = None) 
     - ``min_tokens``: fewest tokens first, then shortest length.
     - ``traffic``: most expected ``replays`` per byte first, then as ``min_tokens``.
 
-    Raises `ConfigError` for another strategy, or for replays that are no finite numbers.
+    Raises `ConfigError` for another strategy, or for replays that are not finite numbers.
     """
     one_of(STRATEGIES).checked("strategy", strategy)
     expected = {} if replays is None else replays

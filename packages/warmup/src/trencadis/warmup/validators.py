@@ -25,7 +25,7 @@ MAX_BYTES = (1 << 63) - 1
 
 
 def require_methods(name: str, value: object, methods: Iterable[str]) -> None:
-    """Refuse an object that lacks one of these methods."""
+    """Reject an object that lacks one of these methods."""
     missing = [method for method in methods if not callable(getattr(value, method, None))]
     if missing:
         raise ConfigError(
@@ -57,7 +57,7 @@ def as_buckets(name: str, buckets: Iterable[Bucket]) -> tuple[Bucket, ...]:
 
 
 def require_replays(replays: Mapping[Bucket, float]) -> None:
-    """Refuse anything but a finite number of at least 0 for each bucket."""
+    """Reject anything but a finite number of at least 0 for each bucket."""
     expected = number(0, remedy="use expected_replays")
     for bucket, count in instance_of(Mapping).checked("replays", replays).items():
         instance_of(Bucket).checked("a bucket of replays", bucket)
@@ -65,7 +65,7 @@ def require_replays(replays: Mapping[Bucket, float]) -> None:
 
 
 def require_phase_replays(replays: Mapping[Phase, Mapping[Bucket, float]] | None) -> None:
-    """Refuse anything but None or the replays of each phase."""
+    """Reject anything but None or the replays of each phase."""
     if replays is None:
         return
     for phase, expected in instance_of(Mapping).checked("replays", replays).items():

@@ -155,7 +155,7 @@ class BucketingConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> BucketingConfig:
-        """The settings in `environ` (usually `os.environ`); README.md lists the variables.
+        """The settings in `environ` (usually `os.environ`); docs/bucketing/settings.md lists them.
 
         Raises:
             BucketingError: a value that cannot be used, with its variable.
@@ -232,5 +232,5 @@ _AXIS_VARIABLE = re.compile(r"VLLM_(PROMPT|DECODE)_\w+_BUCKET_\w+")
 
 _RESEMBLANCE = 0.83
 """From this ratio of `difflib` on, a name counts as a misspelt setting: a few wrong letters, or a
-word less. Names of vLLM and of its Gaudi plugin that are no bucketing setting stay below: the
+word less. Names of vLLM and of its Gaudi plugin that are not bucketing settings stay below: the
 nearest, VLLM_ENABLE_BUCKETING, has 0.81, VLLM_PROMPT_USE_FUSEDSDPA 0.73."""

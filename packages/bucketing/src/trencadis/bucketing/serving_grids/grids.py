@@ -108,8 +108,8 @@ def prompt_grid_of(
 ) -> BucketGrid:
     """The prompt grid with these sizes of (batch, query, context_blocks), within the limits.
 
-    Prompts are batched only while `find` has a bucket, so a batch above the largest one is no gap
-    of the grid's coverage.
+    Prompts are batched only while `find` has a bucket, so a batch above the largest one is not a
+    gap of the grid's coverage.
     """
     return BucketGrid(
         values,

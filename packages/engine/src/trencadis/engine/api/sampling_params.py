@@ -91,7 +91,7 @@ class SamplingParams:
     field's validator.
 
     Beam search follows ``transformers``. It draws no tokens and knows the text of a beam only at
-    its end, so parameters that shape a draw, ``stop`` and ``logprobs`` are refused with it.
+    its end, so parameters that shape a draw, ``stop`` and ``logprobs`` are rejected with it.
 
     Raises `InvalidRequest`, which names the parameter, on a value out of range and on parameters
     that contradict each other.

@@ -14,6 +14,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.core.engine_core import EngineCore
 from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.warmup import Phase
 
@@ -43,13 +44,13 @@ def fill_compile_cache(config: EngineConfig) -> CompileCacheReport:
     """
     directory = _directory(config)
     device = _device(config, directory)
-    core = EngineCore(_compiling(config, device), device, records=False)
+    core = _core(config, device)
     try:
         report = core.warm_up()
-        missing = tuple(core.worker.missing_buckets()) if device.lists_programs else None
+        missing = tuple(core.executor.missing_buckets()) if device.lists_programs else None
         return CompileCacheReport(
             directory,
-            core.worker.num_buckets,
+            core.facts.num_buckets,
             missing,
             device.num_compilations(),
             report.seconds if report is not None else 0.0,
@@ -68,17 +69,17 @@ def check_compile_cache(config: EngineConfig) -> CompileCacheReport:
     """
     directory = _directory(config)
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory: make it with engine-serve warmup MODEL")
+        raise ConfigError(f"{directory} is not a directory: make it with engine-serve warmup MODEL")
     device = _device(config, directory, read_only=True)
     if not (device.lists_programs or device.counts_missing):
         raise ConfigError(
             f"device {device.name} cannot list the programs in {directory}, which it names itself: "
             "start a server with it and see the compilations in its log"
         )
-    core = EngineCore(_compiling(config, device), device, records=False)
+    core = _core(config, device)
     try:
-        missing = tuple(core.worker.missing_buckets())
-        return CompileCacheReport(directory, core.worker.num_buckets, missing)
+        missing = tuple(core.executor.missing_buckets())
+        return CompileCacheReport(directory, core.facts.num_buckets, missing)
     finally:
         core.close()
 
@@ -100,8 +101,8 @@ def _device(config: EngineConfig, directory: Path, *, read_only: bool = False) -
     )
 
 
-def _compiling(config: EngineConfig, device: Device) -> EngineConfig:
-    """These settings with a full warm-up, and with compilation unless the device decides it."""
+def _core(config: EngineConfig, device: Device) -> EngineCore:
+    """A core with a full warm-up, and with compilation unless the device decides it."""
     if config.compile is None and "compile" not in device.defaults:
         config = attrs.evolve(config, compile=True)
     if config.compile is False and "compile" not in device.defaults:
@@ -110,4 +111,5 @@ def _compiling(config: EngineConfig, device: Device) -> EngineConfig:
         )
     if config.compile and (missing := device.compiler_missing()) is not None:
         raise ConfigError(f"compiling needs {missing}", "compile")
-    return attrs.evolve(config, warmup="full")
+    config = attrs.evolve(config, warmup="full", device=device)
+    return EngineCore(config, InProcessExecutor(config, records=False))

@@ -1,7 +1,7 @@
 """An engine configuration as msgpack, which a core reads when it switches models.
 
 Nothing is pickled, so a payload can make nothing but an `EngineConfig`, whose validators run. What
-msgpack cannot say is refused where it is written.
+msgpack cannot say is rejected where it is written.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def config_of_payload(payload: bytes) -> EngineConfig:
     except ConfigError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"this is no configuration of an engine: {error}") from error
+        raise ConfigError(f"this is not a configuration of an engine: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -112,13 +112,13 @@ def _serve(config: EngineConfig, channel: CoreChannel, front: int) -> None:
 def _ready(core: EngineCore, warmup_seconds: float) -> Ready:
     return Ready(
         max_model_len=core.max_model_len,
-        num_blocks=core.worker.limits.num_blocks,
+        num_blocks=core.facts.limits.num_blocks,
         block_size=core.config.block_size,
-        dtype=str(core.worker.dtype).removeprefix("torch."),
-        device=core.device.name,
-        num_buckets=core.worker.num_buckets,
+        dtype=core.facts.dtype,
+        device=core.executor.device_facts.name,
+        num_buckets=core.facts.num_buckets,
         warmup_seconds=warmup_seconds,
-        embedding_size=core.worker.embedding_size,
+        embedding_size=core.facts.embedding_size,
         scoring=core.spec.scoring,
         text_prompts=core.spec.text_prompts,
     )
@@ -143,9 +143,9 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
                 channel.send(_change_model(core, switcher, message))
             else:
                 _handle(core, channel, message, orders)
-        if core.is_warming_up:
+        if core.executor.is_warming_up:
             channel.send(Busy("the engine core warms up"))
-        core.advance_warm_up()
+            core.advance_warm_up()
         tokens = core.step() if core.has_work else []
         for failure in core.take_failures():
             channel.send(failure)
@@ -164,7 +164,7 @@ def _receive_timeout(core: EngineCore) -> float:
     """Seconds to wait for the next message."""
     if core.has_work:
         return core.pause_s
-    return _WARMING_SECONDS if core.is_warming_up else _IDLE_SECONDS
+    return _WARMING_SECONDS if core.executor.is_warming_up else _IDLE_SECONDS
 
 
 _Orders = dict[int, Future[BatchControlResult]]
@@ -263,7 +263,7 @@ def _refuse(channel: CoreChannel, message: Undecodable) -> None:
 
 
 def _send_results(orders: _Orders, channel: CoreChannel) -> None:
-    """Send the results of orders that have been carried out or refused."""
+    """Send the results of orders that have been carried out or rejected."""
     for number, future in tuple(orders.items()):
         if not future.done():
             continue

@@ -9,10 +9,8 @@ from __future__ import annotations
 import functools
 import logging
 import random
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from pathlib import Path
 
 from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
 from trencadis.engine.api.outputs import EngineStats
@@ -27,14 +25,15 @@ from trencadis.engine.core.request_conversion import (
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
-from trencadis.engine.devices import Device, select_device
 from trencadis.engine.errors import BucketMiss, InvalidRequest, shown
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
 from trencadis.engine.ipc.messages import BUSY_SECONDS, NewToken, Rejected, RequestError
+from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.host_swap import swap_governor
+from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.shapes import DecodeRead
-from trencadis.engine.runner.worker import Worker
+from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import items_of
 from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
@@ -42,6 +41,7 @@ from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
+    SchedulerOutput,
     SequenceStatus,
     StepOrderError,
     StepTiming,
@@ -64,78 +64,66 @@ class EngineCore:
     PyTorch's tracing changes ``torch.nn.Module`` for all threads. `AsyncEngine` gives each core a
     process.
 
-    ``device`` and ``thermal`` replace those that ``config`` names. Without ``records`` no traffic
-    is recorded: for a core that only warms up. Raises `ModelError` or `ConfigError` when the model
-    cannot be served under ``config``.
+    ``executor`` and ``thermal`` replace those that ``config`` names. Raises `ModelError` or
+    `ConfigError` when the model cannot be served under ``config``.
     """
 
     def __init__(
         self,
         config: EngineConfig,
-        device: Device | None = None,
+        executor: Executor | None = None,
         thermal: ThermalMonitor | None = None,
-        *,
-        records: bool = True,
     ) -> None:
-        self.device = select_device(
-            config.device if device is None else device,
-            Path(config.compile_cache) if config.compile_cache else None,
-            trust_compile_cache=config.trust_compile_cache,
-            fp32_softmax=config.fp32_softmax,
-            cpu_threads=config.cpu_threads,
-        )
-        self.config = config = config.for_device(self.device.defaults)
+        self.executor = executor or InProcessExecutor(config)
+        device = self.executor.device_facts
+        config = config.for_device(device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.
         self._thermal = thermal or ThermalMonitor.from_config(
-            config, self.device.temperature_source, self.device.sensor_indices
+            config, device.temperature_source, device.sensor_indices
         )
         self.on_busy: Callable[[str, float], None] = lambda reason, limit_s: None
         """Called before what may take minutes, with what it is and how many seconds at most; 0:
         no more than a step."""
-        worker = Worker(config, self.device, records=records)
-        worker.load()
-        worker.initialise_cache()
-        self._serve(worker)
-        self._thermal.start()
-
-    def _serve(self, worker: Worker) -> None:
-        """Build everything that depends on the model or its cache; nothing of it exists yet."""
-        self.worker = worker
-        self.config = config = worker.config
-        self.spec = worker.spec
-        self.max_model_len = worker.limits.max_model_len
-        self.pause_s = 0.0
-        worker.runner.forward_runner.on_cold = lambda shape: self.on_busy(
+        self.executor.on_cold = lambda shape: self.on_busy(
             f"the engine core compiles {shape}", BUSY_SECONDS
         )
-        self._num_buckets = worker.num_buckets
+        self.executor.load(config)
+        self._serve(self.executor.plan_memory())
+        self._thermal.start()
+
+    def _serve(self, facts: ModelFacts) -> None:
+        """Build everything that depends on the model or its cache; nothing of it exists yet."""
+        self.facts = facts
+        self.config = config = facts.config
+        self.spec = facts.spec
+        self.max_model_len = facts.limits.max_model_len
+        self.pause_s = 0.0
+        self._in_flight: list[tuple[SchedulerOutput, PendingStep]] = []
+        """The steps that the executor works on, the oldest first."""
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_prefill_tokens = 0
         self._swapped_bytes = {Direction.OUT: 0, Direction.IN: 0}
         self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
-        self._prefill_limit = worker.limits.max_num_batched_tokens
+        self._prefill_limit = facts.limits.max_num_batched_tokens
         self.blocks = BlockManager(
             CacheConfig(
-                num_blocks=self.worker.limits.num_blocks,
+                num_blocks=facts.limits.num_blocks,
                 block_size=config.block_size,
-                num_host_blocks=self.worker.cache.num_host_blocks,
+                num_host_blocks=facts.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
             ),
-            governor=swap_governor(config, self.worker.block_bytes),
+            governor=swap_governor(config, facts.block_bytes),
         )
         # Only a prefix gets shorter when blocks move down.
         self._defragmenter = (
-            Defragmenter(self.blocks, config.defrag)
-            if self.worker.read is DecodeRead.PREFIX
-            else None
+            Defragmenter(self.blocks, config.defrag) if facts.read is DecodeRead.PREFIX else None
         )
-        grids = self.worker.grids
         self.scheduler = Scheduler(
-            self.worker.limits.scheduler_config(
+            facts.limits.scheduler_config(
                 max_waiting=config.max_waiting,
-                max_chunk_tokens=grids.max_chunk_tokens if grids else None,
+                max_chunk_tokens=facts.max_chunk_tokens,
                 policy=config.scheduling_policy,
                 num_output_tokens=0 if self.spec.is_pooling else 1,
             ),
@@ -150,53 +138,45 @@ class EngineCore:
         self.requests = RequestTable(self.scheduler, eos_token_ids, rng, self._grammars)
         self._sampling = StepSampling(self.requests, self.scheduler, eos_token_ids, self._grammars)
 
-    def rebuild(self, worker: Worker) -> None:
-        """Serve ``worker``'s model instead of the present one.
+    def rebuild(self, facts: ModelFacts) -> None:
+        """Serve another model, which the executor has made ready, instead of the present one.
 
         Scheduler, block pool, prefix cache, request table, grammars and totals are new; requests
         that are still in the old ones end without a message. The thermal policy stays, because the
         device is as hot as before.
         """
         self._grammars.close()
-        self._serve(worker)
+        self._serve(facts)
 
     def abort_all(self) -> int:
         """End every request without a message; returns how many there were."""
-        return self.requests.abort_all()
+        count = self.requests.abort_all()
+        self.scheduler.abort_admitted()
+        self._in_flight.clear()
+        return count
 
     @property
     def is_asleep(self) -> bool:
         """Whether the device memory is released, so that no request can be served."""
-        return self.worker.is_asleep
+        return self.executor.is_asleep
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
-        """Warm up before serving, as ``config.warmup`` says.
-
-        Returns None where the rest is warmed up in the background, or nothing is. ``stop`` is
-        polled before each bucket; True ends the warm-up.
-        """
-        return self.worker.warm_up(stop)
-
-    @property
-    def is_warming_up(self) -> bool:
-        """Whether buckets are left for the background warm-up."""
-        background = self.worker.background
-        return background is not None and background.is_running and not self.is_asleep
+        """Warm up before serving: see `Executor.warm_up`."""
+        return self.executor.warm_up(stop)
 
     def advance_warm_up(self) -> None:
         """Warm up the next bucket in the background, if any is left and the core has time."""
-        if self.worker.background is not None and not self.is_asleep:
-            self.worker.background.advance(idle=not self.has_work)
+        self.executor.advance_warm_up(idle=not self.has_work)
 
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
-        return self.scheduler.has_work or self.requests.is_compiling
+        return bool(self.scheduler.has_work or self.requests.compiling or self._in_flight)
 
     @property
     def stats(self) -> EngineStats:
         """A snapshot of the counters and of the state after the last step."""
-        runner = self.worker.runner
+        executor = self.executor.counters()
         requests = self.requests.count_by_state()
         return EngineStats(
             num_running_reqs=requests[SequenceStatus.RUNNING],
@@ -211,10 +191,10 @@ class EngineCore:
             block_size=self.blocks.config.block_size,
             highest_block_in_use=self.blocks.pool.highest_used_block,
             num_queued_swaps=self.blocks.num_queued_swaps,
-            num_buckets=self._num_buckets,
-            num_ready_buckets=runner.num_ready_buckets,
-            is_warming_up=self.is_warming_up,
-            num_graphs=runner.num_graphs,
+            num_buckets=self.facts.num_buckets,
+            num_ready_buckets=executor.num_ready_buckets,
+            is_warming_up=self.executor.is_warming_up,
+            num_graphs=executor.num_graphs,
             thermal=self._thermal.stats,
             num_preemptions=self.scheduler.num_preemptions,
             num_swaps=self.scheduler.num_preemptions - self.scheduler.num_recomputes,
@@ -231,17 +211,17 @@ class EngineCore:
             num_defragmented_blocks=self._defragmenter.num_moved if self._defragmenter else 0,
             num_prefill_tokens=self._num_prefill_tokens,
             num_generation_tokens=self._sampling.num_generation_tokens,
-            num_padded_tokens=runner.padded_tokens,
-            num_bucket_misses=runner.bucket_misses,
-            num_cold_forwards=runner.forward_runner.cold_forwards,
-            num_compilations=runner.forward_runner.compilations,
+            num_padded_tokens=executor.num_padded_tokens,
+            num_bucket_misses=executor.num_bucket_misses,
+            num_cold_forwards=executor.num_cold_forwards,
+            num_compilations=executor.num_compilations,
         )
 
     def inspect(self) -> EngineInspection:
         """Which KV blocks are used, and the state and the hits of the buckets. Call it between two
         steps."""
         return EngineInspection(
-            self.blocks.pool.block_map(MAX_MAP_CELLS), self.worker.runner.grid_usage
+            self.blocks.pool.block_map(MAX_MAP_CELLS), self.executor.grid_usage()
         )
 
     def add(
@@ -263,7 +243,7 @@ class EngineCore:
         it was accepted before, so ``max_waiting`` does not bind it. ``client``: see
         `AsyncEngine.generate`.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
-        compiled beside the steps; if that fails, `take_failures` has the refusal.
+        compiled beside the steps; if that fails, `take_failures` has the rejection.
         """
         prompt_token_ids = check_arguments(
             key, prompt_token_ids, params, priority, cache_salt, client
@@ -305,7 +285,7 @@ class EngineCore:
         """Preempt these requests at the start of the next step; they keep their tokens.
 
         Returns the keys of those that run; the others are ignored. See `Scheduler.abort_and_swap`.
-        Raises `InvalidRequest` for what is no list of keys.
+        Raises `InvalidRequest` for what is not a list of keys.
         """
         listed = items_of(keys)
         if listed is None or not all(isinstance(key, str) for key in listed):
@@ -349,71 +329,87 @@ class EngineCore:
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
-        """The requests that errors have ended since the last call, or that were refused late."""
-        return self.requests.take_failures()
+        """The requests that errors have ended since the last call, or that were rejected late."""
+        failures, self.requests.failures = self.requests.failures, []
+        return failures
 
     def _run_step(self) -> list[NewToken]:
-        self.worker.runner.capture_used_buckets()
-        if self.requests.is_compiling:
+        if self.requests.compiling:
             if not self.scheduler.has_work:
                 self.requests.await_compiled(STALLED_SECONDS)
             self.requests.add_compiled()
-        if not self.scheduler.has_work:
+        while self._can_launch():
+            self._launch()
+        if not self._in_flight:
             self.pause_s = 0.0  # it has waited for a grammar
             return []
+        return self._finish_oldest()
+
+    def _can_launch(self) -> bool:
+        """Whether the next step can be started, also before the results of the last one."""
+        if not self._in_flight:
+            return self.scheduler.has_work
+        output, _ = self._in_flight[-1]
+        if output.is_empty or self._sampling.needs_results:
+            return False
+        return self.scheduler.has_work and self.scheduler.reason_to_wait is None
+
+    def _launch(self) -> None:
+        """Schedule the next step and start it."""
         output = self.scheduler.schedule()
         for failed in output.failed:
             self.requests.fail(failed.request_id, failed.error)
-        self.requests.note_preempted(output.preempted_seq_ids)
-        stalled = not (output.decodes or output.prompts or output.moves)
-        self.pause_s = STALLED_SECONDS if stalled else 0.0
-        began = time.perf_counter()
-        computed = self.worker.runner.run(output, self._sampling.row_requests(output))
-        sampled = self._sampling.sampled(output, computed.wait(), self._pays_to_jump)
-        if computed.failed:
-            self._end_failed(computed.failed)
-        compute_s = time.perf_counter() - began - sum(computed.swap_s.values())
-        swap_s = computed.swap_s
-        self._count_swaps(output.moves, swap_s)
-        timing = None
-        if swap_s or not output.decodes:
-            timing = StepTiming(
-                # A step with decodes does not tell how long its prefill chunks took.
-                prompts_s=compute_s if computed.is_timed and not output.decodes else None,
-                swap_out_s=swap_s.get(Direction.OUT),
-                swap_in_s=swap_s.get(Direction.IN),
-            )
+        if output.preempted_seq_ids:
+            self.requests.note_preempted(output.preempted_seq_ids)
+        is_stalled = not (self._in_flight or output.decodes or output.prompts or output.moves)
+        self.pause_s = STALLED_SECONDS if is_stalled else 0.0
+        rows = self._sampling.row_requests(output)
+        step = StepInput(output.step, output.prompts, output.decodes, output.moves, rows)
+        self._in_flight.append((output, self.executor.execute(step)))
+
+    def _finish_oldest(self) -> list[NewToken]:
+        """Wait for the oldest step in flight; returns its tokens."""
+        output, pending = self._in_flight[0]
+        result = pending.wait()
+        sampled = self._sampling.sampled(result, self._pays_to_jump)
+        if result.failed:
+            self._end_failed(result.failed)
+        if output.moves:
+            self._count_swaps(output.moves, result.timing)
+        del self._in_flight[0]
         updates = self.scheduler.update(
             output,
             sampled.token_ids,
             logprobs=sampled.logprobs,
-            candidates=sampled.candidates,
+            candidates=result.candidates,
             forced=sampled.forced,
-            timing=timing,
+            timing=result.timing,
         )
         self._num_steps += 1
         for chunk in output.prompts:
             self._num_prefill_tokens += len(chunk.token_ids)
         self._running_limit = output.max_running_seqs
         self._prefill_limit = output.max_prefill_tokens
-        return self._sampling.report(updates, sampled)
+        return self._sampling.report(updates, result, sampled)
 
     def _pays_to_jump(self, start: int, num_forced: int) -> bool:
-        """Whether to compute forced tokens as one chunk; see `ModelRunner.pays_to_jump`."""
-        num_seqs = self.scheduler.num_running_seqs
-        return self.worker.runner.pays_to_jump(start, num_forced, num_seqs)
+        """Whether to compute forced tokens as one chunk; see `Executor.pays_to_jump`."""
+        return self.executor.pays_to_jump(start, num_forced, self.scheduler.num_running_seqs)
 
-    def _count_swaps(self, moves: CopyPlan, swap_s: Mapping[Direction, float]) -> None:
+    def _count_swaps(self, moves: CopyPlan, timing: StepTiming | None) -> None:
         for direction, copies in moves:
             if direction in self._swapped_bytes:
-                self._swapped_bytes[direction] += len(copies) * self.worker.block_bytes
-        self._swap_seconds += sum(swap_s.values())
+                self._swapped_bytes[direction] += len(copies) * self.facts.block_bytes
+        if timing is not None:
+            self._swap_seconds += (timing.swap_out_s or 0.0) + (timing.swap_in_s or 0.0)
 
     def discard_step(self) -> None:
-        """Drop a step that was interrupted before it was complete, as by Ctrl-C, if there is one.
+        """Drop the steps that were interrupted before they were complete, as by Ctrl-C, if any.
 
-        What it wrote to the KV cache is unknown, so every admitted request ends, as after an error.
+        What they wrote to the KV cache is unknown, so every admitted request ends, as after an
+        error.
         """
+        self._in_flight.clear()
         try:
             self.scheduler.discard_step()
         except StepOrderError:
@@ -424,9 +420,9 @@ class EngineCore:
 
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
-        # Raises if the device computes nothing any more: then it was no fault of these requests.
+        # Raises if the device computes nothing any more: then these requests were not at fault.
         if not all(isinstance(error, BucketMiss) for error in errors.values()):
-            self.worker.runner.probe()
+            self.executor.probe()
         for seq_id, error in errors.items():
             self.requests.fail_sequence(seq_id, error)
 
@@ -438,14 +434,15 @@ class EngineCore:
         """
         logger.error("A step failed: the requests that it may concern end", exc_info=error)
         self._num_failed_steps += 1
+        self._in_flight.clear()
         for request_id in self.scheduler.abort_admitted():
             self.requests.fail(request_id, error)
         if self._num_failed_steps >= _MAX_FAILED_STEPS or self.blocks.pool.num_used_blocks:
             raise error
-        self.worker.runner.probe()
+        self.executor.probe()
 
     def close(self) -> None:
         """Stop the threads of temperatures and grammars, and write what was recorded."""
         self._grammars.close()
         self._thermal.stop()
-        self.worker.close()
+        self.executor.close()

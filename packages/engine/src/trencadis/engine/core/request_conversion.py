@@ -73,7 +73,7 @@ def _check_cache_salt(cache_salt: str) -> None:
 
 
 def check_order(order: BatchControl) -> None:
-    """Raise `InvalidRequest` for what is no order."""
+    """Raise `InvalidRequest` for what is not an order."""
     if not isinstance(order, BatchControl):
         raise InvalidRequest(
             f"an order must be a BatchControl, as in BatchControl(max_num_seqs=4), "

@@ -21,7 +21,7 @@ from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
-from trencadis.engine.runner.sampling_rows import RowRequest, SamplingRow
+from trencadis.engine.runner.step import SampleSettings
 from trencadis.scheduler import (
     QueueFull,
     Scheduler,
@@ -64,24 +64,16 @@ class Entry:
 class Sample:
     """One answer of a request. ``is_reported``: the front has its first token.
 
-    ``request``: what is sampled from a row of logits that is of this sample alone.
+    ``settings``: how its tokens are sampled, as the samples of a row that is of this one alone.
     """
 
     entry: Entry
     index: int
-    request: RowRequest
+    settings: tuple[SampleSettings]
     sequence: ScheduledTokens
     matcher: GrammarMatcher | None = None
     is_reported: bool = False
-
-    @property
-    def row(self) -> SamplingRow:
-        (row,) = self.request.samples
-        return row
-
-    @property
-    def is_unfinished(self) -> bool:
-        return self.index in self.entry.unfinished
+    is_unfinished: bool = True
 
 
 @attrs.frozen(eq=False)
@@ -96,7 +88,8 @@ class RequestTable:
     """Adds requests to the scheduler, and ends them. `StepSampling` samples for them.
 
     ``rng`` gives a seed to each sample whose request has none. ``samples``, by sequence id, and
-    ``beam_searches``, by key, are those that have not ended; nothing but the table changes them.
+    ``beam_searches``, by key, are those that have not ended, ``compiling``, by key, those that wait
+    for their grammars; nothing but the table changes them.
     """
 
     def __init__(
@@ -115,10 +108,11 @@ class RequestTable:
         self._eos_token_ids = eos_token_ids
         self._rng = rng
         self._grammars = grammars
-        self._compiling: dict[str, _Compiling] = {}
+        self.compiling: dict[str, _Compiling] = {}
         self._entries: dict[str, Entry] = {}
         self._last_params = SamplingParams()
-        self._failures: list[RequestError | Rejected] = []
+        self.failures: list[RequestError | Rejected] = []
+        """The requests that errors have ended, or that were rejected late; the core takes them."""
 
     def count_by_state(self) -> Counter[SequenceStatus]:
         """The number of requests in each state.
@@ -126,7 +120,7 @@ class RequestTable:
         A request of several groups is in the state of the group that has got furthest, and runs
         if one of them has finished.
         """
-        counts = Counter({SequenceStatus.WAITING: len(self._compiling)})
+        counts = Counter({SequenceStatus.WAITING: len(self.compiling)})
         for entry in self._entries.values():
             if len(entry.groups) == 1:  # most requests, and a full queue has thousands
                 counts[entry.groups[0].status] += 1
@@ -141,7 +135,7 @@ class RequestTable:
         """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
-        structured output waits until its grammar is compiled; `add_compiled` adds it, or refuses it
+        structured output waits until its grammar is compiled; `add_compiled` adds it, or rejects it
         with a failure.
         """
         self._check(request)
@@ -154,34 +148,29 @@ class RequestTable:
         grammar = self._grammars.compile(params.structured_output)
         # Matchers are made from the compiled grammar: its text, of up to 64 KiB, is not needed.
         request = attrs.evolve(request, params=attrs.evolve(params, structured_output=None))
-        self._compiling[request.key] = _Compiling(request, grammar)
+        self.compiling[request.key] = _Compiling(request, grammar)
         self.add_compiled()
-
-    @property
-    def is_compiling(self) -> bool:
-        """Whether a request waits for its grammar."""
-        return bool(self._compiling)
 
     def await_compiled(self, timeout_s: float) -> None:
         """Wait until a grammar is compiled, for at most ``timeout_s`` seconds."""
-        grammars = [compiling.grammar for compiling in self._compiling.values()]
+        grammars = [compiling.grammar for compiling in self.compiling.values()]
         futures.wait(grammars, timeout_s, futures.FIRST_COMPLETED)
 
     def add_compiled(self) -> None:
         """Add the requests whose grammars are compiled to the waiting queue."""
-        for key, compiling in tuple(self._compiling.items()):
+        for key, compiling in tuple(self.compiling.items()):
             if not compiling.grammar.done():
                 continue
-            del self._compiling[key]
+            del self.compiling[key]
             try:
                 self._add(compiling.request, compiling.grammar.result())
             except EngineOverloaded as error:
-                self._failures.append(Rejected(key, str(error), overloaded=True))
+                self.failures.append(Rejected(key, str(error), overloaded=True))
             except InvalidRequest as error:
-                self._failures.append(Rejected(key, str(error), error.field))
+                self.failures.append(Rejected(key, str(error), error.field))
             except ValueError as error:
                 message = f"structured_output cannot be served: {error}"
-                self._failures.append(Rejected(key, message, "structured_output"))
+                self.failures.append(Rejected(key, message, "structured_output"))
 
     def _add(self, request: CoreRequest, grammar: CompiledGrammar | None) -> None:
         entry = self._new_entry(request)
@@ -239,14 +228,16 @@ class RequestTable:
                 for token_id in output_token_ids:
                     matcher.consume(token_id)
             # A parked request goes on after its prompt: penalties and draws count what follows.
-            row = SamplingRow(params, seed, sequence.token_ids, num_prompt, self._eos_token_ids)
-            sample = Sample(entry, index, RowRequest((row,)), sequence, matcher)
+            settings = SampleSettings.of(
+                params, seed, sequence.token_ids, num_prompt, self._eos_token_ids
+            )
+            sample = Sample(entry, index, (settings,), sequence, matcher)
             self.samples[sequence.seq_id] = sample
             entry.sample_ids.append(sequence.seq_id)
 
     def abort(self, key: str) -> None:
         """End a request and free its blocks. An unknown key is ignored: the request has ended."""
-        self._compiling.pop(key, None)
+        self.compiling.pop(key, None)
         entry = self._entries.pop(key, None)
         if entry is None:
             return
@@ -258,7 +249,7 @@ class RequestTable:
 
     def abort_all(self) -> int:
         """End every request; returns how many there were."""
-        keys = [*self._compiling, *self._entries]
+        keys = [*self.compiling, *self._entries]
         for key in keys:
             self.abort(key)
         return len(keys)
@@ -281,9 +272,9 @@ class RequestTable:
                 self._fail(entry, error)
 
     def end_with(self, failure: RequestError) -> None:
-        """End the request that ``failure`` names; `take_failures` returns it."""
+        """End the request that ``failure`` names; `failures` has it."""
         self.abort(failure.key)
-        self._failures.append(failure)
+        self.failures.append(failure)
 
     def preempt(self, keys: Sequence[str]) -> tuple[str, ...]:
         """Preempt the groups of requests that run; returns the keys of those requests."""
@@ -317,11 +308,6 @@ class RequestTable:
             for sequence in entry.groups[0].unfinished_seqs
         }
 
-    def take_failures(self) -> list[RequestError | Rejected]:
-        """The requests that errors have ended since the last call, or that were refused late."""
-        failures, self._failures = self._failures, []
-        return failures
-
     def finish(self, key: str, index: int) -> None:
         """End one sample, because the front found a stop string in its text."""
         entry = self._entries.get(key)
@@ -332,12 +318,14 @@ class RequestTable:
     def end_sample(self, entry: Entry, index: int) -> None:
         """Mark a sample as ended. The last one removes the request."""
         entry.unfinished.discard(index)
+        if entry.sample_ids:
+            self.samples[entry.sample_ids[index]].is_unfinished = False
         if not entry.unfinished:
             self.abort(entry.key)
 
     def _check(self, request: CoreRequest) -> None:
         key, params, priority = request.key, request.params, request.priority
-        if key in self._entries or key in self._compiling:
+        if key in self._entries or key in self.compiling:
             raise InvalidRequest(f"request id {key!r} is being served already", "request_id")
         if params.needs_ranking and params.num_seqs > self._max_num_seqs:
             raise InvalidRequest(
@@ -353,7 +341,7 @@ class RequestTable:
             )
 
     def _check_queue(self, client: str) -> None:
-        clients = [compiling.request.client for compiling in self._compiling.values()]
+        clients = [compiling.request.client for compiling in self.compiling.values()]
         try:
             self._scheduler.check_queue(client, clients)
         except QueueFull as error:

@@ -16,21 +16,9 @@ from trencadis.engine.core.request_table import Entry, RequestTable, Sample
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import GrammarMatcher, StepMasks
 from trencadis.engine.ipc.messages import NewToken, RequestError
-from trencadis.engine.runner.sampling_rows import (
-    RowRequest,
-    RowResult,
-    SampledToken,
-    SamplingRow,
-)
-from trencadis.scheduler import (
-    Candidate,
-    ScheduledSequence,
-    Scheduler,
-    SchedulerOutput,
-    SequenceUpdate,
-)
+from trencadis.engine.runner.step import RowRequest, SampleSettings, StepResult
 from trencadis.scheduler import FinishReason as SchedulerFinishReason
-from trencadis.scheduler import Sequence as ScheduledTokens
+from trencadis.scheduler import Scheduler, SchedulerOutput, SequenceUpdate
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -41,17 +29,10 @@ position, and as many forced ones as the second number."""
 
 @attrs.frozen
 class SampledStep:
-    """The sampler's results of one step, by sequence id.
+    """What the scheduler is told of a step, by sequence id, in `Scheduler.update`."""
 
-    ``logprobs`` has the log-probability of the sampled token where the request asked for it.
-    ``candidates`` are the most probable next tokens of each beam. ``forced`` are the tokens that
-    grammars force after the sampled ones.
-    """
-
-    tokens: Mapping[int, SampledToken]
     token_ids: Mapping[int, int]
     logprobs: Mapping[int, float]
-    candidates: Mapping[int, Sequence[Candidate]]
     forced: Mapping[int, Sequence[int]]
 
 
@@ -73,6 +54,9 @@ class StepSampling:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
+        self.needs_results = False
+        """Whether the rows of the last step are followed by rows that depend on the tokens: those
+        of penalties and of structured outputs."""
         self._table = table
         self._samples = table.samples
         self._scheduler = scheduler
@@ -84,64 +68,64 @@ class StepSampling:
         live = self._table.live_beams() if self._table.beam_searches else {}
         masks: StepMasks | None = None
         requests: dict[int, RowRequest] = {}
+        self.needs_results = False
         for item in (*output.decodes, *output.prompts):
+            if not item.samples:
+                continue
+            num_tokens = item.start + len(item.token_ids)
             if item.num_candidates:
-                requests[item.seq_id] = self._beam_request(item, *live[item.seq_id])
-            elif item.samples:
-                samples = [self._samples[seq_id] for seq_id in item.sample_ids]
-                # The samples of a row have the same tokens, and so the same mask.
-                matcher = next((s.matcher for s in samples if s.is_unfinished), None)
-                if matcher is not None:
+                beam, entry = live[item.seq_id]
+                settings = SampleSettings.of(
+                    entry.params, 0, beam.token_ids, entry.num_prompt_tokens, self._eos_token_ids
+                )
+                request = RowRequest(num_tokens, (settings,), None, item.num_candidates)
+            else:
+                sample = self._samples[item.seq_id]
+                request = RowRequest(num_tokens, sample.settings)
+                if item.forks:
+                    forks = [self._samples[seq_id] for seq_id in item.forks]
+                    of_forks = [settings for fork in forks for settings in fork.settings]
+                    request = RowRequest(num_tokens, (*sample.settings, *of_forks))
+                    # The samples of a row have the same tokens, and so the same mask.
+                    unfinished = (choice for choice in (sample, *forks) if choice.is_unfinished)
+                    sample = next(unfinished, sample)
+                if sample.settings[0].history:
+                    self.needs_results = True
+                if sample.matcher is not None and sample.is_unfinished:
+                    self.needs_results = True
                     masks = masks or self._grammars.masks()
-                    mask = masks.add(matcher, samples[0].row.forbidden_token_ids)
-                    rows = [attrs.evolve(sample.row, mask=mask) for sample in samples]
-                    requests[item.seq_id] = RowRequest(tuple(rows))
-                elif len(samples) == 1:
-                    requests[item.seq_id] = samples[0].request
-                else:
-                    requests[item.seq_id] = RowRequest(tuple(sample.row for sample in samples))
+                    mask = masks.add(sample.matcher, request.forbidden_token_ids)
+                    request = request._replace(mask=mask)
+            requests[item.seq_id] = request
         if masks is not None:
             masks.start()
         return requests
 
-    def sampled(
-        self,
-        output: SchedulerOutput,
-        results: Mapping[int, RowResult],
-        pays: JumpPays,
-    ) -> SampledStep:
-        """The results of a step by the sequences that they belong to.
+    def sampled(self, result: StepResult, pays: JumpPays) -> SampledStep:
+        """What the scheduler is told of a step.
 
         A sequence that failed has no result. Ends requests whose grammars fail on them. ``pays``
         says whether tokens that a grammar forces become output at once.
         """
-        tokens: dict[int, SampledToken] = {}
-        token_ids: dict[int, int] = {}
-        logprobs: dict[int, float] = {}
-        candidates: dict[int, Sequence[Candidate]] = {}
         forced: dict[int, Sequence[int]] = {}
-        live = self._table.live_beams() if self._table.beam_searches else {}
-        for item in (*output.decodes, *output.prompts):
-            result = results.get(item.seq_id)
-            if result is None:
-                continue
-            if item.num_candidates:
-                beam, entry = live[item.seq_id]
+        if result.candidates:
+            live = self._table.live_beams()
+            for seq_id in result.candidates:
+                beam, entry = live[seq_id]
                 if not entry.prompt_counted:
                     self._count_prompt(entry, beam.num_cached_tokens)
-                candidates[item.seq_id] = [Candidate(*token) for token in result.candidates]
-            elif item.samples:
-                for seq_id, token in zip(item.sample_ids, result.tokens, strict=True):
-                    tokens[seq_id] = token
-                    token_ids[seq_id] = token.token_id
-                    if token.logprobs is not None:
-                        logprobs[seq_id] = token.logprobs.chosen.logprob
-                    following = self._follow(seq_id, token.token_id, pays)
-                    if following:
-                        forced[seq_id] = following
-        return SampledStep(tokens, token_ids, logprobs, candidates, forced)
+        for seq_id, token_id in result.token_ids.items():
+            sample = self._samples.get(seq_id)  # None after the failure of another sample
+            if sample is not None and sample.matcher is not None and sample.is_unfinished:
+                following = self._follow(sample, sample.matcher, token_id, pays)
+                if following:
+                    forced[seq_id] = following
+        logprobs = {key: token.chosen.logprob for key, token in result.logprobs.items()}
+        return SampledStep(result.token_ids, logprobs, forced)
 
-    def report(self, updates: Sequence[SequenceUpdate], step: SampledStep) -> list[NewToken]:
+    def report(
+        self, updates: Sequence[SequenceUpdate], result: StepResult, step: SampledStep
+    ) -> list[NewToken]:
         """The messages to the front for a step. Tokens of ended samples are left out."""
         tokens: list[NewToken] = []
         number, of = 0, -1
@@ -155,12 +139,12 @@ class StepSampling:
             elif sample.is_unfinished:
                 # The matcher is after the last of the tokens that were forced.
                 is_last = number == len(step.forced.get(update.seq_id, ()))
-                tokens.append(self._new_token(sample, update, step, is_last=is_last))
+                tokens.append(self._new_token(sample, update, result, is_last=is_last))
         self.num_generation_tokens += sum(token.embedding is None for token in tokens)
         return tokens
 
     def _new_token(
-        self, sample: Sample, update: SequenceUpdate, step: SampledStep, *, is_last: bool
+        self, sample: Sample, update: SequenceUpdate, result: StepResult, *, is_last: bool
     ) -> NewToken:
         """The message for one token. ``is_last``: no forced token of the step follows it."""
         entry, sequence = sample.entry, sample.sequence
@@ -180,32 +164,24 @@ class StepSampling:
             update.token_id,
             reason,
             sequence.num_cached_tokens,
-            step.tokens[update.seq_id].logprobs,
+            result.logprobs.get(update.seq_id),
             entry.status,
             is_complete and update.token_id not in self._eos_token_ids,
             sequence.group.queue_s if is_first and not entry.was_parked else None,
-            step.tokens[update.seq_id].embedding,
+            result.embeddings.get(update.seq_id),
         )
         if reason is not None:
             self._table.end_sample(entry, sample.index)
         return token
 
-    def _beam_request(
-        self, item: ScheduledSequence, sequence: ScheduledTokens, entry: Entry
-    ) -> RowRequest:
-        num_prompt, eos = entry.num_prompt_tokens, self._eos_token_ids
-        beam = SamplingRow(entry.params, 0, sequence.token_ids, num_prompt, eos)
-        return RowRequest(beam=beam, num_candidates=item.num_candidates)
-
-    def _follow(self, seq_id: int, token_id: int, pays: JumpPays) -> Sequence[int]:
+    def _follow(
+        self, sample: Sample, matcher: GrammarMatcher, token_id: int, pays: JumpPays
+    ) -> Sequence[int]:
         """Let the grammar of a sample follow its new token. An error ends its request alone.
 
         Returns the tokens that the grammar forces next, where they become output at once.
         """
-        sample = self._samples.get(seq_id)  # None after the failure of another sample
-        if sample is None or sample.matcher is None or not sample.is_unfinished:
-            return ()
-        matcher, params = sample.matcher, sample.entry.params
+        params = sample.entry.params
         matcher.consume(token_id)
         forced: Sequence[int] = ()
         if params.logprobs is None and not params.needs_ranking:

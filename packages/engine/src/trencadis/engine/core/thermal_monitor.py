@@ -14,7 +14,7 @@ from trencadis.scheduler.thermal import SchedulerThermalPolicy, load_thermal_pol
 logger = logging.getLogger("trencadis.engine")
 
 NO_POLICY = "none"
-"""The name that is no policy, as if none were named."""
+"""The name that stands for no policy, as if none were named."""
 
 CONTROL_LOOP = "control loop"
 """Name in `ThermalStats` of the policy that an order with a target temperature has started."""

@@ -143,7 +143,7 @@ class LLM:
         no name.
         """
         with self._lock:
-            check_pooling(self.core.worker.embedding_size, self.core.spec.scoring)
+            check_pooling(self.core.facts.embedding_size, self.core.spec.scoring)
             prefix = self.core.spec.text_prompts.prefix(prompt_name)
             listed = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
             check_named_texts(prompt_name, listed)
@@ -282,7 +282,7 @@ class LLM:
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""
         tokens = self.core.step()
-        # Other keys belong to requests that the program has added to the core itself.
+        # Other keys belong to requests that the caller has added to the core itself.
         for failure in self.core.take_failures():
             if failure.key in running:
                 raise _error_of(failure, running[failure.key].request_id)

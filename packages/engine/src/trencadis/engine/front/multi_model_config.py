@@ -71,9 +71,9 @@ class ModelEntry:
     """A model that is served under ``alias`` while it is active.
 
     ``chat_template`` replaces that of ``config`` and of the model. ``default_sampling``: parameters
-    of `DEFAULT_SAMPLING` for requests that do not set them. ``frontend``: settings of the program
+    of `DEFAULT_SAMPLING` for requests that do not set them. ``frontend``: settings of the server
     that serves the engine, such as the parsers of `trencadis.server`. ``ttl``: seconds without a
-    request after which that program lets the engine sleep; 0: never. Raises `ConfigError`.
+    request after which the server lets the engine sleep; 0: never. Raises `ConfigError`.
     """
 
     alias: str = attrs.field(validator=_check_alias)
@@ -380,7 +380,7 @@ class _Reader:
         found: dict[str, str] = {}
         for key, value in self._keyed(node, place):
             if not any(fnmatch.fnmatchcase(key.text, pattern) for pattern in patterns):
-                fault = f"{place}.{key.text} is no variable of a model's settings"
+                fault = f"{place}.{key.text} is not a variable of a model's settings"
                 self.faults.append((key.line, fault))
             elif not isinstance(value, YamlScalar):
                 fault = f"{place}.{key.text} must be a text, got {shown(value.value)}"
@@ -409,7 +409,7 @@ def _text_of(path: Path) -> str:
     """The text of a file. Raises `YamlFault`."""
     try:
         if path.exists() and not path.is_file():
-            raise YamlFault(1, "is no file")
+            raise YamlFault(1, "is not a file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
@@ -426,7 +426,7 @@ def _unknown(place: str, name: str, known: Iterable[str]) -> str:
 
 
 def _check_sampling(name: str, value: Any) -> None:
-    """Raise `ConfigError` for what is no default of a request."""
+    """Raise `ConfigError` for what is not a default of a request."""
     if name not in DEFAULT_SAMPLING:
         raise ConfigError(_unknown(shown(name), str(name), DEFAULT_SAMPLING), "default_sampling")
     try:

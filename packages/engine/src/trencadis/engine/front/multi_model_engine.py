@@ -145,7 +145,7 @@ class MultiModelEngine:
 
     @property
     def is_switching(self) -> bool:
-        """Whether a switch has begun to drain. New requests are refused with
+        """Whether a switch has begun to drain. New requests are rejected with
         `SwitchInProgressError`."""
         return self._is_switching
 
@@ -171,7 +171,7 @@ class MultiModelEngine:
         """Make ``alias`` the active model; returns when it serves.
 
         First the model is prepared, see `prepare_model`; the active one is served meanwhile. Then
-        requests that run may end within ``drain_timeout_s`` seconds; new ones are refused with
+        requests that run may end within ``drain_timeout_s`` seconds; new ones are rejected with
         `SwitchInProgressError`. ``running`` says what happens to those that are left then:
 
         - ``wait``: nothing, the switch fails.
@@ -368,7 +368,7 @@ class MultiModelEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the device memory is released, so that requests are refused."""
+        """Whether the device memory is released, so that requests are rejected."""
         return self.engine.is_sleeping
 
     async def wait_until_failed(self) -> str:
@@ -378,7 +378,7 @@ class MultiModelEngine:
     async def check_health(self) -> None:
         """Raises an error when requests cannot be served, as `AsyncEngine.check_health`.
 
-        A switch in progress is no such reason.
+        A switch in progress is not such a reason.
         """
         await self.engine.check_health()
 

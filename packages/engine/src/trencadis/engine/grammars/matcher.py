@@ -138,6 +138,16 @@ class StepMasks:
 
 
 @attrs.frozen(eq=False)
+class FixedMask:
+    """A ``TokenMask`` that is computed."""
+
+    _words: IntArray
+
+    def words(self) -> IntArray:
+        return self._words
+
+
+@attrs.frozen(eq=False)
 class RowMask:
     """The sampler's ``TokenMask`` of a row."""
 
@@ -147,6 +157,10 @@ class RowMask:
     def words(self) -> IntArray:
         """Waits. All bits are set where the matcher has failed: its request ends after the step."""
         return self._step.row(self._number)
+
+    def __reduce__(self) -> tuple[type[FixedMask], tuple[IntArray]]:
+        """Other processes get the bits."""
+        return FixedMask, (self.words(),)
 
 
 class MaskThreads:

@@ -145,7 +145,7 @@ def _as_builtin(value: Any) -> Any:
         return str.__str__(value)
     number = int(value) if isinstance(value, int) else plain_number(value)
     if type(number) not in (int, float):
-        raise TypeError(f"a {type(value).__name__} is no part of a message")
+        raise TypeError(f"a {type(value).__name__} is not part of a message")
     return number
 
 

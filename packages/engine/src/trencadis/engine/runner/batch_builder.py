@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import attrs
 
@@ -21,7 +22,8 @@ from trencadis.engine.runner.model_input import (
     build_prompt,
     lay_out_decodes,
 )
-from trencadis.engine.runner.sampling_rows import NOTHING, RowRequest, Sampler
+from trencadis.engine.runner.recorded_traffic import TrafficLog
+from trencadis.engine.runner.sampling_rows import Sampler
 from trencadis.engine.runner.shapes import (
     BucketShape,
     DecodeRead,
@@ -36,9 +38,10 @@ from trencadis.engine.runner.shapes import (
     ragged_shape,
     split_prompts,
 )
+from trencadis.engine.runner.step import IntArray, RowRequest, StepInput
 from trencadis.kvcache import DecodeLayout, ceil_div
 from trencadis.kvcache.tensors import KVCache
-from trencadis.scheduler import ScheduledSequence
+from trencadis.scheduler import PENDING_TOKEN, ScheduledSequence
 from trencadis.warmup import Phase
 
 _FORWARD_COST = 32.0
@@ -51,20 +54,23 @@ Decodes have the small numbers anyway."""
 
 Scheduled = Sequence[ScheduledSequence]
 
-RowRequests = Mapping[int, RowRequest]
+Rows = Mapping[int, RowRequest]
 """What is sampled, by sequence id; a sequence without an entry samples nothing."""
 
 
-def requests_of(sequences: Scheduled, requests: RowRequests) -> list[RowRequest]:
-    """The request of each row, in the order of the batch."""
-    return [requests.get(sequence.seq_id, NOTHING) for sequence in sequences]
+class Batch(NamedTuple):
+    """The sequences that share a forward pass, what is sampled of each, and its input."""
+
+    sequences: Scheduled
+    requests: Sequence[RowRequest | None]
+    input: ModelInput
 
 
 class BatchBuilder:
     """Makes the batches of a step, and dummy batches. ``padded_tokens`` counts their padding.
 
-    ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
-    batches are not padded.
+    ``traffic`` records the shapes of batches before padding, if it is set. ``read`` says how decode
+    reads the cache, as the decode grid assumes it. Without ``grids``, batches are not padded.
     """
 
     def __init__(
@@ -78,6 +84,9 @@ class BatchBuilder:
         buckets: BucketChoice,
     ) -> None:
         self.padded_tokens = 0
+        self.traffic: TrafficLog | None = None
+        self._slots: dict[int, int] = {}
+        self._sampled_ids = sampler.sampled_ids
         self._forward_runner = forward_runner
         self._sampler = sampler
         self._upload = upload
@@ -89,6 +98,30 @@ class BatchBuilder:
     def use_cache(self, cache: KVCache) -> None:
         """Make batches for another cache of the same layout."""
         self._cache = cache
+
+    def begin_step(self, step: StepInput) -> StepInput:
+        """``step`` with the slots of its pending tokens in their place, see `ModelInput`.
+
+        Its rows get slots of their own.
+        """
+        self._sampled_ids = self._sampler.sampled_ids
+        if self._sampled_ids is None:
+            return step
+        previous, self._slots = self._slots, {key: i for i, key in enumerate(step.rows, 1)}
+        decodes = tuple(
+            # Without a slot, the step before has failed, and the request with it.
+            decode._replace(token_ids=(-previous.get(decode.seq_id, 0),))
+            if decode.token_ids[0] == PENDING_TOKEN
+            else decode
+            for decode in step.decodes
+        )
+        return attrs.evolve(step, decodes=decodes)
+
+    def _words(
+        self, sequences: Scheduled, requests: Sequence[RowRequest | None], batch: int
+    ) -> IntArray:
+        slots = [self._slots.get(sequence.seq_id, 0) for sequence in sequences if self._slots]
+        return self._sampler.words(requests, batch, slots)
 
     @property
     def pads_to_buckets(self) -> bool:
@@ -109,8 +142,9 @@ class BatchBuilder:
         Then the prefill chunks run apart, and the decodes in halves.
         """
         decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
-        most = most_prefix_pairs(self._cache.num_blocks)
-        if len(decodes) < 2 or self._num_pairs(decodes) <= most:
+        if len(decodes) < 2 or self._num_pairs(decodes) <= most_prefix_pairs(
+            self._cache.num_blocks
+        ):
             yield scheduled
             return
         if len(decodes) < len(scheduled):
@@ -126,95 +160,117 @@ class BatchBuilder:
         if num_blocks + of_all <= most_prefix_pairs(num_blocks):
             return num_blocks + of_all  # an upper bound, without a look at what is shared
         size = decode_size(decodes, self._read, block_size)
-        blocks = self._decode_shape(size).blocks
+        blocks = padded_decode(
+            size, self._read, self._cache.block_size, self._cache.num_blocks
+        ).blocks
         return blocks + lay_out_decodes(decodes, blocks, block_size).num_extra
 
-    def prompt_batch(self, chunks: Scheduled, requests: RowRequests) -> ModelInput:
+    def unpadded_batches(self, scheduled: Scheduled, rows: Rows) -> Iterable[Batch]:
+        """Decodes and prefill chunks in one forward pass: the weights are read once."""
+        decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
+        if not decodes:
+            return self.prompt_batches(scheduled, rows)
+        shape, layout = self._exact_decode(decodes)
+        if len(decodes) == len(scheduled):
+            return (self._decode_batch(decodes, layout, shape, rows),)
+        chunks = [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
+        return (self._mixed_batch(decodes, layout, shape, chunks, rows),)
+
+    def prompt_batches(self, chunks: Scheduled, rows: Rows) -> Iterable[Batch]:
         """Prefill chunks as one batch."""
         shape = self._prompt_shape(chunks)
         self.padded_tokens += shape.num_tokens - sum(len(chunk.token_ids) for chunk in chunks)
-        words = self._sampler.words(requests_of(chunks, requests), shape.batch)
-        return build_prompt(chunks, shape, self._cache, self._upload, words)
+        requests = [rows.get(chunk.seq_id) for chunk in chunks]
+        words = self._words(chunks, requests, shape.batch)
+        packed = build_prompt(chunks, shape, self._cache, self._upload, words)
+        return (Batch(chunks, requests, packed),)
 
     def _prompt_shape(self, chunks: Scheduled) -> PromptShape | RaggedShape:
         """The padded shape of a prefill batch, which is recorded."""
         if self._grids is None:
             shape = prompt_shape(chunks, self._cache.block_size)
-            self._buckets.record(Phase.PROMPT, attrs.astuple(shape))
-            self._buckets.count_unpadded(Phase.PROMPT, shape.batch, shape.query)
+            if self.traffic is not None:
+                self.traffic.record(Phase.PROMPT, attrs.astuple(shape))
+            self._buckets.usage.count_unpadded(Phase.PROMPT, shape.batch, shape.query)
             return shape
         exact = self._grids.exact_prompt(chunks, self._cache.block_size)
         if isinstance(exact, RaggedShape):
             self._record_padded(chunks)
             if not self.pads_to_buckets:
-                self._buckets.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
+                self._buckets.usage.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
                 return _rounded(exact)
             size: tuple[int, ...] = (1, exact.num_tokens, 0)
         else:
-            # A batch that is no size of the grid was not made by `split_prompts`.
+            # A batch that is not a size of the grid was not made by `split_prompts`.
             size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
-            self._buckets.record(Phase.PROMPT, size)
+            if self.traffic is not None:
+                self.traffic.record(Phase.PROMPT, size)
         return self._grids.padded_prompt(self._buckets.find(Phase.PROMPT, size), exact)
 
-    def mixed_batch(
-        self, decodes: Scheduled, chunks: Scheduled, requests: RowRequests
-    ) -> ModelInput:
-        """Decodes and prefill chunks as one batch."""
+    def _mixed_batch(
+        self,
+        decodes: Scheduled,
+        layout: DecodeLayout,
+        decode: DecodeShape,
+        chunks: Scheduled,
+        rows: Rows,
+    ) -> Batch:
         self._record_padded(chunks)
-        decode, layout = self._exact_decode(decodes)
         exact = ragged_shape(chunks, self._cache.block_size)
-        self._buckets.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
+        self._buckets.usage.count_unpadded(Phase.PROMPT, exact.batch, exact.num_tokens)
         prompt = _rounded(exact, decode.num_tokens)
         shape = MixedShape(decode, prompt)
         scheduled = [*decodes, *chunks]
         self.padded_tokens += shape.num_tokens - sum(len(item.token_ids) for item in scheduled)
-        words = self._sampler.words(requests_of(scheduled, requests), shape.batch)
-        cache, upload = self._cache, self._upload
-        return build_mixed(decodes, layout, chunks, shape, cache, upload, words)
+        requests = [rows.get(item.seq_id) for item in scheduled]
+        words = self._words(scheduled, requests, shape.batch)
+        cache, upload, ids = self._cache, self._upload, self._sampled_ids
+        packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
+        return Batch(scheduled, requests, packed)
 
-    def decode_batches(
-        self, decodes: Scheduled, requests: RowRequests
-    ) -> Iterator[tuple[Scheduled, ModelInput]]:
+    def decode_batches(self, decodes: Scheduled, rows: Rows) -> Iterator[Batch]:
         """One batch; several where the sequences have more blocks to gather than the bucket."""
-        if not self.pads_to_buckets:
-            shape, layout = self._exact_decode(decodes)
-            yield decodes, self._decode_input(decodes, layout, shape, requests)
-            return
         size = decode_size(decodes, self._read, self._cache.block_size)
+        half = len(decodes) // 2
         if self._is_better_divided(decodes, size):
-            half = len(decodes) // 2
-            yield from self.decode_batches(decodes[:half], requests)
-            yield from self.decode_batches(decodes[half:], requests)
+            yield from self.decode_batches(decodes[:half], rows)
+            yield from self.decode_batches(decodes[half:], rows)
             return
-        self._buckets.record(Phase.DECODE, size)
+        if self.traffic is not None:
+            self.traffic.record(Phase.DECODE, size)
         batch, blocks = self._buckets.find(Phase.DECODE, size)
-        shape = self._decode_shape((batch, blocks))
+        shape = padded_decode(
+            (batch, blocks), self._read, self._cache.block_size, self._cache.num_blocks
+        )
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         num_extra = layout.num_extra
         if num_extra and shape.blocks:
             if self._forward_runner.needs_warmup and num_extra > shape.blocks:
-                half = len(decodes) // 2
-                yield from self.decode_batches(decodes[:half], requests)
-                yield from self.decode_batches(decodes[half:], requests)
+                yield from self.decode_batches(decodes[:half], rows)
+                yield from self.decode_batches(decodes[half:], rows)
                 return
             shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
-        yield decodes, self._decode_input(decodes, layout, shape, requests)
+        yield self._decode_batch(decodes, layout, shape, rows)
 
     def _exact_decode(self, decodes: Scheduled) -> tuple[DecodeShape, DecodeLayout]:
         """The shape of a decode batch without padding, which is recorded, and its layout."""
         size = decode_size(decodes, self._read, self._cache.block_size)
-        self._buckets.record(Phase.DECODE, size)
-        self._buckets.count_unpadded(Phase.DECODE, *size)
-        shape = self._decode_shape(size)
+        if self.traffic is not None:
+            self.traffic.record(Phase.DECODE, size)
+        self._buckets.usage.count_unpadded(Phase.DECODE, *size)
+        shape = padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         return attrs.evolve(shape, extra=layout.num_extra), layout
 
-    def _decode_input(
-        self, decodes: Scheduled, layout: DecodeLayout, shape: DecodeShape, requests: RowRequests
-    ) -> ModelInput:
+    def _decode_batch(
+        self, decodes: Scheduled, layout: DecodeLayout, shape: DecodeShape, rows: Rows
+    ) -> Batch:
         self.padded_tokens += shape.batch - len(decodes)
-        words = self._sampler.words(requests_of(decodes, requests), shape.batch)
-        return build_decode(decodes, layout, shape, self._cache, self._upload, words)
+        requests = [rows.get(decode.seq_id) for decode in decodes]
+        words = self._words(decodes, requests, shape.batch)
+        cache, upload, ids = self._cache, self._upload, self._sampled_ids
+        packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
+        return Batch(decodes, requests, packed)
 
     def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
         """Whether no bucket has as many (block, sequence) pairs as this batch.
@@ -227,9 +283,6 @@ class BatchBuilder:
             and self._grids is not None
             and self._grids.decode.find(size) is None
         )
-
-    def _decode_shape(self, size: tuple[int, int]) -> DecodeShape:
-        return padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
 
     def _padded_extra(self, num_extra: int, blocks: int) -> int:
         """Padded number of gathered (block, sequence) pairs.
@@ -261,7 +314,7 @@ class BatchBuilder:
 
         They read what is recorded.
         """
-        if not self._buckets.records_traffic or self._grids is None:
+        if self.traffic is None or self._grids is None:
             return
         budget, block_size = self._grids.max_chunk_tokens, self._cache.block_size
 
@@ -270,7 +323,7 @@ class BatchBuilder:
             return None if tokens > budget and len(part) > 1 else tokens + _FORWARD_COST
 
         for part in split_prompts(chunks, cost):
-            self._buckets.record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
+            self.traffic.record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
 
     def dummy(self, shape: BucketShape) -> ModelInput:
         """A batch of this shape that reads and writes the padding block only."""
@@ -279,7 +332,8 @@ class BatchBuilder:
         if isinstance(shape, PromptShape | RaggedShape):
             return build_prompt((), shape, cache, upload, words)
         layout = lay_out_decodes((), shape.blocks, cache.block_size)
-        return build_decode((), layout, shape, cache, upload, words)
+        ids = self._sampler.sampled_ids
+        return build_decode((), layout, shape, cache, upload, words, ids)
 
     def smallest_dummy(self) -> ModelInput:
         """The dummy batch of the smallest decode bucket."""
@@ -287,7 +341,9 @@ class BatchBuilder:
         if self._grids is not None:
             batch, blocks = min(self._grids.decode.buckets, key=num_elements).shape
             size = (batch, blocks)
-        return self.dummy(self._decode_shape(size))
+        return self.dummy(
+            padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
+        )
 
 
 def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:

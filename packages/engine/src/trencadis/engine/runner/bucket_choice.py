@@ -18,7 +18,6 @@ from trencadis.engine.errors import BucketMiss
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardRunner
 from trencadis.engine.runner.grids import Grids
-from trencadis.engine.runner.recorded_traffic import TrafficLog
 from trencadis.engine.runner.shapes import BucketShape, DecodeRead, padded_decode
 from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import GraphCapture, Phase
@@ -32,7 +31,7 @@ RecordMiss = Callable[[Phase, Bucket], None]
 
 
 class BucketChoice:
-    """Chooses the buckets of batches, and counts them. ``num_misses`` counts bucket misses.
+    """Chooses the buckets of batches. ``usage`` counts them, ``num_misses`` bucket misses.
 
     ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids`` no
     batch is padded.
@@ -49,17 +48,17 @@ class BucketChoice:
         self._num_blocks, self._block_size = cache.num_blocks, cache.block_size
         self._ready: tuple[int, frozenset[tuple[Phase, Bucket]]] = 0, frozenset()
         self._captured: set[tuple[Phase, Bucket]] = set()
-        self._usage = BucketUsage(grids, read)
+        self.usage = BucketUsage(grids, read)
         self._record_miss: RecordMiss | None = None
-        self._traffic: TrafficLog | None = None
         self._capture: GraphCapture | None = None
         self._never_used: dict[Phase, set[Bucket]] = {}
-        self._not_captured: dict[tuple[Phase, Bucket], None] = {}
+        self.not_captured: dict[tuple[Phase, Bucket], None] = {}
+        """Buckets that were used first since `capture_used` was called, where it has work to do."""
 
     def find(self, phase: Phase, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape to pad to. Logs a bucket miss, which may compile in live traffic."""
         if self._grids is None:
-            self._usage.count_unpadded(phase, *shape[:2])
+            self.usage.count_unpadded(phase, *shape[:2])
             return shape
         grid = self._grids.prompt if phase is Phase.PROMPT else self._grids.decode
         found = bucket = grid.find(shape)
@@ -80,28 +79,10 @@ class BucketChoice:
         if self._capture is not None and bucket in self._never_used[phase]:
             # Once for each bucket: a graph that does not fit when it first comes is not captured.
             self._never_used[phase].discard(bucket)
-            self._not_captured[phase, bucket] = None
+            self.not_captured[phase, bucket] = None
         if found is not None:
-            self._usage.count(phase, bucket.shape)
+            self.usage.count(phase, bucket.shape)
         return bucket.shape
-
-    def count_unpadded(self, phase: Phase, batch: int, length: int) -> None:
-        """Count a batch that runs in its own size."""
-        self._usage.count_unpadded(phase, batch, length)
-
-    @property
-    def records_traffic(self) -> bool:
-        """Whether the shapes of batches are recorded."""
-        return self._traffic is not None
-
-    def record(self, phase: Phase, shape: tuple[int, ...]) -> None:
-        """Record the shape of a batch before padding, if that was asked for."""
-        if self._traffic is not None:
-            self._traffic.record(phase, shape)
-
-    def record_traffic(self, traffic: TrafficLog) -> None:
-        """Record the shapes of all batches from now on."""
-        self._traffic = traffic
 
     def prefer_ready(self, record_miss: RecordMiss) -> None:
         """Let a batch whose bucket is not ready use a larger one that is.
@@ -158,12 +139,12 @@ class BucketChoice:
         """Note that the graphs of a bucket were released."""
         self._captured.discard((phase, bucket))
 
-    def usage(self, *, is_padded: bool) -> tuple[GridUsage, ...]:
+    def grid_usage(self, *, is_padded: bool) -> tuple[GridUsage, ...]:
         """The state and the hits of the buckets of both phases."""
         # A copy, because a graph may be captured meanwhile. Without graphs, those that the buckets
         # had were released with the memory of the device.
         captured = self._captured.copy() if self._forward_runner.num_graphs else set()
-        return self._usage.tables(self._all_ready(), captured, is_padded=is_padded)
+        return self.usage.tables(self._all_ready(), captured, is_padded=is_padded)
 
     def capture_in_traffic(self, capture: GraphCapture) -> None:
         """Capture the graphs of the buckets that live traffic uses, after their first use."""
@@ -179,14 +160,14 @@ class BucketChoice:
 
         Call it between two steps. After an error no more graphs are captured; serving goes on.
         """
-        while self._not_captured and self._capture is not None:
-            phase, bucket = next(iter(self._not_captured))
+        while self.not_captured and self._capture is not None:
+            phase, bucket = next(iter(self.not_captured))
             try:
                 self._capture.capture_bucket(phase, bucket)
             except Exception:
                 logger.exception("Capturing a graph failed; no more graphs are captured")
                 self._capture = None
-            self._not_captured.pop((phase, bucket))
+            self.not_captured.pop((phase, bucket))
 
     def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
         """The smallest ready bucket that holds ``bucket`` and is not much larger, or itself."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,18 +21,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.api.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from trencadis.engine.devices import Device
-from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
-from trencadis.engine.runner.logit_edits import apply_edits, find_edits
-from trencadis.engine.runner.sampling_rows import (
-    IntArray,
-    PendingRows,
-    RowRequest,
-    RowResult,
-    SampledToken,
-    SamplingRow,
+from trencadis.engine.runner.draw import (
+    DrawKind,
+    DrawNumbers,
+    draw_tokens,
+    pack_numbers,
+    slots_of,
 )
+from trencadis.engine.runner.logit_edits import apply_edits, find_edits
+from trencadis.engine.runner.sampling_rows import PendingRows, RowResult, SampledToken
+from trencadis.engine.runner.step import IntArray, RowRequest
 
-Program = Callable[..., torch.Tensor]
+Program = Callable[..., Any]
 
 _EDITS_AT_ONCE = 4096
 """One size, so that no request needs a program of its own. A chunk is an upload of 64 KiB."""
@@ -43,10 +44,16 @@ _MAX_CANDIDATES = 2 * MAX_SEQUENCES
 class DeviceSampler:
     """A `Sampler` on a device. ``compiled``: let the device compile each program.
 
-    ``vocab_size`` is the width of the logits.
+    ``vocab_size`` is the width of the logits. ``num_slots``: how many the next forward pass can
+    read; 0 for none.
     """
 
-    def __init__(self, device: Device, vocab_size: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self, device: Device, vocab_size: int, *, num_slots: int = 0, compiled: bool = False
+    ) -> None:
+        self.sampled_ids: torch.Tensor | None = None
+        if num_slots:
+            self.sampled_ids = device.upload(torch.zeros(num_slots, dtype=torch.int32))
         self._device = device
         self._compiled = compiled
         self._programs: dict[tuple[str, tuple[torch.Size, ...]], Program] = {}
@@ -56,19 +63,22 @@ class DeviceSampler:
     def release(self) -> None:
         self._programs.clear()
         self._token_ids = self._bits = torch.empty(0)
+        self.sampled_ids = None
 
-    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
-        return pack_numbers(_samples(requests, 0), batch)
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
+        return pack_numbers(_samples(requests, 0), batch, slots)
 
     def launch(
-        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest | None]
     ) -> PendingRows:
         outputs: list[torch.Tensor] = []
-        beams = [request.beam for request in requests]
-        passes = max((len(request.samples) for request in requests), default=0)
+        beams = [row if row and row.num_candidates else None for row in requests]
+        passes = _num_passes(requests)
         # The samples of a row share their tokens and parameters, and so the changes of its logits.
-        edited = self._edit(logits, _samples(requests, 0)) if passes else logits
-        edited = self._mask(edited, _samples(requests, 0))
+        rows = _samples(requests, 0)
+        edited = self._mask(self._edit(logits, rows), rows) if passes else logits
         for number in range(passes):
             rows = _samples(requests, number)
             if number:
@@ -82,19 +92,25 @@ class DeviceSampler:
         return PendingRows(outputs, functools.partial(_read, requests))
 
     def _draw(
-        self, logits: torch.Tensor, words: torch.Tensor, rows: Sequence[SamplingRow | None]
+        self, logits: torch.Tensor, words: torch.Tensor, rows: Sequence[RowRequest | None]
     ) -> torch.Tensor:
-        kind = max(DrawKind.of(row.params) for row in rows if row is not None)
+        kind = max(DrawKind.of(row.samples[0].params) for row in rows if row is not None)
         program = functools.partial(_draw, kind)
-        return self._run(f"draw {kind.name}", program, logits, words, self._token_ids)
+        inputs = [logits, words, self._token_ids]
+        if self.sampled_ids is not None:
+            inputs.append(self.sampled_ids)
+        drawn: torch.Tensor
+        drawn, *kept = self._run(f"draw {kind.name}", program, *inputs)
+        self.sampled_ids = kept[0] if kept else None
+        return drawn
 
-    def _edit(self, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> torch.Tensor:
+    def _edit(self, logits: torch.Tensor, rows: Sequence[RowRequest | None]) -> torch.Tensor:
         for words in find_edits(rows).words(logits.shape[-1], _EDITS_AT_ONCE):
             edits = self._device.upload(torch.from_numpy(words))
             logits = self._run("edit", apply_edits, logits, edits)
         return logits
 
-    def _mask(self, logits: torch.Tensor, rows: Sequence[SamplingRow | None]) -> torch.Tensor:
+    def _mask(self, logits: torch.Tensor, rows: Sequence[RowRequest | None]) -> torch.Tensor:
         masks = [(i, row.mask) for i, row in enumerate(rows) if row and row.mask is not None]
         if not masks:
             return logits
@@ -103,9 +119,10 @@ class DeviceSampler:
         for i, mask in masks:
             words[i] = mask.words()
         uploaded = self._device.upload(torch.from_numpy(words))
-        return self._run("mask", _mask, logits, uploaded, self._bits)
+        masked: torch.Tensor = self._run("mask", _mask, logits, uploaded, self._bits)
+        return masked
 
-    def _run(self, name: str, program: Program, *inputs: torch.Tensor) -> torch.Tensor:
+    def _run(self, name: str, program: Program, *inputs: torch.Tensor) -> Any:
         """The result of ``program``, which ``name`` and the shapes of ``inputs`` determine."""
         if self._compiled:
             key = (name, tuple(tensor.shape for tensor in inputs))
@@ -122,9 +139,15 @@ class DeviceSampler:
 
 
 def _draw(
-    kind: DrawKind, logits: torch.Tensor, words: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
-    return draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+    kind: DrawKind,
+    logits: torch.Tensor,
+    words: torch.Tensor,
+    token_ids: torch.Tensor,
+    *sampled_ids: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The drawn tokens, then ``sampled_ids``, if they are given, with them in their slots."""
+    drawn = draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+    return [drawn, *(ids.index_copy(0, slots_of(words), drawn) for ids in sampled_ids)]
 
 
 def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
@@ -162,34 +185,45 @@ def _rank(scores: torch.Tensor) -> torch.Tensor:
 # The results.
 
 
-def _samples(requests: Sequence[RowRequest], number: int) -> list[SamplingRow | None]:
-    """The sample ``number`` of each row, None where it has fewer."""
-    return [r.samples[number] if number < len(r.samples) else None for r in requests]
+def _num_passes(requests: Sequence[RowRequest | None]) -> int:
+    """The most samples of a row. The candidates of a beam are ranked apart."""
+    drawn = (row for row in requests if row is not None and not row.num_candidates)
+    return max((len(row.samples) for row in drawn), default=0)
 
 
-def _wants_logprobs(rows: Sequence[SamplingRow | None]) -> bool:
-    return any(row is not None and row.params.logprobs is not None for row in rows)
+def _samples(requests: Sequence[RowRequest | None], number: int) -> list[RowRequest | None]:
+    """The rows from their sample ``number`` on, None where they have fewer, and for beams."""
+    return [
+        None
+        if row is None or row.num_candidates or number >= len(row.samples)
+        else (row._replace(samples=row.samples[number:]) if number else row)
+        for row in requests
+    ]
 
 
-def _read(requests: Sequence[RowRequest], copies: Sequence[torch.Tensor]) -> list[RowResult]:
+def _wants_logprobs(rows: Sequence[RowRequest | None]) -> bool:
+    return any(row is not None and row.samples[0].params.logprobs is not None for row in rows)
+
+
+def _read(requests: Sequence[RowRequest | None], copies: Sequence[torch.Tensor]) -> list[RowResult]:
     """The results in the outputs of `DeviceSampler.launch`, in its order."""
     remaining = iter(copies)
     tokens: list[list[SampledToken]] = [[] for _ in requests]
-    for number in range(max((len(request.samples) for request in requests), default=0)):
+    for number in range(_num_passes(requests)):
         rows = _samples(requests, number)
         ids = next(remaining).tolist()
         report = next(remaining).tolist() if _wants_logprobs(rows) else []
         for i, row in enumerate(rows):
             if row is not None:
-                count = row.params.logprobs
+                count = row.samples[0].params.logprobs
                 logprobs = None if count is None else _logprobs(ids[i], report[i], count)
                 tokens[i].append(SampledToken(ids[i], logprobs))
-    if not any(request.beam for request in requests):
+    if not any(row and row.num_candidates for row in requests):
         return [RowResult(row) for row in tokens]
     ranked = next(remaining).tolist()
     return [
-        RowResult(row, _pairs(ranked[i], request.num_candidates))
-        for i, (row, request) in enumerate(zip(tokens, requests, strict=True))
+        RowResult(of_row, _pairs(ranked[i], row.num_candidates) if row else ())
+        for i, (of_row, row) in enumerate(zip(tokens, requests, strict=True))
     ]
 
 

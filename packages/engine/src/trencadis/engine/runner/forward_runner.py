@@ -76,7 +76,7 @@ class ForwardRunner:
     ) -> None:
         self.compile_cold = False
         self.refuse_cold = False
-        self.on_cold: Callable[[ForwardShape], None] = lambda shape: None
+        self.on_cold: Callable[[object], None] = lambda shape: None
         """Called before a cold forward pass that may compile."""
         self.cold_forwards = 0
         self.compilations = 0
@@ -98,23 +98,18 @@ class ForwardRunner:
         """Whether shared programs are for one number of tokens each, not for all from 2 on."""
         self.needs_warmup = compiled or device.supports_graphs or not device.dynamic_shapes
         """Whether the first forward pass in a new shape costs more than the following ones."""
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs that are captured now."""
-        return len(self._graphs)
-
-    @property
-    def takes_any_tokens(self) -> bool:
+        by_shape = device.supports_graphs or device.compiles_forward or not device.dynamic_shapes
+        self.takes_any_tokens = not self.needs_warmup or (self._shares_programs and not by_shape)
         """Whether a forward pass of any number of tokens is as ready as one of a bucket's.
 
         So it is without programs, and where one program of the layers serves all numbers from 2 on
         and the device needs nothing else for a new shape.
         """
-        device = self._device
-        by_shape = device.supports_graphs or device.compiles_forward or not device.dynamic_shapes
-        shared = self._shares_programs and not self._by_tokens and not by_shape
-        return not self.needs_warmup or shared
+
+    @property
+    def num_graphs(self) -> int:
+        """Graphs that are captured now."""
+        return len(self._graphs)
 
     @property
     def num_warm(self) -> int:
@@ -186,10 +181,10 @@ class ForwardRunner:
         layer_run = self._layer_runs.get(self._program_key(batch.shape))
         captured = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
 
-        def run(packed: torch.Tensor) -> torch.Tensor:
-            return self._compute(attrs.evolve(captured, packed=packed))
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            return self._compute(captured.with_inputs(*inputs))
 
-        self._graphs[batch.shape] = self._device.capture(run, (batch.packed,))
+        self._graphs[batch.shape] = self._device.capture(run, batch.inputs)
         self._warmed_up.add(self._program_key(batch.shape))
 
     def use_cache(self, cache: KVCache) -> None:
@@ -288,7 +283,7 @@ class ForwardRunner:
         for module, inputs in traced:
             programs.append(self._device.compile(module, inputs))
             if depends_on_symbols(inputs):  # the compiler has taken a size for granted
-                self._by_tokens = True
+                self._by_tokens, self.takes_any_tokens = True, False
                 return self._compile_layers(batch, layers)
         run = layers.run_with(programs, recording)
         own = layers.own_tensors(recording)
@@ -305,32 +300,31 @@ class ForwardRunner:
             of_any = [of_kind for of_kind in traced if of_kind is not None]
             if len(of_any) == len(traced):
                 return of_any, recording
-            self._by_tokens = True
+            self._by_tokens, self.takes_any_tokens = True, False
         return [layers.trace(recording, kind) for kind in kinds], recording
 
     def _compile_forward(self, batch: ModelInput, layers: DecoderLayers) -> CompiledForward:
         def compute(
             model: Callable[..., Any], tensors: Sequence[torch.Tensor], layer_run: LayerRun
         ) -> torch.Tensor:
-            (packed,) = tensors
-            return self._compute(attrs.evolve(batch, packed=packed, layer_run=layer_run), model)
+            given = attrs.evolve(batch.with_inputs(*tensors), layer_run=layer_run)
+            return self._compute(given, model)
 
-        inputs = (batch.packed,)
-        return CompiledForward.of(self._model, layers, compute, inputs, self._device.compile)
+        return CompiledForward.of(self._model, layers, compute, batch.inputs, self._device.compile)
 
     def _run(self, batch: ModelInput) -> ForwardOutput:
         graph, program = self._graphs.get(batch.shape), self._programs.get(batch.shape)
         # Before the step mark: a lazy device would compile a copy of its own for each shape.
-        words = batch.sampler_words()
+        words = batch.sampler_words() if batch.num_sampler_words else batch.packed[:0]
         if program is not None:
-            logits = program((batch.packed,))
+            logits = program(batch.inputs)
         elif graph is None:
-            layer_run = self._layer_runs.get(self._program_key(batch.shape))
-            logits = self._compute(
-                batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
-            )
+            if self._layer_runs:
+                layer_run = self._layer_runs.get(self._program_key(batch.shape))
+                batch = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
+            logits = self._compute(batch)
         else:
-            logits = graph.replay((batch.packed,))
+            logits = graph.replay(batch.inputs)
         self._device.mark_step()
         return ForwardOutput(logits, words)
 

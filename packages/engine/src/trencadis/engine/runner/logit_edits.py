@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from trencadis.engine.runner.sampling_rows import IntArray, SamplingRow
+from trencadis.engine.runner.step import IntArray, RowRequest
 
 FloatArray = npt.NDArray[np.float32]
 
@@ -53,9 +53,9 @@ class LogitEdits:
         return [np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])), "wrap") for piece in pieces]
 
 
-def find_edits(rows: Sequence[SamplingRow | None]) -> LogitEdits:
+def find_edits(rows: Sequence[RowRequest | None]) -> LogitEdits:
     """The edits that the parameters of ``rows`` ask for. None: a row that is not sampled."""
-    asking = ((i, row) for i, row in enumerate(rows) if row and row.changes_logits)
+    asking = ((i, row) for i, row in enumerate(rows) if row and row.samples[0].changes_logits)
     found = [(i, edits) for i, row in asking if (edits := _edits_of(row))]
     if not found:
         empty = np.empty(0, np.float32)
@@ -74,17 +74,17 @@ def apply_edits(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
     return flat.index_copy(0, at, penalised - lower).view_as(logits)
 
 
-def _edits_of(row: SamplingRow) -> tuple[IntArray, FloatArray, FloatArray, FloatArray] | None:
+def _edits_of(row: RowRequest) -> tuple[IntArray, FloatArray, FloatArray, FloatArray] | None:
     """Token ids, bias, penalty and lowering of one row; None without any."""
-    params = row.params
+    params, history = row.samples[0].params, row.samples[0].history
     forbidden = row.forbidden_token_ids if row.mask is None else frozenset[int]()
     repeats = params.repetition_penalty != 1.0
     counts = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
     counts = counts and row.num_output_tokens > 0
     if not (params.logit_bias or forbidden or repeats or counts):
         return None
-    seen = set(row.token_ids) if repeats else set()
-    output = row.output_token_ids if counts else ()
+    seen = set(history[: row.num_tokens]) if repeats else set()
+    output = history[row.samples[0].num_prompt_tokens : row.num_tokens] if counts else ()
     generated, times = np.unique(np.asarray(output, np.int32), return_counts=True)
     tokens = np.array(
         sorted({*params.logit_bias, *forbidden, *seen, *generated.tolist()}), np.int32

@@ -5,35 +5,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
 
 from trencadis.bucketing import Bucket
-from trencadis.engine.api.inspection import GridUsage
+from trencadis.engine.api.outputs import PositionLogprobs
 from trencadis.engine.devices import Device, PendingCopy
 from trencadis.engine.errors import BucketMiss, ModelError
-from trencadis.engine.runner.batch_builder import BatchBuilder, Scheduled, requests_of
+from trencadis.engine.runner.batch_builder import Batch, BatchBuilder, Rows, Scheduled
 from trencadis.engine.runner.block_moves import copy_blocks
-from trencadis.engine.runner.bucket_choice import BucketChoice, RecordMiss
+from trencadis.engine.runner.bucket_choice import BucketChoice
 from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
-from trencadis.engine.runner.model_input import ModelInput
-from trencadis.engine.runner.recorded_traffic import TrafficLog
-from trencadis.engine.runner.sampling_rows import (
-    NOTHING,
-    PendingRows,
-    RowRequest,
-    RowResult,
-    Sampler,
-)
+from trencadis.engine.runner.sampling_rows import NO_TOKEN, PendingRows, Sampler
 from trencadis.engine.runner.shapes import ChunkSize, DecodeRead, PromptShape, RaggedShape
+from trencadis.engine.runner.step import RowRequest, StepInput, StepResult
 from trencadis.kvcache import Direction, ceil_div
 from trencadis.kvcache.tensors import KVCache
-from trencadis.scheduler import SchedulerOutput
-from trencadis.warmup import GraphCapture, Phase
+from trencadis.scheduler import Candidate, StepTiming
+from trencadis.warmup import Phase
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -45,69 +41,87 @@ _NO_LOGITS = (
 
 @attrs.frozen(eq=False)
 class _SampledBatch:
-    """The sequences of a batch, what is asked of each, and the sampling that was started."""
+    """A batch, what is asked of each of its rows, and the sampling that was started."""
 
-    seq_ids: Sequence[int]
-    requests: Sequence[RowRequest]
+    sequences: Scheduled
+    requests: Sequence[RowRequest | None]
     rows: PendingRows
 
 
 @attrs.define(eq=False)
-class _StepInProgress:
-    """What a step samples, the batches whose sampling was started, and the failed sequences."""
+class ModelStep:
+    """A step that the device may still be working on: a `PendingStep`.
 
-    requests: Mapping[int, RowRequest]
-    sampled: list[_SampledBatch] = attrs.field(factory=list)
-    failed: dict[int, Exception] = attrs.field(factory=dict)
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        """What the host reads of the sampling, batch after batch."""
-        return [tensor for batch in self.sampled for tensor in batch.rows.outputs]
-
-
-@attrs.frozen(eq=False)
-class PendingStep:
-    """A step that the device may still be working on.
-
-    - ``swap_s``: seconds that its swap transfers took, by direction.
-    - ``failed``: by sequence id, the error of each sequence whose forward pass or sampling failed.
-    - ``is_timed``: whether the step began on an idle device and `wait` ends with an idle one, so
-      that the time between tells how long its forward passes took.
+    ``swap_s``: seconds that its swap transfers took, by direction. ``copy``: what the host reads of
+    the sampling, None for nothing.
     """
 
-    swap_s: Mapping[Direction, float]
-    failed: dict[int, Exception]
-    is_timed: bool
-    _sampled: Sequence[_SampledBatch]
-    _copy: PendingCopy
+    runner: ModelRunner
+    step: StepInput
+    began_s: float
+    began_idle: bool
+    swap_s: Mapping[Direction, float] = attrs.field(factory=dict)
+    sampled: list[_SampledBatch] = attrs.field(factory=list)
+    failed: dict[int, Exception] = attrs.field(factory=dict)
+    copy: PendingCopy | None = None
 
-    def wait(self) -> dict[int, RowResult]:
-        """The results by the sequence ids of the sampled rows. Blocks until they have arrived.
-
-        A sequence whose logits are no numbers is added to ``failed`` and has no result.
-        """
-        copies = iter(self._copy.wait())
-        results: dict[int, RowResult] = {}
-        for batch in self._sampled:
+    def wait(self) -> StepResult:
+        """See `PendingStep`. A sequence whose logits are not numbers has failed."""
+        copies: Iterator[torch.Tensor] = iter(())
+        if self.copy is not None:
+            copies = iter(self.copy.wait())
+            self.runner.device_is_idle |= self.runner.last_step == self.step.number
+        # A step with decodes does not tell how long its prefill chunks took.
+        tells_prompts = self.began_idle and bool(self.step.prompts) and not self.step.decodes
+        timing = self._timing(tells_prompts) if self.swap_s or tells_prompts else None
+        token_ids: dict[int, int] = {}
+        logprobs: dict[int, PositionLogprobs] = {}
+        embeddings: dict[int, bytes] = {}
+        candidates: dict[int, Sequence[Candidate]] = {}
+        for batch in self.sampled:
             rows = batch.rows.read([next(copies) for _ in batch.rows.outputs])
-            sampled = zip(batch.seq_ids, batch.requests, rows, strict=True)
-            for seq_id, asked, result in sampled:
-                if asked.is_empty:
+            for sequence, request, row in zip(batch.sequences, batch.requests, rows, strict=True):
+                if request is None:
                     continue
-                if result.is_valid:
-                    results[seq_id] = result
+                is_number = not any(math.isnan(logprob) for _, logprob in row.candidates)
+                if not is_number or any(token.token_id == NO_TOKEN for token in row.tokens):
+                    logger.error("Sequence %d: %s", sequence.seq_id, _NO_LOGITS)
+                    self.failed[sequence.seq_id] = ModelError(_NO_LOGITS)
+                elif request.num_candidates:
+                    candidates[sequence.seq_id] = [Candidate(*token) for token in row.candidates]
                 else:
-                    logger.error("Sequence %d: %s", seq_id, _NO_LOGITS)
-                    self.failed[seq_id] = ModelError(_NO_LOGITS)
-        return results
+                    seq_ids = (sequence.seq_id, *sequence.forks)
+                    for seq_id, token in zip(seq_ids, row.tokens, strict=True):
+                        token_ids[seq_id] = token.token_id
+                        if token.logprobs is not None:
+                            logprobs[seq_id] = token.logprobs
+                        if token.embedding is not None:
+                            embeddings[seq_id] = token.embedding
+        return StepResult(
+            token_ids=token_ids,
+            logprobs=logprobs,
+            embeddings=embeddings,
+            candidates=candidates,
+            failed=self.failed,
+            timing=timing,
+        )
+
+    def _timing(self, tells_prompts: bool) -> StepTiming:
+        """The durations that are known now, when the host has read what the step computed."""
+        compute_s = time.perf_counter() - self.began_s - sum(self.swap_s.values())
+        return StepTiming(
+            prompts_s=compute_s if tells_prompts and self.runner.device_is_idle else None,
+            swap_out_s=self.swap_s.get(Direction.OUT),
+            swap_in_s=self.swap_s.get(Direction.IN),
+        )
 
 
 class ModelRunner:
     """Executes steps on a model and a KV cache. Implements warm-up's ``GraphRuntime``.
 
     ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
-    batches are not padded.
+    batches are not padded. ``device_is_idle``: nothing runs that the host has not waited for.
+    ``last_step``: the number of the last one with forward passes.
     """
 
     def __init__(
@@ -120,100 +134,57 @@ class ModelRunner:
         read: DecodeRead = DecodeRead.PREFIX,
     ) -> None:
         self.forward_runner = forward_runner
+        self.buckets = BucketChoice(forward_runner, cache, grids, read)
+        self.batches = BatchBuilder(
+            forward_runner, sampler, device.upload, cache, grids, read, self.buckets
+        )
         self._sampler = sampler
         self._device = device
-        self._device_is_idle = True
+        self.device_is_idle = True
+        self.last_step = 0
         self._cache = cache
         self._grids = grids
-        self._buckets = BucketChoice(forward_runner, cache, grids, read)
-        self._batches = BatchBuilder(
-            forward_runner, sampler, device.upload, cache, grids, read, self._buckets
-        )
-
-    @property
-    def padded_tokens(self) -> int:
-        """Padding in the tokens of all forward passes since the start."""
-        return self._batches.padded_tokens
-
-    @property
-    def bucket_misses(self) -> int:
-        """Batches larger than every bucket, since the start."""
-        return self._buckets.num_misses
-
-    @property
-    def num_graphs(self) -> int:
-        """Graphs that are captured now; a decode bucket may have two."""
-        return self.forward_runner.num_graphs
-
-    @property
-    def num_ready_buckets(self) -> int:
-        """Buckets that are ready: warmed up, or compiled by live traffic."""
-        return self._buckets.num_ready
-
-    @property
-    def grid_usage(self) -> tuple[GridUsage, ...]:
-        """The state and the hits of the buckets of both phases."""
-        return self._buckets.usage(is_padded=self._batches.pads_to_buckets)
 
     def use_cache(self, cache: KVCache) -> None:
         """Serve from another cache of the same layout, between two steps."""
         self._cache = cache
-        self._batches.use_cache(cache)
+        self.batches.use_cache(cache)
         self.forward_runner.use_cache(cache)
 
-    def prefer_ready_buckets(self, record_miss: RecordMiss) -> None:
-        """Let a batch whose bucket is not ready use a larger one that is.
-
-        Calls ``record_miss`` for each batch whose own bucket was not ready yet.
-        """
-        self._buckets.prefer_ready(record_miss)
-
-    def record_traffic(self, traffic: TrafficLog) -> None:
-        """Record the shapes of all batches from now on."""
-        self._buckets.record_traffic(traffic)
-
-    def capture_in_traffic(self, capture: GraphCapture) -> None:
-        """Capture the graphs of the buckets that live traffic uses, after their first use."""
-        self._buckets.capture_in_traffic(capture)
-
-    def capture_used_buckets(self) -> None:
-        """Capture the graphs of buckets that were used first since the last call.
-
-        Call it between two steps. After an error no more graphs are captured; serving goes on.
-        """
-        self._buckets.capture_used()
-
     @torch.inference_mode()
-    def run(self, output: SchedulerOutput, requests: Mapping[int, RowRequest]) -> PendingStep:
-        """Start a step: block copies, decodes, prefill chunks, sampling.
+    def run(self, step: StepInput) -> ModelStep:
+        """Start a step: block copies, decodes, prefill chunks, sampling. See `Executor.execute`.
 
-        ``requests`` says by sequence id what is sampled; a sequence without an entry samples
-        nothing. The host waits for swaps only, and later in `PendingStep.wait`. A batch whose
+        First, graphs are captured of buckets whose first use was in an earlier step. A batch whose
         forward pass raises is divided until only the sequences fail that raise alone.
         """
+        if self.buckets.not_captured:
+            self.buckets.capture_used()
+        began_s = time.perf_counter()
+        step = self.batches.begin_step(step)
+        pending = ModelStep(self, step, began_s, self.device_is_idle)
         self._device.begin_step()
-        step = _StepInProgress(requests)
-        swap_s: Mapping[Direction, float] = {}
-        if output.moves:
+        if step.moves:
             with self.forward_runner.count_compilations("block copy"):
-                swap_s = copy_blocks(output.moves, self._cache, self._device)
-        self._run_forward_passes(output, step)
-        outputs = step.outputs
-        began_idle, self._device_is_idle = self._device_is_idle, self._ends_idle(output, outputs)
-        is_timed = began_idle and self._device_is_idle
-        copy = self._device.fetch(outputs)
-        return PendingStep(swap_s, step.failed, is_timed, step.sampled, copy)
+                pending.swap_s = copy_blocks(step.moves, self._cache, self._device)
+        if step.decodes or step.prompts:
+            self.last_step, self.device_is_idle = step.number, self._device.shares_host_memory
+            self._run_forward_passes(pending)
+            outputs = [tensor for batch in pending.sampled for tensor in batch.rows.outputs]
+            pending.copy = self._device.fetch(outputs) if outputs else None
+        return pending
 
-    def _run_forward_passes(self, output: SchedulerOutput, step: _StepInProgress) -> None:
-        if self._batches.pads_to_buckets:
-            if output.decodes:
-                self._run_divided(self._run_decodes, output.decodes, step)
-            if output.prompts:
-                for chunks in self._batches.prompt_parts(output.prompts):
-                    self._run_divided(self._run_prompts, chunks, step)
-        elif output.decodes or output.prompts:
-            for part in self._batches.unpadded_parts((*output.decodes, *output.prompts)):
-                self._run_divided(self._run_together, part, step)
+    def _run_forward_passes(self, step: ModelStep) -> None:
+        decodes, prompts = step.step.decodes, step.step.prompts
+        if not self.batches.pads_to_buckets:
+            for part in self.batches.unpadded_parts((*decodes, *prompts)):
+                self._run_divided(self.batches.unpadded_batches, part, step)
+            return
+        if decodes:
+            self._run_divided(self.batches.decode_batches, decodes, step)
+        if prompts:
+            for chunks in self.batches.prompt_parts(prompts):
+                self._run_divided(self.batches.prompt_batches, chunks, step)
 
     def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
         """Whether a chunk of a token at ``start`` and ``num_forced`` more beats a step for each.
@@ -222,7 +193,7 @@ class ModelRunner:
         as long as a decode, for which all of the ``num_seqs`` sequences wait; it saves
         ``num_forced`` of the decodes that they share. No shape is made for it.
         """
-        if not self._batches.pads_to_buckets:
+        if not self.batches.pads_to_buckets:
             return True
         if num_forced <= num_seqs:
             return False
@@ -242,23 +213,26 @@ class ModelRunner:
 
     def probe(self) -> None:
         """Run the smallest forward pass on the padding block. Raises if the device has failed."""
-        self.forward_runner.run(self._batches.smallest_dummy())
+        self.forward_runner.run(self.batches.smallest_dummy())
         self._device.synchronize()
-        self._device_is_idle = True
+        self.device_is_idle = True
 
     def _run_divided(
         self,
-        run: Callable[[Scheduled, _StepInProgress], None],
+        make_batches: Callable[[Scheduled, Rows], Iterable[Batch]],
         scheduled: Scheduled,
-        step: _StepInProgress,
+        step: ModelStep,
     ) -> None:
-        """Run a batch. If it raises, run its halves: an error ends only sequences that cause it."""
+        """Run and sample batches of ``scheduled``. If that raises, do so with each of its halves:
+        an error ends only sequences that cause it."""
         try:
-            run(scheduled, step)
+            sampled: list[_SampledBatch] = []
+            for batch in make_batches(scheduled, step.step.rows):
+                sampled.extend(self._run_batch(batch, step.failed))
         except Exception as error:
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
-                    logger.warning("Sequence %d is refused: %s", scheduled[0].seq_id, error)
+                    logger.warning("Sequence %d is rejected: %s", scheduled[0].seq_id, error)
                 else:
                     logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
                 step.failed[scheduled[0].seq_id] = error
@@ -269,78 +243,48 @@ class ModelRunner:
                 error,
             )
         else:
+            step.sampled.extend(sampled)
             return
         # After the except clause, so that the tensors in the frames of its traceback are freed.
         half = len(scheduled) // 2
         for part in (scheduled[:half], scheduled[half:]):
-            self._run_divided(run, part, step)
+            self._run_divided(make_batches, part, step)
 
-    def _run_decodes(self, decodes: Scheduled, step: _StepInProgress) -> None:
-        sampled: list[_SampledBatch] = []
-        for part, batch in self._batches.decode_batches(decodes, step.requests):
-            sampled.extend(self._run_batch(part, batch, step))
-        step.sampled.extend(sampled)
-
-    def _run_together(self, scheduled: Scheduled, step: _StepInProgress) -> None:
-        """Decodes and prefill chunks in one forward pass: the weights are read once."""
-        decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
-        chunks = [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
-        if not chunks:
-            self._run_decodes(decodes, step)
-        elif not decodes:
-            self._run_prompts(chunks, step)
-        else:
-            batch = self._batches.mixed_batch(decodes, chunks, step.requests)
-            step.sampled.extend(self._run_batch([*decodes, *chunks], batch, step))
-
-    def _run_prompts(self, chunks: Scheduled, step: _StepInProgress) -> None:
-        batch = self._batches.prompt_batch(chunks, step.requests)
-        step.sampled.extend(self._run_batch(chunks, batch, step))
-
-    def _run_batch(
-        self, sequences: Scheduled, batch: ModelInput, step: _StepInProgress
-    ) -> list[_SampledBatch]:
+    def _run_batch(self, batch: Batch, failed: dict[int, Exception]) -> list[_SampledBatch]:
         """Run a batch and start its sampling; nothing is read where no row is sampled."""
-        computed = self.forward_runner.run(batch)
-        requests = requests_of(sequences, step.requests)
-        if all(request.is_empty for request in requests):
+        computed = self.forward_runner.run(batch.input)
+        if all(request is None for request in batch.requests):
             return []
-        seq_ids = [sequence.seq_id for sequence in sequences]
-        with self.forward_runner.count_compilations(f"sampling {batch.shape.batch} rows"):
+        counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.forward_runner.needs_warmup:
+            cause = f"sampling {batch.input.shape.batch} rows"
+            counting = self.forward_runner.count_compilations(cause)
+        with counting:
             try:
-                rows = self._sampler.launch(computed.logits, computed.sampler_words, requests)
+                rows = self._sampler.launch(computed.logits, computed.sampler_words, batch.requests)
             except Exception as error:
                 logger.warning("Sampling failed (%s) and is repeated for each row", error)
             else:
-                return [_SampledBatch(seq_ids, requests, rows)]
-            return self._sample_each(computed, seq_ids, requests, step)
+                return [_SampledBatch(batch.sequences, batch.requests, rows)]
+            return self._sample_each(batch, computed, failed)
 
     def _sample_each(
-        self,
-        computed: ForwardOutput,
-        seq_ids: Sequence[int],
-        requests: Sequence[RowRequest],
-        step: _StepInProgress,
+        self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]
     ) -> list[_SampledBatch]:
         """Sample each row alone: an error ends only the request that causes it."""
         sampled: list[_SampledBatch] = []
-        for i, (seq_id, request) in enumerate(zip(seq_ids, requests, strict=True)):
-            if request.is_empty:
+        for i, (sequence, request) in enumerate(zip(batch.sequences, batch.requests, strict=True)):
+            if request is None:
                 continue
-            alone = [request if j == i else NOTHING for j in range(len(requests))]
+            alone = [request if j == i else None for j in range(len(batch.requests))]
             try:
                 rows = self._sampler.launch(computed.logits, computed.sampler_words, alone)
             except Exception as error:
-                logger.exception("Sampling sequence %d failed", seq_id)
-                step.failed[seq_id] = error
+                logger.exception("Sampling sequence %d failed", sequence.seq_id)
+                failed[sequence.seq_id] = error
             else:
-                sampled.append(_SampledBatch(seq_ids, alone, rows))
+                sampled.append(_SampledBatch(batch.sequences, alone, rows))
         return sampled
-
-    def _ends_idle(self, output: SchedulerOutput, outputs: Sequence[torch.Tensor]) -> bool:
-        """Whether the device is idle once the host has read ``outputs``."""
-        ran = bool(output.decodes or output.prompts)
-        return self._device.shares_host_memory or bool(outputs) or not ran
 
     # Warm-up's GraphRuntime. Dummy batches write to the padding block only.
 
@@ -350,29 +294,29 @@ class ModelRunner:
         Leaves out a shape whose program serves any number of tokens and has run in another bucket;
         see `ForwardRunner.prepare`.
         """
-        for shape in self._buckets.shapes(phase, bucket):
+        for shape in self.buckets.shapes(phase, bucket):
             self._device.begin_step()
-            self.forward_runner.prepare(self._batches.dummy(shape))
+            self.forward_runner.prepare(self.batches.dummy(shape))
 
     def is_kept(self, phase: Phase, bucket: Bucket) -> bool:
         """Whether the compile cache has the programs of the bucket's shapes."""
-        shapes = self._buckets.shapes(phase, bucket)
-        return all(self.forward_runner.is_kept(self._batches.dummy(shape)) for shape in shapes)
+        shapes = self.buckets.shapes(phase, bucket)
+        return all(self.forward_runner.is_kept(self.batches.dummy(shape)) for shape in shapes)
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
         """Capture the bucket's shapes as graphs, and replay each graph once.
 
         The replay makes a lazy device compile the copy of a batch into the graph's inputs, too.
         """
-        for shape in self._buckets.shapes(phase, bucket):
-            self.forward_runner.capture(self._batches.dummy(shape))
-            self.forward_runner.prepare(self._batches.dummy(shape))
-        self._buckets.mark_captured(phase, bucket)
+        for shape in self.buckets.shapes(phase, bucket):
+            self.forward_runner.capture(self.batches.dummy(shape))
+            self.forward_runner.prepare(self.batches.dummy(shape))
+        self.buckets.mark_captured(phase, bucket)
 
     def release(self, phase: Phase, bucket: Bucket) -> None:
         """Release the bucket's graphs."""
-        self._buckets.mark_released(phase, bucket)
-        for shape in self._buckets.shapes(phase, bucket):
+        self.buckets.mark_released(phase, bucket)
+        for shape in self.buckets.shapes(phase, bucket):
             self.forward_runner.release(shape)
 
     def synchronize(self) -> None:

@@ -11,12 +11,11 @@ import torch
 from trencadis.engine.devices import Device
 from trencadis.engine.runner.sampling_rows import (
     NO_TOKEN,
-    IntArray,
     PendingRows,
-    RowRequest,
     RowResult,
     SampledToken,
 )
+from trencadis.engine.runner.step import IntArray, RowRequest
 
 _WORDS = 1
 """Integers of a row that are uploaded for nothing: devices compile programs for tensors without
@@ -38,12 +37,16 @@ class Pooler:
     def release(self) -> None:
         pass
 
-    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
-        del requests
+    sampled_ids: torch.Tensor | None = None
+
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
+        del requests, slots
         return np.zeros((batch, _WORDS), np.int32)
 
     def launch(
-        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest | None]
     ) -> PendingRows:
         del words
         # A later forward pass of this step may have the same shape and write over its result.
@@ -53,7 +56,7 @@ class Pooler:
         def read(copies: Sequence[torch.Tensor]) -> list[RowResult]:
             rows: npt.NDArray[np.float32] = copies[0].numpy()[: len(requests)]
             return [
-                RowResult([self._result(row) for _ in request.samples])
+                RowResult([self._result(row) for _ in request.samples] if request else ())
                 for row, request in zip(rows, requests, strict=True)
             ]
 

@@ -6,8 +6,8 @@ the steps, as in vLLM: logit bias, penalties, mask of a structured output, tempe
 top_k, top_p.
 
 To add a sampling parameter: its range and default in `SamplingParams`; its effect in `logit_edits`
-and `SamplingRow.changes_logits` if it changes single logits, else in `draw`, and here if the short
-way must know it.
+and `SampleSettings.changes_logits` if it changes single logits, else in `draw`, and here if the
+short way must know it.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from trencadis.engine.runner.gumbel import log_times
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
 from trencadis.engine.runner.sampling_rows import (
     NO_TOKEN,
-    IntArray,
     PendingRows,
-    RowRequest,
     RowResult,
     SampledToken,
-    SamplingRow,
 )
+from trencadis.engine.runner.step import IntArray, RowRequest
 
 _NUCLEUS = 1024
 """Tokens sorted at first for top_k and top_p. The nucleus is rarely larger."""
@@ -53,43 +51,68 @@ _ELEMENTS_AT_ONCE = 1 << 17
 
 
 class HostSampler:
-    """A `Sampler` of logits that are in host memory. It is done when `launch` returns."""
+    """A `Sampler` of logits that are in host memory. It is done when `launch` returns.
+
+    ``num_slots``: how many the next forward pass can read; 0 for none.
+    """
+
+    def __init__(self, num_slots: int = 0) -> None:
+        self.sampled_ids = torch.zeros(num_slots, dtype=torch.int32) if num_slots else None
 
     def release(self) -> None:
         pass
 
-    def words(self, requests: Sequence[RowRequest], batch: int) -> IntArray:
-        del requests
-        return np.empty((batch, 0), np.int32)
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
+        words = np.zeros((batch, 0 if self.sampled_ids is None else 1), np.int32)
+        if self.sampled_ids is not None:
+            words[: len(slots), 0] = slots
+        return words
 
     def launch(
-        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest]
+        self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest | None]
     ) -> PendingRows:
-        del words
-        drawn = [(i, row) for i, request in enumerate(requests) for row in request.samples]
-        tokens = iter(sample(_select(logits, [i for i, _ in drawn]), [row for _, row in drawn]))
-        results = [RowResult([next(tokens) for _ in request.samples]) for request in requests]
-        beams = [(i, r.beam, r.num_candidates) for i, r in enumerate(requests) if r.beam]
+        results = [RowResult()] * len(requests)
+        beams, drawn, rows = [], [], []
+        for i, request in enumerate(requests):
+            if request is None:
+                continue
+            if request.num_candidates:
+                beams.append(i)
+                continue
+            alone = len(request.samples) == 1
+            for settings in request.samples:
+                drawn.append(i)
+                rows.append(request if alone else request._replace(samples=(settings,)))
+        if rows:
+            for i, token in zip(drawn, sample(_select(logits, drawn), rows), strict=True):
+                results[i] = RowResult([*results[i].tokens, token])
+            if self.sampled_ids is not None:
+                slots = words[:, 0].long()[drawn]
+                first = torch.tensor([results[i].tokens[0].token_id for i in drawn])
+                self.sampled_ids = self.sampled_ids.index_copy(0, slots, first.int())
         if beams:
-            numbers, rows, counts = (list(column) for column in zip(*beams, strict=True))
-            ranked = rank_tokens(_select(logits, numbers), rows, counts)
-            for i, candidates in zip(numbers, ranked, strict=True):
+            asked = [request for request in requests if request and request.num_candidates]
+            ranked = rank_tokens(_select(logits, beams), asked)
+            for i, candidates in zip(beams, ranked, strict=True):
                 results[i] = RowResult(candidates=candidates)
         return PendingRows((), lambda _: results)
 
 
-def sample(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> list[SampledToken]:
-    """Sample one token per row of ``logits``, fp32 ``[len(rows), vocabulary]``.
+def sample(logits: torch.Tensor, rows: Sequence[RowRequest]) -> list[SampledToken]:
+    """Sample one token per row of ``logits``, fp32 ``[len(rows), vocabulary]``: its only sample.
 
     Log-probabilities are computed from the unmodified logits, as in the OpenAI API.
     """
-    if not rows:
-        return []
-    wanted = [row.params.logprobs for row in rows]
+    wanted = [row.samples[0].params.logprobs for row in rows]
     raw = torch.log_softmax(logits, dim=-1) if any(n is not None for n in wanted) else None
-    logits = _masked(_edited(logits, rows), rows)
+    if any(row.samples[0].changes_logits for row in rows):
+        logits = _edited(logits, rows)
+    if any(row.mask is not None for row in rows):
+        logits = _masked(logits, rows)
     sampled = argmax_in_blocks(logits)
-    random = [i for i, row in enumerate(rows) if not row.params.greedy]
+    random = [i for i, row in enumerate(rows) if row.samples[0].is_random]
     if random:
         sampled[random] = _draw(_select(logits, random), [rows[i] for i in random])
     chosen = logits.gather(1, sampled.clamp_max(logits.shape[-1] - 1).unsqueeze(1)).squeeze(1)
@@ -121,24 +144,22 @@ def argmax_in_blocks(scores: torch.Tensor) -> torch.Tensor:
     return ids.gather(1, places)[:, 0]
 
 
-def rank_tokens(
-    logits: torch.Tensor, rows: Sequence[SamplingRow], counts: Sequence[int]
-) -> list[list[tuple[int, float]]]:
-    """The most probable next tokens of each row with their log-probabilities, best first.
+def rank_tokens(logits: torch.Tensor, rows: Sequence[RowRequest]) -> list[list[tuple[int, float]]]:
+    """The candidates of each beam with their log-probabilities, best first.
 
-    ``logits`` is fp32 ``[len(rows), vocabulary]``; ``counts`` is the number of tokens for each row.
-    Bias, minimum length and penalties are applied to the log-probabilities, after the softmax, as
-    in the beam search of ``transformers``.
+    ``logits`` is fp32 ``[len(rows), vocabulary]``. Bias, minimum length and penalties are applied
+    to the log-probabilities, after the softmax, as in the beam search of ``transformers``.
     """
     scores = _edited(torch.log_softmax(logits, dim=-1), rows)
-    values, ids = scores.topk(min(max(counts), scores.shape[-1]), dim=-1)
+    most = max(row.num_candidates for row in rows)
+    values, ids = scores.topk(min(most, scores.shape[-1]), dim=-1)
     return [
-        list(zip(tokens[:count], logprobs[:count], strict=True))
-        for tokens, logprobs, count in zip(ids.tolist(), values.tolist(), counts, strict=True)
+        list(zip(tokens, logprobs, strict=True))[: row.num_candidates]
+        for tokens, logprobs, row in zip(ids.tolist(), values.tolist(), rows, strict=True)
     ]
 
 
-def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _edited(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
     """Logits with bias, minimum length and penalties applied; a copy where a row has any."""
     edits = find_edits(rows)
     for words in edits.words(logits.shape[-1], len(edits)):
@@ -146,11 +167,9 @@ def _edited(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     return logits
 
 
-def _masked(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Logits with minus infinity for tokens that the mask of a row excludes; a copy if any has."""
+def _masked(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
+    """A copy of the logits with minus infinity for tokens that the mask of a row excludes."""
     masked = [(i, row.mask) for i, row in enumerate(rows) if row.mask is not None]
-    if not masked:
-        return logits
     words = np.stack([mask.words() for _, mask in masked])
     allowed = torch.from_numpy(allowed_tokens(words, logits.shape[-1]))
     if len(masked) == len(rows):
@@ -161,10 +180,10 @@ def _masked(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     return logits
 
 
-def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
+def _draw(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
     """Draw one token per row."""
     numbers = DrawNumbers.unpack(torch.from_numpy(pack_numbers(rows, len(rows))))
-    kinds = np.array([DrawKind.of(row.params) for row in rows])
+    kinds = np.array([DrawKind.of(row.samples[0].params) for row in rows])
     tokens = torch.empty(len(rows), dtype=torch.long)
     for kind in set(kinds.tolist()):
         of_kind = np.flatnonzero(kinds == kind).tolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import attrs
 import numpy as np
 import torch
 from torch import nn
@@ -10,7 +9,9 @@ from torch import nn
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.devices import Device
-from trencadis.engine.runner.sampling_rows import IntArray, RowRequest, Sampler, SamplingRow
+from trencadis.engine.grammars.matcher import FixedMask
+from trencadis.engine.runner.sampling_rows import Sampler
+from trencadis.engine.runner.step import RowRequest, SampleSettings
 from trencadis.warmup import DummyRequest, SamplerConfig
 
 _OTHER_PROGRAMS = (
@@ -24,16 +25,6 @@ _OTHER_PROGRAMS = (
 )
 """What runs the programs that no configuration of warm-up runs: log-probabilities, changes of
 logits, masks, beam search."""
-
-
-@attrs.frozen
-class FixedMask:
-    """A `TokenMask` of all tokens."""
-
-    vocab_size: int
-
-    def words(self) -> IntArray:
-        return np.full((self.vocab_size + 31) // 32, -1, np.int32)
 
 
 class SamplerWarmup:
@@ -72,16 +63,13 @@ class SamplerWarmup:
 
     @torch.inference_mode()
     def _sample(self, params: SamplingParams) -> None:
-        every_token = FixedMask(self._logits.shape[-1])
+        every_token = FixedMask(np.full((self._logits.shape[-1] + 31) // 32, -1, np.int32))
         rows = [
-            _request(
-                SamplingRow(
-                    params,
-                    seed,
-                    (*request.prompt_token_ids, *request.output_token_ids),
-                    len(request.prompt_token_ids),
-                    mask=None if params.structured_output is None else every_token,
-                )
+            RowRequest(
+                len(request.prompt_token_ids) + len(request.output_token_ids),
+                (SampleSettings(params, seed, len(request.prompt_token_ids)),),
+                None if params.structured_output is None else every_token,
+                num_candidates=2 if params.use_beam_search else 0,
             )
             for seed, request in enumerate(self._requests)
         ]
@@ -90,9 +78,3 @@ class SamplerWarmup:
             words = self._device.upload(torch.from_numpy(self._sampler.words(rows, len(rows))))
             pending = self._sampler.launch(self._logits, words, rows)
             pending.read(self._device.fetch(pending.outputs).wait())
-
-
-def _request(row: SamplingRow) -> RowRequest:
-    if row.params.use_beam_search:
-        return RowRequest(beam=row, num_candidates=2)
-    return RowRequest((row,))

@@ -20,6 +20,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
+from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
     ModelSpec,
     inspect_model,
@@ -67,8 +68,8 @@ class Worker:
     ``embedding_size``: numbers of an embedding, once it is loaded; 0 for a model without.
     ``is_asleep``: the device memory was released by `sleep`. ``is_discarded``: the weights, too, by
     `discard`. ``is_warm``: the warm-up has run for the programs and graphs that there are.
-    ``records``: whether it serves traffic, which is recorded where the settings say so; a warm-up
-    alone writes no file of traffic.
+    ``on_cold``: as `ForwardRunner`. ``records``: whether it serves traffic, which is recorded where
+    the settings say so; a warm-up alone writes no file of traffic.
     Each of the methods raises `ModelError` or `ConfigError` when the model cannot be served under
     ``config``.
     """
@@ -81,20 +82,30 @@ class Worker:
     _attention: Attention
     _memory: MemoryPlan
 
-    def __init__(self, config: EngineConfig, device: Device, *, records: bool = True) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        device: Device,
+        on_cold: Callable[[object], None] = lambda shape: None,
+        *,
+        records: bool = True,
+    ) -> None:
         self.config = config
         self.device = device
+        self._on_cold = on_cold
         self._records = records
         self.background: BackgroundWarmupLoop | None = None
         self.is_asleep = self.is_warm = self.is_discarded = False
         self.embedding_size = 0
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
+        layers = [layer.within(self._max_model_len) for layer in self.spec.layers]
+        check_layers(layers, device.supports, self.spec.source)
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
             config,
             device,
-            self.spec,
+            layers,
             self.dtype,
             self._max_model_len,
             captures_graphs=self.captures_graphs,
@@ -146,6 +157,7 @@ class Worker:
         if self.grids is None:
             self.grids = self._choice.choose(self.limits, prompts)
         forward_runner = ForwardRunner(self._model, device, self.cache, compiled=compiled)
+        forward_runner.on_cold = self._on_cold
         self._sampler = self._make_sampler(compiled)
         self.read = self.grids.read if self.grids else self.read
         self.runner = ModelRunner(
@@ -239,10 +251,9 @@ class Worker:
         else:
             logger.info("Skipping warmup: the first request of each shape will be slower")
             if (capture := self._live_capture()) is not None:
-                self.runner.capture_in_traffic(capture)
+                self.runner.buckets.capture_in_traffic(capture)
         self._log_memory("init_cache_engine", self._before_cache)
-        if self._traffic_log is not None:
-            self.runner.record_traffic(self._traffic_log)
+        self.runner.batches.traffic = self._traffic_log
         if self._compiled:
             # Compilers leave cycles that refer to the KV cache: it would outlive its release.
             gc.collect()
@@ -378,11 +389,16 @@ class Worker:
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.spec.is_pooling:
             return Pooler(self.device, normalises=self.computes_embeddings)
+        num_slots = 0
+        if self.limits.max_steps_in_flight > 1:
+            num_slots = 1 + self.limits.max_num_seqs  # slot 0 is that of padding
         if self.device.shares_host_memory:
-            return HostSampler()
+            return HostSampler(num_slots)
         # Other devices run a new shape without a compiler, which would take longer than it saves.
         compiled = compiled and not self.device.dynamic_shapes
-        return DeviceSampler(self.device, self.spec.vocab_size, compiled=compiled)
+        return DeviceSampler(
+            self.device, self.spec.vocab_size, num_slots=num_slots, compiled=compiled
+        )
 
     def _warm_up_first(self, grids: Grids) -> None:
         """Warm up the first bucket of each phase now, the others in the background."""
@@ -396,7 +412,7 @@ class Worker:
             on_end=self.device.end_warm_up,
         )
         self.background.warm_up_first()
-        self.runner.prefer_ready_buckets(self.background.record_miss)
+        self.runner.buckets.prefer_ready(self.background.record_miss)
 
     def _live_capture(self) -> GraphCapture | None:
         """What captures graphs while requests are served, within the budget of a full warm-up."""

@@ -87,7 +87,7 @@ class CapacitySettings:
             "--max-waiting",
             metavar="N",
             group=MEMORY,
-            help="most requests in the waiting queue; further requests are refused",
+            help="most requests in the waiting queue; further requests are rejected",
         ),
     )
     block_size: int = attrs.field(

@@ -87,7 +87,7 @@ FITTED = "fitted:"
 
 
 def _path(path: str | os.PathLike[str]) -> str:
-    # What is no path is left to the validator, which names the field.
+    # What is not a path is left to the validator, which names the field.
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
@@ -96,7 +96,7 @@ def _optional_path(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _tuple_of(value: Any) -> Any:
-    """A list as a tuple. None, and what is no list, is left to the validator."""
+    """A list as a tuple. None, and what is not a list, is left to the validator."""
     items = items_of(value)
     return value if items is None else tuple(map(plain_number, items))
 
@@ -149,8 +149,8 @@ def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 class EngineConfig(CapacitySettings):
     """The settings of an engine. Names are those of ``vllm serve`` flags.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
-    of range or on settings that contradict each other.
+    `docs/engine/settings.md` lists meaning, default and flag of each. Raises `ConfigError` on a
+    value out of range or on settings that contradict each other.
     """
 
     model: str = attrs.field(
@@ -245,6 +245,17 @@ class EngineConfig(CapacitySettings):
             parse=parse_size,
             help="most memory for the KV cache, in bytes or as in 2GiB or 512MiB",
             default="what is free, or 1GiB where the device's memory is the host's",
+        ),
+    )
+    async_scheduling: bool | None = attrs.field(
+        default=None,
+        validator=boolean(optional=True),
+        metadata=setting(
+            "--async-scheduling",
+            group=MEMORY,
+            negatable=True,
+            help="let the host prepare a step while the device computes the one before",
+            default="on, except on the CPU",
         ),
     )
     enable_prefix_caching: bool = attrs.field(
@@ -363,7 +374,7 @@ class EngineConfig(CapacitySettings):
             "--on-bucket-miss",
             group=WARMUP,
             help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
-            "refused: its request ends with an error that names the shape",
+            "rejected: its request ends with an error that names the shape",
             default="auto: eager where the device can and shapes are warmed up, else compile",
         ),
     )
@@ -555,7 +566,7 @@ class EngineConfig(CapacitySettings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
-        """These settings, and what the environment says under the README's names.
+        """These settings, and what the environment says under their names.
 
         A setting given here wins. Warns of a variable whose name is a misspelling of one that is
         read. Raises `ConfigError`, which names the setting or variable.

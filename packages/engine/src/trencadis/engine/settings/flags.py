@@ -2,9 +2,9 @@
 
 A settings class is an attrs class whose fields carry ``metadata=setting(...)``. The metadata goes
 to ``attrs.field`` itself, because type checkers read required fields and converters only from that
-call. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help` and `flag_table`
+call. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help` and `flag_list`
 derive the rest.
-Plain metadata with the keys ``help`` and ``env`` is enough for `flag_table`.
+Plain metadata with the keys ``help`` and ``env`` is enough for `flag_list`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
@@ -230,18 +230,13 @@ def environment_help(*classes: AttrsClass) -> str:
     return "".join(f"  {name:<{width}}  {meaning}\n" for name, meaning in meanings.items())
 
 
-def flag_table(cls: AttrsClass) -> str:
-    """The settings of a class as a Markdown table, without the columns that would be empty."""
-    header = ("setting", "flag", "environment", "default", "meaning")
-    rows = [tuple(_cells(field)) for field in attrs.fields(cls) if field.init]
-    columns = [
-        (title, *cells)
-        for title, *cells in zip(header, *rows, strict=True)
-        if title == "setting" or any(cells)
-    ]
-    top, *body = zip(*columns, strict=True)
-    lines = [top, ("---",) * len(top), *body]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def flag_list(cls: AttrsClass) -> str:
+    """The settings of a class as a Markdown list: names, default in brackets, meaning.
+
+    A field whose name is that of its flag, with underscores, stands by the flag alone. What a flag
+    without a value sets is the opposite of the default.
+    """
+    return "".join(f"- {_item(field)}\n" for field in attrs.fields(cls) if field.init)
 
 
 def parse_size(text: str) -> int:
@@ -397,18 +392,19 @@ def _default(field: Field) -> str:
     return str(value) if isinstance(value, (int, str)) else ""
 
 
-def _cells(field: Field) -> Iterator[str]:
-    flags = _flags(field)
+def _item(field: Field) -> str:
+    flags, name, default = _flags(field), field.name, _default(field)
     placeholder = field.metadata.get("metavar") or ""
     if flags and (choices := _choices(field)):
         placeholder = f"{{{','.join(map(str, choices))}}}"
-    yield f"`{field.name}`"
+    has_flag_of_its_name = f"--{name.replace('_', '-')}" in flags
     if field.metadata.get("negatable"):
         flags = tuple(form for flag in flags for form in (flag, f"--no-{flag[2:]}"))
-    yield ", ".join(f"`{f'{flag} {placeholder}'.strip()}`" for flag in flags)
-    yield ", ".join(f"`{name}`" for name in _variables(field))
-    yield _default(field)
-    meaning: str = field.metadata.get("help", "").replace("|", "\\|")
-    # The help of a flag without a value is about what the flag sets, which is not the default.
-    sets_opposite = isinstance(field.default, bool) and not field.metadata.get("negatable")
-    yield f"`{not field.default}`: {meaning}" if flags and sets_opposite else meaning
+    elif flags and isinstance(field.default, bool):
+        name, default = f"{name}={not field.default}", ""
+    forms = (f"{flag} {placeholder}".strip() for flag in flags)
+    names = (*(() if has_flag_of_its_name else (name,)), *forms, *_variables(field))
+    item = ", ".join(f"`{name}`" for name in names)
+    item += f" ({default})" if default else ""
+    meaning = field.metadata.get("help")
+    return f"{item}: {meaning}" if meaning else item

@@ -1,4 +1,4 @@
-"""The model runner of a simulated device: takes time, computes no logits."""
+"""The executor of steps on a simulated device: takes time, computes no logits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ import attrs
 from trencadis.bucketing import Bucket, BucketGrid
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.shapes import decode_size, prompt_shape, split_prompts
+from trencadis.engine.runner.step import StepInput, StepResult
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.kvcache import CopyPlan, Direction
-from trencadis.scheduler import ScheduledSequence, SchedulerOutput, StepTiming
+from trencadis.scheduler import ScheduledSequence, StepTiming
 from trencadis.warmup import Phase
 
 
@@ -34,14 +35,26 @@ class Padding:
         return self.padded / self.real - 1 if self.real else 0.0
 
 
+@attrs.frozen
+class SimulatedStep:
+    """A step whose result arrives ``at_s``."""
+
+    result: StepResult
+    runtime: SimulatedRuntime
+    at_s: float
+
+    def wait(self) -> StepResult:
+        self.runtime.wait(self.at_s)
+        return self.result
+
+
 class SimulatedRunner:
-    """Executes steps as `ModelRunner` does, on a `SimulatedRuntime`.
+    """Executes steps as an `Executor` does, on a `SimulatedRuntime`.
 
     Tokens depend only on ``seed``, sequence id and position. Counters since the start:
     ``prompt_tokens`` of prefill batches, ``decode_rows`` and ``decode_blocks`` (rows and prefix
     blocks of decode batches), ``longest_prefix`` in blocks, ``bucket_misses``, ``copied_blocks``
-    and ``copy_s`` (seconds) by direction. ``timing`` is the timing of the last step for
-    `Scheduler.update`, None for a step without prefill and copies.
+    and ``copy_s`` (seconds) by direction.
     """
 
     def __init__(self, runtime: SimulatedRuntime, grids: Grids, seed: int = 0) -> None:
@@ -52,33 +65,37 @@ class SimulatedRunner:
         self.bucket_misses = 0
         self.copied_blocks = dict.fromkeys(Direction, 0)
         self.copy_s = dict.fromkeys(Direction, 0.0)
-        self.timing: StepTiming | None = None
         self._runtime = runtime
         self._grids = grids
         self._salt = seed * 0x9E3779B1
         self._vocab_size = runtime.costs.model.vocab_size
         self._block_size = runtime.costs.block_size
 
-    def run(self, output: SchedulerOutput) -> dict[int, int]:
-        """Execute a step; returns the new token of each sequence that samples, by sequence id."""
-        num_seqs = len(output.decodes) + len(output.prompts)
+    def execute(self, step: StepInput) -> SimulatedStep:
+        """Pass the time of a step. Every scheduled sequence that may sample does: ``rows`` are not
+        read."""
+        num_seqs = len(step.decodes) + len(step.prompts)
         if num_seqs:
             self._runtime.schedule(num_seqs)
-        copy_s = self._copy_blocks(output.moves) if output.moves else {}
-        if output.decodes:
-            self._run_decodes(output.decodes)
+        copy_s = self._copy_blocks(step.moves) if step.moves else {}
+        if step.decodes:
+            self._run_decodes(step.decodes)
         prompts_s = None
-        if output.prompts:
-            batches = split_prompts(output.prompts, self._prompt_cost)
+        if step.prompts:
+            batches = split_prompts(step.prompts, self._prompt_cost)
             prompts_s = sum(map(self._run_prompts, batches))
-        self.timing = None
-        if copy_s or output.prompts:
-            self.timing = StepTiming(
+        timing = None
+        if copy_s or step.prompts:
+            timing = StepTiming(
                 prompts_s=prompts_s,
                 swap_out_s=copy_s.get(Direction.OUT),
                 swap_in_s=copy_s.get(Direction.IN),
             )
-        return self._sample(output)
+        token_ids = self._tokens(step)
+        if token_ids:
+            self._runtime.sample(len(token_ids))
+        result = StepResult(token_ids=token_ids, timing=timing)
+        return SimulatedStep(result, self._runtime, self._runtime.free_at_s)
 
     def _copy_blocks(self, moves: CopyPlan) -> dict[Direction, float]:
         """Copy blocks as planned; returns the seconds spent, by direction."""
@@ -118,17 +135,15 @@ class SimulatedRunner:
             bucket = grid.fallback(shape)
         return bucket
 
-    def _sample(self, output: SchedulerOutput) -> dict[int, int]:
+    def _tokens(self, step: StepInput) -> dict[int, int]:
         tokens: dict[int, int] = {}
-        for scheduled in chain(output.decodes, output.prompts):
+        for scheduled in chain(step.decodes, step.prompts):
             if not scheduled.samples:
                 continue
             position = scheduled.start + len(scheduled.token_ids)
             tokens[scheduled.seq_id] = self._token(scheduled.seq_id, position)
             for fork in scheduled.forks:
                 tokens[fork] = self._token(fork, position)
-        if tokens:
-            self._runtime.sample(len(tokens))
         return tokens
 
     def _token(self, seq_id: int, position: int) -> int:

@@ -24,7 +24,7 @@ def _tuple(value: Any) -> Any:
     try:
         return tuple(map(plain_number, value))
     except TypeError:
-        return value  # None, or what the validator refuses
+        return value  # None, or what the validator rejects
 
 
 @attrs.frozen(kw_only=True)

@@ -141,7 +141,7 @@ class TemperatureReader:
             readings = list(self._source.read())
             for reading in readings:
                 if not is_well_formed(reading):
-                    raise SensorError(f"the source returned {reading!r}, which is no reading")
+                    raise SensorError(f"the source returned {reading!r}, which is not a reading")
         except SensorError as error:
             return [], str(error)
         except Exception as error:  # a fault of a source must not end the thread

@@ -21,7 +21,7 @@ SOURCES: Mapping[str, str] = {
 
 The callable takes the text after the colon of a setting (empty without a colon) and returns the
 source. To add a source, write a module with a subclass of `TemperatureSource` and add a line here,
-with a test, a row in the README's table and a line in the changelog. Nothing else registers it. A
+with a test, a row in the table of `docs/scheduler/telemetry.md` and a line in the changelog. A
 source of another package needs no registration: pass it to `TemperatureReader`.
 """
 

@@ -40,7 +40,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     ``max_num_seqs + 20`` settled readings it is n, or n + 1 for one reading every ``retry_s``. A
     reading is settled ``dwell_s`` after the last change: longer than the delay of the sensor.
 
-    Values that are no power (`is_power`: NaN, infinities, 0, negative) are ignored; without a
+    Values that are not a power (`is_power`: NaN, infinities, 0, negative) are ignored; without a
     reading the cap does not change. The metadata of each setting has its ``help`` text. Raises
     `ConfigError`.
     """

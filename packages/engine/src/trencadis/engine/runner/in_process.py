@@ -1,0 +1,243 @@
+"""The executor whose worker is in the core's process, and the models that wait in host memory."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+from trencadis.bucketing import Bucket
+from trencadis.engine.api.inspection import GridUsage
+from trencadis.engine.devices import select_device
+from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
+from trencadis.engine.runner.step import PendingStep, StepInput
+from trencadis.engine.runner.worker import Worker
+from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.warmup import Phase, WarmupReport, format_bytes
+
+logger = logging.getLogger("trencadis.engine")
+
+
+class ModelStash:
+    """Sleeping workers, the least recently used first.
+
+    Their weights take at most ``limit_bytes`` of host memory together.
+    """
+
+    def __init__(self) -> None:
+        self.limit_bytes = 0
+        self._workers: list[Worker] = []
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the weights of all of them."""
+        return sum(worker.weight_bytes for worker in self._workers)
+
+    def put(self, worker: Worker) -> bool:
+        """Keep a sleeping worker; others are dropped for it. False: it is larger than the limit."""
+        needed = worker.weight_bytes
+        if worker.is_discarded or needed > self.limit_bytes:
+            return False
+        self.make_space(needed)
+        self._workers.append(worker)
+        return True
+
+    def make_space(self, num_bytes: int) -> None:
+        """Drop workers until so many bytes are free, or none are left."""
+        while self._workers and self.num_bytes + num_bytes > self.limit_bytes:
+            oldest = self._workers.pop(0)
+            logger.info("The weights of model %s are dropped from host memory", oldest.config.model)
+            oldest.discard()
+
+    def take(self, config: EngineConfig) -> Worker | None:
+        """The worker with this configuration, which leaves the stash."""
+        for number, worker in enumerate(self._workers):
+            if worker.config == config:
+                return self._workers.pop(number)
+        return None
+
+
+class InProcessExecutor:
+    """An `Executor` with one `Worker` on the device that ``config`` names.
+
+    Without ``records`` no traffic is recorded: for a core that only warms up. ``worker`` holds the
+    model that is served or sleeps.
+    """
+
+    worker: Worker
+    _previous: Worker
+    """The worker that was put aside last."""
+
+    def __init__(self, config: EngineConfig, *, records: bool = True) -> None:
+        self.device = device = select_device(
+            config.device,
+            Path(config.compile_cache) if config.compile_cache else None,
+            trust_compile_cache=config.trust_compile_cache,
+            fp32_softmax=config.fp32_softmax,
+            cpu_threads=config.cpu_threads,
+        )
+        self.device_facts = DeviceFacts(
+            device.name, device.defaults, device.temperature_source, device.sensor_indices
+        )
+        self.on_cold: Callable[[object], None] = lambda shape: None
+        self.stash = ModelStash()
+        self._records = records
+        self._following: Worker | None = None
+        """The worker of the model that is loaded next, where its weights were in the stash."""
+
+    @property
+    def is_asleep(self) -> bool:
+        return self.worker.is_asleep
+
+    @property
+    def is_warming_up(self) -> bool:
+        background = self.worker.background
+        return background is not None and background.is_running and not self.worker.is_asleep
+
+    # A model, from its checkpoint to its first step.
+
+    def load(self, config: EngineConfig) -> bool:
+        worker, self._following = self._following, None
+        if worker is not None:
+            self.worker = worker
+            return True
+        self.worker = self._loaded(config)
+        return False
+
+    def plan_memory(self) -> ModelFacts:
+        if self.worker.is_asleep:
+            self.worker.wake()
+        else:
+            self.worker.initialise_cache()
+        return self._facts()
+
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
+        return None if self.worker.is_warm else self.worker.warm_up(stop)
+
+    def advance_warm_up(self, *, idle: bool) -> None:
+        if self.worker.background is not None and not self.worker.is_asleep:
+            self.worker.background.advance(idle=idle)
+
+    # Steps.
+
+    def execute(self, step: StepInput) -> PendingStep:
+        return self.worker.runner.run(step)
+
+    def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
+        return self.worker.runner.pays_to_jump(start, num_forced, num_seqs)
+
+    def probe(self) -> None:
+        self.worker.runner.probe()
+
+    def counters(self) -> ExecutorCounters:
+        runner = self.worker.runner
+        return ExecutorCounters(
+            num_ready_buckets=runner.buckets.num_ready,
+            num_graphs=runner.forward_runner.num_graphs,
+            num_padded_tokens=runner.batches.padded_tokens,
+            num_bucket_misses=runner.buckets.num_misses,
+            num_cold_forwards=runner.forward_runner.cold_forwards,
+            num_compilations=runner.forward_runner.compilations,
+        )
+
+    def grid_usage(self) -> tuple[GridUsage, ...]:
+        runner = self.worker.runner
+        return runner.buckets.grid_usage(is_padded=runner.batches.pads_to_buckets)
+
+    def missing_buckets(self) -> Sequence[tuple[Phase, Bucket]]:
+        return self.worker.missing_buckets()
+
+    # Another model, and sleep.
+
+    def memory_in_use(self) -> int:
+        device = self.device
+        if device.shares_host_memory:
+            return int(psutil.Process().memory_info().rss)
+        device.synchronize()
+        used = device.total_memory() - device.free_memory()
+        logger.debug("%s of device memory are in use", format_bytes(used))
+        return used
+
+    def has_weights(self, config: EngineConfig) -> bool:
+        held = [self.worker, *self.stash]
+        if self._following is not None:
+            held.append(self._following)
+        return any(worker.config == config and not worker.is_discarded for worker in held)
+
+    def put_aside(self, following: EngineConfig, stash_bytes: int) -> None:
+        stash, worker = self.stash, self.worker
+        stash.limit_bytes, self._previous = stash_bytes, worker
+        # It leaves the stash first, so that its space is that of others.
+        self._following = stash.take(following)
+        if worker.weight_bytes > stash_bytes:
+            worker.discard()
+        else:
+            stash.make_space(worker.weight_bytes)
+            worker.sleep()
+
+    def unload(self) -> None:
+        if not self.stash.put(self.worker):
+            self.worker.discard()
+
+    def put_back(self) -> None:
+        if self.worker is not self._previous and self.worker.is_warm:
+            self.worker.discard()  # its device memory is needed; what is half built is collected
+        self.worker, self._following = self._previous, None
+        self.stash.take(self.worker.config)
+        self._collect()
+
+    def sleep(self, level: int) -> None:
+        if level != 1:
+            self.worker.discard()
+        elif not self.worker.is_discarded:
+            self.worker.sleep()
+        self._collect()
+
+    def wake(self, stop: Callable[[], bool] = lambda: False) -> ModelFacts:
+        worker = self.worker
+        if worker.is_discarded:
+            worker = self._loaded(worker.config)
+            worker.initialise_cache()
+        elif worker.is_asleep:
+            worker.wake()
+        if not worker.is_warm:
+            worker.warm_up(stop)
+        self.worker = worker
+        return self._facts()
+
+    def close(self) -> None:
+        self.worker.close()
+
+    def _loaded(self, config: EngineConfig) -> Worker:
+        worker = Worker(config, self.device, self.on_cold, records=self._records)
+        worker.load()
+        return worker
+
+    def _facts(self) -> ModelFacts:
+        worker, grids = self.worker, self.worker.grids
+        return ModelFacts(
+            config=worker.config,
+            spec=worker.spec,
+            limits=worker.limits,
+            num_host_blocks=worker.cache.num_host_blocks,
+            block_bytes=worker.block_bytes,
+            max_chunk_tokens=grids.max_chunk_tokens if grids else None,
+            read=worker.read,
+            dtype=str(worker.dtype).removeprefix("torch."),
+            num_buckets=worker.num_buckets,
+            embedding_size=worker.embedding_size,
+        )
+
+    def _collect(self) -> None:
+        """Free what nothing refers to, as a half-built worker, on a lazy device, too."""
+        gc.collect()
+        self.device.synchronize()
