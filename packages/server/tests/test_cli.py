@@ -327,7 +327,7 @@ def test_a_blank_key_is_refused_and_does_not_leave_the_server_open(name, words):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["m", "--block-size", "33"], "block_size must be a power of two up to 65536, got 33"),
+        (["m", "--block-size", "33"], "block_size must be a power of two from 1 to 65536, got 33"),
         (["m", "--max-model-len", "0"], "max_model_len"),
         (["m", "--port", "70000"], "port must be an integer from 0 to 65535, got 70000"),
         (["m", "--shutdown-timeout", "-1"], "shutdown_timeout"),

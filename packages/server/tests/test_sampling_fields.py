@@ -12,7 +12,9 @@ from trencadis.engine import InvalidRequest, SamplingParams, StructuredOutput
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 
 FIELDS = attrs.fields_dict(SamplingParams)
-BOUNDED = [name for name, field in FIELDS.items() if hasattr(field.validator, "low")]
+BOUNDED = [
+    name for name, field in FIELDS.items() if getattr(field.validator, "low", None) is not None
+]
 BODIES = {
     ChatCompletionRequest: {"messages": [{"role": "user", "content": "a"}]},
     CompletionRequest: {"prompt": "a"},

@@ -28,8 +28,8 @@ def _batch_control_request() -> type[BaseModel]:
     types = get_type_hints(BatchControl)
     fields: dict[str, Any] = {}
     for attribute in attrs.fields(BatchControl):
-        choices = getattr(attribute.validator, "accepted", None)
-        annotation = types[attribute.name] if choices is None else Literal[choices]
+        choices = tuple(getattr(attribute.validator, "choices", ()))
+        annotation = Literal[choices] if choices else types[attribute.name]
         fields[attribute.name] = (annotation, derived_field(attribute, attribute.default))
     config = ConfigDict(strict=True, extra="forbid")
     return create_model("BatchControlRequest", __config__=config, **fields)
