@@ -128,7 +128,6 @@ class ModelSwitcher:
         core.on_busy("the engine core releases its device memory", _longest_sleep_s(core.config))
         before = core.executor.memory_in_use()
         core.abort_all()
-        core.scheduler.abort_admitted()
         core.executor.sleep(level)
         return max(0, before - core.executor.memory_in_use())
 
@@ -166,6 +165,7 @@ class ModelSwitcher:
         core.on_busy(
             "the engine core returns to the previous model", _longest_start_s(core, switch.previous)
         )
+        core.config = switch.previous  # also where it sleeps on
         if switch.was_put_aside:
             core.executor.put_back()
         return self._start_again()
@@ -184,7 +184,6 @@ def deserialise(switch: _Switch) -> None:
 def pause_scheduling(switch: _Switch) -> None:
     """End every request and empty the prefix cache, so that nothing refers to KV blocks."""
     switch.core.abort_all()
-    switch.core.scheduler.abort_admitted()
 
 
 def sleep_device(switch: _Switch) -> None:
