@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import attrs
-import msgspec
 import numpy as np
 import pytest
 
@@ -83,7 +82,8 @@ def prompts(count: int) -> list[tuple[int, ...]]:
 
 
 def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[str, list[Any]]:
-    """All that is reported of each request but how long it waited."""
+    """What is reported of each request, without what depends on measured times: how long it waited,
+    and whether a preempted one was swapped or recomputed."""
     for number, prompt in enumerate(prompts(count)):
         params = ways[number % len(ways)]
         asked = params if isinstance(params, SamplingParams) else SamplingParams(**params)
@@ -93,7 +93,9 @@ def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[
         if not core.has_work:
             break
         for token in core.step():
-            reported.setdefault(token.key, []).append(msgspec.structs.replace(token, queue_s=None))
+            reported.setdefault(token.key, []).append(
+                (token.index, token.token_id, token.finish_reason, token.logprobs, token.embedding)
+            )
     assert not core.has_work
     assert not core.take_failures()
     return reported
@@ -129,7 +131,6 @@ def test_a_step_that_was_encoded_gives_the_same_tokens(
 ) -> None:
     here, elsewhere = both(**changes)
     assert serve(here, ways) == serve(elsewhere, ways)
-    assert here.stats.num_swaps == elsewhere.stats.num_swaps
     if "num_blocks" in changes:
         assert elsewhere.stats.num_preemptions > 0
         assert (elsewhere.stats.num_swap_out_bytes > 0) == ("num_host_blocks" in changes)
@@ -150,7 +151,7 @@ def test_the_masks_of_a_structured_output_are_encoded_as_arrays(
 def test_embeddings_come_back(both: Callable[..., tuple[EngineCore, EngineCore]]) -> None:
     here, elsewhere = both(runner="pooling")
     tokens = serve(here, [POOLING])
-    assert all(token.embedding for (token,) in tokens.values())
+    assert all(embedding for ((*_, embedding),) in tokens.values())
     assert serve(elsewhere, [POOLING]) == tokens
 
 
