@@ -41,7 +41,7 @@ def prompts(count: int) -> list[tuple[int, ...]]:
 
 
 def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[str, list[Any]]:
-    """All that is reported of each request but how long it waited."""
+    """What is reported of each request, as in `finish`."""
     for number, prompt in enumerate(prompts(count)):
         params = ways[number % len(ways)]
         core.add(f"{number}", GenerateRequest(prompt, SamplingParams(**params)))
@@ -49,13 +49,17 @@ def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[
 
 
 def finish(core: EngineCore) -> dict[str, list[Any]]:
-    """What is reported of the requests that a core has, until all of them have ended."""
+    """What is reported of the requests that a core has, until all of them have ended.
+
+    Without what depends on measured times: how long a request waited, and whether it was swapped.
+    """
     reported: dict[str, list[Any]] = {}
     for _ in range(2000):
         if not core.has_work:
             break
         for token in core.step():
-            reported.setdefault(token.key, []).append(msgspec.structs.replace(token, queue_s=None))
+            timeless = msgspec.structs.replace(token, queue_s=None, request_status="normal")
+            reported.setdefault(token.key, []).append(timeless)
     assert not core.has_work
     assert not core.take_failures()
     return reported

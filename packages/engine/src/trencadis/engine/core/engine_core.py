@@ -147,12 +147,11 @@ class EngineCore:
         self._grammars.close()
         self._serve(facts)
 
-    def abort_all(self) -> int:
-        """End every request without a message; returns how many there were."""
-        count = self.requests.abort_all()
+    def abort_all(self) -> None:
+        """End every request without a message, so that nothing refers to KV blocks."""
+        self.requests.abort_all()
         self.scheduler.abort_admitted()
         self._in_flight.clear()
-        return count
 
     @property
     def is_asleep(self) -> bool:

@@ -165,6 +165,7 @@ class ModelSwitcher:
         core.on_busy(
             "the engine core returns to the previous model", _longest_start_s(core, switch.previous)
         )
+        core.config = switch.previous  # also where it sleeps on
         if switch.was_put_aside:
             core.executor.put_back()
         return self._start_again()

@@ -258,12 +258,10 @@ class RequestTable:
         for seq_id in entry.sample_ids:
             del self.samples[seq_id]
 
-    def abort_all(self) -> int:
-        """End every request; returns how many there were."""
-        keys = [*self.compiling, *self._entries]
-        for key in keys:
+    def abort_all(self) -> None:
+        """End every request."""
+        for key in (*self.compiling, *self._entries):
             self.abort(key)
-        return len(keys)
 
     def fail(self, request_id: str, error: Exception) -> None:
         """End the request that a scheduler request belongs to, because of an internal error."""

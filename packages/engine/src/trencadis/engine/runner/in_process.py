@@ -233,7 +233,7 @@ class InProcessExecutor:
             max_chunk_tokens=grids.max_chunk_tokens if grids else None,
             read=worker.read,
             dtype=str(worker.dtype).removeprefix("torch."),
-            num_buckets=worker.num_buckets,
+            num_buckets=grids.num_buckets if grids else 0,
             embedding_size=worker.embedding_size,
         )
 

@@ -228,11 +228,6 @@ class Worker:
         """Whether graphs are captured on this device, under these settings."""
         return self.device.supports_graphs and not self.config.graphs.enforce_eager
 
-    @property
-    def num_buckets(self) -> int:
-        """Buckets of both phases; 0 without buckets."""
-        return self.grids.num_buckets if self.grids else 0
-
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
         """Warm up before serving, as ``config.warmup`` says.
 
