@@ -80,6 +80,9 @@ EAGER_SAMPLE = (
     "test_device_sampler.py",
     "test_sampler.py",
     "test_warm_up.py",
+    "test_attention.py",
+    "test_core.py::test_what_swaps_take_is_learned",
+    "test_groups.py::test_evictions_change_no_token",
     "test_bucket_miss.py::test_a_refused_prompt_of_a_batch_raises_a_bucket_miss",
     "test_reconfigure.py::test_a_sleeping_core_switches_to_another_model",
     "test_reconfigure.py::test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was",
@@ -111,7 +114,8 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests_slow(session: nox.Session) -> None:
     """Runs the tests that are marked slow."""
-    pytest_shared(session, "-m", "slow")
+    # Most files start a server or compile a model for all their tests: once, not in each process.
+    pytest_shared(session, "-m", "slow", "--dist", "loadfile")
 
 
 @nox.session(venv_backend="none")
