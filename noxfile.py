@@ -1,14 +1,20 @@
-"""Every check of the repository, each in a virtual environment of its own: ``nox -s NAME``."""
+"""Every check of the repository: ``nox -s NAME``.
+
+Most sessions share one virtual environment, `SHARED`. Those that must see what is installed without
+the rest have their own: one for each package, for the wheels, for serving.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import shutil
 import sys
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import Any
 
 import nox
 
@@ -34,17 +40,14 @@ PACKAGES = tuple(TopologicalSorter(DEPENDENCIES).static_order())
 WITHOUT_TORCH = ("bucketing", "kvcache", "warmup", "scheduler")
 """Installing one of these does not install torch."""
 
-TEST_TOOLS = (
-    *("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis", "httpx", "trustme", "jsonschema"),
-    "anthropic",
-)
-API_TOOLS = ("schemathesis",)
-"""For tests that generate requests from the API description. It is a plugin that slows pytest."""
+PYTEST = ("pytest", "pytest-asyncio", "pytest-xdist", "hypothesis")
+"""What the tests of the four small libraries need without the extras."""
 
+TEST_TOOLS = (*PYTEST, "httpx", "trustme", "jsonschema", "anthropic")
 BROWSER_TOOLS = ("playwright",)
 """Opens the dashboard in a Chromium that the machine has; it brings none."""
 
-CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]")
+CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]", "schemathesis")
 """Libraries of other projects that talk to the server. Some hundred packages come with them."""
 
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
@@ -62,60 +65,93 @@ each other."""
 PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "8")
 """One pytest process per core. More than eight would take too much memory."""
 
+SHARED = Path(".nox/shared").absolute()
+"""The environment of all sessions that need no environment of their own."""
 
-@nox.session
+NO_NETWORK = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+"""litellm asks for prices when it is imported."""
+
+SHARED_TOOLS = (*TEST_TOOLS, *BROWSER_TOOLS, *CLIENTS, *TYPE_CHECKERS)
+"""What it has besides all packages with all extras."""
+
+EAGER_SAMPLE = (
+    "test_habana_standin.py",
+    "test_hpu_device.py",
+    "test_device_sampler.py",
+    "test_sampler.py",
+    "test_warm_up.py",
+    "test_attention.py",
+    "test_core.py::test_what_swaps_take_is_learned",
+    "test_groups.py::test_evictions_change_no_token",
+    "test_bucket_miss.py::test_a_refused_prompt_of_a_batch_raises_a_bucket_miss",
+    "test_reconfigure.py::test_a_sleeping_core_switches_to_another_model",
+    "test_reconfigure.py::test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was",
+    "test_reconfigure.py::test_memory_of_the_old_model_is_freed",
+    "test_switches.py::test_defragmentation",
+    "test_switches.py::test_prefix_caching",
+)
+"""Tests of the engine that together take each rule of the simulated Gaudi once in eager mode. Each
+shape is traced there, so that all tests would take twenty minutes."""
+
+
+def choices(*names: str) -> list[Any]:
+    """Values of a session's parameter, which nox shows as they are: ``tests_alone(engine)``."""
+    return [nox.param(name, id=name) for name in names]
+
+
+@nox.session(venv_backend="none")
+def environment(session: nox.Session) -> None:
+    """Makes the environment that most sessions share, which they do themselves if it is missing."""
+    make_shared_environment(session)
+
+
+@nox.session(venv_backend="none")
 def tests(session: nox.Session) -> None:
     """Runs all tests but the slow ones, with the small test model."""
-    install_all(session, *TEST_TOOLS)
-    pytest(session)
+    pytest_shared(session)
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def tests_slow(session: nox.Session) -> None:
     """Runs the tests that are marked slow."""
-    install_all(session, *TEST_TOOLS, *API_TOOLS, *BROWSER_TOOLS)
-    pytest(session, "-m", "slow")
+    # Most files start a server or compile a model for all their tests: once, not in each process.
+    pytest_shared(session, "-m", "slow", "--dist", "loadfile")
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("mode", choices("lazy", "eager"))
+def tests_gaudi(session: nox.Session, mode: str) -> None:
+    """Runs the engine's tests on a simulated Gaudi; in eager mode a sample, see ``tests_long``."""
+    sample = [f"packages/engine/tests/{test}" for test in EAGER_SAMPLE]
+    tests = sample if mode == "eager" else ["packages/engine"]
+    pytest_shared(session, *tests, env=simulated_gaudi(mode))
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("part", choices("soak", "gaudi_eager"))
+def tests_long(session: nox.Session, part: str) -> None:
+    """Runs what ``.ci/run`` has no time for: soaks, and a Gaudi in eager mode with all tests."""
+    if part == "soak":
+        pytest_shared(session, "-m", "soak")
+    else:
+        pytest_shared(session, "packages/engine", env=simulated_gaudi("eager"))
 
 
 @nox.session
-def tests_clients(session: nox.Session) -> None:
-    """Runs the tests with client libraries of other projects."""
-    install_all(session, *TEST_TOOLS, *CLIENTS)
-    files = (f"packages/server/tests/test_other_clients{kind}.py" for kind in ("", "_real"))
-    without_network = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    pytest(session, "-m", "slow or not slow", *files, env=without_network)
-
-
-@nox.session
-def soak(session: nox.Session) -> None:
-    """Runs the tests that are marked soak: minutes of random steps each."""
-    install_all(session, *TEST_TOOLS, *API_TOOLS)
-    pytest(session, "-m", "soak")
-
-
-@nox.session
-def mutants(session: nox.Session) -> None:
-    """Breaks the four small libraries in listed places, and sees whether their tests notice."""
-    install(session, *TEST_TOOLS, *editable(*WITHOUT_TORCH, extras=True))
-    session.run("python", "tools/mutants.py", *session.posargs, env=ONE_THREAD)
-
-
-@nox.session
-@nox.parametrize("package", PACKAGES)
+@nox.parametrize("package", choices(*PACKAGES))
 def tests_alone(session: nox.Session, package: str) -> None:
     """Runs the tests of one package with only its required dependencies installed."""
-    install(session, *TEST_TOOLS, *editable(*with_dependencies(package)))
-    pytest(session, f"packages/{package}")
+    # No more than its tests need, because a tool may bring what the package forgot to declare.
+    tools = {"engine": (*PYTEST, "jsonschema"), "server": TEST_TOOLS}.get(package, PYTEST)
+    install(session, *tools, *editable(*with_dependencies(package)))
+    session.run("python", *pytest_command(session, f"packages/{package}"), env=ONE_THREAD)
 
 
-@nox.session
-@nox.parametrize("mode", ("lazy", "eager"))
-def tests_hpu_contract(session: nox.Session, mode: str) -> None:
-    """Runs the engine's tests on a simulated Gaudi that refuses what a real one refuses."""
-    install(session, *TEST_TOOLS, *editable(*with_dependencies("engine"), extras=True))
-    install_default_model(session)
-    env = {"TRENCADIS_TEST_DEVICE": f"hpu-{mode}"}
-    pytest(session, "packages/engine", env=env)
+@nox.session(venv_backend="none")
+def mutants(session: nox.Session) -> None:
+    """Breaks the four small libraries in listed places, and sees whether their tests notice."""
+    make_shared_environment(session)
+    run_shared(session, "tools/mutants.py", *session.posargs, env=ONE_THREAD)
 
 
 @nox.session
@@ -126,15 +162,15 @@ def lint(session: nox.Session) -> None:
     session.run("ruff", "format", "--check", ".")
 
 
-@nox.session
+@nox.session(venv_backend="none")
 def types(session: nox.Session) -> None:
     """Checks the types of all packages, then of programs that use the installed packages."""
-    install(session, *TYPE_CHECKERS, *editable(*PACKAGES, extras=True))
-    session.run("mypy", *(f"packages/{package}/src" for package in PACKAGES))
+    make_shared_environment(session)
+    run_shared(session, "-m", "mypy", *(f"packages/{package}/src" for package in PACKAGES))
     # No configuration file: mypy finds the packages where it finds them for a user.
     users = ("--config-file=", "--cache-dir=.mypy_cache/users")
-    session.run("mypy", "--strict", *users, "tests/typing")
-    session.run("basedpyright")
+    run_shared(session, "-m", "mypy", "--strict", *users, "tests/typing")
+    run_shared(session, "-m", "basedpyright")
 
 
 @nox.session
@@ -163,13 +199,6 @@ def docs(session: nox.Session) -> None:
     session.log(f"open {site}/html/index.html")
 
 
-@nox.session
-def protos(session: nox.Session) -> None:
-    """Checks that the sidecar's generated code is what its .proto file gives."""
-    install(session, *editable(*with_dependencies("scheduler"), extras=True))
-    session.run("python", "-m", "trencadis.scheduler.telemetry.regenerate", "--check")
-
-
 @nox.session(venv_params=["--system-site-packages"] if ON_GAUDI else [])
 def serve(session: nox.Session) -> None:
     """Installs all packages and starts the server: ``nox -s serve -- MODEL --port 8000 ...``.
@@ -191,7 +220,7 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("engine", [nox.param(engine, id=engine) for engine in ("vllm", "llama-cpp")])
+@nox.parametrize("engine", choices("vllm", "llama-cpp"))
 def peers(session: nox.Session, engine: str) -> None:
     """Makes the environments of the engines that the benchmarks compare with."""
     if engine == "llama-cpp":
@@ -211,9 +240,9 @@ def install(session: nox.Session, *requirements: str) -> None:
     session.install("-c", "constraints.txt", *requirements)
 
 
-def install_all(session: nox.Session, *tools: str) -> None:
-    """Installs tools, all packages with all extras, and the small test model."""
-    install(session, *tools, *editable(*PACKAGES, extras=True))
+def install_all(session: nox.Session) -> None:
+    """Installs all packages with all extras, and the small test model."""
+    install(session, *editable(*PACKAGES, extras=True))
     install_default_model(session)
 
 
@@ -248,15 +277,44 @@ def with_dependencies(package: str) -> list[str]:
     return [*names, package]
 
 
-def pytest(
-    session: nox.Session,
-    *arguments: str,
-    env: dict[str, str] | None = None,
-) -> None:
-    session.run(
-        *("python", "-m", "pytest", *PARALLEL, *arguments, *session.posargs),
-        env={**ONE_THREAD, **(env or {})},
-    )
+def make_shared_environment(session: nox.Session) -> None:
+    """Makes it anew unless it is there and was made from the present requirements."""
+    requirements = ("-c", "constraints.txt", *SHARED_TOOLS, *editable(*PACKAGES, extras=True))
+    files = (Path("constraints.txt"), *sorted(Path("packages").glob("*/pyproject.toml")))
+    content = "\n".join((sys.version, *requirements, *(file.read_text("utf-8") for file in files)))
+    record = SHARED / "made_from.txt"
+    if record.exists() and record.read_text("utf-8") == content:
+        return
+    session.run(sys.executable, "-m", "venv", "--clear", str(SHARED), external=True)
+    pip = ("-m", "pip", "--disable-pip-version-check", "install", "--quiet")
+    run_shared(session, *pip, *requirements)
+    run_shared(session, *pip, "--no-deps", "-c", "constraints.txt", DEFAULT_MODEL)
+    record.write_text(content, "utf-8")
+
+
+def run_shared(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    """Runs Python with these arguments in the shared environment."""
+    python = python_of(SHARED)
+    path = os.pathsep.join((str(python.parent), os.environ["PATH"]))
+    session.run(str(python), *arguments, env={"PATH": path, **(env or {})}, external=True)
+
+
+def python_of(environment: Path) -> Path:
+    return environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+
+
+def pytest_command(session: nox.Session, *arguments: str) -> tuple[str, ...]:
+    return ("-m", "pytest", *PARALLEL, *arguments, *session.posargs)
+
+
+def pytest_shared(session: nox.Session, *arguments: str, env: dict[str, str] | None = None) -> None:
+    make_shared_environment(session)
+    variables = {**ONE_THREAD, **NO_NETWORK, **(env or {})}
+    run_shared(session, *pytest_command(session, *arguments), env=variables)
+
+
+def simulated_gaudi(mode: str) -> dict[str, str]:
+    return {"TRENCADIS_TEST_DEVICE": f"hpu-{mode}"}
 
 
 def smoke_test(session: nox.Session, packages: Sequence[str], *, without: str = "") -> None:
@@ -265,7 +323,7 @@ def smoke_test(session: nox.Session, packages: Sequence[str], *, without: str = 
     ``without`` names a module that must not be installed with them.
     """
     directory = Path(session.create_tmp()) / packages[-1]
-    python = str(directory / ("Scripts" if sys.platform == "win32" else "bin") / "python")
+    python = str(python_of(directory))
     wheels = [next(Path("dist").glob(f"trencadis_{package}-*.whl")) for package in packages]
     session.run("python", "-m", "venv", "--clear", str(directory))
     pip = (python, "-m", "pip", "--disable-pip-version-check", "install", "--quiet")

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md leads to every module: its paths exist, and every room stands in it."""
+"""CONTRIBUTING.md leads to every module and session: paths exist, and every room stands in it."""
 
 from __future__ import annotations
 
@@ -46,3 +46,11 @@ def test_every_room_is_named(package: str) -> None:
     assert not {
         room for room in rooms if not any(name == room or name.startswith(room) for name in named)
     }
+
+
+def test_every_session_of_nox_is_listed() -> None:
+    noxfile = (ROOT / "noxfile.py").read_text()
+    sessions = re.findall(r"^@nox\.session.*\n(?:@nox\..*\n)*def (\w+)", noxfile, re.MULTILINE)
+    assert len(sessions) == noxfile.count("\n@nox.session")
+    listed = re.findall(r"^python -m nox -s ([\w ]+?) +#", TEXT, re.MULTILINE)
+    assert sorted(sessions) == sorted(" ".join(listed).split())

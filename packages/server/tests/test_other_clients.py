@@ -1,4 +1,4 @@
-"""Client libraries beside the official ones, and curl: ``nox -s tests_clients`` installs them."""
+"""Client libraries beside the official ones, and curl."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from curl_examples import EMBEDDINGS, EXAMPLES, check_answer, needs_curl, printe
 from pydantic import BaseModel
 from test_tool_calls import QWEN
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow]  # some take seconds to import
 
 MESSAGES = [{"role": "user", "content": "hello"}]
 ECHO = "[user]hello[assistant]"

@@ -1,7 +1,4 @@
-"""Client libraries of other projects, against a server process with the small real model.
-
-``nox -s tests_clients`` installs them.
-"""
+"""Client libraries of other projects, against a server process with the small real model."""
 
 from __future__ import annotations
 
