@@ -32,9 +32,8 @@ def test_every_seed_has_a_table() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}: {row[1][:40]}")
 def test_the_test_of_a_requirement_exists(row: list[str]) -> None:
-    _, requirement, works, test = row
+    _, requirement, test = row
     assert requirement
-    assert re.match(r"(yes|partly|no)\b", works)
     file, _, name = test.strip("`").partition("::")
     source = (ROOT / "packages" / file).read_text()
     assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), test

@@ -25,7 +25,7 @@ def terms(glossary: str) -> Definitions:
     for term, _, places in _rows(glossary.partition(UNUSED)[0], columns=3):
         if term in found:
             raise ValueError(f"{term} stands twice in the glossary")
-        found[term] = tuple(re.findall(r"(\w+) `(\w+)`", places))
+        found[term] = tuple(re.findall(r"`(\w+)\.(\w+)`", places))
     return found
 
 
