@@ -20,12 +20,18 @@ Definitions = dict[str, tuple[tuple[str, str], ...]]
 
 
 def terms(glossary: str) -> Definitions:
-    """The terms of a glossary's tables. Raises `ValueError` for a term that stands twice."""
+    """The terms of a glossary's lists. Raises `ValueError` for a term that stands twice."""
     found: Definitions = {}
-    for term, _, places in _rows(glossary.partition(UNUSED)[0], columns=3):
+    for line in glossary.partition(UNUSED)[0].splitlines():
+        if not line.startswith("- "):
+            continue
+        entry = re.fullmatch(r"- \*\*(.+?)\*\*: .+ \((`\w+\.\w+`)\)", line)
+        if entry is None:
+            raise ValueError(f"a line of the glossary is not '- **term**: meaning (`a.B`)': {line}")
+        term, place = entry.groups()
         if term in found:
             raise ValueError(f"{term} stands twice in the glossary")
-        found[term] = tuple(re.findall(r"`(\w+)\.(\w+)`", places))
+        found[term] = tuple(re.findall(r"(\w+)\.(\w+)", place))
     return found
 
 
@@ -40,16 +46,16 @@ def unused_phrases(glossary: str) -> tuple[str, ...]:
 
 
 def _words_of(table: str) -> tuple[str, ...]:
-    return tuple(word for words, _ in _rows(table, columns=2) for word in words.split(", "))
+    return tuple(word for words, _ in _rows(table) for word in words.split(", "))
 
 
-def _rows(text: str, columns: int) -> Iterator[list[str]]:
-    for line in text.splitlines():
+def _rows(table: str) -> Iterator[list[str]]:
+    for line in table.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
-        is_head = cells[0] in ("term", "not") or set(cells[0]) == {"-"}
+        is_head = cells[0] == "not" or set(cells[0]) == {"-"}
         if line.startswith("|") and not is_head:
-            if len(cells) != columns:
-                raise ValueError(f"{len(cells)} columns instead of {columns}: {line}")
+            if len(cells) != 2:
+                raise ValueError(f"{len(cells)} columns instead of 2: {line}")
             yield cells
 
 
