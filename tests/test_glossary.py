@@ -41,8 +41,7 @@ def test_the_terms_of_the_glossary_are_built_where_it_says() -> None:
     }
     missing = {
         f"{term}: {package} {name}"
-        for term, places in terms(GLOSSARY).items()
-        for package, name in places
+        for term, (package, name) in terms(GLOSSARY).items()
         if (package, name) not in built
     }
     _assert_none(sorted(missing))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-TABLES = {
+LISTS = {
     title: [
         re.fullmatch(r"- ([\d, -]+): (.+) \(`(.+)::(\w+)`\)", row).groups()
         for row in rows.splitlines()
@@ -20,18 +20,18 @@ TABLES = {
         re.MULTILINE | re.DOTALL,
     )
 }
-ROWS = [row for rows in TABLES.values() for row in rows]
+ROWS = [row for rows in LISTS.values() for row in rows]
 
 
-def test_every_seed_has_a_table() -> None:
-    numbers = {title: len(rows) for title, rows in TABLES.items()}
+def test_every_seed_has_a_list() -> None:
+    numbers = {title: len(rows) for title, rows in LISTS.items()}
     assert list(numbers) == ["000 and 001", "002", "003", "004"]
     assert numbers.pop("004") > 10
     assert sum(numbers.values()) == 103
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}: {row[1][:40]}")
-def test_the_test_of_a_requirement_exists(row: list[str]) -> None:
+def test_the_test_of_a_requirement_exists(row: tuple[str, ...]) -> None:
     _, _, file, name = row
     source = (ROOT / "packages" / file).read_text()
     assert re.search(rf"^(async )?def {name}\(", source, re.MULTILINE), name

@@ -15,8 +15,8 @@ UNUSED = "Words that are not used"
 UNUSED_IN_PROSE = "Phrases that are not used"
 """The heading of its last table. Names may have these words."""
 
-Definitions = dict[str, tuple[tuple[str, str], ...]]
-"""For each term the packages and names in which it is built."""
+Definitions = dict[str, list[str]]
+"""For each term the package and the name in which it is built."""
 
 
 def terms(glossary: str) -> Definitions:
@@ -25,13 +25,13 @@ def terms(glossary: str) -> Definitions:
     for line in glossary.partition(UNUSED)[0].splitlines():
         if not line.startswith("- "):
             continue
-        entry = re.fullmatch(r"- \*\*(.+?)\*\*: .+ \((`\w+\.\w+`)\)", line)
+        entry = re.fullmatch(r"- \*\*(.+?)\*\*: .+ \(`(\w+)\.(\w+)`\)", line)
         if entry is None:
             raise ValueError(f"a line of the glossary is not '- **term**: meaning (`a.B`)': {line}")
-        term, place = entry.groups()
+        term, *place = entry.groups()
         if term in found:
             raise ValueError(f"{term} stands twice in the glossary")
-        found[term] = tuple(re.findall(r"(\w+)\.(\w+)", place))
+        found[term] = place
     return found
 
 
