@@ -153,6 +153,17 @@ def build(session: nox.Session) -> None:
 
 
 @nox.session
+def docs(session: nox.Session) -> None:
+    """Builds the documentation as a site; a link that leads nowhere is an error."""
+    install(session, "mkdocs-material")
+    site = session.create_tmp()
+    session.run("python", "tools/documentation.py", site)
+    without_advice = {"NO_MKDOCS_2_WARNING": "1"}
+    session.run("mkdocs", "build", "--config-file", f"{site}/mkdocs.yml", env=without_advice)
+    session.log(f"open {site}/html/index.html")
+
+
+@nox.session
 def protos(session: nox.Session) -> None:
     """Checks that the sidecar's generated code is what its .proto file gives."""
     install(session, *editable(*with_dependencies("scheduler"), extras=True))

@@ -1,6 +1,6 @@
 """Padding of the bucketing strategies on real traffic: fitted to one half, judged on the other.
 
-Prints the tables of packages/bucketing/README.md as Markdown:
+Prints the tables of docs/bucketing/measurements.md, and more rows of them, as Markdown:
 
     python benchmarks/bucketing_traffic.py
 """

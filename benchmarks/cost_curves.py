@@ -152,13 +152,13 @@ def work_of(core: EngineCore) -> Work:
     model: Any = core.executor.worker.runner.forward_runner._model
     embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
     linears = [module for module in model.modules() if hasattr(module, "out_features")]
-    text = model.config.get_text_config(decoder=True)
-    heads = text.num_attention_heads * core.spec.head_dim
     return Work(
         weight_bytes=num_weight_bytes(model) - sum(weight.nbytes for weight in embeddings),
         bytes_per_token=core.facts.block_bytes // core.config.block_size,
         products=sum(module.in_features * module.out_features for module in linears),
-        products_per_token=2 * heads * core.spec.num_layers,
+        products_per_token=sum(
+            layer.heads * (layer.key_width + layer.value_width) for layer in core.spec.layers
+        ),
     )
 
 

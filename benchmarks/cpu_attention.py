@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
@@ -29,6 +30,10 @@ from trencadis.engine.models.paged_context import (
 )
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 9, 3, 64, 32
+SPEC = LayerSpec(
+    **{"heads": HEADS, "kv_heads": KV_HEADS, "scale": HEAD_DIM**-0.5},
+    **{"key_width": HEAD_DIM, "value_width": HEAD_DIM},
+)
 LAYERS = 30
 TURNS = 12
 LOADS = ((32, 288), (32, 128), (8, 512), (1, 1024), (1, 64))
@@ -107,7 +112,7 @@ def measure(paged: PagedContext, tokens: int, attentions: list[CPUAttention]) ->
         for times, attention in zip(seconds, attentions, strict=True):
             start = time.perf_counter()
             for layer in range(LAYERS):
-                attention.attend(*tensors, layer, paged, HEAD_DIM**-0.5)
+                attention.attend(*tensors, layer, paged, SPEC)
             times.append((time.perf_counter() - start) / LAYERS)
     return [statistics.median(times) for times in seconds]
 

@@ -25,7 +25,7 @@ from trencadis.kvcache import (
     DefragConfig,
     Defragmenter,
 )
-from trencadis.kvcache.tensors import KVCache, bytes_per_block
+from trencadis.kvcache.tensors import KVCache, LayerShape, bytes_per_block
 
 ROUNDS = 15
 NUM_BLOCKS = 512
@@ -97,25 +97,20 @@ def main(device: str) -> None:
             torch.get_device_module(device).synchronize()
 
     print(f"{device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
-    for model, (layers, heads, block_size, head_dim, dtype) in MODELS.items():
+    for model, (num_layers, heads, block_size, head_dim, dtype) in MODELS.items():
+        layers = [LayerShape(heads, head_dim, head_dim)] * num_layers
         cache = KVCache(
-            num_layers=layers,
+            layers=layers,
             num_blocks=NUM_BLOCKS,
-            kv_heads=heads,
             block_size=block_size,
-            head_dim=head_dim,
             dtype=dtype,
             device=device,
             num_host_blocks=128,
         )
-        cache.data.fill_(1)
-        per_block = bytes_per_block(
-            num_layers=layers,
-            kv_heads=heads,
-            block_size=block_size,
-            head_dim=head_dim,
-            dtype=dtype,
-        )
+        for layer in range(num_layers):
+            cache.key(layer).fill_(1)
+            cache.value(layer).fill_(1)
+        per_block = bytes_per_block(layers, block_size=block_size, dtype=dtype)
         print(f"\n{model}: {per_block / 2**20:.2f} MiB per block")
         for num_moves in (64, 128):
             for name, copies in (

@@ -5,8 +5,8 @@
 A real `Scheduler` serves an endless queue on a heat model of one board, or of eight boards that
 heat each other. A step takes a second. Each event runs for 35 minutes, once without and once with
 the proportional policy: normal operation, air that gets warmer in steps, a fan failure, and a hot
-neighbour. Writes ``packages/scheduler/docs/thermal_<board>_<event>.png`` and prints the table of
-the package's README.
+neighbour. Writes ``docs/scheduler/thermal_<board>_<event>.png`` and prints the table of
+``docs/scheduler/thermal.md``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SECONDS = 2100
 SEQUENCES = 192
 TARGET_C = 82.0
 DWELL_S = 5.0
-IMAGES = Path(__file__).parent.parent / "packages" / "scheduler" / "docs"
+IMAGES = Path(__file__).parent.parent / "docs" / "scheduler"
 
 Air = Callable[[float], tuple[float, float]]
 """From the time in seconds to the air temperature in degrees C and the share of the air flow."""

@@ -19,10 +19,12 @@ values of the lowest packages (buckets, block copies, the cache's tensors), whic
 scheduler pass through it."""
 
 APART = {
+    "bucketing.validators",
     "engine.settings",
     "engine.simulated",
     "engine.validators",
     "kvcache.tensors",
+    "kvcache.validators",
     "scheduler.thermal",
     "scheduler.telemetry",
 }
@@ -57,7 +59,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "bucketing": [
         {"errors", "rounding"},
         {"validators"},
-        {"text_files"},
+        {"shapes", "text_files"},
         {"grid", "traffic"},
         {"bucket_file", "strategies"},
         {"config"},
@@ -192,11 +194,11 @@ FLOORS: dict[str, list[set[str]]] = {
         {"channel"},
     ],
     "engine.models": [
-        {"broken_files", "chat_templates", "paged_context", "pooling", "rotary"},
-        {"declared_modules", "gguf", "score_heads"},
+        {"broken_files", "chat_templates", "layer_spec", "pooling", "rotary"},
+        {"declared_modules", "gguf", "paged_context", "score_heads"},
         {"attention_operator", "block_attention", "checkpoint", "default_model"},
         {"checkpoint_process", "decoder_layers", "pair_prompts"},
-        {"attention", "compiled_forward"},
+        {"attention", "compiled_forward", "layer_reading"},
         {"loader"},
     ],
     "engine.runner": [

@@ -7,11 +7,21 @@ from pathlib import Path
 
 import pytest
 from structure import packages
-from wording import offences, terms, unused_words, variables_named, words_in
+from wording import (
+    offences,
+    phrases_in,
+    prose_of,
+    terms,
+    unused_phrases,
+    unused_words,
+    variables_named,
+    words_in,
+)
 
 ROOT = Path(__file__).parent.parent
 GLOSSARY = (ROOT / "docs" / "glossary.md").read_text()
 WORDS = unused_words(GLOSSARY)
+PHRASES = unused_phrases(GLOSSARY)
 PACKAGES = packages(ROOT)
 DOCUMENTS = (
     *ROOT.glob("*.md"),
@@ -51,7 +61,8 @@ def test_documents_use_the_terms_of_the_glossary() -> None:
 def test_the_glossary_reads_as_tables() -> None:
     assert len(terms(GLOSSARY)) > 80
     assert "trunk" in WORDS
-    assert not set(WORDS) & set(terms(GLOSSARY))
+    assert "is no" in PHRASES
+    assert not {*WORDS, *PHRASES} & set(terms(GLOSSARY))
 
 
 @pytest.mark.parametrize(
@@ -70,6 +81,26 @@ def test_unused_words_are_found_in_text_and_names(text: str, found: list) -> Non
     assert list(words_in(text, words)) == found
 
 
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a bool is no integer", [(1, "is no")]),
+        ("values that are\n    # no integers", [(1, "are no")]),
+        ("there is no block; where\nthere are no more; it is no longer used", []),
+        ("The key is Refused, not `refused`", [(1, "Refused")]),
+        ("refused_calls, trencadis/refused, {'refused': 1}, x.refused", []),
+    ],
+)
+def test_unused_phrases_are_found_in_prose(text: str, expected: list) -> None:
+    assert list(phrases_in(text, ("is no", "are no", "refused"))) == expected
+
+
+def test_prose_is_comments_and_texts_in_their_lines() -> None:
+    source = 'is_no = 1  # first\nx = ("is "\n     "no")\ny = "refused"\n"""A\nlong text."""\n'
+    assert [line.strip() for line in prose_of(source).splitlines()][:3] == ["# first", '"is "', ""]
+    assert list(phrases_in(prose_of(source), ("a long", "refused"))) == [(5, "A long")]
+
+
 def test_variables_of_a_name_are_found() -> None:
     source = (
         "one = 1\n"
@@ -85,7 +116,9 @@ def test_variables_of_a_name_are_found() -> None:
 
 def _offences_in(paths: list[Path]) -> list[str]:
     return [
-        f"{path.relative_to(ROOT)}:{offence}" for path in paths for offence in offences(path, WORDS)
+        f"{path.relative_to(ROOT)}:{offence}"
+        for path in paths
+        for offence in offences(path, WORDS, PHRASES)
     ]
 
 

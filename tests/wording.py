@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import tokenize
 from collections.abc import Iterator
 from pathlib import Path
 
 UNUSED = "Words that are not used"
-"""The heading of the glossary's last table."""
+"""The heading of the glossary's table of words that are used neither in prose nor in names."""
+
+UNUSED_IN_PROSE = "Phrases that are not used"
+"""The heading of its last table. Names may have these words."""
 
 Definitions = dict[str, tuple[tuple[str, str], ...]]
 """For each term the packages and names in which it is built."""
@@ -25,9 +30,17 @@ def terms(glossary: str) -> Definitions:
 
 
 def unused_words(glossary: str) -> tuple[str, ...]:
-    """The words and phrases of the last table."""
-    rows = _rows(glossary.partition(UNUSED)[2], columns=2)
-    return tuple(word for words, _ in rows for word in words.split(", "))
+    """The words and phrases that are not used, in names neither."""
+    return _words_of(glossary.partition(UNUSED)[2].partition(UNUSED_IN_PROSE)[0])
+
+
+def unused_phrases(glossary: str) -> tuple[str, ...]:
+    """The phrases of the last table."""
+    return _words_of(glossary.partition(UNUSED_IN_PROSE)[2])
+
+
+def _words_of(table: str) -> tuple[str, ...]:
+    return tuple(word for words, _ in _rows(table, columns=2) for word in words.split(", "))
 
 
 def _rows(text: str, columns: int) -> Iterator[list[str]]:
@@ -53,6 +66,30 @@ def words_in(text: str, words: tuple[str, ...]) -> Iterator[tuple[int, str]]:
         yield text.count("\n", 0, match.start()) + 1, re.sub(r"[\s#]+", " ", match[0])
 
 
+def phrases_in(text: str, phrases: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """Lines, from 1, with the phrases in them: as whole words, not within names or backticks.
+
+    "There is no ..." and "is no longer" are plain English.
+    """
+    gap = r"(?:\s|#|f?\")+"
+    listed = "|".join(gap.join(map(re.escape, phrase.split())) for phrase in phrases)
+    pattern = rf"(?<![\w`.{{/-])(?:{listed})(?![\w`/=(-]|{gap}longer\b|[\"'][:,\]])"
+    for match in re.finditer(pattern, text, re.IGNORECASE) if phrases else ():
+        if not re.search(rf"\bthere{gap}$", text[: match.start()], re.IGNORECASE):
+            yield text.count("\n", 0, match.start()) + 1, re.sub(gap, " ", match[0])
+
+
+def prose_of(source: str) -> str:
+    """Comments and texts of Python code, in their lines. A text without a space is a name."""
+    kept = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", -1)}
+    lines = [""] * (source.count("\n") + 2)
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in kept and " " in token.string:
+            for number, line in enumerate(token.string.split("\n"), token.start[0]):
+                lines[number - 1] += f" {line}"
+    return "\n".join(lines)
+
+
 def variables_named(name: str, source: str) -> list[int]:
     """Lines in which a variable or a parameter has this name."""
     return sorted(
@@ -63,13 +100,16 @@ def variables_named(name: str, source: str) -> list[int]:
     )
 
 
-def offences(path: Path, words: tuple[str, ...]) -> Iterator[str]:
-    """The unused words in a file, as ``line: word``; in the glossary, without its last table."""
+def offences(path: Path, words: tuple[str, ...], phrases: tuple[str, ...] = ()) -> Iterator[str]:
+    """The unused words in a file, as ``line: word``; in the glossary, without its last tables."""
     text = path.read_text()
     if path.name == "glossary.md":
         text = text.partition(UNUSED)[0]
     for line, word in words_in(text, words):
         yield f"{line}: {word}"
-    if path.suffix == ".py":
+    is_code = path.suffix == ".py"
+    for line, phrase in phrases_in(prose_of(text) if is_code else text, phrases):
+        yield f"{line}: {phrase}"
+    if is_code:
         for line in variables_named("one", text):
             yield f"{line}: a variable is named one"

@@ -379,7 +379,7 @@ def _without_descriptions(value: Any) -> Any:
     return {
         name: _without_descriptions(entry)
         for name, entry in value.items()
-        # a field may be called so, too: then its schema is no text
+        # a field may be called so, too: then its schema is not text
         if name not in ("description", "summary", "title") or not isinstance(entry, str)
     }
 

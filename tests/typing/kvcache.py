@@ -21,7 +21,7 @@ from trencadis.kvcache import (
     PrefixKeys,
     lay_out,
 )
-from trencadis.kvcache.tensors import KVCache
+from trencadis.kvcache.tensors import KVCache, LayerShape
 
 
 def new_manager() -> BlockManager:
@@ -68,11 +68,9 @@ def main() -> None:
     manager = new_manager()
     share_a_prefix(manager)
     cache = KVCache(
-        num_layers=2,
+        layers=[LayerShape(kv_heads=4, key_width=32, value_width=32)] * 2,
         num_blocks=64,
-        kv_heads=4,
         block_size=16,
-        head_dim=32,
         dtype=torch.bfloat16,
         num_host_blocks=32,
     )

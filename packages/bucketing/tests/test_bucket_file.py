@@ -90,7 +90,7 @@ def test_a_written_file_is_one_that_the_plugin_reads(tmp_path: Path) -> None:
         ({"prompt": [decode_bucket(1, 1)]}, "is not a prompt bucket of 3 sizes"),
         ({"decode": [prompt_bucket(1, 1, 1)]}, "is not a decode bucket of 2 sizes"),
         ({"prompt": [(1, 1, 1)]}, "is not a prompt bucket"),
-        ({"prompt": 7}, "prompt 7 has the wrong type"),
+        ({"prompt": 7}, "prompt must be of type Iterable, got 7"),
         ({"prompt": [prompt_bucket(0, 1, 1)]}, "has a size of 0"),
         ({"decode": [decode_bucket(1, 0)]}, "has a size of 0"),
     ],

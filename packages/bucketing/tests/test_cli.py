@@ -227,9 +227,15 @@ def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["fit", "missing.csv"], "missing.csv"),
         (["show", "--strategy", "fit"], "set VLLM_PROMPT_BUCKETING_TRAFFIC"),
-        (["show", "--block-size", "0"], "block_size 0 must be an integer"),
+        (
+            ["show", "--block-size", "0"],
+            "block_size must be an integer from 1 to 1099511627776, got 0",
+        ),
         (["fit", "{trace}", "--max-model-len", "100"], "above --max-model-len 100: raise it"),
-        (["fit", "{trace}", "--window", "-1"], "in windows of -1.0: raise them"),
+        (
+            ["fit", "{trace}", "--window", "-1"],
+            "window must be a finite number above 0 and at most 1099511627776, got -1.0",
+        ),
         (["fit", "{decodes}"], "t.decode.json has no prompts, but batches by batch, blocks: name"),
         (["plot", "{decodes}", "--output", "p.png"], "has no prompts, but batches by batch,"),
     ],

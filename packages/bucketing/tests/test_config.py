@@ -136,8 +136,8 @@ def test_other_variables_of_vllm_are_left_alone(caplog: pytest.LogCaptureFixture
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"VLLM_PROMPT_BS_BUCKET_STEP": "0"}, "VLLM_PROMPT_BS_BUCKET_STEP=0: .* at least 1"),
-        ({"VLLM_DECODE_BLOCK_BUCKET_MIN": "-1"}, "VLLM_DECODE_BLOCK_BUCKET_MIN=-1: .* at least 0"),
+        ({"VLLM_PROMPT_BS_BUCKET_STEP": "0"}, "VLLM_PROMPT_BS_BUCKET_STEP=0: .* from 1 to"),
+        ({"VLLM_DECODE_BLOCK_BUCKET_MIN": "-1"}, "VLLM_DECODE_BLOCK_BUCKET_MIN=-1: .* from 0 to"),
         ({"VLLM_DECODE_BS_BUCKET_MAX": "nan"}, "VLLM_DECODE_BS_BUCKET_MAX=nan is not an integer"),
         ({"VLLM_PROMPT_CTX_BUCKET_PAD_PERCENT": "51"}, "PAD_PERCENT=51: .* 0 to 50"),
         ({"VLLM_PROMPT_SEQ_BUCKET_STEP": "x"}, "VLLM_PROMPT_SEQ_BUCKET_STEP=x"),
@@ -147,9 +147,9 @@ def test_other_variables_of_vllm_are_left_alone(caplog: pytest.LogCaptureFixture
         ),
         (
             {"VLLM_BUCKETING_STRATEGY": "linear"},
-            r"'linear' \(VLLM_BUCKETING_STRATEGY\) is unknown: choose from lin, exp, pad, fit",
+            "VLLM_BUCKETING_STRATEGY: strategy must be one of lin, exp, pad, fit, got 'linear'",
         ),
-        ({"VLLM_PROMPT_BUCKETING_STRATEGY": "x"}, "VLLM_PROMPT_BUCKETING_STRATEGY"),
+        ({"VLLM_PROMPT_BUCKETING_STRATEGY": "x"}, "VLLM_PROMPT_BUCKETING_STRATEGY: .* got 'x'"),
         ({"VLLM_CONTIGUOUS_PA": "maybe"}, "VLLM_CONTIGUOUS_PA=maybe is neither true nor false"),
         ({"VLLM_EXPONENTIAL_BUCKETING": "2"}, "VLLM_EXPONENTIAL_BUCKETING=2 is neither"),
     ],
@@ -161,7 +161,7 @@ def test_a_bad_value_names_its_variable(environ: dict[str, str], message: str) -
 
 def test_an_environment_that_is_none_is_refused() -> None:
     for environ in (None, 3, ["VLLM_PROMPT_BS_BUCKET_MIN"]):
-        with pytest.raises(BucketingError, match=r"environ .* has the wrong type"):
+        with pytest.raises(BucketingError, match="environ must be of type Mapping"):
             BucketingConfig.from_env(environ)  # type: ignore[arg-type]
     with pytest.raises(BucketingError, match="VLLM_CONTIGUOUS_PA=True is not text"):
         BucketingConfig.from_env({"VLLM_CONTIGUOUS_PA": True})  # type: ignore[dict-item]
@@ -169,22 +169,24 @@ def test_an_environment_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("value", [10**13, 10**5000], ids=["large", "too long to print"])
 def test_a_setting_beyond_sense_is_refused(value: int) -> None:
-    with pytest.raises(BucketingError, match=r"bucket limit .* is above"):
+    with pytest.raises(
+        BucketingError, match="limit must be an integer from 1 to 1099511627776, got"
+    ):
         AxisConfig(limit=value)
 
 
 def test_a_bad_value_in_code_names_its_setting() -> None:
-    with pytest.raises(BucketingError, match="bucket step nan must be an integer"):
+    with pytest.raises(BucketingError, match=r"step must be an integer .*, got nan"):
         AxisConfig(step=math.nan)  # type: ignore[arg-type]
-    with pytest.raises(BucketingError, match="bucket max True must be an integer"):
+    with pytest.raises(BucketingError, match=r"max must be an integer .*, got True"):
         AxisConfig(max=True)
-    with pytest.raises(BucketingError, match=r"contiguous_pa 'no' .*: give an instance of bool"):
+    with pytest.raises(BucketingError, match="contiguous_pa must be True or False, got 'no'"):
         BucketingConfig(contiguous_pa="no")  # type: ignore[arg-type]
-    with pytest.raises(BucketingError, match=r"bucket_file 3 .*: give an instance of str"):
+    with pytest.raises(BucketingError, match="bucket_file must be of type str, got 3"):
         BucketingConfig(bucket_file=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("strategy", [[], {}, 1, b"exp"])
 def test_a_strategy_that_is_no_text_is_refused(strategy: object) -> None:
-    with pytest.raises(BucketingError, match="is unknown: choose from"):
+    with pytest.raises(BucketingError, match="strategy must be one of lin, exp, pad, fit, got"):
         BucketingConfig(strategy=strategy)

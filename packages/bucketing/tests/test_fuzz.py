@@ -236,7 +236,7 @@ def no_longer_than(seconds: int, what: str) -> Iterator[None]:
 
 
 def play(folder: Path, seed: int, calls: int) -> int:
-    """Make `calls` calls; the number of those that were refused."""
+    """Make `calls` calls; the number of those that were rejected."""
     draw = random.Random(seed)
     world, refused = World(folder, draw), 0
     for number in range(calls):
@@ -252,10 +252,10 @@ def play(folder: Path, seed: int, calls: int) -> int:
                 function(**arguments)
         except BucketingError as error:
             assert str(error), label
-            assert world.state() == before, f"{label} changed something, and was refused: {error}"
+            assert world.state() == before, f"{label} changed something, and was rejected: {error}"
             refused += 1
         except OSError as error:
-            # Of the file system: a name that is no file, or a folder.
+            # Of the file system: a name that is not a file, or a folder.
             assert "path" in arguments, f"{label}: {error!r}"
             assert world.state() == before, label
         except Exception as error:

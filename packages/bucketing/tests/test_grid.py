@@ -279,8 +279,8 @@ def test_threads_share_a_grid() -> None:
         ({"seq": []}, "axis seq has no sizes: give at least one"),
         ({"seq": [2, 1]}, "give them increasing"),
         ({"seq": [1, 1]}, "each once"),
-        ({"seq": [-1, 1]}, "none negative"),
-        ({"seq": [1.0, math.nan]}, "not all of them integers: give ints"),
+        ({"seq": [-1, 1]}, "a size of axis seq must be an integer from 0 to .*, got -1"),
+        ({"seq": [1.0, math.nan]}, "a size of axis seq must be an integer from 0 to .*, got 1.0"),
         ({"a": range(5000), "b": range(5000)}, "raise the step of the longest axis"),
     ],
 )
@@ -308,13 +308,13 @@ def test_a_shape_of_the_wrong_length_or_type_is_an_error(ask: str) -> None:
         with pytest.raises(BucketingError, match="has 1 sizes for the axes batch, seq"):
             getattr(grid, ask)((1,))
         for shape in (3, "ab", (1, "x"), (1, 2.5), (1, None), (1, math.nan)):
-            with pytest.raises(BucketingError, match="integers"):
+            with pytest.raises(BucketingError, match="integer"):
                 getattr(grid, ask)(shape)
 
 
 def test_negative_sizes_of_a_bucket_are_an_error() -> None:
     for shape in ((-1, 128), (1, -128), (1, -(10**5000))):
-        with pytest.raises(BucketingError, match="has a negative size: give sizes of 0 or more"):
+        with pytest.raises(BucketingError, match="a size of a bucket must be an integer from 0 to"):
             Bucket(("batch", "seq"), shape)
 
 
@@ -336,7 +336,7 @@ def test_an_axis_that_does_not_exist_is_an_error() -> None:
 
 def test_functions_that_are_none_are_an_error() -> None:
     for wrong in ({"filters": [3]}, {"filters": 3}, {"reachable": 3}, {"cost": 3}):
-        with pytest.raises(BucketingError, match=r"not a function|wrong type"):
+        with pytest.raises(BucketingError, match=r"not a function|of type Iterable"):
             BucketGrid({"n": [1]}, **wrong)  # type: ignore[arg-type]
     with pytest.raises(BucketingError, match="is not a number"):
         BucketGrid({"n": [1]}, cost=lambda bucket: "much")  # type: ignore[arg-type,return-value]

@@ -1,4 +1,4 @@
-"""The README: its examples run, and its tables match the code."""
+"""README and page of settings: their examples run, and their tables and lists match the code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from trencadis.bucketing.config import describe_axis_settings, describe_variable
 from trencadis.bucketing.strategies import STRATEGIES
 
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+PAGES = Path(__file__).parents[3] / "docs" / "bucketing"
 EXAMPLES = re.findall(r"```python\n(.*?)```\n\n```text\n(.*?)```", README, re.DOTALL)
 
 
@@ -28,15 +29,14 @@ def test_examples_run_as_pasted(
 
 
 @pytest.mark.parametrize(
-    ("title", "meanings"),
-    [("variable", describe_variables()), ("in place of `*`", describe_axis_settings())],
+    "meanings",
+    [describe_variables(), describe_axis_settings()],
     ids=["variables", "axis settings"],
 )
-def test_tables_of_variables_are_those_of_the_settings(
-    title: str, meanings: dict[str, str]
-) -> None:
-    rows = "".join(f"| `{name}` | {meaning} |\n" for name, meaning in meanings.items())
-    assert f"| {title} | meaning |\n|---|---|\n{rows}\n" in README
+def test_lists_of_variables_are_those_of_the_settings(meanings: dict[str, str]) -> None:
+    items = "".join(f"- `{name}`: {meaning}\n" for name, meaning in meanings.items())
+    page = (PAGES / "settings.md").read_text(encoding="utf-8")
+    assert f"\n\n{items}\n" in page
 
 
 def test_every_strategy_has_its_range_in_the_table() -> None:

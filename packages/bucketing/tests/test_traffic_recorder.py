@@ -162,19 +162,23 @@ def _umask() -> int:
 def test_bad_arguments_are_an_error() -> None:
     with pytest.raises(BucketingError, match="give at least one axis"):
         TrafficRecorder(())
-    with pytest.raises(BucketingError, match="a capacity of at least 4"):
+    with pytest.raises(BucketingError, match="capacity must be an integer of at least 4, got 3"):
         TrafficRecorder(AXES, capacity=3)
     made = TrafficRecorder(AXES)
     wrong: list[tuple[Any, Any, str]] = [
         ((1,), 1, "cannot be counted: give a size for each of batch, seq"),
-        ((1, -1), 1, "shape .* has a negative size"),
-        ((1, 1), -1, "the count of a shape .* has a negative size"),
-        ((1, 1.5), 1, "shape .* are not all integers"),
-        ((1, None), 1, "shape .* are not all integers"),
-        ("ab", 1, "shape .* are not all integers"),
-        (7, 1, "shape .* are not all integers"),
-        ((1, 1), math.inf, "the count of a shape .* are not all integers"),
-        ((1, 1), 10**5000, "the count of a shape .* has a size above"),
+        ((1, -1), 1, "a size of shape must be an integer from 0 to .*, got -1"),
+        ((1, 1), -1, "the count of a shape must be an integer from 0 to .*, got -1"),
+        ((1, 1.5), 1, "a size of shape must be an integer from 0 to .*, got 1.5"),
+        ((1, None), 1, "a size of shape must be an integer from 0 to .*, got None"),
+        ("ab", 1, "a size of shape must be an integer from 0 to .*, got 'a'"),
+        (7, 1, "shape 7 must be a sequence of integers"),
+        ((1, 1), math.inf, "the count of a shape must be an integer from 0 to .*, got inf"),
+        (
+            (1, 1),
+            10**5000,
+            "the count of a shape must be an integer .*, got an integer of 16610 bits",
+        ),
         ((1, 1), (1 << 40) - 1, "begin a new recorder"),
     ]
     made.record((1, 1), 2)
@@ -186,7 +190,7 @@ def test_bad_arguments_are_an_error() -> None:
     full.record((1, 1), (1 << 40) - 1)
     with pytest.raises(BucketingError, match="keep them apart"):
         made.merge(full)
-    with pytest.raises(BucketingError, match="traffic 3 has the wrong type"):
+    with pytest.raises(BucketingError, match="traffic must be of type TrafficRecorder, got 3"):
         made.merge(3)  # type: ignore[arg-type]
     assert (made.total, counted(made)) == (2, {(1, 1): 2})
     with pytest.raises(BucketingError, match="record both with the same axes"):

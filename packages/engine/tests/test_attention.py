@@ -17,7 +17,6 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import LlamaConfig
 
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import attention as attention_module
@@ -32,6 +31,7 @@ from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
 from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import (
     MASKED,
     Attention,
@@ -59,7 +59,11 @@ from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import ScheduledSequence
 
 upload = CPUDevice().upload
-MODULE = types.SimpleNamespace(layer_idx=0)
+
+
+def layer_spec(heads: int, kv_heads: int, width: int, **changes: Any) -> LayerSpec:
+    sizes = {"kv_heads": kv_heads, "key_width": width, "value_width": width, "scale": width**-0.5}
+    return LayerSpec(**{"heads": heads, **sizes, **changes})
 
 
 @functools.cache
@@ -84,11 +88,11 @@ class KernelAttention(CPUAttention):
         value: torch.Tensor,
         layer: int,
         paged: Any,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         chosen = attrs.evolve(kernel(groups, query.shape[3], query.dtype), widens=self._widens)
-        return CPUAttention(chosen).attend(query, key, value, layer, paged, scale)
+        return CPUAttention(chosen).attend(query, key, value, layer, paged, spec)
 
 
 FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention(), KernelAttention()]
@@ -111,6 +115,7 @@ class Sequences:
         attention: Attention = FORMULATIONS[0],
         block_size: int = 4,
         head_dim: int = 16,
+        value_dim: int | None = None,
     ) -> None:
         self.attention = attention
         self.rng = np.random.default_rng(sum(lengths))
@@ -122,13 +127,14 @@ class Sequences:
         self.lengths = lengths
         self.q = [torch.randn(heads, n, self.head_dim).to(dtype) for n in lengths]
         self.k = [torch.randn(kv_heads, n, self.head_dim).to(dtype) for n in lengths]
-        self.v = [torch.randn(kv_heads, n, self.head_dim).to(dtype) for n in lengths]
+        self.spec = layer_spec(heads, kv_heads, head_dim, value_width=value_dim or head_dim)
+        self.module = types.SimpleNamespace(layer_idx=0, layer_spec=self.spec)
+        width = self.spec.value_width
+        self.v = [torch.randn(kv_heads, n, width).to(dtype) for n in lengths]
         self.cache = KVCache(
-            num_layers=1,
+            layers=[self.spec],
             num_blocks=sum(counts) + 3,
-            kv_heads=kv_heads,
             block_size=self.block_size,
-            head_dim=self.head_dim,
             dtype=dtype,
             token_rows=attention.token_rows,
         )
@@ -152,7 +158,7 @@ class Sequences:
         """Attention of (row, start, count) parts, as a decoder layer computes it."""
         tensors = (self.flat(parts, query, source, batch) for source in (self.q, self.k, self.v))
         paged = self.attention.prepare(paged, self.q[0].dtype)
-        return paged_attention(MODULE, *tensors, None, paged=paged)[0]
+        return paged_attention(self.module, *tensors, None, paged=paged)[0]
 
     def expected(self, row: int) -> torch.Tensor:
         """Causal attention of the whole sequence, ``[T, H, D]``, in fp32."""
@@ -270,11 +276,11 @@ def test_ragged_chunks_equal_plain_attention(
 
     def flat(source: list[torch.Tensor]) -> torch.Tensor:
         rows = [source[row][:, start : start + count] for row, start, count in parts]
-        return torch.cat((*rows, torch.randn(len(rows[0]), spare, case.head_dim)), dim=1)[None]
+        return torch.cat((*rows, torch.randn(len(rows[0]), spare, rows[0].shape[-1])), dim=1)[None]
 
     given_tensors = (flat(source) for source in (case.q, case.k, case.v))
     paged = attention.prepare(tensors.paged, torch.float32)
-    out, _ = paged_attention(MODULE, *given_tensors, None, paged=paged)
+    out, _ = paged_attention(case.module, *given_tensors, None, paged=paged)
     assert torch.isfinite(out).all()
     end = 0
     for (row, start, count), last in zip(parts, tensors.logit_rows.tolist(), strict=True):
@@ -297,10 +303,10 @@ def prefill(case: Sequences, parts: list[tuple[int, int, int]], spare: int = 0) 
     tensors = []
     for source in (case.q, case.k, case.v):
         rows = [source[row][:, start : start + count] for row, start, count in parts]
-        padding = torch.randn(len(rows[0]), spare, case.head_dim).to(rows[0].dtype)
+        padding = torch.randn(len(rows[0]), spare, rows[0].shape[-1]).to(rows[0].dtype)
         tensors.append(torch.cat((*rows, padding), dim=1)[None])
     paged = case.attention.prepare(paged, tensors[0].dtype)
-    return paged_attention(MODULE, *tensors, None, paged=paged)[0][0]
+    return paged_attention(case.module, *tensors, None, paged=paged)[0][0]
 
 
 def exact(case: Sequences, row: int) -> torch.Tensor:
@@ -376,10 +382,10 @@ class ScatteredHeads(KernelAttention):
         value: torch.Tensor,
         layer: int,
         paged: Any,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         given = (x.mT.contiguous().mT for x in (query, key, value))
-        return super().attend(*given, layer, paged, scale)
+        return super().attend(*given, layer, paged, spec)
 
 
 def test_values_of_a_head_that_are_not_adjacent_are_read_in_order() -> None:
@@ -419,10 +425,10 @@ def test_prefill_multiplies_in_the_faster_way(monkeypatch: pytest.MonkeyPatch, s
 
     monkeypatch.setattr(attention_module, "_WIDENS", {})
     monkeypatch.setattr(attention_module, "_prefill", delayed)
-    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    assert attention_kernel_of(config, torch.bfloat16).widens is not slow
+    layer = layer_spec(2, 1, 32)
+    assert attention_kernel_of(layer, torch.bfloat16).widens is not slow
     slow = not slow
-    assert attention_kernel_of(config, torch.bfloat16).widens is slow, "as it was measured first"
+    assert attention_kernel_of(layer, torch.bfloat16).widens is slow, "as it was measured first"
 
 
 def test_prefill_by_fp32_adds_one_product_after_the_other() -> None:
@@ -461,9 +467,8 @@ def test_each_way_of_prefill_is_tried(monkeypatch: pytest.MonkeyPatch, wrong: bo
         return right(compute, widens, *given) + (widens is wrong)
 
     monkeypatch.setattr(attention_module, "_prefill", of_one_way)
-    config = LlamaConfig(num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     with pytest.raises(native_kernel.NoKernel, match="off by"):
-        attention_kernel_of(config, torch.bfloat16)
+        attention_kernel_of(layer_spec(2, 1, 32), torch.bfloat16)
 
 
 @pytest.mark.parametrize("wrong", ["narrow values", "one head", "fp32"])
@@ -556,11 +561,11 @@ def test_decodes_and_chunks_in_one_row_equal_plain_attention(
 
     def flat(source: list[torch.Tensor]) -> torch.Tensor:
         rows = [source[row][:, start : start + count] for row, start, count in parts]
-        return torch.cat((*rows, torch.randn(len(rows[0]), spare, case.head_dim)), dim=1)[None]
+        return torch.cat((*rows, torch.randn(len(rows[0]), spare, rows[0].shape[-1])), dim=1)[None]
 
     given_tensors = (flat(source) for source in (case.q, case.k, case.v))
     paged = attention.prepare(tensors.paged, torch.float32)
-    out, _ = paged_attention(MODULE, *given_tensors, None, paged=paged)
+    out, _ = paged_attention(case.module, *given_tensors, None, paged=paged)
     assert torch.isfinite(out).all()
     assert out.shape[1] == tensors.token_ids.shape[1] == shape.num_tokens
     end = 0
@@ -765,7 +770,76 @@ def test_what_is_not_finite_stays_in_its_own_sequence(attention: Attention) -> N
     assert torch.isfinite(case.cache.value(0)).all()
 
 
-@pytest.mark.parametrize("feature", ["sliding_window", "softcap", "s_aux"])
-def test_feature_that_is_not_computed_is_refused(feature: str) -> None:
-    with pytest.raises(ModelError, match=feature):
-        paged_attention(MODULE, *(torch.zeros(1, 1, 1, 4),) * 3, None, paged=None, **{feature: 5})
+@formulations
+@pytest.mark.parametrize("value_dim", [8, 48])
+def test_values_may_have_another_width_than_keys(attention: Attention, value_dim: int) -> None:
+    case = Sequences([30, 9], 6, 2, torch.float32, attention, 4, 32, value_dim)
+    assert attention.supports(case.spec) is None
+    case.fill(0, 29)
+    case.fill(1, 8)
+    parts = [(0, 29, 1), (1, 8, 1)]
+    built = decode_input(case, parts, DecodeShape(2, case.cache.num_blocks))
+    decoded = case.attend(parts, 1, 2, built.unpack().paged)[0]
+    chunks = [case.scheduled(0, 20, 10), case.scheduled(1, 0, 9)]
+    padded = build_prompt(chunks, PromptShape(2, 10, 5), case.cache, upload).unpack().paged
+    prefilled = case.attend([(0, 20, 10), (1, 0, 9)], 10, 2, padded).view(2, 10, 6, -1)
+    for row, (start, end) in enumerate(((20, 30), (0, 9))):
+        expected = case.expected(row)
+        torch.testing.assert_close(decoded[row], expected[-1], atol=1e-5, rtol=1e-4)
+        out = prefilled[row, : end - start]
+        torch.testing.assert_close(out, expected[start:end], atol=1e-5, rtol=1e-4)
+    if attention.as_operator or isinstance(attention, BlockAttention):
+        ragged = prefill(case, [(0, 20, 10), (1, 0, 9)])
+        whole = torch.cat((case.expected(0)[20:], case.expected(1)))
+        torch.testing.assert_close(ragged, whole, atol=1e-5, rtol=1e-4)
+
+
+def test_a_kernel_declines_layers_that_it_was_not_compiled_for() -> None:
+    own = kernel(3, 32, torch.float32)
+    assert own.supports(layer_spec(6, 2, 32)) is None
+    others = ({"heads": 4}, {"value_width": 16}, {"key_width": 16}, {"window": 5}, {"softcap": 9.0})
+    for changes in others:
+        assert own.supports(attrs.evolve(layer_spec(6, 2, 32), **changes))
+    with pytest.raises(native_kernel.NoKernel, match="other heads"):
+        attention_kernel_of(layer_spec(6, 2, 32, value_width=16), torch.float32)
+
+
+FEATURES = {
+    "window": (5, "attends within a window of 5 tokens"),
+    "chunk": (5, "attends within chunks of 5 tokens"),
+    "sinks": (True, "attends to sinks"),
+    "softcap": (5.0, "bounds its scores to 5.0"),
+    "kind": ("linear_attention", "is of kind linear_attention"),
+    "calls": (2, "attends 2 times"),
+    "others": (("indices",), "passes indices to attention"),
+}
+
+
+@formulations
+def test_no_attention_ignores_a_feature_of_a_layer(attention: Attention) -> None:
+    declared = {each.name for each in attrs.fields(LayerSpec) if "words" in each.metadata}
+    assert declared == FEATURES.keys()
+    for name, (value, words) in FEATURES.items():
+        assert attention.supports(layer_spec(6, 2, 16, **{name: value})) == words
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        *({"sliding_window": 5}, {"softcap": 5.0}, {"s_aux": torch.zeros(4)}, {"scaling": 0.5}),
+        {"indices": torch.zeros(4)},
+    ],
+    ids=lambda call: next(iter(call)),
+)
+def test_a_call_that_the_spec_does_not_declare_is_an_error(call: dict[str, Any]) -> None:
+    case = Sequences([4], 2, 1, torch.float32)
+    tensors = (source[0][None] for source in (case.q, case.k, case.v))
+    with pytest.raises(ModelError, match="was read as"):
+        paged_attention(case.module, *tensors, None, paged=None, **call)
+
+
+def test_a_mask_that_the_spec_does_not_declare_is_an_error() -> None:
+    case = Sequences([4], 2, 1, torch.float32)
+    tensors = (source[0][None] for source in (case.q, case.k, case.v))
+    with pytest.raises(ModelError, match="attention_mask"):
+        paged_attention(case.module, *tensors, torch.zeros(1, 1, 4, 4), paged=None)

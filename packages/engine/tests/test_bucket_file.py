@@ -100,7 +100,7 @@ def test_gaps_of_a_file_are_told_at_the_start_and_requests_are_served(
     )
     assert "no decode bucket holds batch 3 to 4, blocks 0 to 60" in caplog.text
     assert (
-        "is a bucket miss, which is compiled in a shape of its own, run eagerly or refused"
+        "is a bucket miss, which is compiled in a shape of its own, run eagerly or rejected"
         in caplog.text
     )
     serve_every_length(core, 120)

@@ -1,4 +1,4 @@
-"""What becomes of a batch in a shape that was not warmed up: compiled, run eagerly, or refused."""
+"""What becomes of a batch in a shape that was not warmed up: compiled, run eagerly, or rejected."""
 
 from __future__ import annotations
 

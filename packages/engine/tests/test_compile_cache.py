@@ -342,6 +342,6 @@ def test_a_cache_that_could_not_be_filled_is_an_error(
 def test_a_check_of_a_directory_that_does_not_exist_makes_none(
     tiny_model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match="is no directory: make it with engine-serve warmup"):
+    with pytest.raises(ConfigError, match="is not a directory: make it with engine-serve warmup"):
         check_compile_cache(config(tiny_model, tmp_path / "cache"))
     assert not (tmp_path / "cache").exists()

@@ -1,4 +1,4 @@
-"""A device of the user's own: the README's example serves, and broken ones are named."""
+"""A device of the user's own: the documents' example serves, and broken ones are named."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trencadis.engine import (
 )
 from trencadis.engine.devices import select_device
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs" / "engine" / "devices.md").read_text()
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 
 BROKEN = """
@@ -60,9 +60,9 @@ def settings(**changes: object) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, None]:
-    """`my_device`, the README's example, and devices that lack something."""
+    """`my_device`, the documents' example, and devices that lack something."""
     directory = tmp_path_factory.mktemp("devices")
-    section = README.partition("### A device of your own")[2]
+    section = PAGE.partition("## A device of your own")[2]
     (directory / "my_device.py").write_text(re.findall(r"```python\n(.*?)```", section, re.S)[0])
     (directory / "broken_devices.py").write_text(BROKEN)
     (directory / "failing_module.py").write_text("raise RuntimeError('no driver')\n")
@@ -73,7 +73,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Generator[Path, None, N
         sys.modules.pop(name, None)
 
 
-def test_the_example_of_the_readme_serves_by_name_and_as_an_object(tiny_model: Path) -> None:
+def test_the_example_of_the_page_serves_by_name_and_as_an_object(tiny_model: Path) -> None:
     answers = [
         LLM(str(tiny_model), **settings(device=device, dtype="float32")).generate("hello", GREEDY)
         for device in ("cpu", "my_device:HalfMachine", my_device())
@@ -126,10 +126,10 @@ def test_compilation_is_left_out_where_the_device_has_none(
         ("my_device:NoSuchClass", "cannot be imported .*NoSuchClass"),
         ("my device:Class", "cannot be imported"),
         (":", "cannot be imported"),
-        ("my_device:", "no subclass of trencadis.engine.Device"),
+        ("my_device:", "not a subclass of trencadis.engine.Device"),
         ("failing_module:Device", "cannot be imported .*RuntimeError: no driver"),
-        ("broken_devices:Stranger", "no subclass of trencadis.engine.Device: derive it"),
-        ("broken_devices:function", "no subclass of trencadis.engine.Device"),
+        ("broken_devices:Stranger", "not a subclass of trencadis.engine.Device: derive it"),
+        ("broken_devices:function", "not a subclass of trencadis.engine.Device"),
         ("broken_devices:Lacking", "cannot be constructed: .*abstract.*free_memory"),
         ("broken_devices:Demanding", "cannot be constructed: .*number"),
         ("broken_devices:Nameless", "Nameless does not set name: see trencadis.engine.Device"),

@@ -11,6 +11,7 @@ from typing import Any
 import attrs
 import numpy as np
 import pytest
+from request_mix import GREEDY, SMALL, WAYS, serve
 
 from trencadis.engine import EngineConfig, EngineCore, SamplingParams, StructuredOutput
 from trencadis.engine.api.sampling_params import POOLING
@@ -26,31 +27,6 @@ from trencadis.engine.runner.step import (
 )
 from trencadis.kvcache import CopyPlan
 from trencadis.scheduler import ScheduledSequence
-
-GREEDY = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
-DRAWN = {"max_tokens": 12, "ignore_eos": True}
-WAYS: dict[str, list[dict[str, Any]]] = {
-    "greedy": [GREEDY],
-    "seeds": [{**DRAWN, "seed": seed} for seed in range(3)],
-    "without a seed": [DRAWN, {**DRAWN, "top_k": 4, "top_p": 0.8, "min_p": 0.01}],
-    "penalties": [
-        {**DRAWN, "seed": 3, "repetition_penalty": 1.3},
-        {**GREEDY, "presence_penalty": 0.7, "frequency_penalty": 0.4},
-    ],
-    "logit bias and a minimum": [{**GREEDY, "logit_bias": {7: 9.0, 9: -100.0}, "min_tokens": 5}],
-    "log-probabilities": [{**DRAWN, "seed": 2, "logprobs": 3}],
-    "samples": [{**DRAWN, "seed": 5, "n": 3}, {**DRAWN, "seed": 1, "n": 2, "best_of": 4}],
-    "beams": [{"max_tokens": 9, "ignore_eos": True, "use_beam_search": True, "best_of": 3}],
-}
-SMALL = {
-    "dtype": "float32",
-    "max_model_len": 128,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 32,
-    "block_size": 8,
-    "num_blocks": 80,
-    "warmup": "none",
-}
 
 
 @attrs.frozen
@@ -74,31 +50,6 @@ class EncodingExecutor(InProcessExecutor):
         encoded = pickle.dumps(step, 5)
         self.num_bytes.append(len(encoded))
         return EncodedStep(super().execute(pickle.loads(encoded)))  # noqa: S301
-
-
-def prompts(count: int) -> list[tuple[int, ...]]:
-    rng = np.random.default_rng(4)
-    return [tuple(rng.integers(0, 250, rng.integers(20, 60)).tolist()) for _ in range(count)]
-
-
-def serve(core: EngineCore, ways: list[dict[str, Any]], count: int = 6) -> dict[str, list[Any]]:
-    """What is reported of each request, without what depends on measured times: how long it waited,
-    and whether a preempted one was swapped or recomputed."""
-    for number, prompt in enumerate(prompts(count)):
-        params = ways[number % len(ways)]
-        asked = params if isinstance(params, SamplingParams) else SamplingParams(**params)
-        core.add(f"{number}", prompt, asked)
-    reported: dict[str, list[Any]] = {}
-    for _ in range(2000):
-        if not core.has_work:
-            break
-        for token in core.step():
-            reported.setdefault(token.key, []).append(
-                (token.index, token.token_id, token.finish_reason, token.logprobs, token.embedding)
-            )
-    assert not core.has_work
-    assert not core.take_failures()
-    return reported
 
 
 @pytest.fixture
@@ -151,7 +102,7 @@ def test_the_masks_of_a_structured_output_are_encoded_as_arrays(
 def test_embeddings_come_back(both: Callable[..., tuple[EngineCore, EngineCore]]) -> None:
     here, elsewhere = both(runner="pooling")
     tokens = serve(here, [POOLING])
-    assert all(embedding for ((*_, embedding),) in tokens.values())
+    assert all(token.embedding for (token,) in tokens.values())
     assert serve(elsewhere, [POOLING]) == tokens
 
 

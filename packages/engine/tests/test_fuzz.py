@@ -1,6 +1,6 @@
 """Random wrong types, odd values and wrong orders, beside right calls.
 
-The law: only this package's errors leave, nothing hangs, what was refused leaves nothing behind,
+The law: only this package's errors leave, nothing hangs, what was rejected leaves nothing behind,
 and a well-behaved caller gets the answers that it gets alone. The default suite takes a second or
 two of it; the soak makes `SOAK_CALLS` calls. A failure names its seed and the number of its call:
 ``FUZZ_SEED=7 pytest ... -m soak`` repeats it.
@@ -37,7 +37,7 @@ from trencadis.engine import (
     LogSettings,
     SamplingParams,
 )
-from trencadis.engine.validators import shown
+from trencadis.engine.errors import shown
 
 SEED = int(os.environ.get("FUZZ_SEED", "1"))
 SOAK_CALLS = 100_000

@@ -115,7 +115,7 @@ async def switch_under_load(
             in_use[target].add(report.memory_after_bytes)
             num_parked += report.parked
             before = dict(load.answered)
-            while load.answered == before:  # noqa: ASYNC110 - a count is no event
+            while load.answered == before:  # noqa: ASYNC110 - a count is not an event
                 await asyncio.sleep(0.02)
         await load.end(engine)
         assert num_parked >= num_switches // 2

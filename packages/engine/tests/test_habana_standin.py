@@ -380,7 +380,7 @@ def test_the_default_mode_is_eager(stand_in, monkeypatch):
         assert not is_lazy()
 
 
-# What is no graph's business.
+# What does not concern a graph.
 
 
 def test_host_and_device_tensors_do_not_mix(lazy_gaudi):

@@ -28,6 +28,7 @@ from trencadis.engine.devices.hpu.device import own_module, sensor_indices
 from trencadis.engine.devices.hpu.kernels import SLICED_FROM, FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import MASKED, DecodeContext, PromptContext
 from trencadis.engine.runner.grids import build_grids
 from trencadis.engine.runner.limits import ServingLimits
@@ -426,6 +427,11 @@ def test_a_real_model_gives_the_tokens_of_the_cpu(stand_in, mode):
 # Attention.
 
 
+def layer_spec(heads, kv_heads):
+    sizes = {"kv_heads": kv_heads, "key_width": 8, "value_width": 8, "scale": 8**-0.5}
+    return LayerSpec(heads=heads, **sizes)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize(("formulation", "right"), [(BlockAttention, False), (RowAttention, True)])
 def test_blocks_are_combined_by_matrices_because_scatters_lose_some(device, formulation, right):
@@ -433,7 +439,7 @@ def test_blocks_are_combined_by_matrices_because_scatters_lose_some(device, form
     attention, size, rows = formulation(), 4, 4
     torch.manual_seed(0)
     cache = KVCache(
-        **{"num_layers": 1, "num_blocks": 4, "kv_heads": 2, "block_size": size, "head_dim": 8},
+        **{"layers": [layer_spec(4, 2)], "num_blocks": 4, "block_size": size},
         **{"dtype": torch.float32, "token_rows": attention.token_rows},
         device=device.torch_device,
     )
@@ -456,7 +462,7 @@ def test_blocks_are_combined_by_matrices_because_scatters_lose_some(device, form
     )
     new = (x[:, :, [-1, 0, 0, 0]].to(device.torch_device) for x in (key, value))
     paged = attention.prepare(paged, torch.float32)
-    out = attention.attend(query.to(device.torch_device), *new, 0, paged, 8**-0.5).cpu()
+    out = attention.attend(query.to(device.torch_device), *new, 0, paged, layer_spec(4, 2)).cpu()
     own = query[:, :, :1]
     expected = nn.functional.scaled_dot_product_attention(own, key, value, enable_gqa=True)
     assert torch.allclose(out[0, 0], expected[0, :, 0], atol=1e-5) is right
@@ -471,7 +477,7 @@ def test_a_row_whose_scores_overflow_changes_no_other_row(broken):
 
     def attended(*tensors):
         cache = KVCache(
-            **{"num_layers": 1, "num_blocks": 3, "kv_heads": 2, "block_size": 4, "head_dim": 8},
+            **{"layers": [layer_spec(4, 2)], "num_blocks": 3, "block_size": 4},
             **{"dtype": torch.float32, "device": torch.device("cpu"), "token_rows": True},
         )
         owners, bias = torch.tensor([2, 0, 1]), torch.full((3, 1, 1, 4), MASKED)
@@ -481,7 +487,7 @@ def test_a_row_whose_scores_overflow_changes_no_other_row(broken):
         )
         attention = RowAttention()
         paged = attention.prepare(paged, torch.float32)
-        return attention.attend(*tensors, 0, paged, 8**-0.5)[0, 1]
+        return attention.attend(*tensors, 0, paged, layer_spec(4, 2))[0, 1]
 
     expected = attended(query, key, value)
     for tensor in (query, key, value):
@@ -492,7 +498,7 @@ def test_a_row_whose_scores_overflow_changes_no_other_row(broken):
 def test_prefill_without_context_is_told_the_length_of_each_chunk():
     """Padding writes to block 0. A row without a chunk has length 1: no kernel documents 0."""
     cache = KVCache(
-        **{"num_layers": 1, "num_blocks": 4, "kv_heads": 1, "block_size": 4, "head_dim": 8},
+        **{"layers": [layer_spec(4, 1)], "num_blocks": 4, "block_size": 4},
         **{"dtype": torch.float32, "device": torch.device("cpu"), "token_rows": True},
     )
     blocks = torch.tensor([[1, 1, 1, 1, 2, 0], [3, 3, 0, 0, 0, 0], [0] * 6]).flatten()

@@ -1,4 +1,4 @@
-"""What an operator sees of the core: the map of KV blocks, and the state and hits of buckets."""
+"""What an administrator sees of the core: the map of KV blocks, state and hits of buckets."""
 
 from __future__ import annotations
 

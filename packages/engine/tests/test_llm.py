@@ -1,4 +1,4 @@
-"""`LLM`: which prompts it takes, what a refused or interrupted call leaves behind, threads."""
+"""`LLM`: which prompts it takes, what a rejected or interrupted call leaves behind, threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be served is loaded; what cannot is refused in one line that says why."""
+"""What can be served is loaded; what cannot is rejected in one line that says why."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditional
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models import gguf
+from trencadis.engine.models.layer_reading import check_layers
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -29,7 +31,8 @@ def load(directory: Path) -> torch.nn.Module:
 
 def test_checkpoint_is_described(tiny_model: Path) -> None:
     spec = inspect_model(str(tiny_model))
-    assert (spec.num_layers, spec.num_kv_heads, spec.head_dim) == (2, 2, 16)
+    layer = LayerSpec(heads=6, kv_heads=2, key_width=16, value_width=16, scale=0.25)
+    assert spec.layers == (layer, layer)
     assert (spec.vocab_size, spec.max_position_embeddings) == (258, 256)
     assert spec.eos_token_ids == {257}
 
@@ -104,9 +107,11 @@ def test_sliding_window_is_refused_unless_it_is_never_left(
     config = json.loads((tmp_path / "config.json").read_text())
     config.update(sliding_window=64, layer_types=["full_attention", "sliding_attention"])
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ModelError, match="sliding_attention"):
-        load(tmp_path)
-    load_model(inspect_model(str(tmp_path)), CPU, torch.float32, 64)
+    layers = inspect_model(str(tmp_path)).layers
+    assert [layer.window for layer in layers] == [None, 64]
+    with pytest.raises(ModelError, match=r"layer 1 attends within a window of 64 .* max_model_len"):
+        check_layers([layer.within(65) for layer in layers], CPUDevice().supports, "it")
+    check_layers([layer.within(64) for layer in layers], CPUDevice().supports, "it")
 
 
 def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:

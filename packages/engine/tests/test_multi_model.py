@@ -415,7 +415,7 @@ def test_a_core_that_is_killed_before_it_begins_a_switch_says_nothing_of_the_new
             switching = asyncio.create_task(
                 engine.switch_model("second", running="park", drain_timeout_s=0)
             )
-            while not engine.engine._changes.is_calling:  # noqa: ASYNC110 - it is no event
+            while not engine.engine._changes.is_calling:  # noqa: ASYNC110 - it is not an event
                 await asyncio.sleep(0.01)
             core.kill()
             with pytest.raises(EngineRestarting):
@@ -423,7 +423,7 @@ def test_a_core_that_is_killed_before_it_begins_a_switch_says_nothing_of_the_new
             assert tokens(await parked) == undisturbed
             (running_on,) = await begun(engine, LONG)
             switching = asyncio.create_task(engine.switch_model("second", drain_timeout_s=30))
-            while not engine.is_switching:  # noqa: ASYNC110 - it is no event
+            while not engine.is_switching:  # noqa: ASYNC110 - it is not an event
                 await asyncio.sleep(0)
             core_process().kill()  # while it drains
             for ended in (switching, running_on):

@@ -160,7 +160,7 @@ def test_a_compiler_that_hangs_is_stopped(
 
 @pytest.mark.parametrize(
     ("head_dim", "dtype", "reason"),
-    [(40, torch.float32, "no multiple of 16"), (64, torch.float16, "not in torch.float16")],
+    [(40, torch.float32, "not a multiple of 16"), (64, torch.float16, "not in torch.float16")],
 )
 def test_a_model_without_a_kernel_is_refused(
     head_dim: int, dtype: torch.dtype, reason: str

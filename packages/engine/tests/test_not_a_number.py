@@ -24,7 +24,7 @@ class DeviceOnCPU(CPUDevice):
 
 
 BROKEN = 77
-"""The token whose embedding is no number."""
+"""The token whose embedding is not a number."""
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, logit_bias={BROKEN: -100})
 OTHERS = {

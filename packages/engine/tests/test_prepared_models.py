@@ -149,7 +149,7 @@ async def a_model_that_cannot_be_prepared_costs_the_active_one_no_request(
 
 
 async def the_active_model_serves_during_a_conversion(engine: MultiModelEngine) -> None:
-    """Its requests were refused for as long as the conversion took, which is minutes."""
+    """Its requests were rejected for as long as the conversion took, which is minutes."""
     expected = await answer(engine, "first")
     switching = asyncio.create_task(engine.switch_model("next"))
     process = await preparing()

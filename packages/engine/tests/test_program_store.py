@@ -114,7 +114,7 @@ def test_a_check_tells_why_an_archive_is_refused(
     store = ProgramStore(tmp_path)
     for _ in range(2):
         assert not store.has("key")
-    assert not store.has("another key"), "is not there, which is no warning"
+    assert not store.has("another key"), "is not there, which is not a warning"
     (message,) = caplog.messages
     assert message == f"{archive} would not be loaded: it has changed since it was written, " + (
         "or is of another program"

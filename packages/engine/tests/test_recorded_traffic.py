@@ -221,7 +221,7 @@ def test_a_pipe_as_traffic_file_is_an_error(tiny_model: Path, tmp_path: Path) ->
             f"fitted:{tmp_path / 'pipe.json'}",
         ),
     ):
-        with pytest.raises(ConfigError, match=r"pipe\.json is no (regular )?file"):
+        with pytest.raises(ConfigError, match=r"pipe\.json is not a (regular )?file"):
             started(tiny_model, **dict([settings]))
 
 
@@ -269,7 +269,7 @@ def test_a_missing_file_to_fit_to_is_named_as_it_was_given(
 ) -> None:
     """The error named a variable that nobody had set."""
     for name in ("none.json", "none.txt"):
-        with pytest.raises(ConfigError, match=rf"^bucket_grid fitted:\S*/{name} is no file: name"):
+        with pytest.raises(ConfigError, match=rf"^bucket_grid fitted:\S*/{name} is not a file"):
             started(tiny_model, bucket_grid=f"fitted:{tmp_path / name}")
 
 

@@ -1,4 +1,4 @@
-"""Sampling parameters: which values are taken, and how the others are refused."""
+"""Sampling parameters: which values are taken, and how the others are rejected."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trencadis.engine import InvalidRequest, SamplingParams
 from trencadis.engine.api.sampling_params import MAX_TOKEN_ID
 
 HUGE = 10**5000
-"""Python refuses to write so many digits, also into an error message."""
+"""Python does not write so many digits, also into an error message."""
 
 NO_INTEGERS = ("1", 1.0, math.nan, True, [1], HUGE, -HUGE, object())
 NO_NUMBERS = ("1", math.nan, math.inf, -math.inf, True, [1.0], HUGE, 1j, object())

@@ -513,7 +513,7 @@ def test_scores_are_those_of_the_score_head(tmp_path: Path, model: type[Any]) ->
 
 @pytest.mark.parametrize("end", ["<eos>", "<eos><eos>"])
 def test_padding_at_the_end_of_a_prompt_is_not_scored(tmp_path: Path, end: str) -> None:
-    """As in transformers, which applies a score head to the last token that is no padding."""
+    """As in transformers, which applies a score head to the last token that is not padding."""
     checkpoint = save_classifier(tmp_path, chat_template=ROLES + end)
     prompts = [by_roles(document, end=end) for document in DOCUMENTS]
     wanted = heads(checkpoint, prompts)
@@ -531,7 +531,7 @@ def test_of_a_prompt_of_padding_alone_the_first_token_is_scored(tmp_path: Path) 
 
 
 def test_an_answer_is_scored_after_the_whole_prompt(declared: Path) -> None:
-    """Of a model without a score head, tokens at the end are no padding."""
+    """Of a model without a score head, tokens at the end are not padding."""
     save_tokenizer(declared, ROLES + "<eos>")
     logits = answers(declared, [by_roles(document, end="<eos>") for document in DOCUMENTS])
     assert close(scores_of(scorer(declared)), [softmax(*pair) for pair in logits])
@@ -611,7 +611,7 @@ def test_a_score_head_whose_result_is_no_number_fails_its_pair_alone(tmp_path: P
     assert llm.score(QUERY, "a") == [before]
 
 
-# Refusals.
+# Rejections.
 
 
 @pytest.mark.parametrize(

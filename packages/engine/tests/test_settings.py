@@ -25,7 +25,7 @@ from trencadis.engine.core import engine_core
 from trencadis.engine.settings import (
     add_flags,
     environment_help,
-    flag_table,
+    flag_list,
     format_size,
     from_env,
     given_flags,
@@ -64,7 +64,7 @@ class Oven:
     )
     mode: str = attrs.field(
         default="grill",
-        validator=one_of("grill", "fan"),
+        validator=one_of(("grill", "fan")),
         metadata=setting("--mode", group="heat", help="grill or fan"),
     )
     size: int = attrs.field(
@@ -205,6 +205,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("thermal_devices", value) for value in (0, "0,1", (), (-1,), (1, 1), (True,), (0.5,))),
         *(("thermal_policy", value) for value in (5, str)),
         *(("thermal_policy_config", value) for value in (None, "{}", [1], {1: 2})),
+        *(("async_scheduling", value) for value in ("no", 0, 1)),
         *(("enable_prefix_caching", value) for value in ("no", 0, None)),
         *(("use_buckets", value) for value in ("no", 1)),
         *(("compile", value) for value in ("no", 1)),
@@ -249,19 +250,16 @@ def test_the_help_shows_the_default_of_every_flag_that_takes_a_value() -> None:
             assert "(default: " in (action.help or ""), action.option_strings
 
 
-def test_the_table_has_every_setting_and_no_empty_column() -> None:
-    rows = flag_table(Oven).splitlines()
-    assert rows[0] == "| setting | flag | environment | default | meaning |"
-    assert rows[2] == "| `name` | `--name` |  |  | its name |"
-    assert (
-        rows[3] == "| `celsius` | `--celsius C`, `--temp C` | `OVEN_C` | 180 | 100% of the heat |"
-    )
-    assert "| `mode` | `--mode {grill,fan}` |  | grill | grill or fan |" in rows
-    assert "| `light` | `--no-light` |  | True | `False`: keep it dark |" in rows
-    assert rows[-2] == "| `plain` |  | `OVEN_PLAIN` | 1 | a \\| b |"
-    assert rows[-1] == "| `bare` |  |  |  |  |"
+def test_the_list_has_every_setting_with_its_names_default_and_meaning() -> None:
+    items = flag_list(Oven).splitlines()
+    assert items[0] == "- `--name`: its name"
+    assert items[1] == "- `--celsius C`, `--temp C`, `OVEN_C` (180): 100% of the heat"
+    assert "- `--mode {grill,fan}` (grill): grill or fan" in items
+    assert "- `light=False`, `--no-light`: keep it dark" in items
+    assert items[-2] == "- `plain`, `OVEN_PLAIN` (1): a | b"
+    assert items[-1] == "- `bare`"
     plain = attrs.make_class("Plain", {"x": attrs.field(default=1, metadata={"help": "what"})})
-    assert flag_table(plain).splitlines()[0] == "| setting | default | meaning |"
+    assert flag_list(plain) == "- `x` (1): what\n"
 
 
 def test_a_subclass_changes_inherited_defaults() -> None:
@@ -269,7 +267,7 @@ def test_a_subclass_changes_inherited_defaults() -> None:
     small = attrs.make_class("Small", {}, bases=(Oven,), kw_only=True, field_transformer=changes)
     assert small(name="x").celsius == 220
     assert Oven(name="x").celsius == 180
-    assert "| all day |" in flag_table(small)
+    assert "- `--hours` (all day): how long\n" in flag_list(small)
     with pytest.raises(KeyError, match="colour"):
         attrs.make_class("Red", {}, bases=(Oven,), field_transformer=with_defaults(colour="red"))
 

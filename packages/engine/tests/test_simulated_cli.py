@@ -1,4 +1,4 @@
-"""The command ``trencadis-simulate``: what it prints and writes, and how it refuses."""
+"""The command ``trencadis-simulate``: what it prints and writes, and how it rejects."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ VALUES = {
     "quantization": ("inc", "inc"),
     "kv_cache_dtype": ("fp8_inc", "fp8_inc"),
     "sampling": ("host", "host"),
+    "async_scheduling": (None, True),
     "swap_space": ("1.5", 3 << 29),
     "seed": ("5", 5),
     "thermal_policy": ("power", "power"),
@@ -67,7 +68,7 @@ def test_the_table_has_what_one_wants_to_know(capsys: pytest.CaptureFixture[str]
         "time by part",
     ):
         assert re.search(rf"^{name} .*\d", printed, re.MULTILINE), name
-    assert "20 done, 0 refused" in printed
+    assert "20 done, 0 rejected" in printed
     assert re.search(r"^swap traffic +0 B out, 0 B in", printed, re.MULTILINE)
     assert re.search(r"^temperature .*°C", printed, re.MULTILINE)
     assert re.search(r"^simulated in .* steps/s$", printed, re.MULTILINE)
@@ -100,7 +101,8 @@ def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_a_flag_reaches_its_setting(name: str, flag: str) -> None:
     text, value = VALUES[name]
-    args = flag_parser().parse_args(arguments(flag, text))
+    given = (flag,) if text is None else (flag, text)
+    args = flag_parser().parse_args(arguments(*given))
     config = SimulationConfig.from_env({}, **given_flags(args, SimulationConfig))
     default = SimulationConfig(device="gaudi3")
     assert config == attrs.evolve(default, **{name: value})
@@ -124,7 +126,7 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
     [
         ({"trace": "nowhere.csv"}, "nowhere.csv"),
         ({"model": "nowhere.json"}, "nowhere.json"),
-        ({"model": TRACE}, "is no JSON"),
+        ({"model": TRACE}, "is not JSON"),
         ({"trace": MODEL}, "name the one with the prompt length"),
         ({"device": "abacus"}, "device must be one of gaudi2, gaudi3"),
         ({"thermal-policy": "arctic"}, "thermal policy 'arctic'"),

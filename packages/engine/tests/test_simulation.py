@@ -283,7 +283,7 @@ def test_what_a_server_would_refuse_is_refused() -> None:
 
 def test_a_run_without_any_result_can_be_shown() -> None:
     _, report = serve(made_up((0.0, 2000, 5)), max_model_len=1000)
-    assert "0 done, 1 refused" in report.table()
+    assert "0 done, 1 rejected" in report.table()
     assert report.tokens_per_s == report.latency_s.p99 == 0
 
 
@@ -325,10 +325,10 @@ def test_sums_hold_under_any_load(
     [
         ({"device": "gaudi1"}, "device must be one of gaudi2, gaudi3, h100, h200"),
         ({"max_num_seqs": 0}, "max_num_seqs must be an integer from 1 to 65536"),
-        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a number above 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization must be a finite number above 0"),
         (
             {"ambient_c": float("nan")},
-            "ambient_c must be a number above -50 and at most 100, got nan",
+            "ambient_c must be a finite number above -50 and at most 100, got nan",
         ),
         ({"max_model_len": 200_000}, "max_model_len 200000 is above .* 131072"),
         ({"num_blocks": 100_000}, "num_blocks 100000 is above the .* that fit gaudi"),

@@ -127,7 +127,7 @@ def test_without_llguidance_the_refusal_says_what_to_install(monkeypatch) -> Non
         GrammarChecker(str).check(YES_NO)
 
 
-# Grammars are checked in a process apart.
+# Grammars are checked in a separate process.
 
 
 def references(count: int) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def ambiguous_rules(count: int) -> str:
 
 
 REFUSED = {
-    "text that is no JSON": StructuredOutput(json_schema='{"type":'),
+    "text that is not JSON": StructuredOutput(json_schema='{"type":'),
     "unknown type": StructuredOutput(json_schema={"type": "strng"}),
     "keyword that cannot be guaranteed": StructuredOutput(json_schema={"uniqueItems": True}),
     "regex with an open group": StructuredOutput(regex="("),

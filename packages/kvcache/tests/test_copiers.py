@@ -25,7 +25,7 @@ def test_tensors_of_any_size_are_zero_and_writable(rows: int, dtype: torch.dtype
 
 
 def test_without_huge_pages_the_tensor_is_in_small_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # the kernel refuses it
+    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 9999, raising=False)  # the kernel rejects it
     assert not zeros((1 << 22,), torch.uint8, CPU).any()
     monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
     assert not zeros((1 << 22,), torch.uint8, CPU).any()

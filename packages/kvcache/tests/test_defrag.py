@@ -20,7 +20,7 @@ from trencadis.kvcache import (
     InvalidSetting,
     warm_up_defragmenter,
 )
-from trencadis.kvcache.tensors import KVCache
+from trencadis.kvcache.tensors import KVCache, LayerShape
 
 
 def fragmented(num_blocks: int, used: set[int], **settings: Any) -> BlockManager:
@@ -172,25 +172,25 @@ def test_the_warm_up_runs_every_size_and_leaves_the_cache_unchanged(
     sizes: tuple[int, ...], num_blocks: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     cache = KVCache(
-        num_layers=2,
+        layers=[LayerShape(2, 2, 2)] * 2,
         num_blocks=num_blocks,
-        kv_heads=2,
         block_size=4,
-        head_dim=2,
         dtype=torch.float32,
     )
-    cache.data.uniform_()
-    before, lengths = cache.data.clone(), []
+    parts = [part(layer) for part in (cache.key, cache.value) for layer in range(2)]
+    for part in parts:
+        part.uniform_()
+    before, lengths = torch.stack(parts), []
 
     def copy(copies: Any) -> None:
         lengths.append(len(copies))
         cache.copy(copies)
-        assert not torch.equal(cache.data, before) or len(lengths) % 2 == 0
+        assert not torch.equal(torch.stack(parts), before) or len(lengths) % 2 == 0
 
     with caplog.at_level(logging.INFO, "trencadis.kvcache"):
         assert warm_up_defragmenter(copy, num_blocks, sizes)
     assert lengths == [*sizes, *sizes[: len(sizes) % 2]]
-    assert torch.equal(cache.data, before)
+    assert torch.equal(torch.stack(parts), before)
     assert caplog.messages == [
         f"Warming up defragmenter with thresholds: {list(sizes)}",
         "Defragmenter warmup completed successfully",

@@ -70,14 +70,12 @@ class TensorMemory:
 
     def __init__(self, config: CacheConfig, *, token_rows: bool) -> None:
         torch = pytest.importorskip("torch")
-        from trencadis.kvcache.tensors import KVCache
+        from trencadis.kvcache.tensors import KVCache, LayerShape
 
         self.cache = KVCache(
-            num_layers=2,
+            layers=[LayerShape(1, 1, 1)] * 2,
             num_blocks=config.num_blocks,
-            kv_heads=1,
             block_size=config.block_size,
-            head_dim=1,
             dtype=torch.float64,
             num_host_blocks=config.num_host_blocks,
             token_rows=token_rows,

@@ -1,6 +1,6 @@
 """Random calls of the public API: right ones, and ones with wrong types, odd values, wrong orders.
 
-Only errors of this package leave, a refused call changes nothing, and right calls work after it.
+Only errors of this package leave, a rejected call changes nothing, and right calls work after it.
 `Fuzzer(seed).calls(n)` repeats a failure, which names its seed.
 """
 
@@ -33,7 +33,6 @@ from trencadis.kvcache import (
     RequestHasher,
     lay_out,
     lay_out_pairs,
-    require_paged_attention,
     split_to_plan_sizes,
     warm_up_defragmenter,
 )
@@ -149,7 +148,6 @@ class Fuzzer:
             (lambda copies: list(split_to_plan_sizes(copies)), ("moves",), {}),
             (lay_out, ("tables", "lengths", "size"), {"num_blocks": "number"}),
             (lay_out_pairs, ("tables", "lengths", "size"), {}),
-            (require_paged_attention, ("layers",), {}),
             (warm_up_defragmenter, ("callable", "number", "sizes"), {}),
             (new_config, (), CONFIG),
             (DefragConfig, (), {"threshold": "number", "debug": "flag", "keep_from": "share"}),
@@ -169,8 +167,8 @@ class Fuzzer:
             *[(call, ("moves",), {}) for call in (cache.copy, cache.swap_out, cache.swap_in)],
             (cache.carry_out, ("plan",), {}),
             *[(cache.key, ("layer",), {}), (cache.value, ("layer",), {})],
-            (small_cache, (), dict.fromkeys(("num_layers", "num_blocks", "head_dim"), "small")),
-            (small_cache, (), {"dtype": "nothing"}),
+            (small_cache, (), dict.fromkeys(("num_blocks", "key_width"), "small")),
+            *[(small_cache, (), {name: "nothing"}) for name in ("dtype", "layers")],
             (small_cache, (), {"token_rows": "flag"}),
             (small_cache, (), {"device": "nothing"}),
         ]
@@ -202,7 +200,15 @@ class Fuzzer:
 
     def state(self) -> bytes:
         owners = (self.manager, self.pool, self.host_pool, self.governor, list(self.plan))
-        memory = b"" if self.cache is None else self.cache.data.numpy().tobytes()
+        memory = (
+            b""
+            if self.cache is None
+            else b"".join(
+                part(layer).numpy().tobytes()
+                for part in (self.cache.key, self.cache.value)
+                for layer in range(self.cache.num_layers)
+            )
+        )
         return pickle.dumps(owners) + memory
 
     def compute(self, seq_id: int) -> None:
@@ -275,9 +281,6 @@ class Fuzzer:
 
     def some_layer(self) -> int:
         return self.rng.randint(0, 2)
-
-    def some_layers(self) -> list[str]:
-        return self.rng.choice((["attention"], ["full_attention", "mamba"], []))
 
     def some_direction(self) -> Direction:
         return self.rng.choice(list(Direction))
@@ -352,18 +355,17 @@ def hash_of(*arguments: object) -> bytes:
 def small_cache(**changes: Any) -> Any:
     import torch
 
-    from trencadis.kvcache.tensors import KVCache
+    from trencadis.kvcache.tensors import KVCache, LayerShape
 
+    shape = LayerShape(1, changes.pop("key_width", 1), 1)
     sizes: dict[str, Any] = {
-        "num_layers": 2,
+        "layers": [shape] * 2,
         "num_blocks": NUM_BLOCKS,
-        "kv_heads": 1,
         "block_size": SIZE,
-        "head_dim": 1,
         "dtype": torch.float32,
         "num_host_blocks": NUM_HOST_BLOCKS,
     }
-    return KVCache(**{**sizes, "num_layers": 2, **changes})
+    return KVCache(**{**sizes, **changes})
 
 
 def fuzz(num_calls: int) -> None:

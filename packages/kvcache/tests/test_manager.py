@@ -544,3 +544,69 @@ def test_a_refused_allocation_takes_no_cached_block() -> None:
     with pytest.raises(OutOfBlocks):
         manager.allocate(3, PROMPT)
     assert state(manager) == before
+
+
+# Slots that are given back, and tokens that come later than their slots.
+
+
+def test_truncated_slots_give_their_blocks_back() -> None:
+    manager = make()
+    manager.allocate(1, PROMPT)
+    manager.truncate(1, 4)
+    assert table(manager, 1) == [1]
+    assert manager.pool.num_used_blocks == 1
+    manager.append(1, PROMPT[4:])
+    assert table(manager, 1) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("num_tokens", [0, 11, 2.0, True, None])
+def test_as_many_slots_stay_as_there_are_and_one_at_least(num_tokens: Any) -> None:
+    manager = make()
+    manager.allocate(1, PROMPT)
+    before = state(manager)
+    with pytest.raises(InvalidSetting, match="num_tokens"):
+        manager.truncate(1, num_tokens)
+    assert state(manager) == before
+
+
+@pytest.mark.parametrize("has_reader", [False, True])
+def test_content_that_is_written_again_after_a_truncation_has_no_prefix_hit(
+    has_reader: bool,
+) -> None:
+    """A rejected draft filled the second block; what replaces it is another content."""
+    manager = make()
+    compute(manager, 1, [*PROMPT[:8], 0])
+    if has_reader:
+        assert manager.allocate(2, [*PROMPT[:8], 1]) == 8
+    manager.truncate(1, 6)
+    if has_reader:
+        manager.free(2)
+    manager.append(1, [70, 71, 72])
+    assert manager.allocate(3, [*PROMPT[:8], 2]) == 4, "the first block is the same"
+    manager.mark_computed(1, 9)
+    assert manager.allocate(4, [*PROMPT[:6], 70, 71, 2]) == 8, "the new content is shared"
+
+
+def test_a_truncated_sequence_writes_a_copy_of_a_block_that_another_reads() -> None:
+    manager = make()
+    compute(manager, 1, [*PROMPT[:8], 0])
+    manager.allocate(2, [*PROMPT[:8], 1])
+    manager.truncate(1, 6)
+    assert manager.append(1, [70]) == (BlockCopy(2, table(manager, 1)[1]),)
+    assert table(manager, 2)[:2] == [1, 2]
+
+
+def test_a_slot_can_get_its_token_until_it_is_computed() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT[:7])
+    manager.append(1, [-1])
+    manager.set_last_token(1, 7)
+    assert manager.num_computed_tokens(1) == 7
+    manager.mark_computed(1, 8)
+    assert manager.num_computed_tokens(1) == 8
+    assert manager.allocate(2, PROMPT[:9]) == 8
+    with pytest.raises(InvalidSetting, match="set it before mark_computed"):
+        manager.set_last_token(1, 9)
+    with pytest.raises(InvalidSetting, match="token ids must be"):
+        manager.append(1, [0])
+        manager.set_last_token(1, 1 << 40)

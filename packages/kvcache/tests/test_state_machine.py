@@ -35,6 +35,7 @@ from trencadis.kvcache import (
     DefragConfig,
     Defragmenter,
     Direction,
+    InvalidSetting,
     NotComputed,
     NotResident,
     NotSwapped,
@@ -46,7 +47,7 @@ from trencadis.kvcache import (
     lay_out,
 )
 from trencadis.kvcache.prefix_cache import blake2b_digest
-from trencadis.kvcache.tensors import KVCache
+from trencadis.kvcache.tensors import KVCache, LayerShape
 
 SIZE = 4
 LAYERS = 2
@@ -128,11 +129,9 @@ class CacheMachine(RuleBasedStateMachine):
             self.manager, DefragConfig(threshold=threshold, keep_from=keep_from)
         )
         self.cache = KVCache(
-            num_layers=LAYERS,
+            layers=[LayerShape(1, 1, 1)] * LAYERS,
             num_blocks=num_blocks,
-            kv_heads=1,
             block_size=SIZE,
-            head_dim=1,
             dtype=torch.float64,
             num_host_blocks=num_host_blocks,
         )
@@ -193,6 +192,34 @@ class CacheMachine(RuleBasedStateMachine):
         self.plan.add(Direction.WITHIN, self.manager.append(seq_id, tokens))
         assert self.manager.pool.num_free_blocks == free - needed
         model.tokens += tokens
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def append_before_the_token_is_known(self, data: st.DataObject, token: int) -> None:
+        seq_id, model = self.pick(data)
+        if not self.manager.is_resident(seq_id) or not self.manager.pool.num_free_blocks:
+            return
+        self.compute(seq_id, len(model.tokens))
+        self.plan.add(Direction.WITHIN, self.manager.append(seq_id, [-1]))
+        self.manager.set_last_token(seq_id, token)
+        model.tokens.append(token)
+        self.compute(seq_id, len(model.tokens))
+        with pytest.raises(InvalidSetting, match="is marked as computed"):
+            self.manager.set_last_token(seq_id, token)
+
+    @precondition(lambda self: self.model)
+    @rule(data=st.data(), share=st.floats(0, 1))
+    def truncate(self, data: st.DataObject, share: float) -> None:
+        seq_id, model = self.pick(data)
+        if not self.manager.is_resident(seq_id):
+            return
+        num_tokens = max(1, round(share * len(model.tokens)))
+        self.manager.truncate(seq_id, num_tokens)
+        del model.tokens[num_tokens:]
+        model.computed = min(model.computed, num_tokens)
+        assert len(self.manager.block_table(seq_id)) == ceil_div(num_tokens, SIZE)
+        with pytest.raises(InvalidSetting, match="append adds slots"):
+            self.manager.truncate(seq_id, num_tokens + 1)
 
     @precondition(lambda self: self.model)
     @rule(data=st.data())
@@ -309,7 +336,8 @@ class CacheMachine(RuleBasedStateMachine):
     def contents_are_right(self) -> None:
         if not hasattr(self, "manager") or self.plan:
             return
-        assert not self.cache.data[:, :, 0].any(), "the padding block was written"
+        for part in (self.cache.key, self.cache.value):
+            assert not any(part(layer)[0].any() for layer in range(LAYERS)), "padding was written"
         for seq_id, model in self.model.items():
             assert self.manager.num_tokens(seq_id) == len(model.tokens)
             assert self.manager._sequences[seq_id].num_computed_tokens == model.computed

@@ -20,7 +20,7 @@ from trencadis.kvcache import (
     copiers,
 )
 from trencadis.kvcache.copiers import StagedCopier, SwapStream
-from trencadis.kvcache.tensors import KVCache, bytes_per_block
+from trencadis.kvcache.tensors import KVCache, LayerShape, bytes_per_block
 
 BLOCKS = 6
 DEVICES = ["cpu", "staged", "rows", *(["cuda"] if torch.cuda.is_available() else [])]
@@ -28,13 +28,16 @@ DEVICES = ["cpu", "staged", "rows", *(["cuda"] if torch.cuda.is_available() else
 copier of accelerators with a row of each layer's tensors for each token."""
 
 
+LAYER = LayerShape(kv_heads=2, key_width=8, value_width=8)
+MIXED = (LAYER, LayerShape(2, 12, 8), LayerShape(1, 8, 5), LAYER)
+"""Layers of which some parts are alike."""
+
+
 def make(device: Any = "cpu", **changes: Any) -> KVCache:
     settings: dict[str, Any] = {
-        "num_layers": 3,
+        "layers": (LAYER,) * 3,
         "num_blocks": BLOCKS,
-        "kv_heads": 2,
         "block_size": 4,
-        "head_dim": 8,
         "dtype": torch.float32,
         "device": "cpu" if device in ("staged", "rows") else device,
         "token_rows": device == "rows",
@@ -42,8 +45,10 @@ def make(device: Any = "cpu", **changes: Any) -> KVCache:
     }
     cache = KVCache(**(settings | changes))
     if device == "staged":
-        words = cache._copier._blocks.transpose(0, 1)
-        cache._copier = StagedCopier(words, cache._host, SwapStream(torch.cpu))
+        cache._copiers = [
+            StagedCopier(own._blocks.transpose(0, 1), own._host, SwapStream(torch.cpu))
+            for own in cache._copiers
+        ]
     return cache
 
 
@@ -56,7 +61,7 @@ def fill(cache: KVCache) -> torch.Tensor:
 
 def contents(cache: KVCache) -> torch.Tensor:
     blocks = [part.reshape(BLOCKS, -1) for part in parts(cache)]
-    return torch.stack(blocks, dim=1).cpu()
+    return torch.cat(blocks, dim=1).cpu()
 
 
 def parts(cache: KVCache) -> list[torch.Tensor]:
@@ -93,19 +98,29 @@ def test_writes_through_the_views_reach_the_cache() -> None:
     cache = make()
     cache.key(1)[2] = 5
     cache.value(2)[3] = 7
-    assert cache.data[0, 1, 2].eq(5).all()
-    assert cache.data[1, 2, 3].eq(7).all()
-    assert int(cache.data.count_nonzero()) == 2 * 2 * 4 * 8
+    cache.copy([BlockCopy(2, 4), BlockCopy(3, 5)])
+    assert cache.key(1)[4].eq(5).all()
+    assert cache.value(2)[5].eq(7).all()
+    assert int(contents(cache).count_nonzero()) == 4 * 2 * 4 * 8
 
 
 def test_the_bytes_of_a_block_are_those_of_seed_000() -> None:
     # Llama 3 8B in bfloat16: 131,072 bytes per token.
-    shape: Any = {"num_layers": 32, "kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16}
-    assert bytes_per_block(block_size=128, **shape) == 131_072 * 128
-    cache = make()
-    assert cache.data.nbytes == BLOCKS * bytes_per_block(
-        num_layers=3, kv_heads=2, head_dim=8, block_size=4, dtype=torch.float32
-    )
+    llama = [LayerShape(8, 128, 128)] * 32
+    assert bytes_per_block(llama, block_size=128, dtype=torch.bfloat16) == 131_072 * 128
+
+
+def test_the_bytes_of_a_block_are_those_of_all_parts() -> None:
+    own = sum(part.nbytes for part in parts(make(layers=MIXED)))
+    assert own == BLOCKS * bytes_per_block(MIXED, block_size=4, dtype=torch.float32)
+
+
+def test_keys_and_values_have_the_width_of_their_layer(device: str) -> None:
+    cache = make(device, layers=MIXED)
+    for number, layer in enumerate(MIXED):
+        for part, width in ((cache.key, layer.key_width), (cache.value, layer.value_width)):
+            assert part(number).numel() == BLOCKS * 4 * layer.kv_heads * width
+            assert part(number).shape[-1] == width
 
 
 @given(
@@ -115,11 +130,12 @@ def test_the_bytes_of_a_block_are_those_of_seed_000() -> None:
         unique_by=lambda copy: copy.dst,
     ),
     st.sampled_from(DEVICES),
+    st.sampled_from([(LAYER,) * 3, MIXED]),
 )
 def test_copies_are_carried_out_at_once_and_change_no_other_block(
-    copies: list[BlockCopy], device: str
+    copies: list[BlockCopy], device: str, layers: tuple[LayerShape, ...]
 ) -> None:
-    cache = make(device)
+    cache = make(device, layers=layers)
     before = fill(cache)
     expected = before.clone()
     for src, dst in copies:
@@ -142,7 +158,8 @@ def test_blocks_can_be_exchanged_and_plans_padded_with_repeats(device: str) -> N
 def test_every_dtype_and_size_is_copied_bit_by_bit(
     device: str, dtype: torch.dtype, head_dim: int
 ) -> None:
-    cache = make(device, dtype=dtype, kv_heads=1, block_size=1, head_dim=head_dim)
+    layers = [LayerShape(1, head_dim, head_dim)] * 3
+    cache = make(device, dtype=dtype, layers=layers, block_size=1)
     bits = [part.view(torch.uint8) for part in parts(cache)]
     for part in bits:
         part.copy_(torch.randint(0, 256, part.shape, dtype=torch.uint8))
@@ -169,7 +186,7 @@ def test_blocks_go_to_the_host_and_come_back(device: str) -> None:
 
 
 def test_a_swapped_block_can_be_overwritten_at_once(device: str) -> None:
-    cache = make(device, num_layers=16, kv_heads=8, block_size=128, head_dim=64)
+    cache = make(device, layers=[LayerShape(8, 64, 64)] * 16, block_size=128)
     before = fill(cache)
     for _ in range(5):
         cache.swap_out([BlockCopy(2, 0), BlockCopy(3, 1)])
@@ -228,7 +245,7 @@ def test_swaps_wait_for_the_compute_stream_and_it_waits_for_the_swaps(
     direction: Direction,
 ) -> None:
     cache, streams = make("staged"), RecordedStreams()
-    cache._copier._swap_stream = SwapStream(streams)  # type: ignore[union-attr]
+    cache._copiers[0]._swap_stream = SwapStream(streams)  # type: ignore[union-attr]
     cache.carry_out([(direction, [BlockCopy(1, 2)])])
     assert streams.log == ["side waits for main", "side begins", "side marks", "side ends"]
     cache.copy([BlockCopy(1, 2)])
@@ -270,10 +287,19 @@ def test_ids_outside_the_cache_are_refused_before_any_copy(
     assert torch.equal(contents(cache), before)
 
 
-@pytest.mark.parametrize("size", ["num_layers", "num_blocks", "kv_heads", "block_size", "head_dim"])
-def test_every_size_is_at_least_one(size: str) -> None:
+@pytest.mark.parametrize(
+    ("size", "changes"),
+    [
+        *[(name, {name: 0}) for name in ("num_blocks", "block_size")],
+        *[("layers", {"layers": layers}) for layers in ((), None, (8, 8))],
+        *[("kv_heads", {"layers": (LAYER, LayerShape(0, 8, 8))})],
+        *[("key_width", {"layers": (LayerShape(1, 0, 8),)})],
+        *[("value_width", {"layers": (LayerShape(1, 8, "8"),)})],
+    ],
+)
+def test_every_size_is_at_least_one(size: str, changes: dict[str, Any]) -> None:
     with pytest.raises(InvalidSetting, match=size):
-        make("cpu", **{size: 0})
+        make("cpu", **changes)
 
 
 def test_the_number_of_host_blocks_is_at_least_zero() -> None:
@@ -288,7 +314,7 @@ def test_the_number_of_host_blocks_is_at_least_zero() -> None:
 def test_memory_that_cannot_be_allocated_is_an_error_with_a_remedy(
     device: str, setting: str, number: int
 ) -> None:
-    large = {"kv_heads": 64, "block_size": 128, "head_dim": 128, setting: number}
+    large = {"layers": [LayerShape(64, 128, 128)] * 3, "block_size": 128, setting: number}
     with pytest.raises(OutOfMemory, match=f"{setting} {number} needs .* bytes .* lower {setting}"):
         make(device, **large)
 

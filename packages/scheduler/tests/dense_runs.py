@@ -93,7 +93,8 @@ class Parameters:
     ``endless``: requests of high priority arrive until those of low priority have finished. The
     ``*_rate`` fields are probabilities per step: of an abort, a sample that the caller finishes, an
     order to preempt, a control request, a step whose forward pass fails, a device whose content is
-    lost.
+    lost; ``wait_rate`` is that of waiting for the results of a step although the next one could be
+    scheduled before them.
     """
 
     block_size: int
@@ -123,6 +124,8 @@ class Parameters:
     control_rate: float
     discard_rate: float
     loss_rate: float
+    max_steps_in_flight: int
+    wait_rate: float
 
     @classmethod
     def draw(cls, rng: random.Random) -> Parameters:
@@ -162,6 +165,8 @@ class Parameters:
             control_rate=rng.choice((0.0, 0.1)) if has_orders else 0.0,
             discard_rate=rng.choice((0.0, 0.1)) if has_orders else 0.0,
             loss_rate=rng.choice((0.0, 0.0, 0.03)) if has_orders else 0.0,
+            max_steps_in_flight=rng.choice((1, 2, 2)),
+            wait_rate=rng.choice((0.0, 0.0, 0.2)),
         )
 
     @property
@@ -295,6 +300,7 @@ class DenseRun:
                 lookahead=given.lookahead,
                 max_bypasses=given.max_bypasses,
                 force_evict_hold_s=given.hold_s,
+                max_steps_in_flight=given.max_steps_in_flight,
             ),
             self.blocks,
             defragmenter=None
@@ -375,6 +381,8 @@ class DenseRun:
         # After a step that carries out an order, the next one carries out none.
         for _ in range(2):
             self._step(orders=False)
+        while self.runner.in_flight:
+            self._finish_oldest()
         scheduler, blocks = self.scheduler, self.blocks
         assert not scheduler.has_work
         assert scheduler.num_running_seqs == scheduler.num_waiting == scheduler.num_swapped == 0
@@ -396,7 +404,7 @@ class DenseRun:
     # What callers do.
 
     def _add(self, priority: int) -> str:
-        """Add a request; one that is refused changes nothing, and a smaller one follows."""
+        """Add a request; one that is rejected changes nothing, and a smaller one follows."""
         self.num_added += 1
         name = f"r{self.num_added}"
         while True:
@@ -447,6 +455,7 @@ class DenseRun:
             watch = self.watches.pop(name)
             self._check_partial(watch.group.unfinished_seqs, watch)
         self.runner.memory.device.clear()
+        self.runner.in_flight.clear()
         self.counts["losses"] += 1
 
     def _finish_sample(self, watch: Watch) -> None:
@@ -468,6 +477,12 @@ class DenseRun:
         """A step, which may fail on the device where ``orders`` may come."""
         self.num_steps += 1
         self.now += self.parameters.step_s
+        while self.runner.in_flight and (
+            self.scheduler.reason_to_wait is not None
+            or self.rng.random() < self.parameters.wait_rate
+        ):
+            self._finish_oldest()
+        self.runner.check_slots()
         before = {name: watch.group.status for name, watch in self.watches.items()}
         swapping_in = self._swapping_in()
         output = self.scheduler.schedule()
@@ -479,11 +494,18 @@ class DenseRun:
         if orders and self.rng.random() < self.parameters.discard_rate:
             self.runner.memory.carry_out(output)
             self.scheduler.discard_step()
+            self.runner.in_flight.clear()
             self.counts["discards"] += 1
         elif orders and self.rng.random() < self.parameters.loss_rate:
             self._lose_content()
         else:
-            self.runner.finish(output)
+            self.counts["steps ahead"] += bool(self.runner.in_flight)
+            self.runner.launch(output)
+            if len(self.runner.in_flight) == self.parameters.max_steps_in_flight:
+                self._finish_oldest()
+
+    def _finish_oldest(self) -> None:
+        self.runner.finish_oldest()
         for name, watch in [*self.watches.items()]:
             if watch.group.finish_reason is not None:
                 del self.watches[name]
@@ -498,6 +520,11 @@ class DenseRun:
         chunk = given.max_chunk_tokens or given.max_num_batched_tokens
         assert all(2 <= len(scheduled.token_ids) <= chunk for scheduled in output.prompts)
         assert all(len(scheduled.token_ids) == 1 for scheduled in output.decodes)
+        for scheduled in (*output.prompts, *output.decodes):
+            request = scheduler._states.sequences[scheduled.seq_id].request
+            length = min(request.num_prompt_tokens + request.max_tokens, given.max_model_len)
+            # The last token of an answer is not computed.
+            assert scheduled.start + len(scheduled.token_ids) < length
         # The running limit holds within two steps: that of this step or that of the last one.
         assert scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
         self.last_limit = output.max_running_seqs

@@ -13,6 +13,7 @@ import attrs
 
 from trencadis.kvcache import PADDING_BLOCK, BlockManager, CacheConfig, Direction, ceil_div
 from trencadis.scheduler import (
+    PENDING_TOKEN,
     Candidate,
     FinishReason,
     Request,
@@ -98,12 +99,23 @@ class Memory:
 
 
 @attrs.define
+class Results:
+    """What a device has computed for a step: the arguments of `Scheduler.update`."""
+
+    sampled: dict[int, int] = attrs.field(factory=dict)
+    logprobs: dict[int, float] = attrs.field(factory=dict)
+    candidates: dict[int, tuple[Candidate, ...]] = attrs.field(factory=dict)
+    forced: dict[int, list[int]] = attrs.field(factory=dict)
+
+
+@attrs.define
 class Runner:
     """Executes steps. ``sample_of``: the index of each sample in its request, by sequence id.
 
     Samples draw from ``vocabulary`` tokens: the fewer, the longer the prefixes that they share.
     ``most_forced``: tokens that follow a sampled one at once, as if forced. They are those that the
     model would sample next, so that no outcome depends on them.
+    ``in_flight``: the steps that the device has computed and the scheduler has no results of.
     """
 
     scheduler: Scheduler
@@ -111,6 +123,7 @@ class Runner:
     sample_of: dict[int, int] = attrs.field(factory=dict)
     vocabulary: int = VOCABULARY
     most_forced: int = 0
+    in_flight: list[tuple[SchedulerOutput, Results]] = attrs.field(factory=list)
 
     def add(self, request: Request) -> SequenceGroup:
         group = self.scheduler.add(request).group
@@ -124,33 +137,62 @@ class Runner:
         return output, self.finish(output)
 
     def finish(self, output: SchedulerOutput) -> tuple[SequenceUpdate, ...]:
-        """Execute a scheduled step."""
+        """Execute a scheduled step, the only one in flight."""
+        self.launch(output)
+        return self.finish_oldest()
+
+    def check_slots(self) -> None:
+        """The block manager has the slots and the tokens that the scheduler has given it."""
+        for sequence in self.scheduler._states.sequences.values():
+            if sequence.seq_id not in self.scheduler._blocks:
+                continue
+            state = self.scheduler._blocks._sequences[sequence.seq_id]
+            assert list(state.token_ids) == sequence.token_ids[: sequence.num_slots]
+
+    def finish_oldest(self) -> tuple[SequenceUpdate, ...]:
+        """Give the scheduler the results of the oldest step in flight."""
+        output, results = self.in_flight.pop(0)
+        return self.scheduler.update(
+            output,
+            results.sampled,
+            logprobs=results.logprobs,
+            candidates=results.candidates,
+            forced=results.forced,
+        )
+
+    def launch(self, output: SchedulerOutput) -> None:
+        """Let the device compute a step, after those that are in flight."""
         seq_ids = [scheduled.seq_id for scheduled in (*output.decodes, *output.prompts)]
         assert len(seq_ids) == len(set(seq_ids)), "a sequence is scheduled once"
         self.memory.carry_out(output)
-        sampled: dict[int, int] = {}
-        logprobs: dict[int, float] = {}
-        candidates: dict[int, tuple[Candidate, ...]] = {}
-        forced: dict[int, list[int]] = {}
+        results = Results()
         for scheduled in (*output.decodes, *output.prompts):
-            context = self.memory.context(scheduled)
-            self.memory.write(scheduled)
-            if not scheduled.samples:
+            known = self._with_pending_token(scheduled)
+            context = self.memory.context(known)
+            self.memory.write(known)
+            if not known.samples:
                 continue
             assert None not in context, "every slot of the context has been written"
-            seen = (*context, *scheduled.token_ids)
-            if scheduled.num_candidates:
-                candidates[scheduled.seq_id] = top_tokens(seen, scheduled.num_candidates)
+            seen = (*context, *known.token_ids)
+            if known.num_candidates:
+                results.candidates[known.seq_id] = top_tokens(seen, known.num_candidates)
                 continue
-            for seq_id in scheduled.sample_ids:
-                sampled[seq_id] = next_token(seen, self.sample_of[seq_id], self.vocabulary)
-                logprobs[seq_id] = logprob_of(sampled[seq_id])
-                following = self._forced(seq_id, [*seen, sampled[seq_id]])
+            for seq_id in known.sample_ids:
+                token = next_token(seen, self.sample_of[seq_id], self.vocabulary)
+                results.sampled[seq_id] = token
+                results.logprobs[seq_id] = logprob_of(token)
+                following = self._forced(seq_id, [*seen, token])
                 if following:
-                    forced[seq_id] = following
-        return self.scheduler.update(
-            output, sampled, logprobs=logprobs, candidates=candidates, forced=forced
-        )
+                    results.forced[seq_id] = following
+        self.in_flight.append((output, results))
+
+    def _with_pending_token(self, scheduled: ScheduledSequence) -> ScheduledSequence:
+        """A decode with the token that the step before has sampled on the device."""
+        assert PENDING_TOKEN not in scheduled.token_ids[1:]
+        if scheduled.token_ids[0] != PENDING_TOKEN:
+            return scheduled
+        _, results = self.in_flight[-1]
+        return scheduled._replace(token_ids=[results.sampled[scheduled.seq_id]])
 
     def _forced(self, seq_id: int, tokens: list[int]) -> list[int]:
         """The next tokens of a sequence, 0 to ``most_forced``: as many as its last token says."""

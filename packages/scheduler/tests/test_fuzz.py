@@ -1,6 +1,6 @@
 """Random calls of the public API: right ones, and ones with wrong types, odd values, wrong orders.
 
-Only errors of this package leave, a refused call changes nothing, and right calls work after it.
+Only errors of this package leave, a rejected call changes nothing, and right calls work after it.
 `Fuzzer(seed).calls(n)` repeats a failure, which names its seed.
 """
 
@@ -347,7 +347,7 @@ class Fuzzer:
             raise AssertionError(f"{function} with {arguments}, {named}: {error!r}") from error
 
     def state(self) -> bytes:
-        """All that a refused call must not change."""
+        """All that a rejected call must not change."""
         scheduler = self.scheduler
         control, admission = scheduler._control, scheduler._admission
         return pickle.dumps(
@@ -372,7 +372,7 @@ class Fuzzer:
 
     def update(self) -> None:
         """Right results for the step in flight, if there is one."""
-        if self.output is not None and self.scheduler._in_flight is self.output:
+        if self.output is not None and self.scheduler._in_flight == [self.output]:
             output, self.stale_output, self.output = self.output, self.output, None
             ids = [i for item in (*output.prompts, *output.decodes) for i in item.sample_ids]
             self.scheduler.update(
@@ -575,7 +575,7 @@ class Fuzzer:
         """Every request ends, orders are answered, and no block is left."""
         scheduler = self.scheduler
         self.update()
-        if scheduler._in_flight is not None:
+        if scheduler._in_flight:
             scheduler.discard_step()
         for _ in range(MAX_STEPS_TO_FINISH):
             if not scheduler.has_work:

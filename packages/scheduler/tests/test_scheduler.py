@@ -1,4 +1,4 @@
-"""What a step decides: budgets, order, chunks, preemption, finished and refused requests."""
+"""What a step decides: budgets, order, chunks, preemption, finished and rejected requests."""
 
 from __future__ import annotations
 

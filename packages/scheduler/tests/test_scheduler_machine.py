@@ -88,6 +88,7 @@ class Machine(RuleBasedStateMachine):
         token_s=st.sampled_from([0.0, 1.0]),
         defragments=st.booleans(),
         most_forced=st.sampled_from([0, 0, 2, 9]),
+        max_steps_in_flight=st.integers(1, 2),
     )
     def configure(
         self,
@@ -102,6 +103,7 @@ class Machine(RuleBasedStateMachine):
         token_s: float,
         defragments: bool,
         most_forced: int,
+        max_steps_in_flight: int,
     ) -> None:
         governor = BandwidthGovernor(1, RATE, WINDOW_S) if limited else None
         self.blocks = BlockManager(
@@ -124,6 +126,8 @@ class Machine(RuleBasedStateMachine):
             lookahead=3,
             max_bypasses=3,
             force_evict_hold_s=2.0,
+            # Tokens that are forced must be known before the next step is scheduled.
+            max_steps_in_flight=1 if most_forced else max_steps_in_flight,
         )
         self.now = 100.0
         self.steady = 0.0
@@ -259,6 +263,9 @@ class Machine(RuleBasedStateMachine):
     def step(self) -> None:
         self.now += 0.02
         self.steady += 0.02
+        while self.scheduler.reason_to_wait is not None:
+            self.finish_oldest()
+        self.runner.check_slots()
         output = self.scheduler.schedule()
         assert num_scheduled_tokens(output) <= self.config.max_num_batched_tokens
         num_prefill_tokens = sum(len(chunk.token_ids) for chunk in output.prompts)
@@ -267,7 +274,12 @@ class Machine(RuleBasedStateMachine):
         assert self.scheduler.num_running_seqs <= max(output.max_running_seqs, self.last_limit)
         self.last_limit = output.max_running_seqs
         self.check_traffic(output)
-        self.runner.finish(output)
+        self.runner.launch(output)
+        if len(self.runner.in_flight) == self.config.max_steps_in_flight:
+            self.finish_oldest()
+
+    def finish_oldest(self) -> None:
+        self.runner.finish_oldest()
         for name, group in tuple(self.unfinished.items()):
             if group.finish_reason is not None:
                 del self.unfinished[name]
@@ -330,6 +342,8 @@ class Machine(RuleBasedStateMachine):
         assert not self.unfinished, "every admitted request finishes"
         self.step()
         self.step()
+        while self.runner.in_flight:
+            self.finish_oldest()
         assert self.blocks.pool.num_free_blocks == self.blocks.pool.num_usable_blocks
         assert self.blocks.host_pool.num_free_blocks == self.blocks.config.num_host_blocks
 

@@ -155,7 +155,7 @@ def test_mutual_tls_serves_only_clients_of_its_authority(
 def test_missing_files_and_a_certificate_without_key_are_errors(
     certificates: Certificates, tmp_path: Path
 ) -> None:
-    with pytest.raises(ConfigError, match=r"certificate '.*nowhere\.pem' is no file"):
+    with pytest.raises(ConfigError, match=r"certificate '.*nowhere\.pem' is not a file"):
         ServerTls(certificate=tmp_path / "nowhere.pem", key=certificates.server[1])
     with pytest.raises(ConfigError, match="needs its key"):
         ClientTls(certificate=certificates.client[0])

@@ -305,12 +305,12 @@ def test_results_of_an_aborted_request_may_be_missing() -> None:
         ({"prompt_token_ids": None}, "prompt_token_ids must be a sequence"),
         ({"stop_token_ids": [1.5]}, r"stop_token_ids\[0\] must be an integer"),
         ({"stop_token_ids": "EOS"}, r"stop_token_ids\[0\] must be an integer"),
-        ({"request_id": None}, "request_id must be a str"),
+        ({"request_id": None}, "request_id must be of type str"),
         ({"priority": "x"}, "priority must be an integer"),
         ({"priority": None}, "priority must be an integer"),
         ({"priority": math.nan}, "priority must be an integer"),
-        ({"beam_search": 4}, "beam_search must be a BeamSearch or None"),
-        ({"extra_keys": "adapter"}, "extra_keys must be a tuple"),
+        ({"beam_search": 4}, "beam_search must be of type BeamSearch"),
+        ({"extra_keys": "adapter"}, "extra_keys must be of type tuple"),
     ],
 )
 def test_a_bad_field_is_refused_when_the_request_is_made(

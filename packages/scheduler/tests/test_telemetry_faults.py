@@ -15,7 +15,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.scheduler import telemetry
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry import (
     Health,
@@ -27,6 +26,8 @@ from trencadis.scheduler.telemetry import (
     TemperatureState,
 )
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
+
+PAGE = Path(__file__).parents[3] / "docs" / "scheduler" / "telemetry.md"
 
 
 class ScriptedSource(TemperatureSource):
@@ -273,7 +274,7 @@ def test_what_a_source_returns_instead_of_readings_becomes_a_state(reading: Any)
     bench.says(Reading(0, 50.5))
     state = bench.says(reading, after_s=10.0)
     assert (state.health, state.hottest_c) == (Health.STALE, 50.5)
-    assert "which is no reading" in state.fault
+    assert "which is not a reading" in state.fault
     assert bench.says(Reading(0, 51.5)).health is Health.FRESH
 
 
@@ -316,7 +317,7 @@ def test_no_input_raises_or_yields_an_implausible_temperature(script: list[Any])
 @pytest.mark.parametrize(
     ("settings", "named"),
     [
-        ({"period_s": 0}, "period_s must be a finite number, above 0, got 0"),
+        ({"period_s": 0}, "period_s must be a finite number above 0, got 0"),
         ({"period_s": 6.0}, "period_s 6.0 must be below stale_after_s 5.0"),
         ({"stale_after_s": 31.0}, "stale_after_s 31.0 must be below failed_after_s 30.0"),
         ({"failed_after_s": math.nan}, "failed_after_s must be a finite number"),
@@ -344,9 +345,9 @@ def test_a_failed_device_is_at_least_as_hot_as_any_target() -> None:
     assert ReaderConfig().assumed_hot_c >= MAX_TARGET_C
 
 
-def test_the_readme_quotes_the_defaults() -> None:
-    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
-    quoted = re.findall(r"`(\w+)` \((\d+) (?:s|°C)\)", readme)
+def test_the_page_quotes_the_defaults() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    quoted = re.findall(r"`(\w+)` \((\d+) (?:s|°C)\)", page)
     assert len(quoted) >= 6
     for name, value in quoted:
         assert float(value) == getattr(ReaderConfig(), name), name

@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 
-from trencadis.scheduler import telemetry
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry import SOURCES, MissingExtra, Sensor, SensorError, open_source
 from trencadis.scheduler.telemetry.hlml import HlmlSource
 from trencadis.scheduler.telemetry.nvml import NvmlSource
 from trencadis.scheduler.telemetry.sensors import HostSensorSource
+
+PAGE = Path(__file__).parents[3] / "docs" / "scheduler" / "telemetry.md"
 
 UNINITIALIZED, NOT_SUPPORTED, ALREADY_INITIALIZED, IS_LOST = 1, 3, 5, 15
 """Return codes: NVML's and HLML's are the same numbers."""
@@ -334,13 +335,13 @@ class _Missing:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 
-def test_every_registered_source_loads_and_is_in_the_readme() -> None:
+def test_every_registered_source_loads_and_is_in_the_table() -> None:
     for extra in ("prometheus_client", "psutil", "pynvml", "pyhlml", "grpc", "google.protobuf"):
         pytest.importorskip(extra)
     for kind, path in SOURCES.items():
         assert callable(pkgutil.resolve_name(path)), kind
-    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| `(\w+)[`:]", readme, re.MULTILINE)
+    page = PAGE.read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)[`:]", page, re.MULTILINE)
     assert [row for row in rows if row.islower()] == list(SOURCES)
 
 

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from trencadis.scheduler import telemetry
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry import SensorError, open_source
 from trencadis.scheduler.telemetry.errors import BadRecording
 from trencadis.scheduler.telemetry.recorded import RecordedSource
+
+PAGE = Path(__file__).parents[3] / "docs" / "scheduler" / "telemetry.md"
 
 CSV = """time_s,device,temperature_c,power_w
 100,0,50,300.5
@@ -95,9 +96,9 @@ def test_an_invalid_line_is_named(tmp_path: Path, name: str, text: str, line: st
         playing(tmp_path, text, name=name)
 
 
-def test_the_readme_example_runs(tmp_path: Path) -> None:
-    readme = (Path(telemetry.__file__).parent / "README.md").read_text(encoding="utf-8")
-    script = readme.partition("```python\n")[2].partition("```")[0]
+def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    script = page.partition("```python\n")[2].partition("```")[0]
     done = subprocess.run(
         [sys.executable, "-c", script],
         cwd=tmp_path,

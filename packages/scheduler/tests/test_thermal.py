@@ -114,13 +114,13 @@ def caps_from(
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hysteresis_c": 1.9}, "hysteresis_c must be a finite number, at least 2, got 1.9"),
+        ({"hysteresis_c": 1.9}, "hysteresis_c must be a finite number of at least 2, got 1.9"),
         (
             {"target_temp_c": 96.0},
             "target_temp_c must be .* above 0 and at most 95, got 96.0",
         ),
-        ({"k_p": -1.0}, "k_p must be a finite number, above 0, or None, got -1.0"),
-        ({"dwell_s": 0.0}, "dwell_s must be a finite number, above 0, got 0.0"),
+        ({"k_p": -1.0}, "k_p must be a finite number above 0, got -1.0"),
+        ({"dwell_s": 0.0}, "dwell_s must be a finite number above 0, got 0.0"),
         ({"min_seqs": 0}, "min_seqs must be an integer of at least 1, got 0"),
         (
             {"victims": "loudest"},

@@ -226,7 +226,7 @@ def test_an_order_is_answered_when_the_policy_cannot_set_the_target() -> None:
 @pytest.mark.parametrize("control", [None, "stop", {"max_num_seqs": 3}])
 def test_what_is_no_control_request_is_refused_at_once(control: Any) -> None:
     runner, _, _ = serving(Scripted(), [1])
-    with pytest.raises(ControlError, match="must be a BatchControl"):
+    with pytest.raises(ControlError, match="must be of type BatchControl"):
         runner.scheduler.control(control)
     runner.run()
 

@@ -97,7 +97,7 @@ def test_a_budget_is_kept_by_prefill_alone_where_that_suffices() -> None:
 
 
 def test_an_idle_minute_after_the_start_does_not_suspend_the_budget() -> None:
-    """The time until the next request is no step: long steps would allow all prefill tokens."""
+    """The time until the next request is not a step: long steps would allow all prefill tokens."""
     device = Device(TwoPhaseThermalPolicy(budget_w=500.0))
     for _ in range(5):
         device.step()
@@ -260,11 +260,11 @@ def test_a_new_target_is_validated_and_followed() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"budget_w": 0.0}, "budget_w must be a finite number, above 0, or None, got 0.0"),
+        ({"budget_w": 0.0}, "budget_w must be a finite number above 0, got 0.0"),
         ({"budget_w": math.nan}, "budget_w must be"),
-        ({"dwell_s": 0.0}, "dwell_s must be a finite number, above 0, got 0.0"),
+        ({"dwell_s": 0.0}, "dwell_s must be a finite number above 0, got 0.0"),
         ({"min_prefill_tokens": 0}, "min_prefill_tokens must be an integer of at least 1"),
-        ({"max_ttft_s": -1.0}, "max_ttft_s must be a finite number, at least 0"),
+        ({"max_ttft_s": -1.0}, "max_ttft_s must be a finite number of at least 0"),
         ({"victims": "loudest"}, "victims must be one of lru"),
     ],
 )

@@ -21,7 +21,7 @@ needs_curl = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is no
 class Example:
     """``path`` below /v1; MODEL in it stands for the name. ``body``: of a POST, without the model.
 
-    ``param``: the field that a server of texts refuses; None for an example that it answers.
+    ``param``: the field that a server of texts rejects; None for an example that it answers.
     """
 
     path: str

@@ -197,7 +197,7 @@ async def test_a_burst_of_calls_is_refused_and_told_when_to_come_again(engine):
     wrong = {"Authorization": "Bearer x"}
     responses = [await client.post(PATH, json={}, headers=wrong) for _ in range(20)]
     assert {response.status_code for response in responses} == {401}, (
-        "these cost no operator a call"
+        "these cost no administrator a call"
     )
     responses = [await client.post(PATH, json={}, headers=KEY) for _ in range(20)]
     refused = [response for response in responses if response.status_code == 429]

@@ -38,7 +38,7 @@ def signed(
     path: str = PATH,
     body: bytes = BODY,
 ) -> dict[str, str]:
-    """The headers of a call, made as the README says and not by the code under test."""
+    """The headers of a call, made as the documents say and not by the code under test."""
     text = f"{method}\n{host}\n{path}\n{sent:.6f}\n".encode() + body
     signature = hmac.new(key.encode(), text, hashlib.sha256).hexdigest()
     return {"X-Admin-Time": f"{sent:.6f}", "Authorization": f"Signature {signature}"}
@@ -265,11 +265,11 @@ async def test_a_window_without_the_names_of_the_server_is_refused() -> None:
 @pytest.mark.skipif(
     not (shutil.which("curl") and shutil.which("openssl")), reason="curl or openssl is missing"
 )
-async def test_the_lines_of_the_readme_give_an_order(
+async def test_the_lines_of_the_page_give_an_order(
     engine: StandInEngine, serving: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = (Path(__file__).parent.parent / "README.md").read_text()
-    section = readme.partition("**Signed calls**")[2]
+    page = (Path(__file__).parents[3] / "docs" / "server" / "security.md").read_text()
+    section = page.partition("## Signed calls")[2]
     (block,) = re.findall(r"```console\n(.*?)```", section, re.DOTALL)[:1]
     script = re.sub(r"^\$ ", "", block, flags=re.MULTILINE)
     assert script.count("curl ") == 1

@@ -191,7 +191,7 @@ def test_an_invalid_file_is_refused_by_its_line_and_no_key_is_shown(
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(b"ann \xff\xfe", "no text in UTF-8"), (b"#" * 2_000_000, "bytes")]
+    ("content", "message"), [(b"ann \xff\xfe", "not text in UTF-8"), (b"#" * 2_000_000, "bytes")]
 )
 def test_a_file_of_something_else_is_refused(engine, tmp_path, content, message):
     path = tmp_path / "keys"
@@ -333,7 +333,7 @@ async def test_a_key_has_a_limited_number_of_requests_in_progress(
             again = await client.post("/v1/completions", json=BODY, headers=ann)
             assert again.status_code == 200
             assert (await key_counters(client))["requests_refused_total", "ann"] == 2
-    (message,) = [record.getMessage() for record in caplog.records if "refused" in record.msg]
+    (message,) = [record.getMessage() for record in caplog.records if "rejected" in record.msg]
     assert message.startswith("The API key ann has 2 requests in progress")
     assert "secret" not in caplog.text
 

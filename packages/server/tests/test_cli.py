@@ -48,6 +48,7 @@ ENGINE = {
     "seed": ("5", 5),
     "warmup": ("none", "none"),
     "use_buckets": (None, False),
+    "async_scheduling": (None, True),
     "enable_prefix_caching": (None, False),
     "on_bucket_miss": ("refuse", "refuse"),
     "bucket_grid": ("fitted:f.json", "fitted:f.json"),
@@ -183,7 +184,11 @@ def test_a_variable_reaches_the_server(name, variable):
 def test_every_flag_belongs_to_a_setting():
     flags = {flag for action in flag_parser()._actions for flag in action.option_strings}
     settings = {flag for cls in (EngineConfig, ServerSettings) for _, flag in flags_of(cls)}
-    assert flags == settings | NO_SETTING | {"--no-compile", "--enable-prefix-caching"}
+    assert flags == settings | NO_SETTING | {
+        "--no-async-scheduling",
+        "--no-compile",
+        "--enable-prefix-caching",
+    }
     positional = [action.dest for action in flag_parser()._actions if not action.option_strings]
     assert positional == ["model"]
 
@@ -239,7 +244,7 @@ def test_a_certificate_that_cannot_be_used_is_one_line(capsys):
 def test_a_collector_that_is_no_url_is_one_line_before_the_model_is_loaded(capsys):
     assert main(["m", "--otlp-traces-endpoint", "collector:4317", "--port", "0"]) == 1
     (line,) = capsys.readouterr().err.splitlines()
-    assert "otlp_traces_endpoint 'collector:4317' is no URL" in line
+    assert "otlp_traces_endpoint 'collector:4317' is not a URL" in line
 
 
 def test_defragmentation_and_its_warm_up_are_switched_off_by_variables(caplog):
@@ -373,7 +378,7 @@ def test_a_check_of_a_directory_that_is_not_there_is_one_line(capsys, tmp_path):
     missing = tmp_path / "no such directory"
     assert main(["warmup", "m", "--check", str(missing), "--log-level", "error"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"engine-serve warmup: error: {missing} is no directory")
+    assert error.startswith(f"engine-serve warmup: error: {missing} is not a directory")
     assert error.count("\n") == 1
 
 
@@ -516,7 +521,7 @@ def test_a_device_of_the_users_own_is_named_by_its_class(checkpoint, tmp_path, m
     flags = ("--device", "own_device:Wrong", "--port", "0", "--log-level", "error")
     done = run(str(checkpoint), *flags)
     assert done.returncode == 1
-    message = "device 'own_device:Wrong' is no subclass of trencadis.engine.Device"
+    message = "device 'own_device:Wrong' is not a subclass of trencadis.engine.Device"
     assert done.stderr.startswith(f"engine-serve: error: {message}"), done.stderr
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 

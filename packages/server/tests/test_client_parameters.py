@@ -1,6 +1,6 @@
 """Every parameter of the official clients, against a server process with the small real model.
 
-Each parameter has an effect that is checked, is accepted without one, or is refused by its name.
+Each parameter has an effect that is checked, is accepted without one, or is rejected by its name.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ async def test_the_state_is_what_a_new_request_would_get(
 ):
     async with watched(admin_keys=["boss"]) as (client, _), viewer(client, **BOSS) as texts:
         await client.post("/v1/admin/drain", headers=BOSS)
-        assert "operator" in (await shown(texts, lambda s: s["state"] == "draining"))["reason"]
+        assert "administrator" in (await shown(texts, lambda s: s["state"] == "draining"))["reason"]
         await client.post("/v1/admin/drain", json={"drain": False}, headers=BOSS)
         engine.health = EngineRestarting("the core ended with exit code 9")
         snapshot = await shown(texts, lambda s: s["state"] == "engine_restarting")

@@ -176,7 +176,7 @@ def test_the_rules_of_the_prometheus_operator_are_the_same() -> None:
 
 
 def settings_of(arguments: list[str], environ: dict[str, str]) -> tuple[Any, EngineConfig]:
-    """The settings that engine-serve has with these arguments. Exits where it would refuse them."""
+    """The settings that engine-serve has with these arguments. Exits where it would reject them."""
     args = flag_parser().parse_args(arguments)
     return server_settings(args, environ), engine_config(args, environ)
 

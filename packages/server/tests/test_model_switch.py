@@ -261,7 +261,7 @@ async def test_a_request_during_a_switch_is_told_to_come_again(client, engine, s
 
 @pytest.mark.parametrize("auto_switch", [False, True])
 async def test_the_active_model_serves_while_the_next_one_is_prepared(engine, soon, auto_switch):
-    """A download takes minutes, in which every request was refused or had to wait."""
+    """A download takes minutes, in which every request was rejected or had to wait."""
     engine.may_prepare.clear()
     engine.prepare_s = 0.25
     async with client_of(engine, auto_switch=auto_switch) as client:

@@ -1,4 +1,4 @@
-"""What an operator reaches on a server process: health, restarts, and where they end.
+"""What an administrator reaches on a server process: health, restarts, and where they end.
 
 One server serves all tests, in their order. It has a tiny model with random weights.
 """

@@ -1,4 +1,4 @@
-"""The README: protocols, request fields, fields of an order, and metrics are those of the code."""
+"""README and pages: protocols, fields, routes, orders and metrics are those of the code."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from trencadis.server.metrics.metric_tables import (
 )
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
+PAGES = Path(__file__).parents[3] / "docs" / "server"
+API = (PAGES / "api.md").read_text()
+OPERATORS = (PAGES / "operators.md").read_text()
+METRICS = (PAGES / "metrics.md").read_text()
 
 
 def test_a_program_can_import_every_protocol_of_an_engine():
@@ -40,8 +44,8 @@ def test_a_program_can_import_every_protocol_of_an_engine():
     assert set(re.findall(r"`(\w+)`", section)) >= protocols - {"ServingTokenizer"}
 
 
-def test_the_readme_lists_all_request_fields_that_openai_does_not_have():
-    (listed,) = re.findall(r"extensions of vLLM: (.*?)\. `/docs`", README, re.DOTALL)
+def test_the_page_lists_all_request_fields_that_openai_does_not_have():
+    (listed,) = re.findall(r"extensions of vLLM: (.*?)\. `/docs`", API, re.DOTALL)
     extensions = set()
     for model, params in (
         (ChatCompletionRequest, chat_params.CompletionCreateParamsBase),
@@ -53,34 +57,33 @@ def test_the_readme_lists_all_request_fields_that_openai_does_not_have():
     }
 
 
-def test_the_readme_lists_all_fields_of_an_order():
-    section = README.partition("## Operators")[2].partition("## Metrics")[0]
-    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(
+def test_the_page_lists_all_fields_of_an_order():
+    section = OPERATORS.partition("## Orders")[2].partition("\n## ")[0]
+    assert re.findall(r"^- `(\w+)`:", section, re.MULTILINE) == list(
         attrs.fields_dict(BatchControl)
     )
 
 
-def metrics_table() -> str:
-    """All metrics as the README shows them, with the names that Prometheus shows."""
+def metrics_list() -> str:
+    """All metrics as the page shows them, with the names that Prometheus shows."""
     rows = [(f"{m.name}_total" if m.kind == "counter" else m.name, m.help) for m in ENGINE_METRICS]
     rows += [(metric.name, metric.help) for metric in REQUEST_METRICS]
     rows.append((f"{REQUEST_SUCCESS[0]}_total", REQUEST_SUCCESS[1]))
     rows += [(f"{m.name}_total" if m.kind == "counter" else m.name, m.help) for m in SWITCH_METRICS]
     rows += [(f"{metric.name}_total", metric.help) for metric in KEY_METRICS]
-    lines = ["| metric | meaning |", "|---|---|"]
-    return "\n".join([*lines, *(f"| `{name}` | {about} |" for name, about in rows)])
+    return "\n".join(f"- `{name}`: {about}" for name, about in rows)
 
 
-def test_the_readme_lists_all_metrics():
-    table = README.partition("<!-- metrics:begin -->")[2].partition("<!-- metrics:end -->")[0]
-    assert table.strip() == metrics_table().strip()
+def test_the_page_lists_all_metrics():
+    listed = METRICS.partition("<!-- metrics:begin -->")[2].partition("<!-- metrics:end -->")[0]
+    assert listed.strip() == metrics_list()
 
 
-def test_the_readme_lists_every_route():
+def test_the_page_lists_every_route():
     """And so a router that the app does not include is noticed."""
     listed = set()
-    for cell in re.findall(r"^\| (`(?:GET|POST) .*?) \|", README, re.MULTILINE):
-        listed |= set(re.findall(r"`(?:GET |POST )?(/[^`]*)`", cell))
+    for paths in re.findall(r"^- (`(?:GET|POST) .*?): ", API, re.MULTILINE):
+        listed |= set(re.findall(r"`(?:GET |POST )?(/[^`]*)`", paths))
     app = create_app(SwitchingStandIn(), ServerSettings(server_dev_mode=True))
     served = {re.sub(r":\w+}", "}", path) for path in app.openapi()["paths"]}
     assert (

@@ -26,7 +26,7 @@ VALUES = {
     "stop": ["x"],
     "stop_token_ids": [7],
 }
-"""JSON values other than the default, of parameters without bounds that are no flags."""
+"""JSON values other than the default, of parameters without bounds that are not flags."""
 
 WITH_BEAMS = {"length_penalty", "early_stopping"}
 """Parameters that need use_beam_search."""

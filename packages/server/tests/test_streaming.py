@@ -192,7 +192,7 @@ async def test_prompts_past_the_bound_are_refused(serving, engine):
         body = {"prompt": "a"}
         tasks = [asyncio.create_task(client.post("/v1/completions", json=body)) for _ in "abc"]
         try:
-            # The one of the three that comes last is refused; no other ends before the release.
+            # The one of the three that comes last is rejected; no other ends before the release.
             (task,), waiting = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             release.set()

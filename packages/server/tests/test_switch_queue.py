@@ -195,7 +195,7 @@ def test_a_parked_model_that_fails_is_tried_more_and_more_rarely():
         queue.end("a", now)
         assert queue.refuse("b", now) == []
     assert [b - a for a, b in itertools.pairwise(tried)][:4] == [20, 40, 80, 160]
-    assert queue.failure_of("b", now) is None, "it was no fault of the model: requests may wait"
+    assert queue.failure_of("b", now) is None, "the model was not at fault: requests may wait"
     queue.arrive(WaitingRequest("c"))
     assert queue.next_switch_s(now) <= 10, "others do not wait for it"
 

@@ -231,7 +231,7 @@ def test_the_standard_variables_name_service_and_sampler(
 
 @pytest.mark.parametrize("endpoint", ["collector:4317", "grpc://collector:4317", "http://", ""])
 def test_an_endpoint_that_is_no_url_is_refused_before_a_model_is_loaded(endpoint: str) -> None:
-    with pytest.raises(ConfigError, match="is no URL: give --otlp-traces-endpoint one like"):
+    with pytest.raises(ConfigError, match="is not a URL: give --otlp-traces-endpoint one like"):
         check_tracing(endpoint)
 
 

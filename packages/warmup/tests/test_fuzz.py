@@ -1,7 +1,7 @@
 """Random calls of the public API: right ones, and ones with wrong types, odd values, wrong orders.
 
 The host's callables answer wrongly or raise now and then. Only errors of this package and those of
-the host leave; a refused call changes nothing; the report has every graph that stays captured; and
+the host leave; a rejected call changes nothing; the report has every graph that stays captured; and
 right calls work afterwards. `Fuzzer(seed).calls(n)` repeats a failure, which names its seed.
 """
 

@@ -178,7 +178,9 @@ def test_free_memory_of_another_type_gives_no_budget(free: Any) -> None:
 
 @pytest.mark.parametrize("setting", ["free_after_profile", "block_bytes"])
 def test_more_bytes_than_an_integer_holds_are_refused(setting: str) -> None:
-    with pytest.raises(ConfigError, match=f"{setting} must be an integer of at most"):
+    with pytest.raises(
+        ConfigError, match=f"{setting} must be an integer from 1 to 9223372036854775807"
+    ):
         MemoryPlan(**{"free_after_profile": GIB, "block_bytes": 1024, setting: 10**400})
 
 

@@ -19,10 +19,11 @@ from typing import TypeAlias
 
 import attrs
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, shown
 from trencadis.bucketing.grid import Bucket, Shape
-from trencadis.bucketing.text_files import read_text
-from trencadis.bucketing.validators import MAX_SIZE, check_instance, check_path, shown
+from trencadis.bucketing.shapes import MAX_SIZE
+from trencadis.bucketing.text_files import check_path, read_text
+from trencadis.bucketing.validators import instance_of
 
 FileShape: TypeAlias = tuple[int, int, int]
 """A line's shape: (batch, query, context blocks), or (batch, 1, blocks) for decodes."""
@@ -97,7 +98,7 @@ def write_bucket_file(
         OSError: the file cannot be written.
     """
     check_path(path)
-    check_instance("comment", comment, str)
+    instance_of(str).checked("comment", comment)
     prompts = _checked_shapes("prompt", prompt, 3)
     decodes = [(batch, 1, blocks) for batch, blocks in _checked_shapes("decode", decode, 2)]
     if not prompts and not decodes:
@@ -112,7 +113,7 @@ def write_bucket_file(
 
 
 def _checked_shapes(phase: str, buckets: Iterable[Bucket], num_axes: int) -> list[Shape]:
-    check_instance(phase, buckets, Iterable)
+    instance_of(Iterable).checked(phase, buckets)
     shapes: list[Shape] = []
     for bucket in buckets:
         if not isinstance(bucket, Bucket) or len(bucket.shape) != num_axes:

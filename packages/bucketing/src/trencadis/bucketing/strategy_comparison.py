@@ -9,17 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.bucketing.config import BucketingConfig
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, shown
 from trencadis.bucketing.rounding import IntArray
 from trencadis.bucketing.serving_grids import PromptLimits, prompt_axes
-from trencadis.bucketing.strategies import STRATEGIES, fitted_axes, padded
-from trencadis.bucketing.validators import (
+from trencadis.bucketing.shapes import checked_limits, integer_array
+from trencadis.bucketing.strategies import (
+    STRATEGIES,
     Weights,
-    check_positive,
-    check_tail,
     checked_weights,
-    integer_array,
-    shown,
+    fitted_axes,
+    padded,
 )
 
 
@@ -80,8 +79,9 @@ def compare_strategies(
         BucketingError: no rows, or rows above `maxima`; an argument of the wrong type.
     """
     maxima = _checked_maxima(maxima)
-    check_positive(step=step, **({} if budget is None else {"budget": budget}))
-    check_tail(tail)
+    (step,) = checked_limits(step=step)
+    if budget is not None:
+        (budget,) = checked_limits(budget=budget)
     rows, judged_rows = _batch_rows("seen", seen), _batch_rows("judged", judged)
     if not len(judged_rows) or judged_rows.min() < 1 or (judged_rows.max(axis=0) > maxima).any():
         raise BucketingError(
@@ -118,7 +118,7 @@ def _checked_maxima(maxima: tuple[int, int]) -> tuple[int, int]:
         raise BucketingError(
             f"maxima {shown(maxima)} are not a pair: give the largest batch and length"
         ) from None
-    check_positive(max_batch=max_batch, max_length=max_length)
+    max_batch, max_length = checked_limits(max_batch=max_batch, max_length=max_length)
     return max_batch, max_length
 
 

@@ -9,8 +9,19 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.validators import check_path
+from trencadis.bucketing.errors import BucketingError, shown
+from trencadis.bucketing.validators import instance_of
+
+
+def check_path(path: object) -> None:
+    """Raise `BucketingError` unless `path` can name a file."""
+    instance_of(str, os.PathLike).checked("path", path)
+    try:
+        encoded = os.fsencode(path)  # type: ignore[arg-type]
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        raise BucketingError(f"path {shown(path)} cannot name a file: give one that can")
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

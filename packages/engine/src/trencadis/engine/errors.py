@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import reprlib
+
 
 class EngineError(Exception):
     """Base of every error that the engine raises on purpose."""
@@ -59,7 +61,7 @@ class SlowConversation(EngineError):
 
 
 class BucketMiss(EngineError):
-    """A batch needs a shape that no bucket was warmed up for, and the engine refuses to compile it.
+    """A batch needs a shape that no bucket was warmed up for, and the engine may not compile it.
 
     The message names the shape and the setting.
     """
@@ -111,3 +113,19 @@ class SwitchFailedError(EngineError):
         super().__init__(message)
         self.step = step
         self.active = active
+
+
+class _ShortRepr(reprlib.Repr):
+    def repr_int(self, x: int, _: int) -> str:
+        # Python does not write an integer of more than 4300 digits.
+        return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
+
+
+_SHORT_REPR = _ShortRepr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxstring, _SHORT_REPR.maxother = 3, 200, 200
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: its repr, shortened. Never raises."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -125,7 +125,7 @@ class LineProcess:
         self.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        # Not multiprocessing, which would import the program's main module again, and not
+        # Not multiprocessing, which would import the caller's main module again, and not
         # ``python -m``, which would import from the working directory first. A session of its own:
         # Ctrl-C does not reach it, the end of its input ends it.
         path = [entry for entry in sys.path if entry]

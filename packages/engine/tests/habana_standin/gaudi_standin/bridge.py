@@ -295,7 +295,7 @@ class Bridge:
             )
 
     def _admit(self, func: Any, leaf: Any) -> Any:
-        """Refuse host tensors among device tensors, except where PyTorch sends them itself."""
+        """Reject host tensors among device tensors, except where PyTorch sends them itself."""
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, HPUTensor):

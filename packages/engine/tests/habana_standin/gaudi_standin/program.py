@@ -57,7 +57,7 @@ class Program:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing to compute; a view alone is no work."""
+        """Whether there is nothing to compute; a view alone is not work."""
         return all(call.kind == "view" for call in self.calls)
 
     def run(self) -> None:

@@ -115,7 +115,7 @@ def _num_recipes(operations: Sequence[fx.Node], outside: Sequence[fx.Node]) -> i
 
 
 def _computes(node: fx.Node) -> bool:
-    """Whether the node is an operation; a view of a tensor alone is no work."""
+    """Whether the node is an operation; a view of a tensor alone is not work."""
     return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
 
 

@@ -1,4 +1,4 @@
-"""What an HPU graph refuses, and which operations that concerns."""
+"""What an HPU graph rejects, and which operations that concerns."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ def _is_traced(args: Any, kwargs: Any) -> bool:
 
 
 def _trace(func: Any, args: Any, kwargs: Any) -> Any:
-    # What a factory made is no wrapper, and says itself that it is on the device.
+    # What a factory made is not a wrapper, and says itself that it is on the device.
     map_only(FakeTensor, _put_on_cpu, (args, kwargs))
     inner_args, inner_kwargs = map_only(HPUTensor, lambda t: t.buffer.value, (args, kwargs))
     if inner_kwargs.get("device") is not None:

@@ -27,14 +27,12 @@ from trencadis.kvcache.errors import (
     OutOfHostBlocks,
     OutOfMemory,
     UnknownSequence,
-    UnsupportedLayer,
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor
-from trencadis.kvcache.validators import require_paged_attention
 
 __all__ = [
     "NO_OWNER",
@@ -69,11 +67,9 @@ __all__ = [
     "RequestHasher",
     "SwapCopies",
     "UnknownSequence",
-    "UnsupportedLayer",
     "ceil_div",
     "lay_out",
     "lay_out_pairs",
-    "require_paged_attention",
     "split_to_plan_sizes",
     "warm_up_defragmenter",
 ]

@@ -22,11 +22,17 @@ from operator import index
 
 import attrs
 
-from trencadis.kvcache.config import MAX_NUM_BLOCKS, PADDING_BLOCK, as_tuple
+from trencadis.kvcache.config import (
+    DECODE_BUCKETS,
+    MAX_NUM_BLOCKS,
+    NUM_BLOCKS,
+    PADDING_BLOCK,
+    as_tuple,
+)
 from trencadis.kvcache.errors import InvalidBlock, OutOfBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex, ReuseEstimator
 from trencadis.kvcache.rounding import ceil_div
-from trencadis.kvcache.validators import require_ascending, require_between
+from trencadis.kvcache.validators import integer
 
 
 @attrs.frozen
@@ -48,19 +54,22 @@ class BlockMap:
     highest_used_block: int
 
 
+_NUM_CELLS = integer(
+    1, MAX_NUM_BLOCKS, remedy="a map has one cell or more, and a block is in one of them"
+)
+
+
 class BlockPool:
     """The device blocks 1 to ``num_blocks - 1``; block 0 is the padding block.
 
     ``prefix_index`` maps known content to blocks, ``reuse`` measures prefix hits. An operation
     takes O(1) per block; an eviction also looks once at each decode bucket. Raises `InvalidSetting`
-    for a number of blocks or decode buckets that `CacheConfig` refuses.
+    for a number of blocks or decode buckets that `CacheConfig` rejects.
     """
 
     def __init__(self, num_blocks: int, decode_buckets: Sequence[int] = ()) -> None:
-        remedy = "block 0 is the padding block; for a larger cache use larger blocks"
-        require_between("num_blocks", num_blocks, 2, MAX_NUM_BLOCKS, remedy)
-        decode_buckets = as_tuple(decode_buckets)
-        require_ascending("decode_buckets", decode_buckets)
+        num_blocks = NUM_BLOCKS.checked("num_blocks", num_blocks)
+        decode_buckets = DECODE_BUCKETS.checked("decode_buckets", as_tuple(decode_buckets))
         self.num_blocks = num_blocks
         self.prefix_index = PrefixIndex()
         self.reuse = ReuseEstimator(num_blocks)
@@ -139,6 +148,10 @@ class BlockPool:
             self._used.remove(block)
             self._add_free_block(block)
 
+    def forget(self, block: int) -> None:
+        """Take a used block out of the prefix index, because its content is about to change."""
+        self.prefix_index.drop(self.as_block(block))
+
     def relocate(self, src: int, dst: int, *, keep: bool) -> None:
         """Move the references and the known content of the used block ``src`` to the free ``dst``.
 
@@ -185,10 +198,9 @@ class BlockPool:
 
         Takes O(num_blocks / 512 + max_cells). Raises `InvalidSetting` for less than one cell.
         """
-        remedy = "a map has one cell or more, and a block is in one of them"
-        require_between("max_cells", max_cells, 1, MAX_NUM_BLOCKS, remedy)
+        max_cells = _NUM_CELLS.checked("max_cells", max_cells)
         first, end = PADDING_BLOCK + 1, self.num_blocks
-        blocks_per_cell = ceil_div(end - first, index(max_cells))
+        blocks_per_cell = ceil_div(end - first, max_cells)
         used, cached = [], []
         for start in range(first, end, blocks_per_cell):
             stop = min(start + blocks_per_cell, end)
@@ -269,7 +281,7 @@ class BlockPool:
             self._empty.add(block)
 
     def as_block(self, block: int) -> int:
-        """The id as an int. Raises `InvalidBlock` for an id that is no block of this pool."""
+        """The id as an int. Raises `InvalidBlock` for an id that is not a block of this pool."""
         try:
             number = index(block)
         except TypeError:

@@ -9,12 +9,22 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import attrs
 
-from trencadis.kvcache import validators
 from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.validators import (
+    Validator,
+    boolean,
+    instance_of,
+    integer,
+    is_finite,
+    is_integer,
+    number,
+    plain_number,
+)
 
 PADDING_BLOCK = 0
 """The block that padded positions of a batch write to and read from. It is never allocated."""
@@ -35,11 +45,39 @@ logger = logging.getLogger(__name__)
 
 
 def as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
-    """``numbers`` as a tuple. What gives no tuple is left for the validator to refuse."""
+    """``numbers`` as a tuple. What gives no tuple is left for the validator."""
     try:
-        return tuple(numbers)
+        return tuple(map(plain_number, numbers))
     except (TypeError, OverflowError):
         return numbers  # type: ignore[return-value]
+
+
+def _is_power_of_two(value: object) -> bool:
+    return is_integer(value) and value > 0 and not value & (value - 1)
+
+
+def _is_ascending(value: object) -> bool:
+    return (
+        isinstance(value, tuple)
+        and all(is_integer(number) and number > 0 for number in value)
+        and all(low < high for low, high in pairwise(value))
+    )
+
+
+NUM_BLOCKS = integer(
+    2,
+    MAX_NUM_BLOCKS,
+    remedy="block 0 is the padding block, so only a second block can hold tokens; for a larger "
+    "cache use larger blocks",
+)
+NUM_HOST_BLOCKS = integer(
+    0, MAX_NUM_BLOCKS, remedy="0 turns swapping off; for more host memory use larger blocks"
+)
+DECODE_BUCKETS = Validator(
+    "positive and strictly ascending",
+    _is_ascending,
+    remedy="pass each block count of the decode grid once, in ascending order",
+)
 
 
 @attrs.frozen(kw_only=True)
@@ -50,21 +88,22 @@ class CacheConfig:
     """
 
     num_blocks: int = attrs.field(
-        validator=validators.between(
-            2,
-            MAX_NUM_BLOCKS,
-            "block 0 is the padding block, so only a second block can hold tokens; for a larger "
-            "cache use larger blocks",
-        ),
+        validator=NUM_BLOCKS,
         metadata={"help": "Number of device blocks, the padding block 0 included."},
     )
     block_size: int = attrs.field(
-        validator=validators.power_of_two(MAX_BLOCK_SIZE),
+        validator=Validator(
+            "a power of two", _is_power_of_two, 1, MAX_BLOCK_SIZE, remedy="use 16, 32, 64 or 128"
+        ),
         metadata={"help": "Size of a block in tokens, a power of two."},
     )
     watermark: float = attrs.field(
         default=0.01,
-        validator=validators.fraction,
+        validator=Validator(
+            "a finite number of at least 0 and below 1",
+            lambda share: is_finite(share) and 0 <= share < 1,
+            remedy="0.01 is usual",
+        ),
         metadata={
             "help": "Share of the device blocks (0 to 1) that stays free for running sequences "
             "when a prompt is admitted."
@@ -72,20 +111,18 @@ class CacheConfig:
     )
     num_host_blocks: int = attrs.field(
         default=0,
-        validator=validators.between(
-            0, MAX_NUM_BLOCKS, "0 turns swapping off; for more host memory use larger blocks"
-        ),
+        validator=NUM_HOST_BLOCKS,
         metadata={"help": "Number of host blocks for swapped sequences, 0 for no swapping."},
     )
     enable_prefix_caching: bool = attrs.field(
         default=True,
-        validator=validators.boolean,
+        validator=boolean(),
         metadata={"help": "Whether prompts share the blocks of a common prefix."},
     )
     decode_buckets: tuple[int, ...] = attrs.field(
         default=(),
         converter=as_tuple,
-        validator=validators.ascending,
+        validator=DECODE_BUCKETS,
         metadata={
             "help": "Prefix lengths in blocks that decode graphs exist for; set them only for a "
             "runtime without a defragmenter."
@@ -105,12 +142,12 @@ class DefragConfig:
 
     enabled: bool = attrs.field(
         default=True,
-        validator=validators.boolean,
+        validator=boolean(),
         metadata={"help": "Defragment.", "env": "VLLM_DEFRAG"},
     )
     warm_up: bool = attrs.field(
         default=True,
-        validator=validators.boolean,
+        validator=boolean(),
         metadata={
             "help": "Run each plan size once before serving; a host reads it.",
             "env": "VLLM_DEFRAG_WARMUP",
@@ -118,7 +155,7 @@ class DefragConfig:
     )
     threshold: int = attrs.field(
         default=32,
-        validator=validators.not_negative,
+        validator=number(0),
         metadata={
             "help": "Defragment when the highest used block is more than this number of blocks "
             "above the number of used blocks.",
@@ -127,7 +164,7 @@ class DefragConfig:
     )
     debug: bool = attrs.field(
         default=False,
-        validator=validators.boolean,
+        validator=boolean(),
         metadata={
             "help": "Log every defragmentation. The variable is a comma-separated list; the word "
             "defrag in it sets this.",
@@ -136,7 +173,7 @@ class DefragConfig:
     )
     keep_from: float = attrs.field(
         default=0.05,
-        validator=validators.not_negative,
+        validator=number(0),
         metadata={
             "help": "Reuse probability from which cached content is kept: 0 keeps all content, a "
             "value above 1 keeps none."
@@ -151,7 +188,7 @@ class DefragConfig:
         blank, leaves the default. Raises `InvalidSetting`, which names the variable and its value.
         """
         environ = os.environ if environ is None else environ
-        validators.require_instance("environ", environ, Mapping)
+        instance_of(Mapping).checked("environ", environ)
         for name in IGNORED_VARIABLES:
             if environ.get(name, "").strip():
                 logger.warning(

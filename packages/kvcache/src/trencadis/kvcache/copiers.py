@@ -1,8 +1,9 @@
 """Zeroed memory, and the copiers of its blocks on the CPU and on accelerators. Needs torch.
 
-``words`` is the device memory, ``[2 * layers, num_blocks, n]``, and ``layers`` in its place
-``2 * layers`` tensors of token rows, ``[num_blocks * block_size, ...]``. ``host`` is the host
-memory, ``[num_host_blocks, 2 * layers, n]``, of the same dtype. `trencadis.kvcache.tensors`
+A part is the keys or the values of a layer. ``words`` is the device memory of parts,
+``[parts, num_blocks, n]``, and ``layers`` in its place a tensor of token rows for each,
+``[num_blocks * block_size, ...]``. ``host`` is the host memory, ``[num_host_blocks, parts, n]``, of
+the same dtype. `trencadis.kvcache.tensors`
 explains these shapes and checks the block ids.
 """
 
@@ -116,7 +117,7 @@ class StagedCopier:
         return torch.tensor(list(ids)).to(self._device, non_blocking=True)
 
     def _gather(self, ids: torch.Tensor) -> torch.Tensor:
-        """The blocks in the shape of the host memory: ``[len(ids), 2 * layers, n]``."""
+        """The blocks in the shape of the host memory: ``[len(ids), parts, n]``."""
         return self._blocks.index_select(0, ids)
 
     def _scatter(self, ids: torch.Tensor, staged: torch.Tensor) -> None:
@@ -233,7 +234,7 @@ def zeros(
     if small_pages or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(*shape, dtype=dtype, device=device, pin_memory=pinned)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    # A kernel without huge pages refuses the advice. The memory is usable in small pages.
+    # A kernel without huge pages rejects the advice. The memory is usable in small pages.
     with suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8).view(dtype).view(*shape)

@@ -17,7 +17,9 @@ import numpy.typing as npt
 
 from trencadis.kvcache.config import MAX_BLOCK_SIZE, PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidSetting
-from trencadis.kvcache.validators import require_at_least, require_between
+from trencadis.kvcache.validators import integer
+
+_BLOCK_SIZE = integer(1, MAX_BLOCK_SIZE, remedy="pass that of the cache")
 
 NO_OWNER = -1
 """The owner of a block that no row of the batch reads."""
@@ -70,7 +72,7 @@ def lay_out(
     needed = int(blocks.max(initial=0)) + 1
     if num_blocks is not None:
         remedy = f"pass at least {needed}"
-        require_at_least("num_blocks", num_blocks, 1, remedy)
+        num_blocks = integer(1, remedy=remedy).checked("num_blocks", num_blocks)
         if num_blocks < needed:
             raise InvalidSetting(
                 f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"
@@ -101,7 +103,7 @@ def _pairs(
     block_tables: Sequence[Int32Array], num_tokens: Sequence[int], block_size: int
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Block, row and slots of each (block, row) pair, row after row. Checks the arguments."""
-    require_between("block_size", block_size, 1, MAX_BLOCK_SIZE, "pass that of the cache")
+    block_size = _BLOCK_SIZE.checked("block_size", block_size)
     lengths, blocks, tokens = _as_arrays(block_tables, num_tokens)
     slots_of_last = tokens - (lengths - 1) * block_size
     incomplete = np.flatnonzero((lengths < 1) | (slots_of_last < 1) | (slots_of_last > block_size))

@@ -18,7 +18,7 @@ from trencadis.kvcache.config import MAX_NUM_BLOCKS, DefragConfig
 from trencadis.kvcache.copy_plan import PLAN_SIZES, BlockCopy, Copies, pad_copies, plan_size
 from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.manager import BlockManager
-from trencadis.kvcache.validators import require_at_least, require_between, require_instance
+from trencadis.kvcache.validators import instance_of, integer
 
 logger = logging.getLogger(__name__)
 
@@ -59,9 +59,9 @@ class Defragmenter:
     """
 
     def __init__(self, manager: BlockManager, config: DefragConfig | None = None) -> None:
-        require_instance("manager", manager, BlockManager)
+        instance_of(BlockManager).checked("manager", manager)
         self.config = DefragConfig() if config is None else config
-        require_instance("config", self.config, DefragConfig)
+        instance_of(DefragConfig).checked("config", self.config)
         self.num_moved = 0
         self._manager = manager
 
@@ -139,14 +139,14 @@ def warm_up_defragmenter(
     Raises `InvalidSetting` for sizes below two, which cannot hold an exchange. An error of ``copy``
     is passed on.
     """
-    require_at_least("num_blocks", num_blocks, 0, "pass the number of blocks of the cache")
-    require_instance("sizes", sizes, Sequence)
-    for size in sizes:
-        remedy = "pass the plan sizes that the device compiles"
-        require_between("size", size, 2, MAX_NUM_BLOCKS, remedy)
+    remedy = "pass the number of blocks of the cache"
+    num_blocks = integer(0, remedy=remedy).checked("num_blocks", num_blocks)
+    plan_size = integer(2, MAX_NUM_BLOCKS, remedy="pass the plan sizes that the device compiles")
+    instance_of(Sequence).checked("sizes", sizes)
+    sizes = [plan_size.checked("size", size) for size in sizes]
     if not callable(copy):
         raise InvalidSetting(f"copy must be callable, got {copy!r}: pass KVCache.copy")
-    logger.info("Warming up defragmenter with thresholds: %s", list(sizes))
+    logger.info("Warming up defragmenter with thresholds: %s", sizes)
     if num_blocks < 2:
         logger.warning("Skipping defragmenter warmup, insufficient blocks (%d)", num_blocks)
         return False

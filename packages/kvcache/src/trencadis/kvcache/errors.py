@@ -5,13 +5,19 @@ Every operation checks before it changes anything, so an operation that raises c
 
 from __future__ import annotations
 
+import reprlib
+
 
 class KVCacheError(Exception):
     """Base class of the errors that this package defines."""
 
 
 class InvalidSetting(KVCacheError, ValueError):
-    """A setting or an argument is out of range or of a wrong type."""
+    """A setting or an argument, ``field``, is out of range or of a wrong type."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class OutOfMemory(KVCacheError, MemoryError):
@@ -54,5 +60,17 @@ class NotSwapped(KVCacheError):
     """The sequence cannot be swapped in: it is on the device, or its swap out is not complete."""
 
 
-class UnsupportedLayer(KVCacheError, ValueError):
-    """A layer has a state that block copies would corrupt (sliding window, state space)."""
+class _ShortRepr(reprlib.Repr):
+    def repr_int(self, x: int, _: int) -> str:
+        # Python does not write an integer of more than 4300 digits.
+        return repr(x) if x.bit_length() <= 256 else f"an integer of {x.bit_length()} bits"
+
+
+_SHORT_REPR = _ShortRepr()
+_SHORT_REPR.maxlevel, _SHORT_REPR.maxstring, _SHORT_REPR.maxother = 3, 200, 200
+
+
+def shown(value: object) -> str:
+    """A value as a message shows it: its repr, shortened. Never raises."""
+    text = _SHORT_REPR.repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."

@@ -14,7 +14,13 @@ from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import CacheConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, OutOfBlocks
-from trencadis.kvcache.prefix_cache import PrefixCache, PrefixKeys, RequestHasher, as_token_array
+from trencadis.kvcache.prefix_cache import (
+    PREFIX_KEYS,
+    PrefixCache,
+    PrefixKeys,
+    RequestHasher,
+    as_token_array,
+)
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import (
     BlockIds,
@@ -23,8 +29,10 @@ from trencadis.kvcache.sequences import (
     SequenceTable,
 )
 from trencadis.kvcache.swapper import HostBlockPool, Swapper
-from trencadis.kvcache.transfers import BandwidthGovernor
-from trencadis.kvcache.validators import as_integer, require_finite, require_instance
+from trencadis.kvcache.transfers import TIME, BandwidthGovernor
+from trencadis.kvcache.validators import instance_of, integer
+
+_NUM_TOKENS = integer(0, remedy="pass a number of tokens")
 
 
 class AllocStatus(Enum):
@@ -59,17 +67,17 @@ class BlockManager:
         hasher: RequestHasher | None = None,
         governor: BandwidthGovernor | None = None,
     ) -> None:
-        require_instance("config", config, CacheConfig)
+        instance_of(CacheConfig).checked("config", config)
         self.config = config
         self.hasher = RequestHasher(config.block_size) if hasher is None else hasher
-        require_instance("hasher", self.hasher, RequestHasher)
+        instance_of(RequestHasher).checked("hasher", self.hasher)
         if self.hasher.block_size != config.block_size:
             raise InvalidSetting(
                 f"the hasher has blocks of {self.hasher.block_size} tokens and the cache blocks of "
                 f"{config.block_size}: make the hasher with the block size of the cache"
             )
         if governor is not None:
-            require_instance("governor", governor, BandwidthGovernor)
+            instance_of(BandwidthGovernor).checked("governor", governor)
         self.pool = BlockPool(config.num_blocks, config.decode_buckets)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
@@ -99,13 +107,17 @@ class BlockManager:
         """The number of slots of a sequence."""
         return len(self._sequences.find(seq_id).token_ids)
 
+    def num_computed_tokens(self, seq_id: int) -> int:
+        """The number of slots of a sequence that `mark_computed` has recorded."""
+        return self._sequences.find(seq_id).num_computed_tokens
+
     def is_resident(self, seq_id: int) -> bool:
         """Whether all computed blocks of a sequence are on the device, so that it can run."""
         return self._sequences.find(seq_id).is_resident
 
     def num_cached_prefix_blocks(self, prefix_keys: PrefixKeys) -> int:
         """The number of leading full blocks of a request that are in the prefix cache."""
-        require_instance("prefix_keys", prefix_keys, PrefixKeys)
+        PREFIX_KEYS.checked("prefix_keys", prefix_keys)
         return len(self.pool.prefix_index.match(prefix_keys.blocks))
 
     def can_allocate(
@@ -152,7 +164,7 @@ class BlockManager:
         Only sequences with equal ``extra_keys`` (adapter id, cache salt) share blocks;
         ``prefix_keys`` contain their extra keys. See `RequestHasher` for the types of extra keys.
         Raises `DuplicateSequence`, `OutOfBlocks`, or `InvalidSetting` for an empty prompt, for
-        token ids that are no 32-bit integers, and for prefix keys of other tokens or extra keys.
+        token ids that are not 32-bit integers, and for prefix keys of other tokens or extra keys.
         """
         self._sequences.require_new(seq_id)
         if self._num_prompt_blocks(token_ids) > self.pool.num_usable_blocks:
@@ -187,7 +199,7 @@ class BlockManager:
         """
         sequence = self._sequences.resident(seq_id)
         if type(num_tokens) is not int or num_tokens < 0:
-            num_tokens = _as_num_tokens(num_tokens)
+            num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
         if num_tokens > len(sequence.token_ids):
             raise InvalidSetting(
                 f"sequence {seq_id} has {len(sequence.token_ids)} slots, so {num_tokens} tokens "
@@ -210,7 +222,7 @@ class BlockManager:
         """
         sequence = self._sequences.resident(seq_id)
         if type(num_tokens) is not int or num_tokens < 0:
-            num_tokens = _as_num_tokens(num_tokens)
+            num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
         return sum(self._append_needs(sequence, num_tokens))
 
     def append(self, seq_id: int, token_ids: Sequence[int]) -> Copies:
@@ -218,7 +230,7 @@ class BlockManager:
 
         Returns the copy to carry out before the forward pass: a copy-on-write if the last block is
         partial and shared with a fork. Raises `OutOfBlocks`, or `InvalidSetting` for token ids that
-        are no 32-bit integers.
+        are not 32-bit integers.
         """
         sequence = self._sequences.resident(seq_id)
         tokens = as_token_array(token_ids)
@@ -232,6 +244,46 @@ class BlockManager:
                 sequence.block_table.append(self._references.allocate(sequence, position))
         sequence.token_ids.extend(tokens)
         return copies
+
+    def set_last_token(self, seq_id: int, token_id: int) -> None:
+        """Replace the token of the last slot, which is not marked as computed yet.
+
+        For a slot that was appended before its token was known, with any token id: prefix keys are
+        computed when a block is marked as computed. Raises `InvalidSetting` for a computed slot.
+        """
+        sequence = self._sequences.resident(seq_id)
+        last = len(sequence.token_ids) - 1
+        if sequence.num_computed_tokens > last:
+            raise InvalidSetting(
+                f"slot {last} of sequence {seq_id} is marked as computed, so its token is final: "
+                "set it before mark_computed"
+            )
+        (sequence.token_ids[last],) = as_token_array((token_id,))
+
+    def truncate(self, seq_id: int, num_tokens: int) -> None:
+        """Give back the slots of a sequence on the device past the first ``num_tokens``.
+
+        For tokens that were appended ahead and do not stay, such as rejected drafts. Their blocks
+        are released. Raises `InvalidSetting` for less than one token or more than there are.
+        """
+        sequence = self._sequences.resident(seq_id)
+        num_slots = len(sequence.token_ids)
+        num_tokens = integer(1, remedy="one slot must stay").checked("num_tokens", num_tokens)
+        if num_tokens > num_slots:
+            raise InvalidSetting(
+                f"num_tokens must be at most the {num_slots} slots of sequence {seq_id}, got "
+                f"{num_tokens}: append adds slots"
+            )
+        del sequence.token_ids[num_tokens:]
+        sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
+        for _ in range(len(sequence.block_table) - ceil_div(num_tokens, self._block_size)):
+            self._references.release_last(sequence)
+        num_full = num_tokens // self._block_size
+        if sequence.keys is not None and len(sequence.keys) > num_full:
+            del sequence.keys[num_full:]
+            # The rest of the last block is written again, so no later prompt may share it.
+            if num_tokens % self._block_size:
+                self.pool.forget(sequence.block_table.last())
 
     def fork(self, parent_id: int, child_id: int) -> None:
         """Create ``child_id`` as a copy of ``parent_id``, on the device, that shares its blocks.
@@ -283,7 +335,7 @@ class BlockManager:
         Raises `OutOfHostBlocks`, `DuplicateSequence`, or `InvalidSetting` for a time that is not
         finite.
         """
-        require_finite("now", now)
+        now = TIME.checked("now", now)
         self._swapper.swap_out(self._sequences.all_resident(seq_ids))
         return self._swapper.admit_outgoing(now)
 
@@ -307,7 +359,7 @@ class BlockManager:
         returned. Raises `OutOfBlocks`, `DuplicateSequence`, `NotSwapped` (also while the swap out
         is not complete), or `InvalidSetting` for a time that is not finite.
         """
-        require_finite("now", now)
+        now = TIME.checked("now", now)
         self._swapper.swap_in(self._sequences.all_swapped(seq_ids))
         return self._swapper.admit_incoming(now)
 
@@ -321,7 +373,7 @@ class BlockManager:
 
         Raises `InvalidSetting` for a time that is not finite.
         """
-        require_finite("now", now)
+        now = TIME.checked("now", now)
         if not (self._swapper.outgoing or self._swapper.incoming):
             return _NO_SWAPS
         return SwapCopies(self._swapper.admit_outgoing(now), self._swapper.admit_incoming(now))
@@ -335,7 +387,7 @@ class BlockManager:
         source; the content of other destinations is evicted. Raises `InvalidBlock`.
         """
         moves = as_block_copies(moves)
-        require_instance("keep", keep, (set, frozenset, list, tuple))
+        instance_of(set, frozenset, list, tuple).checked("keep", keep)
         kept = {self.pool.as_block(block) for block in keep}
         if len({block for move in moves for block in move}) < 2 * len(moves):
             raise InvalidBlock(f"a block occurs twice in {moves}: move each block once")
@@ -383,7 +435,3 @@ class BlockManager:
         if num_tokens <= num_free_slots:
             return copies_last, 0
         return copies_last, ceil_div(num_tokens - num_free_slots, self._block_size)
-
-
-def _as_num_tokens(value: object) -> int:
-    return as_integer("num_tokens", value, "pass a number of tokens", minimum=0)

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from math import isnan
 
 from trencadis.kvcache.errors import InvalidSetting
-from trencadis.kvcache.validators import require_at_least, require_instance
+from trencadis.kvcache.validators import instance_of, integer
 
 ID_TYPECODE = "i"
 """`array` typecode of token ids: 32-bit signed integers."""
@@ -86,14 +86,17 @@ class PrefixKeys:
     __slots__ = ("blocks", "extra")
 
     def __init__(self, blocks: Sequence[BlockKey], extra: bytes) -> None:
-        require_instance("blocks", blocks, Sequence)
-        require_instance("extra", extra, bytes)
+        instance_of(Sequence).checked("blocks", blocks)
+        instance_of(bytes).checked("extra", extra)
         if any(not isinstance(key, BlockKey) or key.extra != extra for key in blocks):
             raise InvalidSetting(
                 "blocks must be keys with the same extra keys: use RequestHasher to make them"
             )
         self.blocks = tuple(blocks)
         self.extra = extra
+
+
+PREFIX_KEYS = instance_of(PrefixKeys)
 
 
 class RequestHasher:
@@ -105,10 +108,10 @@ class RequestHasher:
     """
 
     def __init__(self, block_size: int, digest: Digest = blake2b_digest) -> None:
-        require_at_least("block_size", block_size, 1, "pass the block size of the cache")
+        positive = integer(1, remedy="pass the block size of the cache")
         if not callable(digest):
             raise InvalidSetting(f"digest must be callable, got {digest!r}: pass a function")
-        self.block_size = block_size
+        self.block_size: int = positive.checked("block_size", block_size)
         self._digest = digest
 
     def __call__(self, token_ids: Sequence[int], extra_keys: Sequence[Hashable] = ()) -> PrefixKeys:
@@ -116,7 +119,7 @@ class RequestHasher:
 
         Two requests share blocks only if their ``extra_keys`` have equal types and values. Extra
         keys are strings, bytes, numbers, booleans, None, and tuples of these. Raises
-        `InvalidSetting` for others, and for token ids that are no 32-bit integers.
+        `InvalidSetting` for others, and for token ids that are not 32-bit integers.
         """
         tokens = as_token_array(token_ids)
         return self.extended(PrefixKeys((), encode_extra_keys(extra_keys)), tokens)
@@ -126,7 +129,7 @@ class RequestHasher:
 
         Raises `InvalidSetting` if ``prefix_keys`` do not belong to the first of these tokens.
         """
-        require_instance("prefix_keys", prefix_keys, PrefixKeys)
+        PREFIX_KEYS.checked("prefix_keys", prefix_keys)
         num_covered = len(prefix_keys.blocks) * self.block_size
         covered = b"".join(key.tokens for key in prefix_keys.blocks)
         if covered != tokens[:num_covered].tobytes():
@@ -350,7 +353,7 @@ class PrefixCache:
         extra = encode_extra_keys(extra_keys)
         if prefix_keys is None:
             prefix_keys = PrefixKeys((), extra)
-        require_instance("prefix_keys", prefix_keys, PrefixKeys)
+        PREFIX_KEYS.checked("prefix_keys", prefix_keys)
         if extra and extra != prefix_keys.extra:
             raise InvalidSetting(
                 "prefix_keys were computed with other extra keys: hash the request again"

@@ -21,9 +21,11 @@ from trencadis.kvcache.errors import (
     UnknownSequence,
 )
 from trencadis.kvcache.prefix_cache import BlockKey
-from trencadis.kvcache.validators import as_integer
+from trencadis.kvcache.validators import integer
 
 BlockIds = npt.NDArray[np.int32]
+
+_SEQ_ID = integer(remedy="number the sequences")
 
 
 class BlockTable:
@@ -52,6 +54,13 @@ class BlockTable:
         self._array[self._len] = block
         self._len += 1
         self._update_view()
+
+    def pop(self) -> int:
+        """Remove the last block and return it."""
+        block = self.last()
+        self._len -= 1
+        self._update_view()
+        return block
 
     def replace(self, position: int, block: int) -> None:
         """Set the block at ``position``. Existing views show the new block too."""
@@ -131,7 +140,7 @@ class SequenceTable(dict[int, SequenceState]):
 
     def require_new(self, seq_id: int) -> None:
         """Raises `DuplicateSequence` for an id in use, and `InvalidSetting` for no integer."""
-        as_integer("seq_id", seq_id, "number the sequences")
+        _SEQ_ID.checked("seq_id", seq_id)
         if seq_id in self:
             raise DuplicateSequence(f"sequence {seq_id} already has blocks: free it first")
 
@@ -239,6 +248,10 @@ class BlockReferences:
         """Remove a sequence's reference. Raises `InvalidBlock`."""
         self.pool.release(block)
         self.detach(block, sequence)
+
+    def release_last(self, sequence: SequenceState) -> None:
+        """Remove the last block of a sequence's table, and its reference."""
+        self.release(sequence.block_table.pop(), sequence)
 
     def release_all(self, sequence: SequenceState) -> None:
         """Release the blocks of a sequence, the last block first.

@@ -11,14 +11,13 @@ from collections.abc import Mapping, Sequence
 from operator import index
 
 from trencadis.kvcache.block_pool import BlockBitmap
-from trencadis.kvcache.config import MAX_NUM_BLOCKS
+from trencadis.kvcache.config import NUM_HOST_BLOCKS
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import InvalidBlock, NotSwapped, OutOfBlocks, OutOfHostBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.sequences import BlockReferences, BlockTable, SequenceState
 from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue
-from trencadis.kvcache.validators import require_between
 
 
 class HostBlockPool:
@@ -26,16 +25,14 @@ class HostBlockPool:
 
     Swapped sequences that share a block share one host block. A block without references is free
     and its content is lost. Raises `InvalidSetting` for a number of blocks that `CacheConfig`
-    refuses.
+    rejects.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        remedy = "for more host memory use larger blocks"
-        require_between("num_blocks", num_blocks, 0, MAX_NUM_BLOCKS, remedy)
-        self.num_blocks = num_blocks
-        self._free = BlockBitmap(num_blocks)
-        self._free.add_range(0, num_blocks)
-        self._ref_counts = [0] * num_blocks
+        self.num_blocks: int = NUM_HOST_BLOCKS.checked("num_blocks", num_blocks)
+        self._free = BlockBitmap(self.num_blocks)
+        self._free.add_range(0, self.num_blocks)
+        self._ref_counts = [0] * self.num_blocks
         self._prefix_index = PrefixIndex()
 
     @property

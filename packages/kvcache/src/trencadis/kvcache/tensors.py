@@ -1,19 +1,19 @@
 """The memory of the cache, and the block copies on it. Needs torch.
 
-The keys and values of all layers are one tensor, ``[2, layers, num_blocks, kv_heads, block_size,
-head_dim]``. So one operation copies a block in every layer, and the keys and the values of each
-layer are contiguous views.
+A part is the keys or the values of a layer. All parts of equal heads and width are one tensor,
+``[parts, num_blocks, kv_heads, block_size, width]``; most models have one. So one operation copies
+a block in every layer, and each part is a contiguous view.
 
 Heads come before positions because decode attention multiplies, for each block and kv head, the
-queries with a ``[block_size, head_dim]`` matrix. In this order ``cache[:n]`` is the batch of these
+queries with a ``[block_size, width]`` matrix. In this order ``cache[:n]`` is the batch of these
 matrices: flattening over block and head needs no copy. With positions first, every step would have
 to transpose all that it reads.
 
-On Gaudi an update in place is fast only where it writes whole rows of a tensor that is no view.
-There the keys and the values of each layer are separate tensors with a row for each token
-(``token_rows``), ``[num_blocks * block_size, kv_heads, head_dim]``, written by ``index_copy_``.
+On Gaudi an update in place is fast only where it writes whole rows of a tensor that is not a view.
+There each part is a tensor of its own with a row for each token (``token_rows``),
+``[num_blocks * block_size, kv_heads, width]``, written by ``index_copy_``.
 
-The host side is block-major, ``[num_host_blocks, 2 * layers, ...]``. No attention reads it, and a
+The host side is block-major, ``[num_host_blocks, parts, ...]``. No attention reads it, and a
 block or a run of blocks is one contiguous transfer between host and device.
 """
 
@@ -22,9 +22,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from math import prod
 
+import attrs
+
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, Direction, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra, OutOfMemory
-from trencadis.kvcache.validators import require_at_least, require_bool, require_instance
+from trencadis.kvcache.validators import boolean, instance_of, integer, is_integer
 
 try:
     import torch
@@ -37,75 +39,103 @@ except ModuleNotFoundError as error:
     ) from error
 
 
-def bytes_per_block(
-    *, num_layers: int, kv_heads: int, block_size: int, head_dim: int, dtype: torch.dtype
-) -> int:
+_POSITIVE = integer(1, remedy="pass a positive size")
+
+
+@attrs.frozen
+class LayerShape:
+    """What a layer keeps of each token: ``kv_heads`` keys of ``key_width`` numbers, and as many
+    values of ``value_width``."""
+
+    kv_heads: int
+    key_width: int
+    value_width: int
+
+
+def bytes_per_block(layers: Sequence[LayerShape], *, block_size: int, dtype: torch.dtype) -> int:
     """The bytes of one block in all layers, keys and values together."""
-    return 2 * num_layers * kv_heads * block_size * head_dim * dtype.itemsize
+    per_token = sum(each.kv_heads * (each.key_width + each.value_width) for each in layers)
+    return per_token * block_size * dtype.itemsize
 
 
 class KVCache:
-    """The key and value vectors of every layer in blocks, initially zero.
+    """The key and value vectors of ``layers`` in blocks, initially zero.
 
     ``num_blocks`` includes the padding block 0. ``num_host_blocks`` is the number of host blocks
     for swapped sequences, in pinned memory on devices that support it. Swaps run on their own
     stream on devices with streams, so call `wait` before the next forward pass.
     ``token_rows`` allocates a tensor for the keys and one for the values of each layer, with a row
-    for each slot; without it, ``data`` is the one tensor of all layers. Raises `InvalidSetting` for
-    a size below one or another wrong argument, and `OutOfMemory` if the memory cannot be allocated.
+    for each slot. Raises `InvalidSetting` for a size below one or another wrong argument, and
+    `OutOfMemory` if the memory cannot be allocated.
     """
 
     def __init__(
         self,
         *,
-        num_layers: int,
+        layers: Sequence[LayerShape],
         num_blocks: int,
-        kv_heads: int,
         block_size: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         num_host_blocks: int = 0,
         token_rows: bool = False,
     ) -> None:
-        sizes = {
-            "num_layers": num_layers,
-            "num_blocks": num_blocks,
-            "kv_heads": kv_heads,
-            "block_size": block_size,
-            "head_dim": head_dim,
-        }
-        for name, size in sizes.items():
-            require_at_least(name, size, 1, "pass a positive size")
-        require_at_least("num_host_blocks", num_host_blocks, 0, "0 turns swapping off")
-        require_instance("dtype", dtype, torch.dtype)
-        require_bool("token_rows", token_rows)
-        self.num_layers = num_layers
+        instance_of(list, tuple).checked("layers", layers)
+        _POSITIVE.checked("len(layers)", len(layers))
+        for layer in layers:
+            instance_of(LayerShape).checked("layers", layer)
+            for name in LayerShape.__annotations__:
+                _POSITIVE.checked(name, getattr(layer, name))
+        num_blocks = _POSITIVE.checked("num_blocks", num_blocks)
+        block_size = _POSITIVE.checked("block_size", block_size)
+        not_negative = integer(0, remedy="0 turns swapping off")
+        num_host_blocks = not_negative.checked("num_host_blocks", num_host_blocks)
+        instance_of(torch.dtype).checked("dtype", dtype)
+        boolean().checked("token_rows", token_rows)
+        self.num_layers = len(layers)
         self.num_blocks = num_blocks
         self.num_host_blocks = num_host_blocks
         self.block_size = block_size
         self.device = _as_device(device)
-        shape = (2, *sizes.values())
-        num_parts = 2 * num_layers
-        if token_rows:
-            rows = (num_blocks * block_size, kv_heads, head_dim)
-            self._parts = tuple(
-                _allocate("num_blocks", num_blocks, rows, dtype, self.device)
-                for _ in range(num_parts)
-            )
-            words = [_as_words(part) for part in self._parts]
-            self._host = self._host_memory(words[0], block_size * words[0][0].numel())
-            self._copier: DirectCopier | StagedCopier = RowCopier(words, self._host, block_size)
-        else:
-            self.data = _allocate("num_blocks", num_blocks, shape, dtype, self.device)
-            self._parts = self.data.flatten(0, 1).unbind()
-            blocks = _as_words(self.data.view(num_parts, num_blocks, -1))
-            self._host = self._host_memory(blocks, blocks.shape[2])
-            self._copier = copier_for(blocks, self._host)
+        widths = [(each.kv_heads, each.key_width) for each in layers]
+        widths += ((each.kv_heads, each.value_width) for each in layers)
+        parts: dict[int, torch.Tensor] = {}
+        self._copiers: list[DirectCopier | StagedCopier] = []
+        for heads, width in dict.fromkeys(widths):
+            numbers = [number for number, each in enumerate(widths) if each == (heads, width)]
+            allocate = self._rows if token_rows else self._blocks
+            parts |= zip(numbers, allocate(len(numbers), heads, width, dtype), strict=True)
+        self._parts = [parts[number] for number in range(len(widths))]
 
-    def _host_memory(self, words: torch.Tensor, words_per_block: int) -> torch.Tensor:
-        """The host blocks, in the dtype of the device's ``words``."""
-        shape = (self.num_host_blocks, 2 * self.num_layers, words_per_block)
+    def _blocks(
+        self, num_parts: int, heads: int, width: int, dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Parts that are views of one tensor, and their copier."""
+        shape = (num_parts, self.num_blocks, heads, self.block_size, width)
+        memory = _allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
+        words = _as_words(memory.view(num_parts, self.num_blocks, -1))
+        self._copiers.append(copier_for(words, self._host_memory(words, num_parts, words.shape[2])))
+        return memory.unbind()
+
+    def _rows(
+        self, num_parts: int, heads: int, width: int, dtype: torch.dtype
+    ) -> Sequence[torch.Tensor]:
+        """Parts with a row for each token, and their copier."""
+        shape = (self.num_blocks * self.block_size, heads, width)
+        parts = [
+            _allocate("num_blocks", self.num_blocks, shape, dtype, self.device)
+            for _ in range(num_parts)
+        ]
+        words = [_as_words(part) for part in parts]
+        host = self._host_memory(words[0], num_parts, self.block_size * words[0][0].numel())
+        self._copiers.append(RowCopier(words, host, self.block_size))
+        return parts
+
+    def _host_memory(
+        self, words: torch.Tensor, num_parts: int, words_per_block: int
+    ) -> torch.Tensor:
+        """The host blocks of some parts, in the dtype of the device's ``words``."""
+        shape = (self.num_host_blocks, num_parts, words_per_block)
         # Not on Gaudi: «Pin memory is not supported on HPU» (vllm-gaudi, platform.py).
         pinned = self.device.type == "cuda"
         return _allocate(
@@ -118,16 +148,16 @@ class KVCache:
         )
 
     def key(self, layer: int) -> torch.Tensor:
-        """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, head_dim]``.
+        """Keys of a layer: contiguous ``[num_blocks, kv_heads, block_size, key_width]``.
 
-        With ``token_rows``: ``[num_blocks * block_size, kv_heads, head_dim]``, and no view. Raises
+        With ``token_rows``: ``[num_blocks * block_size, kv_heads, key_width]``, and no view. Raises
         `InvalidSetting` for a layer that the cache does not have.
         """
         self._require_layer(layer)
         return self._parts[layer]
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer, in the shape of its keys. Raises as `key`."""
+        """Values of a layer, in the layout of its keys. Raises as `key`."""
         self._require_layer(layer)
         return self._parts[self.num_layers + layer]
 
@@ -137,13 +167,13 @@ class KVCache:
         Checks all of them first. Raises `InvalidBlock` for an id outside the cache, and
         `InvalidSetting` for anything but directions with pairs of block ids.
         """
-        carry_out = {
-            Direction.WITHIN: self._copier.copy,
-            Direction.OUT: self._copier.swap_out,
-            Direction.IN: self._copier.swap_in,
-        }
         for direction, copies in self._checked(plan):
-            if copies:
+            for copier in self._copiers if copies else ():
+                carry_out = {
+                    Direction.WITHIN: copier.copy,
+                    Direction.OUT: copier.swap_out,
+                    Direction.IN: copier.swap_in,
+                }
                 carry_out[direction](copies)
 
     def copy(self, copies: Sequence[BlockCopy]) -> None:
@@ -163,10 +193,11 @@ class KVCache:
 
         The host does not wait. Does nothing on the CPU, where every swap completes at once.
         """
-        self._copier.wait()
+        for copier in self._copiers:
+            copier.wait()
 
     def _require_layer(self, layer: int) -> None:
-        if not isinstance(layer, int) or not 0 <= layer < self.num_layers:
+        if not is_integer(layer) or not 0 <= layer < self.num_layers:
             raise InvalidSetting(
                 f"layer {layer!r} is not one of 0 to {self.num_layers - 1}: pass a layer of the "
                 "cache"
@@ -187,7 +218,7 @@ class KVCache:
             ]
         except (TypeError, ValueError) as error:
             raise InvalidSetting(
-                f"{plan!r} is no plan of (Direction, copies) batches: pass a CopyPlan"
+                f"{plan!r} is not a plan of (Direction, copies) batches: pass a CopyPlan"
             ) from error
         for direction, copies in batches:
             _require_valid(copies, *num_blocks[direction])
@@ -198,7 +229,7 @@ def _as_device(device: torch.device | str) -> torch.device:
     try:
         return torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise InvalidSetting(f"device {device!r} is no device of PyTorch: {error}") from error
+        raise InvalidSetting(f"device {device!r} is not a device of PyTorch: {error}") from error
 
 
 def _allocate(

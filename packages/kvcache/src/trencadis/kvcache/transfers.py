@@ -8,13 +8,16 @@ from collections.abc import Callable, Mapping
 
 import attrs
 
-from trencadis.kvcache import validators
 from trencadis.kvcache.errors import InvalidSetting
 from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.sequences import SequenceState
+from trencadis.kvcache.validators import integer, number
 
 DEFAULT_BYTES_PER_S = 20e9
 """Above 20 GB/s, copies between host and device dominate the step time (seed 003)."""
+
+TIME = number(remedy="pass seconds")
+_NUM_BLOCKS = integer(0, remedy="pass a number of blocks")
 
 
 @attrs.define(eq=False)
@@ -28,10 +31,12 @@ class BandwidthGovernor:
     """
 
     bytes_per_block: int = attrs.field(
-        validator=validators.at_least(1, "pass the bytes of a block in all layers")
+        validator=integer(1, remedy="pass the bytes of a block in all layers")
     )
-    bytes_per_s: float = attrs.field(default=DEFAULT_BYTES_PER_S, validator=validators.positive)
-    window_s: float = attrs.field(default=0.1, validator=validators.positive)
+    bytes_per_s: float = attrs.field(
+        default=DEFAULT_BYTES_PER_S, validator=number(0, exclusive_low=True)
+    )
+    window_s: float = attrs.field(default=0.1, validator=number(0, exclusive_low=True))
     _saved_bytes: float = attrs.field(init=False)
     _updated_s: float | None = attrs.field(init=False, default=None)
 
@@ -55,10 +60,8 @@ class BandwidthGovernor:
         former maximum. Raises `InvalidSetting` for a negative number of blocks or a time that is
         not finite.
         """
-        num_blocks = validators.as_integer(
-            "num_blocks", num_blocks, "pass a number of blocks", minimum=0
-        )
-        validators.require_finite("now", now)
+        num_blocks = _NUM_BLOCKS.checked("num_blocks", num_blocks)
+        now = TIME.checked("now", now)
         if self._updated_s is not None and now > self._updated_s:
             earned = (now - self._updated_s) * self.bytes_per_s
             self._saved_bytes = min(self._burst_bytes, self._saved_bytes + earned)

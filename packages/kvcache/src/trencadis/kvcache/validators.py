@@ -1,182 +1,112 @@
-"""Checks of settings and of the model. A failure names the setting or the layer, and its value.
+"""What counts as an integer or a number, and how a rejection reads.
 
-The functions named ``require_*`` and `as_integer` check a plain argument. The others are validators
-for `attrs.field`, or make one. All but `require_paged_attention` raise `InvalidSetting`.
+NumPy's integers are integers and its floats numbers, kept as Python's; a bool is neither.
+A rejection reads ``NAME must be an integer of at least 1, got 0: REMEDY``.
+
+These definitions stand in bucketing, kvcache and engine, and a test compares them: the first two
+know no other package, and the engine reads settings without NumPy, which both load. Warmup and
+scheduler have them from bucketing and kvcache. Each package raises an error of its own.
 """
 
 from __future__ import annotations
 
+import operator
 import sys
-from collections.abc import Callable, Sequence
-from itertools import pairwise
-from numbers import Integral
+from collections.abc import Callable, Collection
+from functools import partial
+from numbers import Integral, Real
 from typing import Any, TypeGuard
 
 import attrs
 
-from trencadis.kvcache.errors import InvalidSetting, UnsupportedLayer
-
-Validator = Callable[[object, "attrs.Attribute[Any]", Any], None]
-
-PAGED_ATTENTION = frozenset({"attention", "full_attention"})
-"""Layer types that store one key and one value vector per token and never overwrite them.
-
-The names are those of ``layer_types`` in a ``transformers`` model configuration.
-"""
+from trencadis.kvcache.errors import InvalidSetting as Refusal
+from trencadis.kvcache.errors import shown
 
 
-def require_at_least(name: str, value: object, minimum: int, remedy: str) -> None:
-    """Raises `InvalidSetting` unless ``value`` is an integer of at least ``minimum``."""
-    if not _is_integer(value) or value < minimum:
-        raise InvalidSetting(
-            f"{name} must be an integer of at least {minimum}, got {value!r}: {remedy}"
-        )
+def plain_number(value: Any) -> Any:
+    """A number of NumPy, or a fraction, as an int or a float; any other value unchanged."""
+    if isinstance(value, int) or not isinstance(value, Real):
+        return value
+    try:
+        return operator.index(value) if isinstance(value, Integral) else float(value)
+    except (TypeError, OverflowError):  # a duration of NumPy; a fraction above the largest float
+        return value
 
 
-def require_between(name: str, value: object, minimum: int, maximum: int, remedy: str) -> None:
-    """Raises `InvalidSetting` unless ``value`` is an integer from ``minimum`` to ``maximum``."""
-    if not _is_integer(value) or not minimum <= value <= maximum:
-        raise InvalidSetting(
-            f"{name} must be an integer from {minimum} to {maximum}, got {value!r}: {remedy}"
-        )
+def is_integer(value: Any) -> TypeGuard[int]:
+    """Whether a value is an integer."""
+    return isinstance(plain_number(value), int) and not isinstance(value, bool)
 
 
-def as_integer(name: str, value: object, remedy: str, minimum: int | None = None) -> int:
-    """``value`` as an int of at least ``minimum``; NumPy's integers are accepted, a bool is not.
-
-    Raises `InvalidSetting`.
-    """
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise InvalidSetting(f"{name} must be an integer, got {value!r}: {remedy}")
-    if minimum is not None:
-        require_at_least(name, int(value), minimum, remedy)
-    return int(value)
+def is_finite(value: Any) -> TypeGuard[float]:
+    """Whether a value is a number that a float can hold, other than NaN and the infinities."""
+    plain = plain_number(value)
+    return (isinstance(plain, float) or is_integer(plain)) and abs(plain) <= sys.float_info.max
 
 
-def require_finite(name: str, value: object) -> None:
-    """Raises `InvalidSetting` unless ``value`` is a finite number."""
-    if not _is_finite(value):
-        raise InvalidSetting(f"{name} must be a finite number, got {value!r}: pass seconds")
+@attrs.frozen
+class Validator:
+    """Accepts what ``is_kind``, in words ``kind``, within the bounds, if any. ``error`` makes the
+    exception from the message and the name of the value."""
+
+    kind: str
+    is_kind: Callable[[Any], bool]
+    low: float | None = None
+    high: float | None = None
+    exclusive_low: bool = False
+    choices: Collection[Any] = ()
+    optional: bool = False
+    remedy: str = ""
+    error: Callable[[str, str], Exception] = Refusal
+
+    @property
+    def accepted(self) -> str:
+        """The accepted values in words."""
+        low, high = (str(bound).removesuffix(".0") for bound in (self.low, self.high))
+        if self.choices:
+            return f"{self.kind} {', '.join(map(str, self.choices))}"
+        if self.exclusive_low:
+            return f"{self.kind} above {low}{'' if self.high is None else f' and at most {high}'}"
+        if self.high is not None:
+            return f"{self.kind} from {low} to {high}"
+        return self.kind if self.low is None else f"{self.kind} of at least {low}"
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a value, a number as Python's, is accepted."""
+        if not self.is_kind(value):
+            return value is None and self.optional
+        if self.low is not None and (value <= self.low if self.exclusive_low else value < self.low):
+            return False
+        return self.high is None or value <= self.high
+
+    def checked(self, name: str, value: Any) -> Any:
+        """The value of an argument, a number as Python's. Raises unless it is accepted."""
+        value = plain_number(value)
+        if not self.accepts(value):
+            remedy = f": {self.remedy}" if self.remedy else ""
+            raise self.error(f"{name} must be {self.accepted}, got {shown(value)}{remedy}", name)
+        return value
+
+    def __call__(self, instance: object, attribute: attrs.Attribute[Any], value: Any) -> None:
+        if (plain := self.checked(attribute.name, value)) is not value:
+            object.__setattr__(instance, attribute.name, plain)
 
 
-def require_instance(name: str, value: object, kind: type | tuple[type, ...]) -> None:
-    """Raises `InvalidSetting` unless ``value`` is an instance of ``kind``, or of one of them."""
-    if not isinstance(value, kind):
-        kinds = kind if isinstance(kind, tuple) else (kind,)
-        raise InvalidSetting(
-            f"{name} must be of type {' or '.join(kind.__name__ for kind in kinds)}, "
-            f"got {value!r}: pass such an object"
-        )
+integer = partial(Validator, "an integer", is_integer)
+number = partial(Validator, "a finite number", is_finite)
+boolean = partial(Validator, "True or False", lambda value: isinstance(value, bool))
 
 
-def require_paged_attention(layer_types: Sequence[str]) -> None:
-    """Raises `UnsupportedLayer` for a model with a layer that does not store one entry per token.
+def one_of(choices: Collection[Any], **options: Any) -> Validator:
+    """Accepts each of ``choices``, and not 1 for True."""
 
-    The error names the first such layer and its type. A sliding window overwrites entries that a
-    shared prefix needs. A state-space or linear attention layer has one running state per
-    sequence, which block copies would corrupt.
-    """
-    if not isinstance(layer_types, (list, tuple)):
-        raise UnsupportedLayer(
-            f"layer_types must be the names of the layers, got {layer_types!r}: pass a list"
-        )
-    for index, layer_type in enumerate(layer_types):
-        if not isinstance(layer_type, str) or layer_type not in PAGED_ATTENTION:
-            raise UnsupportedLayer(
-                f"layer {index} is {layer_type!r}, which this cache does not support: only "
-                f"{', '.join(sorted(PAGED_ATTENTION))} layers store one entry per token"
-            )
+    def is_choice(value: Any) -> bool:
+        return any(isinstance(value, type(choice)) and value == choice for choice in choices)
+
+    return Validator("one of", is_choice, choices=choices, **options)
 
 
-def at_least(minimum: int, remedy: str) -> Validator:
-    """The validator of an integer of at least ``minimum``."""
-
-    def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        require_at_least(attribute.name, value, minimum, remedy)
-
-    return check
-
-
-def between(minimum: int, maximum: int, remedy: str) -> Validator:
-    """The validator of an integer from ``minimum`` to ``maximum``."""
-
-    def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        require_between(attribute.name, value, minimum, maximum, remedy)
-
-    return check
-
-
-def power_of_two(maximum: int) -> Validator:
-    """The validator of a power of two up to ``maximum``."""
-
-    def check(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-        if not _is_integer(value) or not 1 <= value <= maximum or value & (value - 1):
-            raise InvalidSetting(
-                f"{attribute.name} must be a power of two up to {maximum}, got {value!r}: "
-                "use 16, 32, 64 or 128"
-            )
-
-    return check
-
-
-def fraction(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not _is_number(value) or not 0 <= value < 1:
-        raise InvalidSetting(
-            f"{attribute.name} must be at least 0 and below 1, got {value!r}: 0.01 is usual"
-        )
-
-
-def positive(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not _is_finite(value) or not value > 0:
-        raise InvalidSetting(
-            f"{attribute.name} must be a finite number above 0, got {value!r}: "
-            "pass a positive number"
-        )
-
-
-def not_negative(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if not _is_number(value) or not value >= 0:
-        raise InvalidSetting(
-            f"{attribute.name} must be a number of at least 0, got {value!r}: "
-            "pass 0 or a positive number"
-        )
-
-
-def boolean(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    require_bool(attribute.name, value)
-
-
-def require_bool(name: str, value: object) -> None:
-    """Raises `InvalidSetting` unless ``value`` is True or False."""
-    if not isinstance(value, bool):
-        raise InvalidSetting(f"{name} must be a boolean, got {value!r}: pass True or False")
-
-
-def ascending(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
-    require_ascending(attribute.name, value)
-
-
-def require_ascending(name: str, value: object) -> None:
-    """Raises `InvalidSetting` unless ``value`` is a tuple of ascending positive integers."""
-    if (
-        not isinstance(value, tuple)
-        or not all(_is_integer(number) and number > 0 for number in value)
-        or any(low >= high for low, high in pairwise(value))
-    ):
-        raise InvalidSetting(
-            f"{name} must be positive and strictly ascending, got {value!r}: "
-            "pass each block count of the decode grid once, in ascending order"
-        )
-
-
-def _is_integer(value: object) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_finite(value: Any) -> bool:
-    """Whether ``value`` is a number that a float can hold. An int may be larger than that."""
-    return _is_number(value) and -sys.float_info.max <= value <= sys.float_info.max
+def instance_of(*kinds: type, **options: Any) -> Validator:
+    """Accepts the instances of these classes."""
+    names = " or ".join(kind.__name__ for kind in kinds)
+    return Validator(f"of type {names}", lambda value: isinstance(value, kinds), **options)

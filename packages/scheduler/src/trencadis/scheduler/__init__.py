@@ -22,6 +22,7 @@ from trencadis.scheduler.errors import (
 )
 from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.output import (
+    PENDING_TOKEN,
     FailedRequest,
     ScheduledSequence,
     SchedulerOutput,
@@ -33,6 +34,7 @@ from trencadis.scheduler.scheduler import Scheduler
 from trencadis.scheduler.thermal.guard import ThermalGuard
 
 __all__ = [
+    "PENDING_TOKEN",
     "BatchControl",
     "BatchControlResult",
     "BeamSearch",

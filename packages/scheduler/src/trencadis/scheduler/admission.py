@@ -1,4 +1,4 @@
-"""Admission control: refuses unservable requests, resumes groups and admits waiting ones."""
+"""Admission control: rejects unservable requests, resumes groups and admits waiting ones."""
 
 from __future__ import annotations
 
@@ -130,6 +130,12 @@ class AdmissionControl:
             self._admit,
             lambda group: group.client not in above_share and group.queue_key.priority <= priority,
         )
+
+    def has_urgent_group(self) -> bool:
+        """Whether a waiting group of a higher priority could preempt the last running one."""
+        states = self._states
+        first = states.waiting.first(1, self._config.max_num_seqs) if states.running else ()
+        return any(group.priority < states.running.last().queue_key.priority for group in first)
 
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
         """The group of a queue that starts next."""
@@ -361,7 +367,7 @@ class AdmissionControl:
         step.schedule([group])
 
     def _can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
-        """Whether there are blocks for a group. A refused group needs more free blocks to retry."""
+        """Whether there are blocks for a group. A rejected one needs more free blocks to retry."""
         num_free = self._group_blocks.pool.num_free_blocks - num_spare
         if num_free <= self._num_free_at_refusal.get(group.arrival, -1):
             return False
@@ -413,7 +419,6 @@ class PendingPrefixes:
     def discard_computed(self) -> None:
         """Remove groups that have computed their prompt or do not run any more."""
         for group in tuple(self._digests):
-            if group.status is not SequenceStatus.RUNNING or (
-                group.allocated_seqs[0].num_computed_tokens >= group.request.num_prompt_tokens
-            ):
+            is_running = group.status is SequenceStatus.RUNNING
+            if not is_running or self._group_blocks.is_computed(group):
                 del self._digests[group]

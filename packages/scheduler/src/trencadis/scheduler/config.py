@@ -63,9 +63,17 @@ class SchedulerConfig:
             "may have the n-th part of it there, also when others have filled it."
         },
     )
+    max_steps_in_flight: int = attrs.field(
+        default=1,
+        validator=integer(1, 2),
+        metadata={
+            "help": "Number of steps that may be scheduled before the results of the first: with "
+            "2, the host prepares a step while the device computes the one before."
+        },
+    )
     policy: QueuePolicy = attrs.field(
         default="fcfs",
-        validator=one_of(*get_args(QueuePolicy)),
+        validator=one_of(get_args(QueuePolicy)),
         metadata={
             "help": "Order of the queues: fcfs (first come, first served) or priority (lower "
             "values of Request.priority first, then first come, first served)."

@@ -1,4 +1,4 @@
-"""Control requests of an operator: queued from any thread, applied at the top of a step.
+"""Control requests of an administrator: queued from any thread, applied at the top of a step.
 
 Their fields and those of the answer are the fields of ``/v1/admin/batch`` in seed 003, section 4.
 They count sequences, not requests, as ``max_num_seqs`` does.
@@ -26,7 +26,7 @@ from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS
-from trencadis.scheduler.validators import check_instance, instance_of, integer, number, one_of
+from trencadis.scheduler.validators import boolean, instance_of, integer, number, one_of
 
 _INT64_MAX = 2**63 - 1
 """The largest integer that the engine's messages can carry."""
@@ -81,7 +81,7 @@ class BatchControl:
     )
     policy: str = attrs.field(
         default="lru",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={
             "help": "Order in which running groups are chosen as victims; with target_temp_c also "
             "of those that the thermal policy preempts later."
@@ -89,7 +89,7 @@ class BatchControl:
     )
     dry_run: bool = attrs.field(
         default=False,
-        validator=instance_of(bool),
+        validator=boolean(),
         metadata={"help": "Answer what the request would do, and change nothing."},
     )
 
@@ -148,9 +148,14 @@ class ControlHandler:
     def has_control_requests(self) -> bool:
         return bool(self._pending)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether the next step preempts requests or carries out a control request."""
+        return bool(self._pending or self._to_preempt)
+
     def put(self, control: BatchControl) -> Future[BatchControlResult]:
         """Queue a control request. Thread-safe; see `Scheduler.control`."""
-        check_instance("control", control, BatchControl, error=ControlError)
+        instance_of(BatchControl, error=ControlError).checked("control", control)
         future: Future[BatchControlResult] = Future()
         self._pending.append((control, future))
         return future

@@ -7,11 +7,19 @@ class SchedulerError(Exception):
     """Base class of the errors of this package."""
 
 
-class ConfigError(SchedulerError, ValueError):
+class InvalidValue(SchedulerError, ValueError):
+    """A wrong setting, argument or result. ``field`` names it, where it is a single one."""
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class ConfigError(InvalidValue):
     """A setting is out of range or contradicts another setting."""
 
 
-class UnservableRequest(SchedulerError, ValueError):
+class UnservableRequest(InvalidValue):
     """A request that can never run: invalid, or too large for the model or the KV cache."""
 
 
@@ -27,7 +35,7 @@ class StepOrderError(SchedulerError):
     """``schedule()`` and ``update()`` did not alternate."""
 
 
-class InvalidResults(SchedulerError, ValueError):
+class InvalidResults(InvalidValue):
     """``update()`` got results that are missing or invalid; it can be called again."""
 
 
@@ -35,9 +43,5 @@ class IllegalTransition(SchedulerError):
     """A status change that the state diagram of sequence groups does not have."""
 
 
-class ControlError(SchedulerError, ValueError):
-    """An order that this scheduler cannot carry out. ``field`` names the field of the order."""
-
-    def __init__(self, message: str, field: str | None = None) -> None:
-        super().__init__(message)
-        self.field = field
+class ControlError(InvalidValue):
+    """An order that this scheduler cannot carry out."""

@@ -63,6 +63,7 @@ class Sequence:
     - ``num_computed_tokens``: tokens, from the first, whose keys and values are in the KV cache.
     - ``num_slots``: tokens, from the first, that have a slot in the blocks of the sequence.
     - ``num_cached_tokens``: prompt tokens whose blocks came from the prefix cache.
+    - ``is_pending``: the last token is `PENDING_TOKEN`, which the step in flight samples.
     - ``num_forced_tokens``: the newest tokens, which were forced with the last sampled one; see
       `Scheduler.update`.
     - ``cumulative_logprob``: sum over the output tokens; of a sample, only where
@@ -77,6 +78,7 @@ class Sequence:
     num_slots: int = 0
     num_cached_tokens: int = 0
     num_forced_tokens: int = 0
+    is_pending: bool = False
     cumulative_logprob: float = 0.0
     finish_reason: FinishReason | None = None
 

@@ -204,6 +204,26 @@ class GroupBlocks:
                 if copies:
                     self.moves.add(Direction.WITHIN, copies)
 
+    def set_pending_token(self, sequence: Sequence, token_id: int) -> None:
+        """Give a sequence its pending token, whose slot is there unless blocks were lacking."""
+        sequence.token_ids[-1] = token_id
+        sequence.is_pending = False
+        if sequence.num_slots == len(sequence.token_ids):
+            self._blocks.set_last_token(sequence.seq_id, token_id)
+
+    def drop_pending_token(self, sequence: Sequence) -> None:
+        """Take back a pending token, whose step is discarded, and its slot."""
+        sequence.token_ids.pop()
+        sequence.is_pending = False
+        if sequence.num_slots > len(sequence.token_ids):
+            sequence.num_slots = len(sequence.token_ids)
+            self._blocks.truncate(sequence.seq_id, sequence.num_slots)
+
+    def is_computed(self, group: SequenceGroup) -> bool:
+        """Whether the prompt of a running group is computed by steps whose results are known."""
+        num_computed = self._blocks.num_computed_tokens(group.allocated_seqs[0].seq_id)
+        return num_computed >= group.request.num_prompt_tokens
+
     def max_blocks_to_append(self, group: SequenceGroup) -> int:
         """An upper bound of `num_blocks_to_append`, which is known on the device only."""
         if group.unforked_seqs:
@@ -253,6 +273,8 @@ class GroupBlocks:
         """Free all blocks of a group, on the device and on the host."""
         num_free_before = self._blocks.host_pool.num_free_blocks
         for sequence in group.allocated_seqs:
+            if sequence.is_pending:
+                self.drop_pending_token(sequence)
             self._blocks.free(sequence.seq_id)
             sequence.num_computed_tokens = sequence.num_slots = 0
         # Freed host blocks include those of cancelled copies, whose device blocks are free at once.

@@ -16,11 +16,17 @@ from trencadis.kvcache import BlockManager, CopyPlan
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.request import FinishReason
 
+PENDING_TOKEN = -1
+"""Stands for the token that the step before samples for the same sequence, while that step is in
+flight."""
+
 
 class ScheduledSequence(NamedTuple):
     """The tokens of one sequence to compute in this step.
 
-    - ``start``: position of the first token; all positions before it are in the KV cache.
+    - ``start``: position of the first token; all positions before it are in the KV cache, or
+      computed by the step in flight.
+    - ``token_ids``: the tokens; of a decode, it may be `PENDING_TOKEN`.
     - ``block_table``: ``int32[num_blocks]``, the blocks of the sequence in token order. It covers
       all tokens and is valid until the next ``schedule()``.
     - ``samples``: whether the logits of the last token are needed; False for a prefill chunk that
@@ -66,6 +72,8 @@ class SchedulerOutput:
     - ``max_running_seqs``: the running limit of this step, in sequences.
     - ``max_prefill_tokens``: the prefill limit of this step, in tokens.
     - ``failed``: requests that were aborted because of an internal error; tell their clients.
+    - ``branches``: whether its results decide which sequences there are in the next step (beams,
+      samples that fork), so that it cannot be scheduled before them.
     """
 
     step: int
@@ -76,6 +84,7 @@ class SchedulerOutput:
     max_running_seqs: int = 0
     failed: tuple[FailedRequest, ...] = ()
     max_prefill_tokens: int = 0
+    branches: bool = False
 
     @property
     def is_empty(self) -> bool:
@@ -111,6 +120,8 @@ class SchedulingStep:
       where a thermal limit is lower. Such a group runs alone.
     - ``carries_out_order``: no phase after a control request starts or preempts a group, so that
       its answer is what runs after the step.
+    - ``is_ahead``: the step before is in flight. Nothing is preempted, because the newest tokens of
+      running sequences are unknown. ``lacks_blocks``: a running group needed blocks, then.
     """
 
     number: int
@@ -123,6 +134,9 @@ class SchedulingStep:
     prefill_budget: int = 0
     max_group_seqs: int = 0
     carries_out_order: bool = False
+    is_ahead: bool = False
+    lacks_blocks: bool = False
+    branches: bool = False
     prompts: list[ScheduledSequence] = attrs.field(factory=list)
     decodes: list[ScheduledSequence] = attrs.field(factory=list)
     preempted_seq_ids: list[int] = attrs.field(factory=list)
@@ -194,6 +208,7 @@ class SchedulingStep:
             self.max_running_seqs,
             tuple(self.failed),
             self.max_prefill_tokens,
+            self.branches,
         )
 
     def discard(self, group: SequenceGroup) -> None:
@@ -219,6 +234,8 @@ class SchedulingStep:
         if samples and group.unforked_seqs:
             # Sequences without tokens beyond the common prefix use the same row of logits.
             forks = tuple(fork.seq_id for fork in group.unforked_seqs if len(fork.token_ids) == end)
+        if group.beam_state is not None or (group.unforked_seqs and end == sequence.num_slots):
+            self.branches = True
         scheduled = ScheduledSequence(
             sequence.seq_id,
             start,

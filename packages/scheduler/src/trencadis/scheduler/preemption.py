@@ -50,11 +50,12 @@ class Preemptor:
         A victim that a later group outlasts counts as bypassed. False if ``group`` cannot in this
         step: it was preempted itself, or it waits for the blocks of a swap-out in progress, or for
         a group that is being swapped in, which it can preempt later, or the step carries out a
-        control request and preempts for that alone.
+        control request and preempts for that alone, or it is scheduled ahead and preempts nothing.
         """
         blocks, states = self._group_blocks, self._states
         while (num_needed := blocks.num_blocks_to_append(group)) > blocks.pool.num_free_blocks:
-            if step.carries_out_order:
+            if step.carries_out_order or step.is_ahead:
+                step.lacks_blocks = step.is_ahead
                 return False
             victim = states.running.last()
             if num_needed <= blocks.pool.num_free_blocks + blocks.num_swapping_out:

@@ -42,7 +42,7 @@ class BeamSearch:
     width: int = attrs.field(validator=integer(1, error=UnservableRequest))
     length_penalty: float = attrs.field(default=1.0, validator=number(error=UnservableRequest))
     early_stopping: bool | Literal["never"] = attrs.field(
-        default=False, validator=one_of(True, False, "never", error=UnservableRequest)
+        default=False, validator=one_of((True, False, "never"), error=UnservableRequest)
     )
 
 

@@ -24,7 +24,7 @@ class RunningLimit:
 
     The limit of a thermal policy leaves the first running group alone, whatever its number of
     sequences: a group that is wider than the limit could not run at all otherwise. The other two
-    limits are orders of an operator: such a group waits, and a warning says so if nothing runs.
+    limits are orders of an administrator: such a group waits; a warning says so if nothing runs.
 
     The prefill limit is the minimum of ``max_prefill_tokens``, the thermal policy's and the token
     budget. It is at least 1, so every step with prefill to do computes some of it.
@@ -107,13 +107,17 @@ class RunningLimit:
             del left[group]
         return victims
 
+    def is_exceeded(self, now: float) -> bool:
+        """Whether more sequences run at ``now`` (seconds) than the limits allow."""
+        return self._states.num_started_seqs > self.value(now)
+
     def enforce(self, step: SchedulingStep) -> None:
         """Set the limits of a step; preempt victims so that they hold in this step or the next.
 
         The first step above the limit only stops admission if a sequence is expected to finish
-        before any victim could resume. So the limit holds within two steps of its decrease. Groups
-        whose swap-in is not complete count, because they will run; once they do, they can be
-        victims.
+        before any victim could resume, or if it is scheduled ahead. So the limit holds within two
+        steps of its decrease. Groups whose swap-in is not complete count, because they will run;
+        once they do, they can be victims.
         """
         step.max_running_seqs = self.value(step.now)
         step.max_group_seqs = self._ordered_limit(step.now)
@@ -121,6 +125,9 @@ class RunningLimit:
         excess = self._states.num_started_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False
+            return
+        if step.is_ahead:
+            self._was_exceeded = True
             return
         victims = self._policy_victims(excess)
         preempts = any(self._preemptor.beats_waiting(victim, step.now) for victim in victims)

@@ -1,6 +1,7 @@
 """The scheduler: continuous batching with chunked prefill over a paged KV cache.
 
-`Scheduler.schedule` decides a step and `Scheduler.update` applies its results; the two alternate.
+`Scheduler.schedule` decides a step and `Scheduler.update` applies its results; the two alternate,
+or, with ``max_steps_in_flight`` 2, the next step is decided while the device computes one.
 The scheduler knows no model and no device. `Scheduler` connects its parts:
 
 - `GroupStates` owns the queues, `GroupBlocks` the blocks of groups.
@@ -36,7 +37,7 @@ from trencadis.scheduler.request import FinishReason, Request
 from trencadis.scheduler.running_limit import RunningLimit
 from trencadis.scheduler.step_results import StepResultProcessor, StepResults
 from trencadis.scheduler.thermal.guard import ThermalGuard
-from trencadis.scheduler.validators import check_instance, is_integer
+from trencadis.scheduler.validators import instance_of, is_integer
 
 
 class Scheduler:
@@ -66,14 +67,14 @@ class Scheduler:
         costs: PreemptionCosts | None = None,
         clock: abc.Callable[[], float] = time.monotonic,
     ) -> None:
-        check_instance("config", config, SchedulerConfig)
-        check_instance("blocks", blocks, BlockManager)
+        instance_of(SchedulerConfig).checked("config", config)
+        instance_of(BlockManager).checked("blocks", blocks)
         if thermal is not None:
-            check_instance("thermal", thermal, ThermalGuard)
+            instance_of(ThermalGuard).checked("thermal", thermal)
         if defragmenter is not None:
-            check_instance("defragmenter", defragmenter, Defragmenter)
+            instance_of(Defragmenter).checked("defragmenter", defragmenter)
         if costs is not None:
-            check_instance("costs", costs, PreemptionCosts)
+            instance_of(PreemptionCosts).checked("costs", costs)
         self.costs = costs or PreemptionCosts()
         self._config = config
         self._blocks = blocks
@@ -95,7 +96,9 @@ class Scheduler:
         """Steps in a row in which a prefill got no tokens because of its client."""
         self._to_finish: set[int] = set()
         self._step = 0
-        self._in_flight: SchedulerOutput | None = None
+        self._lacked_blocks = False
+        self._in_flight: list[SchedulerOutput] = []
+        """The steps whose results are not known, the oldest first."""
 
     # State and counters.
 
@@ -187,11 +190,11 @@ class Scheduler:
         return group.unfinished_seqs[0]
 
     def check_queue(self, client: str = "", others: abc.Sequence[str] = ()) -> None:
-        """Raise `QueueFull` where `add` would refuse a request of ``client`` as one too many.
+        """Raise `QueueFull` where `add` would reject a request of ``client`` as one too many.
 
         ``others``: the clients of requests that the caller will add before it, one for each.
         """
-        check_instance("client", client, str, error=UnservableRequest)
+        instance_of(str, error=UnservableRequest).checked("client", client)
         is_sequence = isinstance(others, abc.Sequence) and not isinstance(others, str)
         if not is_sequence or not all(isinstance(other, str) for other in others):
             raise UnservableRequest(f"others must be a list of clients, got {others!r}")
@@ -212,9 +215,9 @@ class Scheduler:
         """Abort every request that was admitted, and empty the prefix cache; returns their ids.
 
         For a host whose device has failed while it carried out moves: the content of the KV cache
-        is unknown then. Drops the step in flight, if there is one. Waiting requests stay.
+        is unknown then. Drops the steps in flight. Waiting requests stay.
         """
-        self._in_flight = None
+        self._in_flight.clear()
         admitted = [
             request_id
             for request_id, group in self._states.groups.items()
@@ -231,7 +234,7 @@ class Scheduler:
         It finishes at the top of the next step in which its group runs and has forked: until then
         other sequences need its blocks, and it may get more tokens. Once all samples of a group
         are to finish, the group is aborted at once. False for an unknown sequence, and for a beam,
-        which is no output before the search has ended.
+        which is not an output before the search has ended.
         """
         sequence = self._states.sequences.get(seq_id) if is_integer(seq_id) else None
         if sequence is None or sequence.group.beam_state is not None:
@@ -269,13 +272,18 @@ class Scheduler:
         """Decide the next step.
 
         A request for which this fails with an internal error is aborted and listed in ``failed``
-        of the output; all others are served. Raises `StepOrderError` if the previous step is still
-        in flight: ``update()`` has not got its results, and it was not discarded.
+        of the output; all others are served. Raises `StepOrderError` for a `reason_to_wait`, if
+        a step is in flight that ``update()`` or `discard_step` has not ended.
+
+        While a step is in flight, the newest tokens of its sequences are `PENDING_TOKEN`. This step
+        preempts and defragments nothing. A sequence that ends with the token of the step in flight
+        is scheduled in vain: its row is dropped, and ``update()`` needs no token for it.
         """
-        if self._in_flight is not None:
+        reason = self.reason_to_wait
+        if reason is not None:
             raise StepOrderError(
-                f"step {self._step} is still in flight: call update() or discard_step() before "
-                "schedule()"
+                f"step {self._step} is still in flight and the next one has to wait for it "
+                f"({reason}): call update() or discard_step() before schedule()"
             )
         self._step += 1
         self._now, _ = self._clock.read()
@@ -286,18 +294,22 @@ class Scheduler:
             self._config.max_num_batched_tokens,
             self._config.max_chunk_tokens,
             self._blocks,
+            is_ahead=bool(self._in_flight),
         )
         if self._states.swapping_in:
             self._admission.start_swapped_in(step)
         if self._to_finish:
             self._finish_samples()
+        if step.is_ahead:
+            self._results.assume(self._in_flight[-1])
         self._running_limit.ask_policy(self)
-        self._control.apply(step, self)
+        if not step.is_ahead:
+            self._control.apply(step, self)
         self._running_limit.enforce(step)
         if self._config.policy == "priority" and not step.carries_out_order:
             self._preemptor.preempt_for_priority(step)
         self._append_slots(step)
-        if self._defragmenter is not None:
+        if self._defragmenter is not None and not step.is_ahead:
             plan = self._defragmenter.defragment()
             if plan is not None:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
@@ -305,19 +317,45 @@ class Scheduler:
         self._admission.start_groups(step)
         self._running_limit.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
-        self._in_flight = step.to_output(self._group_blocks.take_moves())
-        return self._in_flight
+        output = step.to_output(self._group_blocks.take_moves())
+        self._in_flight.append(output)
+        self._lacked_blocks = step.lacks_blocks
+        return output
+
+    @property
+    def reason_to_wait(self) -> str | None:
+        """Why the next step cannot be scheduled before the results of the one in flight.
+
+        None where it can, or no step is in flight.
+        """
+        return next((reason for holds, reason in self._reasons_to_wait() if holds), None)
+
+    def _reasons_to_wait(self) -> abc.Iterator[tuple[bool, str]]:
+        if not self._in_flight:
+            return
+        limit = self._config.max_steps_in_flight
+        yield len(self._in_flight) >= limit, f"max_steps_in_flight is {limit}"
+        yield self._in_flight[-1].branches, "it has beams, or samples that fork"
+        yield self._control.has_orders, "an order is to be carried out"
+        yield self._lacked_blocks, "running requests lack blocks"
+        yield self._running_limit.is_exceeded(self._now), "the running limit is exceeded"
+        if self._defragmenter is not None:
+            yield self._defragmenter.is_due(), "blocks are to be defragmented"
+        if self._config.policy == "priority":
+            yield self._admission.has_urgent_group(), "a request of higher priority waits"
 
     def discard_step(self) -> None:
-        """Drop the step in flight without results: the next step computes its tokens again.
+        """Drop the steps in flight without results: the next step computes their tokens again.
 
-        For a host whose forward pass has failed. The moves of the step must have been carried out;
+        For a host whose forward pass has failed. The moves of the steps must have been carried out;
         where they have failed, too, call `abort_admitted`. Abort the requests that must not be
         tried again. Raises `StepOrderError` if no step is in flight.
         """
-        if self._in_flight is None:
+        if not self._in_flight:
             raise StepOrderError("no step is in flight: discard_step() follows schedule()")
-        self._in_flight = None
+        for output in self._in_flight[:-1]:
+            self._results.take_back(output)
+        self._in_flight.clear()
 
     def update(
         self,
@@ -329,7 +367,7 @@ class Scheduler:
         forced: abc.Mapping[int, abc.Sequence[int]] | None = None,
         timing: StepTiming | None = None,
     ) -> tuple[SequenceUpdate, ...]:
-        """Apply the results of the step ``output``.
+        """Apply the results of the step ``output``, the first one in flight.
 
         - ``sampled``: the next token of each id in the ``sample_ids`` of the scheduled sequences,
           except for beams.
@@ -346,17 +384,18 @@ class Scheduler:
         sequence, for results that are missing or invalid. Nothing has changed then, and
         ``update()`` may be called again.
         """
-        if self._in_flight is None:
+        if not self._in_flight:
             raise StepOrderError("no step is in flight: update() follows schedule()")
-        if output is not self._in_flight:
+        if output is not self._in_flight[0]:
             raise StepOrderError(
-                f"update() got another output than that of step {self._step}, which is in flight"
+                f"update() got another output than that of step {self._in_flight[0].step}, the "
+                "first one in flight"
             )
         results = StepResults.of(sampled, logprobs, candidates, forced)
         self._results.check(output, results)
         if timing is not None and not isinstance(timing, StepTiming):
             raise InvalidResults(f"timing must be a StepTiming or None, got {timing!r}")
-        self._in_flight = None
+        del self._in_flight[0]
         if timing is not None:
             if self._has_forced_chunks(output):
                 # They are as short as decodes, and do not tell how long a token of a prompt takes.

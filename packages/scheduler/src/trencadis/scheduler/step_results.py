@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import abc
 from itertools import chain
-from numbers import Real
 from typing import Any
 
 import attrs
@@ -17,9 +16,22 @@ from trencadis.scheduler.fair_share import OUTPUT_WEIGHT
 from trencadis.scheduler.group import Sequence, SequenceGroup
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
-from trencadis.scheduler.output import ScheduledSequence, SchedulerOutput, SequenceUpdate
+from trencadis.scheduler.output import (
+    PENDING_TOKEN,
+    ScheduledSequence,
+    SchedulerOutput,
+    SequenceUpdate,
+)
 from trencadis.scheduler.request import FinishReason
-from trencadis.scheduler.validators import are_token_ids, as_token_ids, check_token_id
+from trencadis.scheduler.validators import (
+    MAX_TOKEN_ID,
+    are_token_ids,
+    as_token_ids,
+    integer,
+    is_number,
+)
+
+_TOKEN_ID = integer(0, MAX_TOKEN_ID, error=InvalidResults)
 
 
 @attrs.frozen
@@ -41,7 +53,7 @@ class StepResults:
     ) -> StepResults:
         """The arguments of `Scheduler.update`.
 
-        Raises `InvalidResults` unless they are mappings, and for forced tokens that are none.
+        Raises `InvalidResults` unless they are mappings, and for tokens that are none.
         """
         results = cls(
             tokens,
@@ -56,6 +68,12 @@ class StepResults:
                 raise InvalidResults(
                     f"{argument} must be a mapping from sequence id, got {value!r}"
                 )
+        if not are_token_ids(results.tokens.values()):
+            plain = {
+                seq_id: _TOKEN_ID.checked(f"the token of sequence {seq_id}", token_id)
+                for seq_id, token_id in results.tokens.items()
+            }
+            results = attrs.evolve(results, tokens=plain)
         if not results.forced:
             return results
         checked = {
@@ -65,13 +83,10 @@ class StepResults:
         return attrs.evolve(results, forced=checked)
 
     def check_values(self) -> None:
-        """Raises `InvalidResults` for a token or log-probability that is none.
+        """Raises `InvalidResults` for a log-probability that is none.
 
         And for forced tokens of a sequence without a sampled one.
         """
-        if not are_token_ids(self.tokens.values()):
-            for seq_id, token_id in self.tokens.items():
-                check_token_id(token_id, f"the token of sequence {seq_id}", InvalidResults)
         for seq_id, logprob in self.logprobs.items():
             _check_logprob(logprob, f"the log-probability of sequence {seq_id}")
         for seq_id in self.forced:
@@ -98,15 +113,16 @@ class StepResults:
             ) from error
         name = f"of a candidate of sequence {seq_id}"
         for candidate in candidates:
-            check_token_id(candidate.token_id, f"the token {name}", InvalidResults)
             _check_logprob(candidate.logprob, f"the log-probability {name}")
-        return candidates
+        return tuple(
+            Candidate(_TOKEN_ID.checked(f"the token {name}", candidate.token_id), candidate.logprob)
+            for candidate in candidates
+        )
 
 
 def _check_logprob(logprob: Any, name: str) -> None:
     """A log-probability is a number that is not NaN: -inf for a token that was masked out."""
-    is_number = isinstance(logprob, Real) and not isinstance(logprob, bool)
-    if not is_number or math.isnan(logprob):
+    if not is_number(logprob) or math.isnan(logprob):
         raise InvalidResults(f"{name} must be a number, got {logprob!r}")
 
 
@@ -140,6 +156,11 @@ class StepResultProcessor:
                     f"update() got forced tokens for sequence {seq_id}, which is ranked by "
                     "log-probabilities: forced tokens have none, so sample its tokens one by one"
                 )
+            if sequence is not None and sequence.is_pending:
+                raise InvalidResults(
+                    f"update() got forced tokens for sequence {seq_id}, whose next token is in "
+                    "flight: call schedule() after update() where tokens may be forced"
+                )
         tokens = results.tokens
         decodes: abc.Iterable[ScheduledSequence] = output.decodes
         if not self._states.num_scored:
@@ -149,6 +170,40 @@ class StepResultProcessor:
         for scheduled in chain(decodes, output.prompts):
             if scheduled.samples and scheduled.seq_id in self._states.sequences:
                 self._check_sample(scheduled, results)
+
+    def assume(self, output: SchedulerOutput) -> None:
+        """Go on as if the step ``output``, which is in flight, were computed.
+
+        Each sequence that samples and does not end by its length gets a pending token, which
+        `apply` replaces. A sequence that ends with this token computes a row in vain.
+        """
+        for scheduled in chain(output.decodes, output.prompts):
+            sequence = self._states.sequences.get(scheduled.seq_id)
+            if sequence is None:
+                continue
+            sequence.num_computed_tokens = scheduled.start + len(scheduled.token_ids)
+            if scheduled.samples and not self._ends_by_length(sequence, num_more=1):
+                sequence.token_ids.append(PENDING_TOKEN)
+                sequence.is_pending = True
+
+    def take_back(self, output: SchedulerOutput) -> None:
+        """Undo `assume` for a step that is discarded."""
+        for scheduled in chain(output.decodes, output.prompts):
+            sequence = self._states.sequences.get(scheduled.seq_id)
+            if sequence is None:
+                continue
+            if sequence.is_pending:
+                self._group_blocks.drop_pending_token(sequence)
+            sequence.num_computed_tokens = scheduled.start
+
+    def _ends_by_length(self, sequence: Sequence, num_more: int = 0) -> bool:
+        """Whether ``num_more`` tokens after those of a sequence are the last ones it may have."""
+        num_tokens = len(sequence.token_ids) + num_more
+        request = sequence.request
+        return (
+            num_tokens - len(request.prompt_token_ids) >= request.max_tokens
+            or num_tokens >= self._max_model_len
+        )
 
     def apply(self, output: SchedulerOutput, results: StepResults) -> list[SequenceUpdate]:
         """Apply the results of ``output``. Skips sequences that were aborted since."""
@@ -213,17 +268,17 @@ class StepResultProcessor:
             updates.append(update)
 
     def _append_token(self, sequence: Sequence, token_id: int) -> SequenceUpdate:
-        sequence.token_ids.append(token_id)
+        if sequence.is_pending:
+            self._group_blocks.set_pending_token(sequence, token_id)
+        else:
+            sequence.token_ids.append(token_id)
         sequence.group.client.service += OUTPUT_WEIGHT
         request = sequence.request
         num_output_tokens = len(sequence.token_ids) - len(request.prompt_token_ids)
         reason: FinishReason | None = None
         if token_id in request.stop_token_ids and num_output_tokens >= request.min_tokens:
             reason = FinishReason.STOP
-        elif (
-            num_output_tokens >= request.max_tokens
-            or len(sequence.token_ids) >= self._max_model_len
-        ):
+        elif self._ends_by_length(sequence):
             reason = FinishReason.LENGTH
         if reason is not None:
             self.finish_sample(sequence, reason)

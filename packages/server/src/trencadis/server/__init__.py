@@ -1,6 +1,6 @@
 """An OpenAI-compatible HTTP server for an engine.
 
-`create_app` makes an ASGI app for an engine that a program runs. `serve` and the command
+`create_app` makes an ASGI app for an engine of the caller. `serve` and the command
 ``engine-serve`` (or ``python -m trencadis.server``) start an engine and serve it. Names are
 imported on first use, so that ``engine-serve --help`` imports neither FastAPI nor PyTorch.
 """

@@ -142,7 +142,7 @@ def warmup_parser() -> argparse.ArgumentParser:
 
 
 def flag_parser() -> argparse.ArgumentParser:
-    """The flags of `EngineConfig` and `ServerSettings`, and those that are no setting of either."""
+    """The flags of `EngineConfig` and `ServerSettings`, and those that are settings of neither."""
     environment = environment_help(EngineConfig, ServerSettings)
     parser = argparse.ArgumentParser(
         prog="engine-serve",

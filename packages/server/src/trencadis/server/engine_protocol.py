@@ -127,13 +127,13 @@ class ServingEngine(Protocol):
         whose requests wait, the ``client`` that got the fewest tokens is served next.
         The first iteration raises `InvalidRequest`, `EngineOverloaded` or an error of
         `check_health`; later ones raise `RequestFailed`, an internal error that concerns this
-        request alone, `BucketMiss`, a shape that the engine refuses to compile for it, or
+        request alone, `BucketMiss`, a shape that the engine may not compile for it, or
         `EngineDead`.
         """
         ...
 
     async def control(self, order: BatchControl) -> BatchControlResult:
-        """Carry out an operator's order and return its effect.
+        """Carry out an administrator's order and return its effect.
 
         Raises `InvalidRequest`, `EngineOverloaded` or an error of `check_health`.
         """
@@ -172,7 +172,7 @@ class SwitchingEngine(ServingEngine, Protocol):
 
     @property
     def is_switching(self) -> bool:
-        """Whether a switch is under way and prepared: new requests are refused meanwhile."""
+        """Whether a switch is under way and prepared: new requests are rejected meanwhile."""
         ...
 
     async def prepare_model(self, alias: str) -> float:

@@ -31,7 +31,7 @@ class ApiError(Exception):
     """An error response: HTTP status and error object.
 
     ``param`` names the invalid field as the client wrote it (``messages[0].content``). ``code``
-    is for programs (``context_length_exceeded``).
+    is for code (``context_length_exceeded``).
     """
 
     def __init__(

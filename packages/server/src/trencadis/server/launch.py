@@ -222,7 +222,7 @@ class _Server(uvicorn.Server):
             self.config.ssl.sslobject_class = LoggedHandshake
         try:
             await super().startup(sockets)
-        except OSError as error:  # another program took the port while the model was loading
+        except OSError as error:  # another process took the port while the model was loading
             raise LaunchError(f"cannot listen: {error.strerror}") from None
         handler = quiet_accept_errors(logger.error)
         asyncio.get_running_loop().set_exception_handler(handler)
@@ -268,7 +268,7 @@ def _port(listener: socket.socket) -> int:
 
 @contextmanager
 def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
-    """A socket that holds the address without listening: connections are still refused."""
+    """A socket that holds the address without listening: connections are still rejected."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -282,7 +282,7 @@ def _bound_socket(host: str, port: int) -> Generator[socket.socket, None, None]:
         except OSError as error:
             raise LaunchError(
                 f"cannot listen on {host} port {port} ({error.strerror}): "
-                "stop the program that uses it, or choose another with --host and --port"
+                "stop the process that uses it, or choose another with --host and --port"
             ) from None
         yield listener
 

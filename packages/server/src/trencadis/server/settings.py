@@ -24,7 +24,7 @@ def _texts(values: str | Iterable[str]) -> tuple[str, ...]:
     """A single text is one value: as a list, each of its letters would be one."""
     if isinstance(values, str):
         return (values,)
-    # What is no list is left to the validator, which names the field.
+    # What is not a list is left to the validator, which names the field.
     return tuple(values) if isinstance(values, Iterable) else (values,)
 
 
@@ -41,8 +41,8 @@ def _no_blank_text(_: object, attribute: attrs.Attribute[Any], texts: tuple[str,
 class ServerSettings:
     """How the server listens, which clients it accepts, and how long it waits.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
-    of range.
+    `docs/server/settings.md` lists meaning, default and flag of each. Raises `ConfigError` on a
+    value out of range.
     """
 
     host: str = attrs.field(
@@ -102,7 +102,7 @@ class ServerSettings:
     )
     fair_share: str = attrs.field(
         default="none",
-        validator=one_of("none", "key"),
+        validator=one_of(("none", "key")),
         metadata=setting(
             "--fair-share",
             group=SERVER,
@@ -149,7 +149,7 @@ class ServerSettings:
         metadata=setting(
             "--enable-auto-tool-choice",
             group=CHAT,
-            help="refuse to start without a tool call parser, with which models choose tools",
+            help="do not start without a tool call parser, with which models choose tools",
         ),
     )
     prefix_cache_per_key: bool = attrs.field(
@@ -184,7 +184,7 @@ class ServerSettings:
         metadata=setting(
             "--enable-admin-api",
             group=SERVER,
-            help="refuse to start without an admin key, which opens /v1/admin",
+            help="do not start without an admin key, which opens /v1/admin",
         ),
     )
     admin_rate_limit: float = attrs.field(
@@ -271,7 +271,7 @@ class ServerSettings:
             "--auto-switch",
             group=MODELS,
             help="a request for a model that is not active waits for a switch; otherwise it is "
-            "refused",
+            "rejected",
         ),
     )
     min_model_stay: float = attrs.field(
@@ -368,7 +368,7 @@ class ServerSettings:
             "--max-connections",
             metavar="N",
             group=SERVER,
-            help="most open connections; further ones are refused with 503",
+            help="most open connections; further ones are rejected with 503",
             default="what the limit of open files allows, at most 16384",
         ),
     )
@@ -410,7 +410,7 @@ class ServerSettings:
     retry_after: int = attrs.field(
         default=1,
         validator=integer(1, 86_400),
-        metadata=setting(help="seconds that a refused client is told to wait"),
+        metadata=setting(help="seconds that a rejected client is told to wait"),
     )
     access_log: bool = attrs.field(
         default=True,

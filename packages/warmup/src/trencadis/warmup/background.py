@@ -21,8 +21,8 @@ from trencadis.warmup.report import BucketTime, WarmupReport
 from trencadis.warmup.runtime import Phase, Runtime
 from trencadis.warmup.validators import (
     as_buckets,
-    require_callable,
-    require_instance,
+    function,
+    instance_of,
     require_methods,
     require_phase_replays,
 )
@@ -73,7 +73,7 @@ class BackgroundWarmup:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require_methods("runtime", runtime, RUNTIME_METHODS)
-        require_callable("clock", clock)
+        function.checked("clock", clock)
         require_phase_replays(replays)
         phases = {
             Phase.PROMPT: as_buckets("prompt_buckets", prompt_buckets),
@@ -187,8 +187,8 @@ class _Rank:
 
 
 def _require_key(phase: Phase, bucket: Bucket) -> None:
-    require_instance("phase", phase, Phase)
-    require_instance("bucket", bucket, Bucket)
+    instance_of(Phase).checked("phase", phase)
+    instance_of(Bucket).checked("bucket", bucket)
 
 
 def _size(bucket: Bucket) -> tuple[int, tuple[int, ...]]:

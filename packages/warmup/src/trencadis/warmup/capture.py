@@ -37,8 +37,8 @@ from trencadis.warmup.runtime import GraphRuntime, Phase
 from trencadis.warmup.strategies import Order
 from trencadis.warmup.validators import (
     as_buckets,
-    require_callable,
-    require_instance,
+    function,
+    instance_of,
     require_methods,
 )
 
@@ -77,10 +77,10 @@ class GraphCapture:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         require_methods("runtime", runtime, (*RUNTIME_METHODS, "capture", "release"))
-        require_instance("budget", budget, GraphBudget)
-        require_callable("clock", clock)
+        instance_of(GraphBudget).checked("budget", budget)
+        function.checked("clock", clock)
         for name, of_phase in (("buckets", buckets), ("orders", orders)):
-            require_instance(name, of_phase, Mapping)
+            instance_of(Mapping).checked(name, of_phase)
             if not all(phase in of_phase for phase in Phase):
                 raise ConfigError(f"{name} has the keys {list(of_phase)}: pass both phases")
         self._runtime = runtime
@@ -126,10 +126,10 @@ class GraphCapture:
         later, with what is left of the budget. An error of the runtime is passed on. Raises
         `ConfigError` for a bucket of neither phase.
         """
-        require_instance("phase", phase, Phase)
+        instance_of(Phase).checked("phase", phase)
         queue = self._queues[phase]
         if not queue.has(bucket):
-            raise ConfigError(f"{bucket!r} is no {phase.value} bucket of this capture")
+            raise ConfigError(f"{bucket!r} is not a {phase.value} bucket of this capture")
         if bucket in queue.decided:
             return None
         queue.position = len(queue.decided) + 1

@@ -10,7 +10,7 @@ import attrs
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.memory_plan import GRAPH_PROMPT_RATIO, GRAPH_RESERVED_MEM
 from trencadis.warmup.strategies import STRATEGIES
-from trencadis.warmup.validators import instance_of, number, one_of, require_instance
+from trencadis.warmup.validators import boolean, instance_of, number, one_of
 
 _TRUE, _FALSE = {"1", "true", "yes", "on", "y", "t"}, {"0", "false", "no", "off", "n", "f"}
 
@@ -25,7 +25,7 @@ class WarmupConfig:
 
     skip: bool = attrs.field(
         default=False,
-        validator=instance_of(bool),
+        validator=boolean(),
         metadata={
             "help": "Skip warm-up: each bucket is compiled when a request first needs it.",
             "env": "VLLM_SKIP_WARMUP",
@@ -33,7 +33,7 @@ class WarmupConfig:
     )
     enforce_eager: bool = attrs.field(
         default=False,
-        validator=instance_of(bool),
+        validator=boolean(),
         metadata={
             "help": "Execute every bucket, but capture no graphs and do not warm up the sampler."
         },
@@ -56,7 +56,7 @@ class WarmupConfig:
     )
     prompt_strategy: str = attrs.field(
         default="min_tokens",
-        validator=one_of(*STRATEGIES),
+        validator=one_of(STRATEGIES),
         metadata={
             "help": f"Order in which prompt graphs are captured: {', '.join(STRATEGIES)}.",
             "env": "VLLM_GRAPH_PROMPT_STRATEGY",
@@ -64,7 +64,7 @@ class WarmupConfig:
     )
     decode_strategy: str = attrs.field(
         default="max_bs",
-        validator=one_of(*STRATEGIES),
+        validator=one_of(STRATEGIES),
         metadata={
             "help": f"Order in which decode graphs are captured: {', '.join(STRATEGIES)}.",
             "env": "VLLM_GRAPH_DECODE_STRATEGY",
@@ -78,7 +78,7 @@ class WarmupConfig:
         An unset or empty variable means the default. Raises `ConfigError`, which names the
         variable.
         """
-        require_instance("environ", environ, Mapping)
+        instance_of(Mapping).checked("environ", environ)
         settings: dict[str, Any] = {}
         for field in attrs.fields(cls):
             variable = field.metadata.get("env")

@@ -8,7 +8,14 @@ class WarmupError(Exception):
 
 
 class ConfigError(WarmupError, ValueError):
-    """A setting or an argument is wrong, or device memory does not suffice for the settings."""
+    """A setting or an argument is wrong, or device memory does not suffice for the settings.
+
+    ``field`` names the setting or argument, where it is a single one.
+    """
+
+    def __init__(self, message: str, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class InvalidAnswer(WarmupError, ValueError):

@@ -10,7 +10,7 @@ import attrs
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.log_lines import format_bytes
 from trencadis.warmup.runtime import Phase
-from trencadis.warmup.validators import integer, number, require_integer
+from trencadis.warmup.validators import MAX_BYTES, integer, number
 
 GPU_MEMORY_UTILIZATION = 0.9
 """Default share of the free memory that may be used (seed 000)."""
@@ -30,8 +30,8 @@ class GraphBudget:
     use what the other phase leaves unused.
     """
 
-    total: int = attrs.field(validator=integer(0))
-    free: int = attrs.field(validator=integer(0))
+    total: int = attrs.field(validator=integer(0, MAX_BYTES))
+    free: int = attrs.field(validator=integer(0, MAX_BYTES))
     prompt_ratio: float = attrs.field(default=GRAPH_PROMPT_RATIO, validator=number(0, 1))
 
     @property
@@ -67,8 +67,8 @@ class MemoryPlan:
     ``graph_prompt_ratio`` of the graph memory is for prompt graphs first.
     """
 
-    free_after_profile: int = attrs.field(validator=integer(1))
-    block_bytes: int = attrs.field(validator=integer(1))
+    free_after_profile: int = attrs.field(validator=integer(1, MAX_BYTES))
+    block_bytes: int = attrs.field(validator=integer(1, MAX_BYTES))
     gpu_memory_utilization: float = attrs.field(
         default=GPU_MEMORY_UTILIZATION, validator=number(0, 1)
     )
@@ -134,7 +134,7 @@ class MemoryPlan:
         free.) A KV cache that is smaller than planned does not make the graphs larger. Raises
         `ConfigError` unless ``free_memory`` is a number of bytes.
         """
-        require_integer("free_memory", free_memory, 0)
+        integer(0, MAX_BYTES).checked("free_memory", free_memory)
         margin = int(self.free_after_profile - self.usable)
         reserve = int(self.graphs) + 2 * self.block_bytes if self.graphs else 0
         return GraphBudget(

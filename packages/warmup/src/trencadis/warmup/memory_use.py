@@ -7,7 +7,7 @@ from pathlib import Path
 import attrs
 
 from trencadis.warmup.log_lines import format_bytes
-from trencadis.warmup.validators import MAX_BYTES, integer, require_instance, require_integer
+from trencadis.warmup.validators import MAX_BYTES, instance_of, integer
 
 _MEMINFO = Path("/proc/meminfo")
 
@@ -19,17 +19,17 @@ class MemoryUse:
     Raises `ConfigError` for anything but integers.
     """
 
-    device_used: int = attrs.field(validator=integer(-MAX_BYTES))
-    device_total: int = attrs.field(validator=integer(0))
-    host_used: int = attrs.field(default=0, validator=integer(-MAX_BYTES))
-    host_total: int = attrs.field(default=0, validator=integer(0))
+    device_used: int = attrs.field(validator=integer(-MAX_BYTES, MAX_BYTES))
+    device_total: int = attrs.field(validator=integer(0, MAX_BYTES))
+    host_used: int = attrs.field(default=0, validator=integer(-MAX_BYTES, MAX_BYTES))
+    host_total: int = attrs.field(default=0, validator=integer(0, MAX_BYTES))
 
     @classmethod
     def read(cls, *, device_free: int, device_total: int, meminfo: Path = _MEMINFO) -> MemoryUse:
         """Device memory as given; host memory from Linux (``MemTotal`` and ``MemAvailable``)."""
-        require_integer("device_free", device_free, -MAX_BYTES)
-        require_integer("device_total", device_total, 0)
-        require_instance("meminfo", meminfo, Path)
+        integer(-MAX_BYTES, MAX_BYTES).checked("device_free", device_free)
+        integer(0, MAX_BYTES).checked("device_total", device_total)
+        instance_of(Path).checked("meminfo", meminfo)
         total, available = _host_memory(meminfo)
         return cls(
             device_used=device_total - device_free,
@@ -43,7 +43,7 @@ class MemoryUse:
 
         ``in_total``: for a line that sums up those before it.
         """
-        require_instance("before", before, MemoryUse)
+        instance_of(MemoryUse).checked("before", before)
         took = "took in total" if in_total else "took"
         device = (
             f"{what} {took} {format_bytes(self.device_used - before.device_used)} of device memory "

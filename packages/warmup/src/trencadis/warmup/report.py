@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import os
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from trencadis.bucketing import Bucket
 from trencadis.warmup.errors import WarmupError
 from trencadis.warmup.log_lines import format_bytes
 from trencadis.warmup.runtime import Phase
-from trencadis.warmup.validators import MAX_BYTES, finite, instance_of, integer
+from trencadis.warmup.validators import MAX_BYTES, boolean, instance_of, integer, number
 
 
 @attrs.frozen
@@ -24,7 +23,7 @@ class BucketTime:
 
     phase: Phase = attrs.field(validator=instance_of(Phase))
     bucket: Bucket = attrs.field(validator=instance_of(Bucket))
-    seconds: float = attrs.field(validator=finite())
+    seconds: float = attrs.field(validator=number())
 
 
 class GraphStatus(enum.Enum):
@@ -47,16 +46,16 @@ class GraphOutcome:
     phase: Phase = attrs.field(validator=instance_of(Phase))
     bucket: Bucket = attrs.field(validator=instance_of(Bucket))
     status: GraphStatus = attrs.field(validator=instance_of(GraphStatus))
-    predicted: int = attrs.field(validator=finite())
-    used: int = attrs.field(default=0, validator=integer(0))
-    seconds: float = attrs.field(default=0.0, validator=finite())
+    predicted: int = attrs.field(validator=number())
+    used: int = attrs.field(default=0, validator=integer(0, MAX_BYTES))
+    seconds: float = attrs.field(default=0.0, validator=number())
 
 
 @attrs.frozen
 class CaptureReport:
     """The outcome of every graph, in the order of the decisions. ``budget`` is in bytes."""
 
-    budget: int = attrs.field(validator=integer(0))
+    budget: int = attrs.field(validator=integer(0, MAX_BYTES))
     outcomes: tuple[GraphOutcome, ...] = ()
 
     def captured(self, phase: Phase) -> tuple[Bucket, ...]:
@@ -90,7 +89,7 @@ class StageTime:
     """Seconds of a stage without buckets, such as that of the sampler."""
 
     name: str = attrs.field(validator=instance_of(str))
-    seconds: float = attrs.field(validator=finite())
+    seconds: float = attrs.field(validator=number())
 
 
 @attrs.frozen
@@ -102,11 +101,11 @@ class WarmupReport:
     """
 
     executed: tuple[BucketTime, ...]
-    seconds: float = attrs.field(validator=finite())
-    allocated: int = attrs.field(validator=integer(-MAX_BYTES))
+    seconds: float = attrs.field(validator=number())
+    allocated: int = attrs.field(validator=integer(-MAX_BYTES, MAX_BYTES))
     capture: CaptureReport | None = None
     stages: tuple[StageTime, ...] = ()
-    complete: bool = attrs.field(default=True, validator=instance_of(bool))
+    complete: bool = attrs.field(default=True, validator=boolean())
 
     def describe(self) -> str:
         """The log line of seed 000."""
@@ -186,11 +185,7 @@ def _graph_row(capture: CaptureReport, phase: Phase) -> tuple[str, ...]:
 
 
 def _to_json(_: object, __: object, value: Any) -> Any:
-    if isinstance(value, enum.Enum):
-        return value.value
-    # The json module knows no numbers of NumPy.
-    is_own = type(value) in (int, float, bool) or not isinstance(value, Real)
-    return value if is_own else float(value)
+    return value.value if isinstance(value, enum.Enum) else value
 
 
 def _parse_capture(content: dict[str, Any]) -> CaptureReport:

@@ -14,7 +14,7 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.warmup.errors import ConfigError
-from trencadis.warmup.validators import as_buckets, as_tuple, require_integer, require_methods
+from trencadis.warmup.validators import as_buckets, as_tuple, instance_of, integer, require_methods
 
 logger = logging.getLogger("trencadis.warmup")
 
@@ -130,10 +130,8 @@ def warm_up_sampler(
     arguments.
     """
     require_methods("sampler", runtime, SAMPLER_METHODS)
-    all_configs = as_tuple("configs", configs, SamplerConfig)
-    sizes = list(as_tuple("batch_sizes", batch_sizes, int))
-    for size in sizes:
-        require_integer("batch size", size, 0, MAX_BATCH_SIZE)
+    all_configs = as_tuple("configs", configs, instance_of(SamplerConfig))
+    sizes = list(as_tuple("batch_sizes", batch_sizes, integer(0, MAX_BATCH_SIZE)))
     logger.info("Warming up sampler with batch sizes: %s and following configs:", sizes)
     for config in all_configs:
         logger.info(config.describe())

@@ -34,8 +34,8 @@ from trencadis.warmup.sampler import (
 from trencadis.warmup.strategies import capture_order
 from trencadis.warmup.validators import (
     as_buckets,
-    require_callable,
-    require_instance,
+    function,
+    instance_of,
     require_methods,
     require_phase_replays,
 )
@@ -72,20 +72,20 @@ def warm_up(
         WarmupError: ``memory`` is given and ``runtime`` cannot capture. An error of the runtime
             is passed on.
         ConfigError: an argument is wrong. Nothing has been executed.
-        InvalidAnswer: free memory or the clock is no number.
+        InvalidAnswer: free memory or the clock is not a number.
     """
     require_methods("runtime", runtime, RUNTIME_METHODS)
     config = WarmupConfig() if config is None else config
-    require_instance("config", config, WarmupConfig)
+    instance_of(WarmupConfig).checked("config", config)
     if memory is not None:
-        require_instance("memory", memory, MemoryPlan)
+        instance_of(MemoryPlan).checked("memory", memory)
     require_phase_replays(replays)
     if sampler is not None:
         require_methods("sampler", sampler, SAMPLER_METHODS)
     if defragmenter is not None:
-        require_callable("defragmenter", defragmenter)
-    require_callable("stop", stop)
-    require_callable("clock", clock)
+        function.checked("defragmenter", defragmenter)
+    function.checked("stop", stop)
+    function.checked("clock", clock)
     buckets = {
         Phase.PROMPT: as_buckets("prompt_buckets", prompt_buckets),
         Phase.DECODE: as_buckets("decode_buckets", decode_buckets),

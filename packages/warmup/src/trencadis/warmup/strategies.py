@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TypeAlias
 
 from trencadis.bucketing import Bucket, BucketGrid, TrafficRecorder
-from trencadis.warmup.errors import ConfigError
-from trencadis.warmup.validators import require_instance, require_replays
+from trencadis.warmup.validators import instance_of, one_of, require_replays
 
 STRATEGIES = ("min_tokens", "max_bs", "traffic")
 
@@ -30,10 +29,9 @@ def capture_order(strategy: str, replays: Mapping[Bucket, float] | None = None) 
     - ``min_tokens``: fewest tokens first, then shortest length.
     - ``traffic``: most expected ``replays`` per byte first, then as ``min_tokens``.
 
-    Raises `ConfigError` for another strategy, or for replays that are no finite numbers.
+    Raises `ConfigError` for another strategy, or for replays that are not finite numbers.
     """
-    if not isinstance(strategy, str) or strategy not in STRATEGIES:
-        raise ConfigError(f"strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    one_of(STRATEGIES).checked("strategy", strategy)
     expected = {} if replays is None else replays
     require_replays(expected)
     if strategy == "max_bs":
@@ -56,8 +54,8 @@ def expected_replays(grid: BucketGrid, traffic: TrafficRecorder) -> dict[Bucket,
     Skips shapes that no bucket holds. Raises `BucketingError` if the axes differ, and `ConfigError`
     for arguments of other types.
     """
-    require_instance("grid", grid, BucketGrid)
-    require_instance("traffic", traffic, TrafficRecorder)
+    instance_of(BucketGrid).checked("grid", grid)
+    instance_of(TrafficRecorder).checked("traffic", traffic)
     replays: dict[Bucket, float] = {}
     shapes, counts = traffic.shapes()
     for shape, count in zip(shapes.tolist(), counts.tolist(), strict=True):

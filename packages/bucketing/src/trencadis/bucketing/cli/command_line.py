@@ -11,9 +11,8 @@ from trencadis.bucketing import __version__
 from trencadis.bucketing.cli.commands import fit_trace, plot_trace, show_grids
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.strategies import DEFAULT_TAIL, STRATEGIES
+from trencadis.bucketing.strategies import DEFAULT_TAIL, MAX_TAIL, STRATEGIES
 from trencadis.bucketing.traffic import LENGTH_COLUMNS
-from trencadis.bucketing.validators import MAX_TAIL
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import attrs
 
 from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.validators import optional_integer
+from trencadis.bucketing.shapes import MAX_SIZE
+from trencadis.bucketing.validators import integer
 
 
 @attrs.frozen
@@ -21,32 +22,32 @@ class AxisConfig:
 
     min: int | None = attrs.field(
         default=None,
-        validator=optional_integer(0),
+        validator=integer(0, MAX_SIZE, optional=True),
         metadata={"help": "smallest bucket, in units of the axis", "env": "MIN"},
     )
     step: int | None = attrs.field(
         default=None,
-        validator=optional_integer(1),
+        validator=integer(1, MAX_SIZE, optional=True),
         metadata={"help": "granularity of the buckets, in units of the axis", "env": "STEP"},
     )
     max: int | None = attrs.field(
         default=None,
-        validator=optional_integer(0),
+        validator=integer(0, MAX_SIZE, optional=True),
         metadata={"help": "largest bucket, in units of the axis", "env": "MAX"},
     )
     limit: int | None = attrs.field(
         default=None,
-        validator=optional_integer(1),
+        validator=integer(1, MAX_SIZE, optional=True),
         metadata={"help": "largest number of buckets on the axis", "env": "LIMIT"},
     )
     pad_max: int | None = attrs.field(
         default=None,
-        validator=optional_integer(0),
+        validator=integer(0, MAX_SIZE, optional=True),
         metadata={"help": "largest padding, in units of the axis", "env": "PAD_MAX"},
     )
     pad_percent: int | None = attrs.field(
         default=None,
-        validator=optional_integer(0, 50),
+        validator=integer(0, 50, optional=True),
         metadata={"help": "largest padding, in percent of a bucket, 0 to 50", "env": "PAD_PERCENT"},
     )
 

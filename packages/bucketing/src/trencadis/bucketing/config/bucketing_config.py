@@ -20,10 +20,12 @@ from trencadis.bucketing.config.environment import (
     describe_settings,
     read_flag,
     read_settings,
+    variable_of,
     write_settings,
 )
+from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.strategies import STRATEGIES
-from trencadis.bucketing.validators import check_instance, instance_of, one_of
+from trencadis.bucketing.validators import boolean, instance_of, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +145,7 @@ class BucketingConfig:
     )
     contiguous_pa: bool = attrs.field(
         default=True,
-        validator=instance_of(bool),
+        validator=boolean(),
         metadata={
             "help": "decode reads the KV cache from block 0 to the highest block in use (true), "
             "or a list of blocks (false)",
@@ -153,14 +155,18 @@ class BucketingConfig:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str]) -> BucketingConfig:
-        """The settings in `environ` (usually `os.environ`); README.md lists the variables.
+        """The settings in `environ` (usually `os.environ`); docs/bucketing/settings.md lists them.
 
         Raises:
             BucketingError: a value that cannot be used, with its variable.
         """
-        check_instance("environ", environ, Mapping)
+        instance_of(Mapping).checked("environ", environ)
         _warn_of_misspelt(environ)
-        return cls(**read_settings(cls, _without_deprecated(environ)))
+        settings = read_settings(cls, _without_deprecated(environ))
+        try:
+            return cls(**settings)
+        except BucketingError as error:
+            raise BucketingError(f"{variable_of(cls, str(error.field))}: {error}") from None
 
     def to_env(self) -> dict[str, str]:
         """The variables from which `from_env` reads these settings again."""
@@ -226,5 +232,5 @@ _AXIS_VARIABLE = re.compile(r"VLLM_(PROMPT|DECODE)_\w+_BUCKET_\w+")
 
 _RESEMBLANCE = 0.83
 """From this ratio of `difflib` on, a name counts as a misspelt setting: a few wrong letters, or a
-word less. Names of vLLM and of its Gaudi plugin that are no bucketing setting stay below: the
+word less. Names of vLLM and of its Gaudi plugin that are not bucketing settings stay below: the
 nearest, VLLM_ENABLE_BUCKETING, has 0.81, VLLM_PROMPT_USE_FUSEDSDPA 0.73."""

@@ -16,8 +16,8 @@ from typing import Any
 import attrs
 
 from trencadis.bucketing.config.axis_config import AxisConfig
-from trencadis.bucketing.errors import BucketingError
-from trencadis.bucketing.validators import check_instance, shown
+from trencadis.bucketing.errors import BucketingError, shown
+from trencadis.bucketing.validators import instance_of
 
 _TRUE, _FALSE = ("1", "true", "yes", "on", "y", "t"), ("0", "false", "no", "off", "n", "f")
 
@@ -28,7 +28,7 @@ def read_settings(settings_class: type[attrs.AttrsInstance], environ: Mapping[st
     Raises:
         BucketingError: a value that cannot be used, with its variable.
     """
-    check_instance("environ", environ, Mapping)
+    instance_of(Mapping).checked("environ", environ)
     return {
         attribute.name: _read_field(attribute, environ)
         for attribute in attrs.fields(settings_class)

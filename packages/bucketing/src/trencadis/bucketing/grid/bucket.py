@@ -9,15 +9,15 @@ from typing import TypeAlias
 
 import attrs
 
-from trencadis.bucketing.errors import BucketingError, UnknownAxis
-from trencadis.bucketing.validators import checked_names, checked_sizes, shown
+from trencadis.bucketing.errors import BucketingError, UnknownAxis, shown
+from trencadis.bucketing.shapes import checked_names, checked_sizes
 
 Shape: TypeAlias = tuple[int, ...]
 """One size per axis, in the order of the axes."""
 
 
 def _sizes(shape: Sequence[int]) -> Shape:
-    return checked_sizes("the sizes of a bucket", shape)
+    return checked_sizes("a bucket", shape)
 
 
 @functools.total_ordering

@@ -13,7 +13,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-from trencadis.bucketing.errors import BucketingError, UnknownAxis
+from trencadis.bucketing.errors import BucketingError, UnknownAxis, shown
 from trencadis.bucketing.grid.bucket import Bucket, Cost, Shape, element_count
 from trencadis.bucketing.grid.fallback_sizes import fallback_size
 from trencadis.bucketing.grid.lookup_table import (
@@ -26,13 +26,8 @@ from trencadis.bucketing.grid.lookup_table import (
     positions,
 )
 from trencadis.bucketing.grid.reachable_shapes import Reachable, every_shape
-from trencadis.bucketing.validators import (
-    check_instance,
-    checked_axis,
-    checked_names,
-    checked_sizes,
-    shown,
-)
+from trencadis.bucketing.shapes import check_range_length, checked_names, checked_sizes
+from trencadis.bucketing.validators import instance_of, plain_number
 
 Filter: TypeAlias = Callable[[Bucket], bool]
 
@@ -86,8 +81,8 @@ class BucketGrid:
         phase: str = "",
         settings_line: str = "",
     ) -> None:
-        check_instance("axes", axes, Mapping)
-        values = {name: checked_axis(name, sizes) for name, sizes in axes.items()}
+        instance_of(Mapping).checked("axes", axes)
+        values = {name: _checked_axis(name, sizes) for name, sizes in axes.items()}
         count = check_cell_count(values)
         names, keep = checked_names(values), _checked_functions(filters, reachable, cost)
         edges = [cell_edges(sizes, sizes[-1]) for sizes in values.values()]
@@ -118,14 +113,14 @@ class BucketGrid:
             BucketingError: no shape, or as for the class.
         """
         names = checked_names(axes)
-        check_instance("shapes", shapes, Iterable)
+        instance_of(Iterable).checked("shapes", shapes)
         _checked_functions((), reachable, cost)
         given = {Bucket(names, shape) for shape in shapes}
         buckets = sorted(given, key=operator.attrgetter("shape"))
         if not buckets:
             raise BucketingError(f"no shape for the {phase or 'bucket'} grid: give at least one")
         columns = zip(names, zip(*(bucket.shape for bucket in buckets), strict=True), strict=True)
-        values = {name: checked_axis(name, sorted(set(sizes))) for name, sizes in columns}
+        values = {name: _checked_axis(name, sorted(set(sizes))) for name, sizes in columns}
         check_cell_count(values)
         grid = cls.__new__(cls)
         grid._set(values, buckets, reachable, limits, cost, phase, settings_line)
@@ -302,10 +297,23 @@ class BucketGrid:
         return f"<BucketGrid {self._phase}: {len(self)} buckets, {product}>"
 
 
+def _checked_axis(name: str, sizes: Iterable[int]) -> tuple[int, ...]:
+    """The sizes of one axis as ints, strictly increasing. Raises `BucketingError` for others."""
+    values = checked_sizes(f"axis {name}", sizes)
+    check_range_length(len(values), "give fewer")
+    if not values:
+        raise BucketingError(f"axis {name} has no sizes: give at least one")
+    if any(low >= high for low, high in itertools.pairwise(values)):
+        raise BucketingError(
+            f"axis {name} has sizes {shown(values)}: give them increasing, each once"
+        )
+    return values
+
+
 def _checked_functions(
     filters: Iterable[Filter], reachable: Reachable, cost: Cost
 ) -> tuple[Filter, ...]:
-    check_instance("filters", filters, Iterable)
+    instance_of(Iterable).checked("filters", filters)
     functions: list[Filter] = []
     for function in itertools.chain((reachable, cost), filters):
         if not callable(function):
@@ -318,7 +326,7 @@ def _checked_functions(
 
 
 def _checked_costs(buckets: Sequence[Bucket], cost: Cost) -> list[float]:
-    costs = [cost(bucket) for bucket in buckets]
+    costs = [plain_number(cost(bucket)) for bucket in buckets]
     for bucket, value in zip(buckets, costs, strict=True):
         if not isinstance(value, (int, float)) or math.isnan(value):
             raise BucketingError(f"the cost of {bucket} is not a number: correct the cost function")

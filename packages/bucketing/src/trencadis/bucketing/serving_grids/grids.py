@@ -32,9 +32,10 @@ from trencadis.bucketing.grid import (
 from trencadis.bucketing.rounding import ceil_div
 from trencadis.bucketing.serving_grids.axes import decode_axes, prompt_axes, sequence_axes
 from trencadis.bucketing.serving_grids.limits import PromptLimits
+from trencadis.bucketing.shapes import checked_limits
 from trencadis.bucketing.strategies import STRATEGIES, AxisSettings
 from trencadis.bucketing.traffic import TrafficRecorder
-from trencadis.bucketing.validators import check_instance, check_positive, shown
+from trencadis.bucketing.validators import instance_of, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +108,8 @@ def prompt_grid_of(
 ) -> BucketGrid:
     """The prompt grid with these sizes of (batch, query, context_blocks), within the limits.
 
-    Prompts are batched only while `find` has a bucket, so a batch above the largest one is no gap
-    of the grid's coverage.
+    Prompts are batched only while `find` has a bucket, so a batch above the largest one is not a
+    gap of the grid's coverage.
     """
     return BucketGrid(
         values,
@@ -146,7 +147,7 @@ def decode_grid(
     Raises:
         BucketingError: settings that contradict each other or the limits.
     """
-    check_positive(
+    max_num_seqs, num_blocks, block_size, max_model_len = checked_limits(
         max_num_seqs=max_num_seqs,
         num_blocks=num_blocks,
         block_size=block_size,
@@ -207,10 +208,11 @@ def sequence_grid(
         BucketingError: settings that contradict each other or the limits, or a bucket file, whose
             shapes have a context.
     """
-    check_positive(max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size)
+    max_num_seqs, max_model_len, block_size = checked_limits(
+        max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size
+    )
     _check_arguments(config, traffic)
-    if not isinstance(phase, str) or phase not in get_args(Phase):
-        raise BucketingError(f"phase {shown(phase)} is unknown: choose from prompt, decode")
+    one_of(get_args(Phase)).checked("phase", phase)
     if config.bucket_file:
         raise BucketingError(
             f"bucket file {config.bucket_file} has shapes with a context, which a (batch, seq) "
@@ -234,9 +236,8 @@ def sequence_grid(
 
 
 def _check_arguments(config: object, traffic: object) -> None:
-    check_instance("config", config, BucketingConfig)
-    if traffic is not None:
-        check_instance("traffic", traffic, TrafficRecorder)
+    instance_of(BucketingConfig).checked("config", config)
+    instance_of(TrafficRecorder, optional=True).checked("traffic", traffic)
 
 
 def _prompt_grid_of_file(

@@ -6,7 +6,10 @@ import attrs
 
 from trencadis.bucketing.grid import PromptCost, ReachablePromptShapes
 from trencadis.bucketing.rounding import ceil_div
-from trencadis.bucketing.validators import check_positive
+from trencadis.bucketing.shapes import MAX_SIZE
+from trencadis.bucketing.validators import integer
+
+_LIMIT = integer(1, MAX_SIZE)
 
 
 @attrs.frozen(kw_only=True)
@@ -23,13 +26,10 @@ class PromptLimits:
         BucketingError: a limit that is not an integer of at least 1.
     """
 
-    max_model_len: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    block_size: int
-
-    def __attrs_post_init__(self) -> None:
-        check_positive(**attrs.asdict(self))
+    max_model_len: int = attrs.field(validator=_LIMIT)
+    max_num_batched_tokens: int = attrs.field(validator=_LIMIT)
+    max_num_seqs: int = attrs.field(validator=_LIMIT)
+    block_size: int = attrs.field(validator=_LIMIT)
 
     @property
     def max_query(self) -> int:

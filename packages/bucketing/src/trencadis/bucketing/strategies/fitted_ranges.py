@@ -3,30 +3,33 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
-from typing import SupportsIndex
+from typing import TypeAlias
 
 import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, shown
 from trencadis.bucketing.rounding import IntArray, round_up
+from trencadis.bucketing.shapes import MAX_SIZE, integer_array, numeric_array
 from trencadis.bucketing.strategies.optimal_partition import (
     least_cost_edges,
     least_padding_edges,
     padding_costs,
 )
-from trencadis.bucketing.validators import (
-    MAX_SIZE,
-    Weights,
-    check_tail,
-    checked_lengths,
-    checked_weights,
-    integer_array,
-    shown,
-)
+from trencadis.bucketing.validators import Validator, integer, number
+
+Weights: TypeAlias = IntArray | npt.NDArray[np.float64]
+"""The weights of lengths. Sums of integer weights are exact."""
+
+MAX_TAIL = 1_000_000
+"""The largest tail weight of a fit. At this weight, little but the largest padding counts."""
+
+TAIL = number(0, MAX_TAIL)
+LIMIT = integer(1)
+"""Above the number of sizes that can be chosen, a limit has no effect."""
+_STEP, _MAX = integer(1, MAX_SIZE), integer(0, MAX_SIZE)
 
 MAX_CANDIDATES = 512
 """The most sizes that a fit with a tail chooses from: its work grows with their square."""
@@ -61,10 +64,9 @@ def fitted_range(
         BucketingError: no lengths, or one that is negative, NaN or above `max`; a bad weight or
             tail; a step or limit below 1.
     """
-    step, max = _checked_setting("step", step), _checked_setting("max", max, least=0)
-    limit = _checked_setting("limit", limit)
-    check_tail(tail)
-    integers = checked_lengths(lengths, max)
+    step, max = _STEP.checked("fit step", step), _MAX.checked("fit max", max)
+    limit, tail = LIMIT.checked("fit limit", limit), TAIL.checked("fit tail", tail)
+    integers = _checked_lengths(lengths, max)
     weight = checked_weights(weights, len(integers))
     batches = _Batches(
         sizes=(np.ones_like(integers), integers), weight=weight, maxima=(1, max), tail=tail
@@ -102,10 +104,9 @@ def fitted_axes(
     rows = integer_array("batches to fit", shapes)
     if rows.ndim != 2 or rows.shape[1] != 2:
         raise BucketingError(f"batches of shape {rows.shape} are not rows of two sizes: give two")
-    strides, ends = _checked_pair("step", steps), _checked_pair("max", maxima, least=0)
-    limit = _checked_setting("limit", budget)
-    check_tail(tail)
-    first, second = (checked_lengths(rows[:, i], ends[i]) for i in (0, 1))
+    strides, ends = _checked_pair(_STEP, "fit step", steps), _checked_pair(_MAX, "fit max", maxima)
+    limit, tail = LIMIT.checked("fit limit", budget), TAIL.checked("fit tail", tail)
+    first, second = (_checked_lengths(rows[:, i], ends[i]) for i in (0, 1))
     weight = checked_weights(weights, len(rows))
     batches = _Batches(sizes=(first, second), weight=weight, maxima=ends, tail=tail)
     counts = (batches.num_candidates(0, strides[0]), batches.num_candidates(1, strides[1]))
@@ -120,27 +121,55 @@ def padded(values: Sequence[int], lengths: IntArray) -> IntArray:
     return buckets[np.searchsorted(buckets, lengths)]
 
 
-def _checked_setting(name: str, value: SupportsIndex, least: int = 1) -> int:
-    try:
-        size = operator.index(value)
-    except TypeError:
-        raise BucketingError(f"fit {name} {shown(value)} is not an integer: give an int") from None
-    if size < least:
-        raise BucketingError(f"fit {name} {shown(size)} must be at least {least}: raise it")
-    # A limit above the number of sizes that can be chosen has no effect.
-    if size > MAX_SIZE and name != "limit":
-        raise BucketingError(f"fit {name} {shown(size)} is above {MAX_SIZE}: lower it")
-    return size
-
-
-def _checked_pair(name: str, values: Sequence[SupportsIndex], least: int = 1) -> tuple[int, int]:
+def _checked_pair(size: Validator, name: str, values: Sequence[int]) -> tuple[int, int]:
     try:
         first, second = values
     except (TypeError, ValueError):
         raise BucketingError(
-            f"fit {name} {shown(values)} is not a pair: give one size per axis"
+            f"{name} {shown(values)} must be a pair: give one size per axis"
         ) from None
-    return _checked_setting(name, first, least), _checked_setting(name, second, least)
+    return size.checked(name, first), size.checked(name, second)
+
+
+def _checked_lengths(lengths: npt.ArrayLike, max: int) -> IntArray:
+    """The lengths to fit a range to, as an array of integers.
+
+    Raises:
+        BucketingError: no length, one that is not an integer, or one outside 0 to `max`.
+    """
+    integers = integer_array("lengths to fit", lengths)
+    if integers.ndim != 1:
+        raise BucketingError(
+            f"lengths to fit have {integers.ndim} dimensions: give a sequence of integers"
+        )
+    if integers.size == 0:
+        raise BucketingError("no lengths to fit: record some traffic, or use the exp strategy")
+    if integers.min() < 0 or integers.max() > max:
+        raise BucketingError(
+            f"lengths to fit run from {integers.min()} to {integers.max()}, "
+            f"outside 0 to max {max}: raise max, or remove them"
+        )
+    return integers
+
+
+def checked_weights(weights: npt.ArrayLike | None, count: int) -> Weights:
+    """The weights of `count` lengths; each is 1 where `weights` is None. Integers stay integers.
+
+    Raises:
+        BucketingError: not `count` weights, one that is negative or not finite, or all of them 0.
+    """
+    if weights is None:
+        return np.ones(count, dtype=np.int64)
+    numbers = numeric_array("weights", weights)
+    if numbers.shape != (count,) or not np.all(np.isfinite(numbers)) or not np.all(numbers >= 0):
+        raise BucketingError(
+            f"the {numbers.size} weights must be finite, not negative, and one for each of the "
+            f"{count} lengths: correct them"
+        )
+    if not numbers.any():
+        raise BucketingError("all weights are 0, which leaves nothing to fit: give a positive one")
+    exact = np.issubdtype(numbers.dtype, np.integer) and numbers.max() <= MAX_SIZE
+    return numbers.astype(np.int64) if exact else numbers.astype(np.float64)
 
 
 def _budget_splits(budget: int, counts: tuple[int, int]) -> list[tuple[int, int]]:

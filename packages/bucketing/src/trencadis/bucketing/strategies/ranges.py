@@ -9,21 +9,16 @@ from __future__ import annotations
 
 import builtins
 import math
-from typing import SupportsIndex
 
 import numpy as np
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, shown
 from trencadis.bucketing.rounding import round_up
-from trencadis.bucketing.validators import (
-    check_range_length,
-    checked_integer,
-    checked_range,
-    shown,
-)
+from trencadis.bucketing.shapes import MAX_SIZE, check_range_length
+from trencadis.bucketing.validators import integer, number
 
 
-def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) -> tuple[int, ...]:
+def linear_range(min: int, step: int, max: int) -> tuple[int, ...]:
     """Ramp-up, then stable: `min` doubled while below `step`, then the multiples of `step`.
 
     A `min` of 0 gives a leading 0, then the multiples of `step`. Multiples of `step` below `min`
@@ -37,7 +32,7 @@ def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) ->
         BucketingError: a negative or non-integer setting, a step of 0, min above max, or more
             than `MAX_SIZES` sizes.
     """
-    low, stride, high = checked_range(min, step, max)
+    low, stride, high = _checked_range(min, step, max)
     check_range_length((high - low) / stride, f"raise step {stride} or lower max {high}")
     first = low or stride
     values = [0] if low == 0 else []
@@ -50,9 +45,7 @@ def linear_range(min: SupportsIndex, step: SupportsIndex, max: SupportsIndex) ->
     return tuple(values)
 
 
-def exponential_range(
-    min: SupportsIndex, step: SupportsIndex, max: SupportsIndex, limit: SupportsIndex
-) -> tuple[int, ...]:
+def exponential_range(min: int, step: int, max: int, limit: int) -> tuple[int, ...]:
     """At most `limit` values spaced exponentially, each rounded up to `step`, the last one `max`.
 
     Values that are equal after rounding are given once. A `min` of 0 or 1 is not rounded; it comes
@@ -67,12 +60,8 @@ def exponential_range(
         BucketingError: a negative or non-integer setting, a step or limit of 0, min above max, or
             more than `MAX_SIZES` sizes.
     """
-    low, stride, high = checked_range(min, step, max)
-    count = checked_integer("limit", limit)
-    if count < 1:
-        raise BucketingError(
-            f"range limit {shown(count)} leaves no bucket: give a limit of at least 1"
-        )
+    low, stride, high = _checked_range(min, step, max)
+    count = integer(1).checked("range limit", limit)
     if count == 1 or high == 0:
         return (high,)
     first = stride if low < 2 else low
@@ -99,10 +88,10 @@ def _most_useful_values(first: int, stride: int, high: int) -> int:
 
 
 def padding_aware_range(
-    min: SupportsIndex,
-    step: SupportsIndex,
-    max: SupportsIndex,
-    pad_max: SupportsIndex,
+    min: int,
+    step: int,
+    max: int,
+    pad_max: int,
     pad_percent: float,
 ) -> tuple[int, ...]:
     """Buckets as far apart as the padding limits allow.
@@ -119,15 +108,10 @@ def padding_aware_range(
         BucketingError: a negative or non-integer setting, a step of 0, min above max, or a
             `pad_percent` outside 0 to 50, or more than `MAX_SIZES` candidates.
     """
-    low, stride, high = checked_range(min, step, max)
+    low, stride, high = _checked_range(min, step, max)
     check_range_length((high - low) / stride, f"raise step {stride} or lower max {high}")
-    widest = checked_integer("pad_max", pad_max) or high
-    if widest < 0:
-        raise BucketingError(f"range pad_max {shown(widest)} is negative: give 0 or more")
-    if not isinstance(pad_percent, (int, float)) or not 0 <= pad_percent <= 50:  # NaN fails too
-        raise BucketingError(
-            f"range pad_percent {shown(pad_percent)} is not within 0 to 50: change it"
-        )
+    widest = integer(0).checked("range pad_max", pad_max) or high
+    pad_percent = number(0, 50).checked("range pad_percent", pad_percent)
     values = [low]
     while values[-1] <= stride and (values[-1] * 2 or 1) <= high:
         values.append(values[-1] * 2 or 1)
@@ -147,3 +131,12 @@ def _extend_while_padding_allows(
         too_much = padding / (value + step) > pad_percent / 100.0 or padding > pad_max
         if too_much or value % pad_max == 0:
             values.append(value)
+
+
+def _checked_range(min: int, step: int, max: int) -> tuple[int, int, int]:
+    """The settings (min, step, max) that every range has, as ints. Raises `BucketingError`."""
+    size = integer(0, MAX_SIZE)
+    low, high = size.checked("range min", min), size.checked("range max", max)
+    if low > high:
+        raise BucketingError(f"range min {low} is above max {high}: lower min or raise max")
+    return low, integer(1, MAX_SIZE).checked("range step", step), high

@@ -117,5 +117,6 @@ STRATEGIES: dict[str, Strategy] = {
 
 To add a strategy, write a function in `ranges.py` and add its row here. The settings, their
 environment variables, the command's options, the log line and the comparison read this table.
-README.md needs a row in each of its three tables, CHANGELOG.md a line, and the function a test.
+README.md needs a row in its table of ranges, CHANGELOG.md a line, and the function a test;
+`docs/bucketing/settings.md` has the strategies in its lists of variables.
 """

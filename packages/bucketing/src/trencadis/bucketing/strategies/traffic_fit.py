@@ -16,8 +16,9 @@ from trencadis.bucketing.traffic import TrafficRecorder
 logger = logging.getLogger(__name__)
 
 DEFAULT_TAIL = 3.0
-"""The tail weight of the fit strategy and of the command. On the traces of README.md it lowers the
-worst batch to a fraction and the mean padding of later traffic too."""
+"""The tail weight of the fit strategy and of the command. On the traces of
+`docs/bucketing/measurements.md` it lowers the worst batch to a fraction and often the mean padding
+of later traffic too."""
 
 
 def fit_to_traffic(

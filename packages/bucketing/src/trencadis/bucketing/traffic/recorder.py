@@ -9,17 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, shown
 from trencadis.bucketing.rounding import IntArray, round_up
-from trencadis.bucketing.text_files import read_text, replace_text
-from trencadis.bucketing.validators import (
-    MAX_SIZE,
-    check_instance,
-    check_path,
-    checked_names,
-    checked_sizes,
-    shown,
-)
+from trencadis.bucketing.shapes import MAX_SIZE, checked_names, checked_sizes
+from trencadis.bucketing.text_files import check_path, read_text, replace_text
+from trencadis.bucketing.validators import instance_of, integer
 
 
 class TrafficRecorder:
@@ -42,13 +36,10 @@ class TrafficRecorder:
     def __init__(self, axes: Sequence[str], *, capacity: int = 1 << 16) -> None:
         names = checked_names(axes)
         # Even at its coarsest, an axis keeps 0 apart from other sizes: two sizes per axis.
-        if type(capacity) is not int or not names or capacity < 1 << len(names):
-            raise BucketingError(
-                f"a recorder of {len(names)} axes with capacity {shown(capacity)} cannot count: "
-                f"give at least one axis and a capacity of at least {1 << len(names)}"
-            )
+        self._capacity: int = integer(1 << len(names)).checked("capacity", capacity)
+        if not names:
+            raise BucketingError("a recorder without axes cannot count: give at least one axis")
         self._axes = names
-        self._capacity = capacity
         self._resolution = [1] * len(self._axes)
         self._counts: dict[tuple[int, ...], int] = {}
         self._total = 0
@@ -76,7 +67,7 @@ class TrafficRecorder:
                 or more, or above `MAX_SIZE`; more than `MAX_SIZE` batches in all.
         """
         sizes = checked_sizes("shape", shape)
-        (times,) = checked_sizes("the count of a shape", (count,))
+        times = integer(0, MAX_SIZE).checked("the count of a shape", count)
         if len(sizes) != len(self._axes):
             raise BucketingError(
                 f"shape {shown(sizes)} cannot be counted: give a size for each of "
@@ -100,7 +91,7 @@ class TrafficRecorder:
         Raises:
             BucketingError: different axes.
         """
-        check_instance("traffic", other, TrafficRecorder)
+        instance_of(TrafficRecorder).checked("traffic", other)
         if other.axes != self._axes:
             raise BucketingError(
                 f"traffic of axes {', '.join(other.axes)} does not merge into traffic of axes "

@@ -16,17 +16,11 @@ import attrs
 import numpy as np
 import numpy.typing as npt
 
-from trencadis.bucketing.errors import BucketingError
+from trencadis.bucketing.errors import BucketingError, shown
 from trencadis.bucketing.rounding import IntArray
-from trencadis.bucketing.text_files import text_lines
-from trencadis.bucketing.validators import (
-    MAX_SIZE,
-    check_instance,
-    check_path,
-    integer_array,
-    numeric_array,
-    shown,
-)
+from trencadis.bucketing.shapes import MAX_SIZE, integer_array, numeric_array
+from trencadis.bucketing.text_files import check_path, text_lines
+from trencadis.bucketing.validators import instance_of, integer, number
 
 # Column names of public traces: Azure 2023 and 2024, BurstGPT, Mooncake.
 LENGTH_COLUMNS = ("ContextTokens", "Request tokens", "input_length", "prompt_tokens", "length")
@@ -99,13 +93,8 @@ class Trace:
         """
         if self.arrivals is None:
             raise BucketingError("the trace has no arrival times: give one with a timestamp column")
-        check_instance("window", window, (int, float))
-        check_instance("max_num_seqs", max_num_seqs, int)
-        if not 0 < window <= MAX_SIZE or max_num_seqs < 1:
-            raise BucketingError(
-                f"no batches of {shown(max_num_seqs)} sequences in windows of {shown(window)}: "
-                "raise them"
-            )
+        window = number(0, MAX_SIZE, exclusive_low=True).checked("window", window)
+        max_num_seqs = integer(1).checked("max_num_seqs", max_num_seqs)
         order = np.argsort(self.arrivals, kind="stable")
         with np.errstate(over="ignore", invalid="ignore"):
             windows = self.arrivals[order] // window
@@ -140,7 +129,7 @@ def read_trace(path: str | os.PathLike[str], *, column: str | None = None) -> Tr
     times: str | None = None
     generated: str | None = None
     check_path(path)
-    check_instance("column", column, (str, type(None)))
+    instance_of(str, optional=True).checked("column", column)
     for line, row in _rows(Path(path)):
         if not lengths:
             column = column or next((name for name in LENGTH_COLUMNS if name in row), None)

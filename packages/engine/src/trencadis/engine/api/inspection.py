@@ -30,7 +30,7 @@ class GridUsage:
     - ``num_buckets``, ``num_warm``, ``num_captured``, ``num_hits``, of each cell, row after row:
       buckets, those that warm-up has run or traffic has compiled, those with captured graphs, and
       forward passes since the model was loaded: at the start, by a switch or at a wake-up. A bucket
-      miss is no hit.
+      miss is not a hit.
     """
 
     phase: Literal["prefill", "decode"]

@@ -78,7 +78,7 @@ class ThermalStats:
     running sequences; False while it fails, and its last limit stays. ``target_temp_c``: target of
     the policy, degrees C; None if it has none.
     ``num_policy_faults``, ``num_rejected_readings``: steps in which the policy failed, and readings
-    that were no temperature or power, since the start.
+    that were neither a temperature nor a power, since the start.
     """
 
     hottest_c: float | None = None
@@ -100,7 +100,7 @@ class EngineStats:
 
     - ``num_running_reqs``: requests with a sequence that runs. With ``n`` = 4 it is one request.
     - ``num_running_seqs``: sequences that run.
-    - ``max_running_seqs``: the running limit. Operators and thermal policies lower it.
+    - ``max_running_seqs``: the running limit. Administrators and thermal policies lower it.
     - ``max_prefill_tokens``: the prefill limit, in tokens of a step. The same lower it.
     - ``num_waiting_reqs``: requests that have not started.
     - ``num_swapped_reqs``: preempted requests whose KV cache is on the host.

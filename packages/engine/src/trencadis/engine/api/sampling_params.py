@@ -14,16 +14,16 @@ from typing import Any, Literal
 import attrs
 
 from trencadis.engine.api.structured_output import StructuredOutput
-from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.errors import InvalidRequest, shown
 from trencadis.engine.validators import (
     boolean,
     integer,
+    is_integer,
     is_text,
     items_of,
     number,
     one_of,
     plain_number,
-    shown,
 )
 
 MAX_LOGPROBS = 20
@@ -43,6 +43,8 @@ _INT64_MAX = 2**63 - 1
 
 _integer = partial(integer, error=InvalidRequest)
 _number = partial(number, error=InvalidRequest)
+
+_BIAS = number(-100, 100, error=lambda message, _: InvalidRequest(message, "logit_bias"))
 
 
 def _help(text: str) -> Mapping[str, str]:
@@ -89,7 +91,7 @@ class SamplingParams:
     field's validator.
 
     Beam search follows ``transformers``. It draws no tokens and knows the text of a beam only at
-    its end, so parameters that shape a draw, ``stop`` and ``logprobs`` are refused with it.
+    its end, so parameters that shape a draw, ``stop`` and ``logprobs`` are rejected with it.
 
     Raises `InvalidRequest`, which names the parameter, on a value out of range and on parameters
     that contradict each other.
@@ -123,7 +125,7 @@ class SamplingParams:
     )
     early_stopping: bool | Literal["never"] = attrs.field(
         default=False,
-        validator=one_of(True, False, "never", error=InvalidRequest),
+        validator=one_of((True, False, "never"), error=InvalidRequest),
         metadata=_help(
             "Beam search: true ends it at the first best_of finished hypotheses, false when no "
             "running beam scores higher at its present length, 'never' when none could at any "
@@ -253,13 +255,7 @@ class SamplingParams:
         _check_count(value, MAX_BIASES, "logit_bias")
         for token, bias in value.items():
             _check_token_id(token, "logit_bias")
-            is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-            if not is_number or not -100.0 <= bias <= 100.0:
-                raise InvalidRequest(
-                    f"logit_bias of token {token} must be a number from -100 to 100, "
-                    f"got {shown(bias)}",
-                    "logit_bias",
-                )
+            _BIAS.checked(f"logit_bias of token {token}", bias)
 
     @structured_output.validator
     def _check_structured_output(self, _: object, value: StructuredOutput | None) -> None:
@@ -338,8 +334,7 @@ def _check_count(value: Sized, limit: int, name: str) -> None:
 
 
 def _check_token_id(value: Any, name: str) -> None:
-    is_integer = isinstance(value, int) and not isinstance(value, bool)
-    if not is_integer or not 0 <= value <= MAX_TOKEN_ID:
+    if not is_integer(value) or not 0 <= value <= MAX_TOKEN_ID:
         raise InvalidRequest(
             f"{name} must name token ids, integers from 0 to {MAX_TOKEN_ID}, got {shown(value)}",
             name,

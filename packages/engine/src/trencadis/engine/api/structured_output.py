@@ -8,8 +8,8 @@ from typing import Any
 
 import attrs
 
-from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.validators import boolean, is_text, items_of, shown
+from trencadis.engine.errors import InvalidRequest, shown
+from trencadis.engine.validators import boolean, is_text, items_of
 
 FIELD = "structured_output"
 """The field that errors name."""
@@ -40,7 +40,7 @@ def _as_dict(value: Any) -> dict[Any, Any]:
     """Mappings other than dict, which `json` does not know."""
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{shown(value)} is no JSON value")
+    raise TypeError(f"{shown(value)} is not a JSON value")
 
 
 def _choice(values: Iterable[str] | None) -> tuple[str, ...] | None:
@@ -58,7 +58,7 @@ class StructuredOutput:
 
     - ``json_object``: True for any JSON object.
     - ``json_schema``: a JSON value that the schema accepts; a dict, or its JSON text. Properties
-      come in the schema's order. A keyword that cannot be guaranteed is refused.
+      come in the schema's order. A keyword that cannot be guaranteed is rejected.
     - ``regex``: the whole answer matches this, in the syntax of Rust's ``regex`` crate.
     - ``choice``: one of these texts.
     - ``grammar``: a grammar in llguidance's Lark syntax, or in llama.cpp's GBNF.

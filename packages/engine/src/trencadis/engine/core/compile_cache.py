@@ -69,7 +69,7 @@ def check_compile_cache(config: EngineConfig) -> CompileCacheReport:
     """
     directory = _directory(config)
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is no directory: make it with engine-serve warmup MODEL")
+        raise ConfigError(f"{directory} is not a directory: make it with engine-serve warmup MODEL")
     device = _device(config, directory, read_only=True)
     if not (device.lists_programs or device.counts_missing):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """An engine configuration as msgpack, which a core reads when it switches models.
 
 Nothing is pickled, so a payload can make nothing but an `EngineConfig`, whose validators run. What
-msgpack cannot say is refused where it is written.
+msgpack cannot say is rejected where it is written.
 """
 
 from __future__ import annotations
@@ -11,11 +11,10 @@ from typing import Any
 import attrs
 import msgspec
 
-from trencadis.engine.errors import ConfigError
+from trencadis.engine.errors import ConfigError, shown
 from trencadis.engine.settings.capacity_settings import DeviceDefault
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.settings.library_settings import library_settings
-from trencadis.engine.validators import shown
 
 MAX_PAYLOAD_BYTES = 1 << 20
 """Largest payload that is read: a configuration takes two kilobytes, a chat template some more."""
@@ -85,7 +84,7 @@ def config_of_payload(payload: bytes) -> EngineConfig:
     except ConfigError:
         raise
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"this is no configuration of an engine: {error}") from error
+        raise ConfigError(f"this is not a configuration of an engine: {error}") from error
 
 
 def _plain(value: Any) -> Any:

@@ -263,7 +263,7 @@ def _refuse(channel: CoreChannel, message: Undecodable) -> None:
 
 
 def _send_results(orders: _Orders, channel: CoreChannel) -> None:
-    """Send the results of orders that have been carried out or refused."""
+    """Send the results of orders that have been carried out or rejected."""
     for number, future in tuple(orders.items()):
         if not future.done():
             continue

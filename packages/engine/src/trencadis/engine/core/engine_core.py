@@ -25,7 +25,7 @@ from trencadis.engine.core.request_conversion import (
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
-from trencadis.engine.errors import BucketMiss, InvalidRequest
+from trencadis.engine.errors import BucketMiss, InvalidRequest, shown
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.grammar import saved_tokenizer_json
 from trencadis.engine.ipc.messages import BUSY_SECONDS, NewToken, Rejected, RequestError
@@ -33,14 +33,15 @@ from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.host_swap import swap_governor
 from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.shapes import DecodeRead
-from trencadis.engine.runner.step import StepInput
+from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of, shown
+from trencadis.engine.validators import items_of
 from trencadis.kvcache import BlockManager, CacheConfig, CopyPlan, Defragmenter, Direction
 from trencadis.scheduler import (
     BatchControl,
     BatchControlResult,
     Scheduler,
+    SchedulerOutput,
     SequenceStatus,
     StepOrderError,
     StepTiming,
@@ -97,6 +98,8 @@ class EngineCore:
         self.spec = facts.spec
         self.max_model_len = facts.limits.max_model_len
         self.pause_s = 0.0
+        self._in_flight: list[tuple[SchedulerOutput, PendingStep]] = []
+        """The steps that the executor works on, the oldest first."""
         self._num_steps = 0
         self._num_failed_steps = 0
         self._num_prefill_tokens = 0
@@ -149,6 +152,7 @@ class EngineCore:
         """End every request without a message, so that nothing refers to KV blocks."""
         self.requests.abort_all()
         self.scheduler.abort_admitted()
+        self._in_flight.clear()
 
     @property
     def is_asleep(self) -> bool:
@@ -166,7 +170,7 @@ class EngineCore:
     @property
     def has_work(self) -> bool:
         """Whether a step has anything to do."""
-        return self.scheduler.has_work or bool(self.requests.compiling)
+        return bool(self.scheduler.has_work or self.requests.compiling or self._in_flight)
 
     @property
     def stats(self) -> EngineStats:
@@ -238,7 +242,7 @@ class EngineCore:
         it was accepted before, so ``max_waiting`` does not bind it. ``client``: see
         `AsyncEngine.generate`.
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A structured output is
-        compiled beside the steps; if that fails, `take_failures` has the refusal.
+        compiled beside the steps; if that fails, `take_failures` has the rejection.
         """
         prompt_token_ids = check_arguments(
             key, prompt_token_ids, params, priority, cache_salt, client
@@ -280,7 +284,7 @@ class EngineCore:
         """Preempt these requests at the start of the next step; they keep their tokens.
 
         Returns the keys of those that run; the others are ignored. See `Scheduler.abort_and_swap`.
-        Raises `InvalidRequest` for what is no list of keys.
+        Raises `InvalidRequest` for what is not a list of keys.
         """
         listed = items_of(keys)
         if listed is None or not all(isinstance(key, str) for key in listed):
@@ -324,7 +328,7 @@ class EngineCore:
         return tokens
 
     def take_failures(self) -> list[RequestError | Rejected]:
-        """The requests that errors have ended since the last call, or that were refused late."""
+        """The requests that errors have ended since the last call, or that were rejected late."""
         failures, self.requests.failures = self.requests.failures, []
         return failures
 
@@ -333,25 +337,45 @@ class EngineCore:
             if not self.scheduler.has_work:
                 self.requests.await_compiled(STALLED_SECONDS)
             self.requests.add_compiled()
-        if not self.scheduler.has_work:
+        while self._can_launch():
+            self._launch()
+        if not self._in_flight:
             self.pause_s = 0.0  # it has waited for a grammar
             return []
+        return self._finish_oldest()
+
+    def _can_launch(self) -> bool:
+        """Whether the next step can be started, also before the results of the last one."""
+        if not self._in_flight:
+            return self.scheduler.has_work
+        output, _ = self._in_flight[-1]
+        if output.is_empty or self._sampling.needs_results:
+            return False
+        return self.scheduler.has_work and self.scheduler.reason_to_wait is None
+
+    def _launch(self) -> None:
+        """Schedule the next step and start it."""
         output = self.scheduler.schedule()
         for failed in output.failed:
             self.requests.fail(failed.request_id, failed.error)
         if output.preempted_seq_ids:
             self.requests.note_preempted(output.preempted_seq_ids)
-        stalled = not (output.decodes or output.prompts or output.moves)
-        self.pause_s = STALLED_SECONDS if stalled else 0.0
+        is_stalled = not (self._in_flight or output.decodes or output.prompts or output.moves)
+        self.pause_s = STALLED_SECONDS if is_stalled else 0.0
         rows = self._sampling.row_requests(output)
-        result = self.executor.execute(
-            StepInput(output.step, output.prompts, output.decodes, output.moves, rows)
-        ).wait()
+        step = StepInput(output.step, output.prompts, output.decodes, output.moves, rows)
+        self._in_flight.append((output, self.executor.execute(step)))
+
+    def _finish_oldest(self) -> list[NewToken]:
+        """Wait for the oldest step in flight; returns its tokens."""
+        output, pending = self._in_flight[0]
+        result = pending.wait()
         sampled = self._sampling.sampled(result, self._pays_to_jump)
         if result.failed:
             self._end_failed(result.failed)
         if output.moves:
             self._count_swaps(output.moves, result.timing)
+        del self._in_flight[0]
         updates = self.scheduler.update(
             output,
             sampled.token_ids,
@@ -379,10 +403,12 @@ class EngineCore:
             self._swap_seconds += (timing.swap_out_s or 0.0) + (timing.swap_in_s or 0.0)
 
     def discard_step(self) -> None:
-        """Drop a step that was interrupted before it was complete, as by Ctrl-C, if there is one.
+        """Drop the steps that were interrupted before they were complete, as by Ctrl-C, if any.
 
-        What it wrote to the KV cache is unknown, so every admitted request ends, as after an error.
+        What they wrote to the KV cache is unknown, so every admitted request ends, as after an
+        error.
         """
+        self._in_flight.clear()
         try:
             self.scheduler.discard_step()
         except StepOrderError:
@@ -393,7 +419,7 @@ class EngineCore:
 
     def _end_failed(self, errors: Mapping[int, Exception]) -> None:
         """End the requests of sequences whose forward pass or sampling failed."""
-        # Raises if the device computes nothing any more: then it was no fault of these requests.
+        # Raises if the device computes nothing any more: then these requests were not at fault.
         if not all(isinstance(error, BucketMiss) for error in errors.values()):
             self.executor.probe()
         for seq_id, error in errors.items():
@@ -407,6 +433,7 @@ class EngineCore:
         """
         logger.error("A step failed: the requests that it may concern end", exc_info=error)
         self._num_failed_steps += 1
+        self._in_flight.clear()
         for request_id in self.scheduler.abort_admitted():
             self.requests.fail(request_id, error)
         if self._num_failed_steps >= _MAX_FAILED_STEPS or self.blocks.pool.num_used_blocks:

@@ -287,7 +287,7 @@ def _longest_start_s(core: EngineCore, config: EngineConfig) -> float:
 
 
 def _longest_load_s(config: EngineConfig) -> float:
-    """Longest reading of a checkpoint. What is no directory may be downloaded or converted."""
+    """Longest reading of a checkpoint. What is not a directory may be downloaded or converted."""
     source = Path(config.model).expanduser()
     if not source.is_dir():
         return BUSY_SECONDS

@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import attrs
 
 from trencadis.engine.api.sampling_params import MAX_TOKEN_ID, POOLING, SamplingParams
-from trencadis.engine.errors import InvalidRequest
-from trencadis.engine.validators import is_text, items_of, plain_number, shown
+from trencadis.engine.errors import InvalidRequest, shown
+from trencadis.engine.validators import is_text, items_of, plain_number
 from trencadis.scheduler import BatchControl, BeamSearch, Request
 
 MAX_CACHE_SALT = 1024
@@ -73,7 +73,7 @@ def _check_cache_salt(cache_salt: str) -> None:
 
 
 def check_order(order: BatchControl) -> None:
-    """Raise `InvalidRequest` for what is no order."""
+    """Raise `InvalidRequest` for what is not an order."""
     if not isinstance(order, BatchControl):
         raise InvalidRequest(
             f"an order must be a BatchControl, as in BatchControl(max_num_seqs=4), "

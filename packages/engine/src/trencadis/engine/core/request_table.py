@@ -112,7 +112,7 @@ class RequestTable:
         self._entries: dict[str, Entry] = {}
         self._last_params = SamplingParams()
         self.failures: list[RequestError | Rejected] = []
-        """The requests that errors have ended, or that were refused late; the core takes them."""
+        """The requests that errors have ended, or that were rejected late; the core takes them."""
 
     def count_by_state(self) -> Counter[SequenceStatus]:
         """The number of requests in each state.
@@ -135,7 +135,7 @@ class RequestTable:
         """Add a request to the waiting queue, whose length does not bind one that ``is_resumed``.
 
         Raises `InvalidRequest`, naming the field, or `EngineOverloaded`. A request with a
-        structured output waits until its grammar is compiled; `add_compiled` adds it, or refuses it
+        structured output waits until its grammar is compiled; `add_compiled` adds it, or rejects it
         with a failure.
         """
         self._check(request)

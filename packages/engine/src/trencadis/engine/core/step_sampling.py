@@ -54,6 +54,9 @@ class StepSampling:
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generation_tokens = 0
+        self.needs_results = False
+        """Whether the rows of the last step are followed by rows that depend on the tokens: those
+        of penalties and of structured outputs."""
         self._table = table
         self._samples = table.samples
         self._scheduler = scheduler
@@ -65,6 +68,7 @@ class StepSampling:
         live = self._table.live_beams() if self._table.beam_searches else {}
         masks: StepMasks | None = None
         requests: dict[int, RowRequest] = {}
+        self.needs_results = False
         for item in (*output.decodes, *output.prompts):
             if not item.samples:
                 continue
@@ -85,7 +89,10 @@ class StepSampling:
                     # The samples of a row have the same tokens, and so the same mask.
                     unfinished = (choice for choice in (sample, *forks) if choice.is_unfinished)
                     sample = next(unfinished, sample)
+                if sample.settings[0].history:
+                    self.needs_results = True
                 if sample.matcher is not None and sample.is_unfinished:
+                    self.needs_results = True
                     masks = masks or self._grammars.masks()
                     mask = masks.add(sample.matcher, request.forbidden_token_ids)
                     request = request._replace(mask=mask)

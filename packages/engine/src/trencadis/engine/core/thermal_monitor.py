@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 
 from trencadis.engine.api.outputs import SensorHealth, ThermalStats
-from trencadis.engine.errors import ConfigError
+from trencadis.engine.errors import ConfigError, shown
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import shown
 from trencadis.scheduler import SchedulerError, ThermalGuard
 from trencadis.scheduler.telemetry import Health, ReaderConfig, TemperatureReader, open_source
 from trencadis.scheduler.thermal import SchedulerThermalPolicy, load_thermal_policy
@@ -15,7 +14,7 @@ from trencadis.scheduler.thermal import SchedulerThermalPolicy, load_thermal_pol
 logger = logging.getLogger("trencadis.engine")
 
 NO_POLICY = "none"
-"""The name that is no policy, as if none were named."""
+"""The name that stands for no policy, as if none were named."""
 
 CONTROL_LOOP = "control loop"
 """Name in `ThermalStats` of the policy that an order with a target temperature has started."""

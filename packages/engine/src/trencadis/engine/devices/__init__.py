@@ -125,7 +125,7 @@ def _import(path: str) -> Device:
         ) from error
     if not isinstance(device_class, type) or not issubclass(device_class, Device):
         raise DeviceError(
-            f"device {path!r} is no subclass of trencadis.engine.Device: derive it from that class",
+            f"device {path!r} is not a subclass of trencadis.engine.Device: derive it from that",
             "device",
         )
     try:

@@ -30,6 +30,7 @@ class CUDADevice(Device):
     supports_graphs = True
     lists_programs = True
     temperature_source = "nvml"
+    defaults = {"async_scheduling": True}  # noqa: RUF012 - as declared by `Device`
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():

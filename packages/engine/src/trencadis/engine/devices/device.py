@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import Attention, LayerRun
 
 
@@ -118,6 +119,16 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until all submitted work is done."""
+
+    def supports(self, layer: LayerSpec) -> str | None:
+        """Why a layer cannot be served here, in words that follow «layer 0»; None where it can.
+
+        The engine asks this alone. A device overrides it for what is not attention.
+        """
+        lacking = self.attention.supports(layer)
+        if lacking is None:
+            return None
+        return f"{lacking}, which {type(self.attention).__name__} ({self.name}) does not compute"
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         """Call ``run`` and return the most memory that it took at any moment, bytes.

@@ -32,7 +32,7 @@ _SETTINGS = {
     "alignment_asserts": False,
     # Not the number of threads at the time of compilation, which may be adapted to a busy machine.
     "cpp.dynamic_threads": True,
-    # Inductor would compile and load a test program for each instruction set of the processor: a
+    # Inductor would compile and load a test for each instruction set of the processor: a
     # fifth of a first start's time. It still does for AMX and for bf16 and VNNI of AVX-512. A set
     # that the compiler does not know is a `CompileError`.
     "cpp.vec_isa_ok": True,
@@ -193,7 +193,7 @@ def _precompiled_in(directory: Path) -> Iterator[Path]:
 
 
 def _can_precompile(directory: Path) -> bool:
-    """Whether Inductor has what it needs: space, here and for its own files, and a hash program."""
+    """Whether Inductor has what it needs: space, here and for its own files, and a hash command."""
     directory.mkdir(exist_ok=True)
     places = (directory, Path(tempfile.gettempdir()))
     free = min(shutil.disk_usage(place).free for place in places)

@@ -91,7 +91,7 @@ class ProgramStore:
     def has(self, key: str) -> bool:
         """Whether a program is stored that `fetch` would load.
 
-        Warns of the first archive that is refused for a reason.
+        Warns of the first archive that is rejected for a reason.
         """
         try:
             self._read(key)
@@ -175,14 +175,14 @@ class ProgramStore:
         length = len(_head(key, b""))
         head, content = content[:length], content[length:]
         if not head.startswith(_HEAD):
-            raise _Refused("it is no archive of a program, or of another release")
+            raise _Refused("it is not an archive of a program, or of another release")
         if head != _head(key, content):
             raise _Refused("it has changed since it was written, or is of another program")
         return content
 
     def _check_file(self, state: os.stat_result) -> None:
         if not stat.S_ISREG(state.st_mode):
-            raise _Refused("it is no file")
+            raise _Refused("it is not a file")
         if not self._trusted and (reason := why_foreign(state)) is not None:
             raise _Refused(
                 f"it {reason}, who may have put any code there: chown it, or pass {_TRUST}"

@@ -32,6 +32,7 @@ from trencadis.engine.errors import (
     InvalidRequest,
     RequestFailed,
     SwitchInProgressError,
+    shown,
 )
 from trencadis.engine.front.core_client import CoreClient
 from trencadis.engine.front.core_supervisor import CoreSupervisor
@@ -62,7 +63,7 @@ from trencadis.engine.ipc.messages import (
 )
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of, shown
+from trencadis.engine.validators import items_of
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
@@ -243,7 +244,7 @@ class AsyncEngine:
         served next. Closing the generator aborts the request.
 
         Raises `InvalidRequest` (naming the field),
-        `EngineOverloaded`, `BucketMiss` where the engine refuses to compile a shape for it,
+        `EngineOverloaded`, `BucketMiss` where the engine may not compile a shape for it,
         `RequestFailed` where an internal error ends this request alone, or an error of
         `check_health`.
         """
@@ -326,7 +327,7 @@ class AsyncEngine:
     async def abort(self, request_id: str) -> None:
         """End every sample of a request. Its generator yields their last deltas and ends.
 
-        An unknown id is ignored: its request has ended. Raises `InvalidRequest` for what is no id.
+        An unknown id is ignored: its request has ended. Raises `InvalidRequest` for other values.
         """
         check_request_id(request_id)
         for request in self._requests.unfinished():
@@ -338,8 +339,8 @@ class AsyncEngine:
         """Preempt these requests at the start of the next step; they keep their tokens.
 
         Returns the ids of those that run; the others are ignored. As after ``force_evict``, no more
-        sequences run for some seconds than are left. Raises `InvalidRequest` for what is no list of
-        ids, and the errors of `check_health`.
+        sequences run for some seconds than are left. Raises `InvalidRequest` for what is not a list
+        of ids, and the errors of `check_health`.
         """
         await self.check_health()
         names = items_of(request_ids)
@@ -361,7 +362,7 @@ class AsyncEngine:
         return tuple(dict.fromkeys(key.rpartition("/")[0] for key in running))
 
     async def control(self, order: BatchControl) -> BatchControlResult:
-        """Carry out an operator's order at the start of the next step; returns its result.
+        """Carry out an administrator's order at the start of the next step; returns its result.
 
         Raises `InvalidRequest`, naming the field, for an order that cannot be carried out,
         `EngineOverloaded` where no step ends within a minute, and the errors of `check_health`.
@@ -401,7 +402,7 @@ class AsyncEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the device memory is released, so that requests are refused."""
+        """Whether the device memory is released, so that requests are rejected."""
         return self._changes.is_sleeping
 
     async def sleep(self, level: int = 1) -> int:
@@ -430,7 +431,7 @@ class AsyncEngine:
         return self._changes.has_begun
 
     def close_admission(self, reason: str) -> None:
-        """Refuse new requests with `SwitchInProgressError`. An empty reason: accept them again."""
+        """Reject new requests with `SwitchInProgressError`. An empty reason: accept them again."""
         self._changes.switching = reason
 
     async def drain(self, timeout_s: float) -> int:

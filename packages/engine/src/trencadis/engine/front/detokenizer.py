@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
-"""What bytes that are no whole character decode to."""
+"""What bytes that are not a whole character decode to."""
 
 _CONTEXT = 8
 """Prompt tokens given to the decoder, so that the first new token keeps its leading space."""

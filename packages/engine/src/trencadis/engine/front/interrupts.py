@@ -14,7 +14,7 @@ def deferred_interrupts() -> Generator[Callable[[], None], None, None]:
     """Inside the block, SIGINT is handled where the yielded function is called, or at the end.
 
     A second SIGINT before that is handled at once. Does nothing outside the main thread, which
-    alone gets signals, and where the program ignores SIGINT or leaves it to the operating system.
+    alone gets signals, and where the process ignores SIGINT or leaves it to the operating system.
     """
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

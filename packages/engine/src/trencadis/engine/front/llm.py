@@ -29,6 +29,7 @@ from trencadis.engine.errors import (
     EngineOverloaded,
     InvalidRequest,
     RequestFailed,
+    shown,
 )
 from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.interrupts import deferred_interrupts
@@ -38,7 +39,7 @@ from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of, shown
+from trencadis.engine.validators import items_of
 
 ItemT = TypeVar("ItemT")
 
@@ -281,7 +282,7 @@ class LLM:
     def _advance(self, running: dict[str, RequestStream]) -> None:
         """Run one step of the core; remove the requests that it ends from ``running``."""
         tokens = self.core.step()
-        # Other keys belong to requests that the program has added to the core itself.
+        # Other keys belong to requests that the caller has added to the core itself.
         for failure in self.core.take_failures():
             if failure.key in running:
                 raise _error_of(failure, running[failure.key].request_id)

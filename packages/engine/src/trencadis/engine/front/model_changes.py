@@ -32,7 +32,7 @@ from trencadis.engine.ipc.messages import (
     WakeUp,
 )
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import shown
+from trencadis.engine.validators import integer
 
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer
@@ -91,8 +91,7 @@ class ModelChanges:
 
     async def sleep(self, level: int) -> int:
         """See `AsyncEngine.sleep`."""
-        if type(level) is not int or level not in (1, 2):
-            raise InvalidRequest(f"level must be 1 or 2, got {shown(level)}", "level")
+        level = integer(1, 2, error=InvalidRequest).checked("level", level)
         self._check_switching()
         self.is_sleeping = True
         try:

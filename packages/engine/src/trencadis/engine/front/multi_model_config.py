@@ -17,7 +17,7 @@ import attrs
 
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.core.config_payload import OF_THE_DEVICE
-from trencadis.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, EngineError, InvalidRequest, ModelError, shown
 from trencadis.engine.front.yaml_nodes import (
     YamlFault,
     YamlMapping,
@@ -29,7 +29,7 @@ from trencadis.engine.models.checkpoint import check_checkpoint
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.settings.flags import FileSetting, file_settings, variables_of
 from trencadis.engine.settings.library_settings import library_variables
-from trencadis.engine.validators import is_text, plain_number, shown, text
+from trencadis.engine.validators import is_text, number, text
 
 MAX_FILE_BYTES = 1 << 18
 MAX_TTL_SECONDS = 365 * 86_400.0
@@ -63,11 +63,7 @@ def _check_alias(_: object, __: object, alias: Any) -> None:
         )
 
 
-def _check_ttl(_: object, __: object, ttl: Any) -> None:
-    if type(plain_number(ttl)) not in (int, float) or not 0 <= ttl <= MAX_TTL_SECONDS:
-        raise ConfigError(
-            f"ttl must be from 0 (never) to {MAX_TTL_SECONDS:.0f} seconds, got {shown(ttl)}", _TTL
-        )
+_SECONDS = number(0, MAX_TTL_SECONDS, remedy="0 is never")
 
 
 @attrs.frozen
@@ -75,9 +71,9 @@ class ModelEntry:
     """A model that is served under ``alias`` while it is active.
 
     ``chat_template`` replaces that of ``config`` and of the model. ``default_sampling``: parameters
-    of `DEFAULT_SAMPLING` for requests that do not set them. ``frontend``: settings of the program
+    of `DEFAULT_SAMPLING` for requests that do not set them. ``frontend``: settings of the server
     that serves the engine, such as the parsers of `trencadis.server`. ``ttl``: seconds without a
-    request after which that program lets the engine sleep; 0: never. Raises `ConfigError`.
+    request after which the server lets the engine sleep; 0: never. Raises `ConfigError`.
     """
 
     alias: str = attrs.field(validator=_check_alias)
@@ -85,7 +81,7 @@ class ModelEntry:
     chat_template: str | None = attrs.field(default=None, validator=text(optional=True))
     default_sampling: Mapping[str, Any] = attrs.field(factory=dict)
     frontend: Mapping[str, Any] = attrs.field(factory=dict)
-    ttl: float = attrs.field(default=0.0, validator=_check_ttl)
+    ttl: float = attrs.field(default=0.0, validator=_SECONDS)
 
     def __attrs_post_init__(self) -> None:
         for name, value in self.default_sampling.items():
@@ -253,7 +249,7 @@ class _Reader:
             given.sampling = self._sampling(node, place)
         elif name == _TTL:
             ttl: Any = node.value
-            self._try(node.line, place, lambda: _check_ttl(None, None, ttl))
+            self._try(node.line, place, lambda: _SECONDS.checked(_TTL, ttl))
             given.ttl = ttl
         elif name == _ENVIRONMENT:
             given.environment = self._environment(node, place)
@@ -384,7 +380,7 @@ class _Reader:
         found: dict[str, str] = {}
         for key, value in self._keyed(node, place):
             if not any(fnmatch.fnmatchcase(key.text, pattern) for pattern in patterns):
-                fault = f"{place}.{key.text} is no variable of a model's settings"
+                fault = f"{place}.{key.text} is not a variable of a model's settings"
                 self.faults.append((key.line, fault))
             elif not isinstance(value, YamlScalar):
                 fault = f"{place}.{key.text} must be a text, got {shown(value.value)}"
@@ -413,7 +409,7 @@ def _text_of(path: Path) -> str:
     """The text of a file. Raises `YamlFault`."""
     try:
         if path.exists() and not path.is_file():
-            raise YamlFault(1, "is no file")
+            raise YamlFault(1, "is not a file")
         with path.open("rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
@@ -430,7 +426,7 @@ def _unknown(place: str, name: str, known: Iterable[str]) -> str:
 
 
 def _check_sampling(name: str, value: Any) -> None:
-    """Raise `ConfigError` for what is no default of a request."""
+    """Raise `ConfigError` for what is not a default of a request."""
     if name not in DEFAULT_SAMPLING:
         raise ConfigError(_unknown(shown(name), str(name), DEFAULT_SAMPLING), "default_sampling")
     try:

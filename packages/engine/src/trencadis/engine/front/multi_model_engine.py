@@ -30,7 +30,7 @@ from trencadis.engine.front.embeddings import Embedding
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.front.prepared_models import PreparedModels
 from trencadis.engine.front.scores import Score
-from trencadis.engine.validators import plain_number, shown
+from trencadis.engine.validators import number, one_of
 from trencadis.scheduler import BatchControl, BatchControlResult
 
 if TYPE_CHECKING:
@@ -93,11 +93,7 @@ class MultiModelEngine:
         log: LogSettings | None = None,
     ) -> None:
         self._models = PreparedModels(models)
-        stash_gib = plain_number(model_stash_gib)
-        if not isinstance(stash_gib, (int, float)) or not 0 <= stash_gib <= _MAX_STASH_GIB:
-            raise ConfigError(
-                f"model_stash_gib must be from 0 to {_MAX_STASH_GIB}, got {shown(model_stash_gib)}"
-            )
+        stash_gib = number(0, _MAX_STASH_GIB).checked("model_stash_gib", model_stash_gib)
         self._stash_bytes = int(stash_gib * (1 << 30))
         self._first = models[0].alias if active is None else self.entry_of(active).alias
         self._log = log
@@ -149,7 +145,7 @@ class MultiModelEngine:
 
     @property
     def is_switching(self) -> bool:
-        """Whether a switch has begun to drain. New requests are refused with
+        """Whether a switch has begun to drain. New requests are rejected with
         `SwitchInProgressError`."""
         return self._is_switching
 
@@ -175,7 +171,7 @@ class MultiModelEngine:
         """Make ``alias`` the active model; returns when it serves.
 
         First the model is prepared, see `prepare_model`; the active one is served meanwhile. Then
-        requests that run may end within ``drain_timeout_s`` seconds; new ones are refused with
+        requests that run may end within ``drain_timeout_s`` seconds; new ones are rejected with
         `SwitchInProgressError`. ``running`` says what happens to those that are left then:
 
         - ``wait``: nothing, the switch fails.
@@ -372,7 +368,7 @@ class MultiModelEngine:
 
     @property
     def is_sleeping(self) -> bool:
-        """Whether the device memory is released, so that requests are refused."""
+        """Whether the device memory is released, so that requests are rejected."""
         return self.engine.is_sleeping
 
     async def wait_until_failed(self) -> str:
@@ -382,7 +378,7 @@ class MultiModelEngine:
     async def check_health(self) -> None:
         """Raises an error when requests cannot be served, as `AsyncEngine.check_health`.
 
-        A switch in progress is no such reason.
+        A switch in progress is not such a reason.
         """
         await self.engine.check_health()
 
@@ -472,16 +468,9 @@ class MultiModelEngine:
 
 
 def _check_arguments(running: Running, drain_timeout_s: float) -> None:
-    if running not in get_args(Running):
-        names = ", ".join(get_args(Running))
-        raise InvalidRequest(f"running must be one of {names}, got {shown(running)}", "running")
-    limit = plain_number(drain_timeout_s)
-    if not isinstance(limit, (int, float)) or not 0 <= limit <= _MAX_DRAIN_SECONDS:
-        raise InvalidRequest(
-            f"drain_timeout_s must be from 0 to {_MAX_DRAIN_SECONDS:g} seconds, "
-            f"got {shown(drain_timeout_s)}",
-            "drain_timeout_s",
-        )
+    one_of(get_args(Running), error=InvalidRequest).checked("running", running)
+    limit = number(0, _MAX_DRAIN_SECONDS, error=InvalidRequest)
+    limit.checked("drain_timeout_s", drain_timeout_s)
 
 
 def _retrieve(task: asyncio.Future[SwitchReport]) -> None:

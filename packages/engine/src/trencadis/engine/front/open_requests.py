@@ -169,7 +169,7 @@ class OpenRequests:
         await self.abort(request)
 
     def reject(self, message: Rejected) -> None:
-        """End a request that the core has refused."""
+        """End a request that the core has rejected."""
         if message.overloaded:
             self.end_with(message.key, EngineOverloaded(message.message))
         elif message.sleeping:

@@ -17,13 +17,19 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import attrs
 
 from trencadis.engine.core.config_payload import OF_THE_DEVICE, config_payload
-from trencadis.engine.errors import ConfigError, ModelError, RequestFailed, UnknownModelError
+from trencadis.engine.errors import (
+    ConfigError,
+    ModelError,
+    RequestFailed,
+    UnknownModelError,
+    shown,
+)
 from trencadis.engine.front.async_engine import load_tokenizer
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.line_process import LineProcess
 from trencadis.engine.models.checkpoint import check_checkpoint, locate
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import is_text, shown
+from trencadis.engine.validators import is_text
 
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """Renders chat templates in a process of its own, so that a template can crash nothing else.
 
-A template is a program that comes with the model, and clients choose what it works on. jinja's
+A template is code that comes with the model, and clients choose what it works on. jinja's
 sandbox bounds neither its time nor its memory, and a thread cannot be ended. So a fork with limits
 renders, and is replaced when it ends at one.
 

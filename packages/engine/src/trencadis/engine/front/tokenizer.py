@@ -14,12 +14,12 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trencadis.engine.api.scoring import PairPrompt
-from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError
+from trencadis.engine.errors import ConfigError, InvalidRequest, ModelError, shown
 from trencadis.engine.front.chat_renderer import PATIENT_SECONDS, ChatRenderer
 from trencadis.engine.grammars.grammar import tokenizer_json
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.chat_templates import template_text
-from trencadis.engine.validators import is_text, shown
+from trencadis.engine.validators import is_text
 
 _TEMPLATE_ERRORS = (
     *(TemplateError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError),
@@ -37,7 +37,7 @@ _OWN_ARGUMENTS = frozenset(
         *("add_generation_prompt", "continue_final_message"),
     }
 )
-"""Arguments of ``render_jinja_template`` that are no arguments of the template."""
+"""Arguments of ``render_jinja_template`` that are not arguments of the template."""
 
 _QWEN3_RERANKER = (
     "{%- set task = instruction or 'Given a web search query, retrieve relevant passages that "
@@ -209,7 +209,7 @@ class Tokenizer:
 
         Special tokens come from the template alone: where a message or an argument spells one, it
         is encoded as ordinary text, so that no content can end its message or begin another.
-        The template is rendered in a process apart, see `template_process`. ``quick``: True to give
+        The template is rendered in a separate process (`template_process`). ``quick``: True to give
         up early with `SlowConversation`, False for a conversation with which that happened; None
         for both (`ChatRenderer`). Raises `InvalidRequest` for messages that the template rejects or
         that take too long to render, and for a model without a template; `RequestFailed` where the
@@ -415,10 +415,11 @@ def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
     except TemplateSyntaxError as error:
         raise ConfigError(
-            f"chat_template is no Jinja template: {error}, in line {error.lineno}", "chat_template"
+            f"chat_template is not a Jinja template: {error}, in line {error.lineno}",
+            "chat_template",
         ) from error
     except _TEMPLATE_ERRORS:
-        pass  # it may refuse this conversation, which is an example
+        pass  # it may reject this conversation, which is an example
 
 
 def _rejected(reason: object) -> InvalidRequest:

@@ -1,7 +1,7 @@
 """YAML as nodes that know their lines, so that a fault in a file can be reported with its line.
 
 The part of YAML that settings need: mappings, lists and scalars. Anchors, aliases and tags are
-refused: with them a file of some lines can stand for gigabytes, or for objects.
+rejected: with them a file of some lines can stand for gigabytes, or for objects.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ def _node(event: Any, events: Iterator[Any], depth: int) -> YamlNode:
     """The node that begins with an event; takes its other events from ``events``."""
     line = _line(event)
     if isinstance(event, yaml.AliasEvent) or event.anchor is not None:
-        raise YamlFault(line, "anchors and aliases (& and *) are refused: write the value again")
+        raise YamlFault(line, "anchors and aliases (& and *) are rejected: write the value again")
     if event.tag is not None:
-        raise YamlFault(line, f"tags are refused: leave out {event.tag}")
+        raise YamlFault(line, f"tags are rejected: leave out {event.tag}")
     if isinstance(event, yaml.ScalarEvent):
         return YamlScalar(line, event.value, event.style is None)
     if depth >= MAX_DEPTH:

@@ -1,1 +1,1 @@
-"""Grammars of structured outputs: checked in a process apart, compiled and matched in the core."""
+"""Grammars of structured outputs: checked in a separate process, used in the core."""

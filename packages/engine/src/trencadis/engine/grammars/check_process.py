@@ -6,7 +6,7 @@ is compiled in a fork with limits of processor time, memory and stack, and some 
 with it.
 
 Reads a line of JSON with the tokenizer, then questions of `LineProcess`, one for each grammar;
-answers each with the reason to refuse it, "" for none.
+answers each with the reason to reject it, "" for none.
 """
 
 from __future__ import annotations

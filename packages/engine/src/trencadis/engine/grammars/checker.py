@@ -8,10 +8,9 @@ from collections.abc import Callable
 import attrs
 
 from trencadis.engine.api.structured_output import FIELD, StructuredOutput
-from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.errors import InvalidRequest, shown
 from trencadis.engine.grammars.grammar import require_llguidance
 from trencadis.engine.line_process import LineProcess
-from trencadis.engine.validators import shown
 
 _NUM_VERDICTS = 256
 """Grammars whose verdict is kept."""

@@ -143,9 +143,9 @@ def _as_builtin(value: Any) -> Any:
     """NumPy's numbers and subclasses of str, which msgpack does not know."""
     if isinstance(value, str):
         return str.__str__(value)
-    number = plain_number(value)
+    number = int(value) if isinstance(value, int) else plain_number(value)
     if type(number) not in (int, float):
-        raise TypeError(f"a {type(value).__name__} is no part of a message")
+        raise TypeError(f"a {type(value).__name__} is not part of a message")
     return number
 
 

@@ -57,7 +57,7 @@ class Finish(msgspec.Struct, frozen=True, tag=True):
 
 
 class Control(msgspec.Struct, frozen=True, tag=True):
-    """An operator's order. The core answers with `Controlled` of the same number."""
+    """An administrator's order. The core answers with `Controlled` of the same number."""
 
     number: int
     order: BatchControl
@@ -71,7 +71,7 @@ class Preempt(msgspec.Struct, frozen=True, tag=True):
 
 
 class Inspect(msgspec.Struct, frozen=True, tag=True):
-    """An operator looks at the KV blocks and the buckets. The core answers with `Inspected`."""
+    """An administrator looks at KV blocks and buckets. The core answers with `Inspected`."""
 
     number: int
 
@@ -163,7 +163,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """A request was refused. ``overloaded``: the queue is full, a later try may succeed.
+    """A request was rejected. ``overloaded``: the queue is full, a later try may succeed.
 
     ``sleeping``: the core sleeps, so that nothing is wrong with the request.
     """
@@ -178,7 +178,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 class RequestError(msgspec.Struct, frozen=True, tag=True):
     """An internal error ended a request. The core goes on serving the others.
 
-    ``bucket_miss``: it needs a shape that the engine refuses to compile.
+    ``bucket_miss``: it needs a shape that the engine may not compile.
     """
 
     key: str
@@ -224,7 +224,7 @@ class Inspected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Controlled(msgspec.Struct, frozen=True, tag=True):
-    """The result of an order, or, where ``result`` is None, why the order was refused."""
+    """The result of an order, or, where ``result`` is None, why the order was rejected."""
 
     number: int
     result: BatchControlResult | None = None

@@ -5,8 +5,8 @@ The tokens of a batch are flat, ``[1, tokens]``, so that models that support tra
 pass reads and writes, and the letters used in shapes.
 
 How the cache is written and read is an `Attention`, which the device chooses (``Device.attention``)
-and the forward pass carries; `block_attention` is that of the CPU. To add a kind of attention (such
-as a sliding window): compute it in each `Attention`, and remove it from `_refuse_unsupported`.
+and the forward pass carries; `block_attention` is that of the CPU. What a layer computes is its
+`LayerSpec`, with which the loader has declared the layer's modules (`declare_layers`).
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from transformers import AttentionInterface
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention_operator import attend_in_program
 from trencadis.engine.models.block_attention import BlockAttention
+from trencadis.engine.models.layer_spec import LayerSpec, features_of
 from trencadis.engine.models.paged_context import PagedContext
 
 ATTENTION_NAME = "trencadis_paged"
@@ -36,30 +37,26 @@ def paged_attention(
     *,
     paged: PagedContext,
     scaling: float | None = None,
-    **features: Any,
+    **arguments: Any,
 ) -> tuple[torch.Tensor, None]:
     """Write the new keys and values to the cache, then attend.
 
-    ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``. Returns
-    ``[1, T, H, D]``. The signature is that of transformers' ``AttentionInterface``. Raises
-    `ModelError` for an attention feature that this engine does not compute.
+    ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``, and the width D of
+    values may differ. Returns ``[1, T, H, D]``. The signature is that of transformers'
+    ``AttentionInterface``. Raises `ModelError` for a call other than the layer's spec declares.
     """
-    _refuse_unsupported(features)
+    spec: LayerSpec = module.layer_spec  # type: ignore[assignment]
+    features = features_of(attention_mask, arguments)
+    if features != spec.arguments or scaling not in (None, spec.scale):
+        raise ModelError(
+            f"layer {module.layer_idx} passes {features} and the scale {scaling} to attention, and "
+            f"was read as {spec}: serve another model"
+        )
     attention = paged.attention or _BLOCK_ATTENTION
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention.as_operator and type(query) is not torch.Tensor:  # it is being traced
-        return attend_in_program(query, key, value, scale), None
+        return attend_in_program(query, key, value), None
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return attention.attend(query, key, value, layer, paged, scale), None
-
-
-def _refuse_unsupported(features: dict[str, Any]) -> None:
-    for name in ("sliding_window", "softcap", "s_aux"):
-        if features.get(name) is not None:
-            raise ModelError(
-                f"the model's attention uses {name}={features[name]!r}, which this engine does "
-                "not compute: serve a model with plain causal attention"
-            )
+    return attention.attend(query, key, value, layer, paged, spec), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

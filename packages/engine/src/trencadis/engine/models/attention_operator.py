@@ -3,7 +3,8 @@
 A program that contains attention is compiled for one batch, query length and number of blocks. As
 an operator, attention is called by the program and not compiled into it. The program then depends
 on the number of tokens only, so that all shapes with as many tokens share it. What the operator
-reads besides queries, keys and values is the forward pass of its thread (`forward_pass`).
+reads besides queries, keys and values is the forward pass of its thread and the layer that runs,
+with its spec (`forward_pass`): layers that share a program attend each as its own spec says.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from collections.abc import Generator
 
 import torch
 
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import PagedContext
 
 _LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "paged_attention(Tensor query, Tensor key, Tensor value, float scale) -> Tensor"
+    "paged_attention(Tensor query, Tensor key, Tensor value) -> Tensor"
 )
 
 
@@ -27,37 +29,35 @@ class _Current(threading.local):
 
     paged: PagedContext | None = None
     layer = 0
+    spec: LayerSpec
 
 
 _CURRENT = _Current()
 
 
 @contextlib.contextmanager
-def forward_pass(paged: PagedContext, layer: int) -> Generator[None, None, None]:
+def forward_pass(paged: PagedContext, layer: int, spec: LayerSpec) -> Generator[None, None, None]:
     """Programs that run within this context attend as layer ``layer`` of ``paged``."""
-    _CURRENT.paged, _CURRENT.layer = paged, layer
+    _CURRENT.paged, _CURRENT.layer, _CURRENT.spec = paged, layer, spec
     try:
         yield
     finally:
         _CURRENT.paged = None
 
 
-def attend_in_program(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attend_in_program(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Call attention as an operator; see `Attention.attend` for the shapes."""
-    out: torch.Tensor = torch.ops.trencadis.paged_attention(query, key, value, scale)
+    out: torch.Tensor = torch.ops.trencadis.paged_attention(query, key, value)
     return out
 
 
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
+def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     paged = _CURRENT.paged
     if paged is None or paged.attention is None:
         raise RuntimeError("a program with attention runs outside of `forward_pass`")
     # The program was compiled for the strides of `_shape` and does not check them.
-    return paged.attention.attend(query, key, value, _CURRENT.layer, paged, scale).contiguous()
+    out = paged.attention.attend(query, key, value, _CURRENT.layer, paged, _CURRENT.spec)
+    return out.contiguous()
 
 
 # The KV cache that the operator writes is not among its arguments. Nothing else in a program reads
@@ -67,12 +67,10 @@ _LIBRARY.impl(  # type: ignore[no-untyped-call]
 )
 
 
-def _shape(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
-) -> torch.Tensor:
-    del key, value, scale
-    _, heads, tokens, size = query.shape
-    return query.new_empty((1, tokens, heads, size))
+def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    del key
+    _, heads, tokens, _ = query.shape
+    return query.new_empty((1, tokens, heads, value.shape[3]))
 
 
 torch.library.register_fake("trencadis::paged_attention", _shape, lib=_LIBRARY)

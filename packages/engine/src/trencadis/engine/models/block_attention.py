@@ -1,4 +1,4 @@
-"""The formulation of attention that is fast on CPUs: a block is scored for its owner.
+"""The attention backend that is fast on CPUs: a block is scored for its owner.
 
 The cache has blocks by head, ``[blocks, K, S, D]``, so that a prefix of it is a batch of matrices.
 Blocks of a sequence are combined by scatter operations, which cost little where launches are free.
@@ -14,6 +14,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 
+from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
@@ -35,6 +36,10 @@ class BlockAttention:
         del dtype
         return attrs.evolve(paged, attention=self)
 
+    def supports(self, layer: LayerSpec) -> str | None:
+        """None for plain causal attention, with keys and values of any width."""
+        return feature_beyond(layer)
+
     def attend(
         self,
         query: torch.Tensor,
@@ -42,21 +47,21 @@ class BlockAttention:
         value: torch.Tensor,
         layer: int,
         paged: Any,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         if isinstance(paged, MixedContext):
-            return attend_in_parts(self.attend, query, key, value, layer, paged, scale)
+            return attend_in_parts(self.attend, query, key, value, layer, paged, spec)
         keys, values = paged.cache.key(layer), paged.cache.value(layer)
         # Finite, because the next owner of a block adds a bias to what it has not overwritten yet.
         for part, given in ((keys, key), (values, value)):
             rows = given[0].transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
             part[paged.write_blocks, :, paged.write_offsets] = rows
         if isinstance(paged, PromptContext):
-            return _attend_prompt(query, key, value, keys, values, paged, scale)
+            return _attend_prompt(query, key, value, keys, values, paged, spec.scale)
         if isinstance(paged, RaggedContext):
-            return _attend_ragged(query, key, value, keys, values, paged, scale)
-        return _attend_decode(query, keys, values, paged, scale)
+            return _attend_ragged(query, key, value, keys, values, paged, spec.scale)
+        return _attend_decode(query, keys, values, paged, spec.scale)
 
 
 def attend_in_parts(
@@ -66,13 +71,13 @@ def attend_in_parts(
     value: torch.Tensor,
     layer: int,
     paged: MixedContext,
-    scale: float,
+    spec: LayerSpec,
 ) -> torch.Tensor:
     """`Attention.attend` for the decode batch, then for the prefill chunks, in one result."""
     count, outs = paged.num_decodes, []
     for rows, context in ((slice(count), paged.decode), (slice(count, None), paged.prompt)):
         given = (tensor[:, :, rows] for tensor in (query, key, value))
-        outs.append(attend(*given, layer, context, scale))
+        outs.append(attend(*given, layer, context, spec))
     return torch.cat(outs, dim=1)
 
 
@@ -99,7 +104,7 @@ def _attend_prompt(
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return out.transpose(1, 2).reshape(1, -1, query.shape[1], query.shape[-1])
+    return out.transpose(1, 2).reshape(1, -1, query.shape[1], value.shape[-1])
 
 
 def _attend_ragged(
@@ -112,8 +117,8 @@ def _attend_ragged(
     scale: float,
 ) -> torch.Tensor:
     """Prefill: each chunk, in its own size, attends to its context and to itself."""
-    _, heads, tokens, size = query.shape
-    out = query.new_empty((1, tokens, heads, size))
+    _, heads, tokens, _ = query.shape
+    out = query.new_empty((1, tokens, heads, value.shape[-1]))
     end = 0
     for chunk in paged.chunks:
         start, end = chunk.start, chunk.end
@@ -190,7 +195,7 @@ def _attend_decode(
         parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
     )
     combined = _combine(peak, sums, paged.owners, batch + 1)
-    return combined[:batch].to(query.dtype).view(1, batch, heads, size)
+    return combined[:batch].to(query.dtype).view(1, batch, heads, -1)
 
 
 def _score_blocks(

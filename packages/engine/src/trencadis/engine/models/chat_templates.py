@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import shown
+from trencadis.engine.errors import ConfigError, shown
 
 
 def template_text(template: str) -> str:

@@ -30,7 +30,7 @@ def main() -> None:
     answers = sys.stdout
     questions: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(questions,), daemon=True).start()
-    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is no answer
+    with contextlib.redirect_stdout(sys.stderr):  # what libraries print is not an answer
         while True:
             number, name = json.loads(questions.get())
             answers.write(json.dumps([number, _answer(name)]) + "\n")
@@ -59,7 +59,7 @@ def _download(name: str) -> bool:
     """Bring the weights of a hub id into the hub's cache; returns whether it has any.
 
     Without weights, loading the tokenizer or the model says what is missing. Raises ``OSError``
-    where the hub cannot be asked or refuses, unless the weights are in the cache.
+    where the hub cannot be asked or rejects, unless the weights are in the cache.
     """
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415  (slow)
 
@@ -88,7 +88,7 @@ def _cached(name: str, file: str, *, is_online: bool) -> str | None:
     """The path of a file of a hub id, downloaded if need be; None where there is none.
 
     Not transformers' ``cached_file``, whose errors do not tell a file that does not exist from a
-    hub that refuses or cannot be reached.
+    hub that rejects or cannot be reached.
     """
     from huggingface_hub import hf_hub_download  # noqa: PLC0415  (slow)
     from huggingface_hub.errors import (  # noqa: PLC0415

@@ -134,7 +134,7 @@ def read_activation(source: str, config: PreTrainedConfig) -> Activation:
 def read_prompts(source: str) -> TextPrompts:
     """The prompts that a checkpoint declares for its texts.
 
-    Raises `ModelError` for what are no texts by name, and for a default that is not among them.
+    Raises `ModelError` for what are not texts by name, and for a default that is not among them.
     """
     settings = _read_object(source, SETTINGS_FILE)
     texts, default = settings.get("prompts") or {}, settings.get("default_prompt_name")
@@ -169,7 +169,7 @@ def read_template_arguments(source: str) -> dict[str, Any]:
 def read_max_seq_length(source: str) -> int | None:
     """The tokens after which a checkpoint's texts are cut; None where it does not say.
 
-    Raises `ModelError` for what is no length, and for texts in lower case, which no tokenizer of
+    Raises `ModelError` for what is not a length, and for texts in lower case, which no tokenizer of
     a decoder wants.
     """
     settings = _read_object(source, TRANSFORMER_FILE)

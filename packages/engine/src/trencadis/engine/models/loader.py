@@ -27,6 +27,8 @@ from trencadis.engine.models.attention import ATTENTION_NAME
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.models.declared_modules import read_max_seq_length, read_prompts
+from trencadis.engine.models.layer_reading import declare_layers, read_layers
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.pair_prompts import find_scoring
 from trencadis.engine.models.pooling import (
     check_causal,
@@ -53,6 +55,7 @@ class ModelSpec:
     """The facts about a checkpoint that the engine needs before it loads the weights.
 
     ``source`` is a directory or a hub id that transformers can load. Lengths are in tokens.
+    ``layers``: what each decoder layer needs, for sequences of any length.
     ``is_pooling``: it is loaded without its output head, for embeddings or, as ``scoring`` tells,
     for scores. ``max_seq_length``: the length to which it declares texts to be cut; None for that
     of its context. ``text_prompts``: the prompts that it declares for texts to embed.
@@ -60,12 +63,10 @@ class ModelSpec:
 
     source: str
     config: PreTrainedConfig = attrs.field(repr=False)
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_position_embeddings: int
     eos_token_ids: frozenset[int]
+    layers: Sequence[LayerSpec]
     is_pooling: bool = False
     scoring: Scoring | None = None
     max_seq_length: int | None = None
@@ -92,17 +93,14 @@ def inspect_model(
     if is_pooling:
         check_causal(config, name)
     text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
     spec = ModelSpec(
         source=source,
         config=config,
-        num_layers=text.num_hidden_layers,
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
         vocab_size=text.vocab_size,
         max_position_embeddings=getattr(text, "max_position_embeddings", 2048),
         eos_token_ids=_eos_token_ids(source, text),
         is_pooling=is_pooling,
+        layers=read_layers(config, name),
     )
     _check_sizes(spec, name)
     return _inspect_pooling(spec, name, score_prompt, chat_template) if is_pooling else spec
@@ -160,10 +158,8 @@ def load_model(
 ) -> nn.Module:
     """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
-    Its rotary frequencies do not depend on the batch. Raises `ModelError` when weights are missing
-    or the architecture does not let its attention be replaced.
+    Its rotary frequencies do not depend on the batch. Raises `ModelError` when weights are missing.
     """
-    _check_full_attention(spec, max_model_len)
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     has_score_head = spec.scoring is not None and not spec.scoring.token_ids
     classes: Any = AutoModelForSequenceClassification if has_score_head else AutoModelForCausalLM
@@ -181,11 +177,6 @@ def load_model(
     model, report = loaded
     is_headless = spec.is_pooling and spec.scoring is None
     _check_complete(spec, report, f"{head_name(model)}." if is_headless else None)
-    if not getattr(model, "_supports_attention_backend", False):
-        raise ModelError(
-            f"{type(model).__name__} computes its own attention, so the paged one cannot be put "
-            "in: serve a model of an architecture that supports transformers' AttentionInterface"
-        )
     if has_score_head:
         model = as_scorer(model)
     elif spec.scoring is not None:
@@ -193,6 +184,7 @@ def load_model(
     elif spec.is_pooling:
         check_hidden_states(model)
         remove_head(model)
+    declare_layers(model, [layer.within(max_model_len) for layer in spec.layers])
     pin_frequencies(model, max_model_len)
     return model.to(device).eval().requires_grad_(requires_grad=False)  # type: ignore[no-any-return]
 
@@ -269,32 +261,13 @@ def _remedy(config: PreTrainedConfig, architectures: Sequence[Any], *, is_poolin
 
 
 def _check_sizes(spec: ModelSpec, name: str) -> None:
-    for field in ("num_layers", "num_kv_heads", "head_dim", "vocab_size"):
-        size = getattr(spec, field)
+    for field, size in (("vocab_size", spec.vocab_size), ("num_hidden_layers", len(spec.layers))):
         if not isinstance(size, int) or size < 1:
             raise ModelError(f"the config.json of {name} cannot be used: {field} is {size!r}")
     if not all(isinstance(token, int) for token in spec.eos_token_ids):
         raise ModelError(
             f"the generation_config.json of {name} cannot be used: eos_token_id names "
             f"{sorted(map(repr, spec.eos_token_ids))}"
-        )
-
-
-def _check_full_attention(spec: ModelSpec, max_model_len: int) -> None:
-    """Refuse layers other than full attention. A window of ``max_model_len`` or more is full."""
-    text = spec.config.get_text_config(decoder=True)
-    window = getattr(text, "sliding_window", None)
-    if window is not None and window >= max_model_len:
-        text.sliding_window = window = None
-    kinds = set(getattr(text, "layer_types", None) or ())
-    if window is None:
-        kinds.discard("sliding_attention")
-    kinds.discard("full_attention")
-    if kinds:
-        raise ModelError(
-            f"{spec.source} has layers of kind {', '.join(sorted(kinds))}: this engine serves full "
-            f"attention only (sliding windows of at least max_model_len, here {max_model_len}, "
-            "included)"
         )
 
 

@@ -6,7 +6,7 @@ A forward pass carries one `PagedContext` through the model as the keyword ``pag
 
 Letters in shapes: B sequences, Q padded query length, C context blocks per sequence, N blocks of
 the cache prefix, E extra (block, sequence) pairs, S block size, H query heads, K key-value heads,
-G = H / K, D head size.
+G = H / K, D width of a head, which may differ between keys and values.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, Protocol
 
 import attrs
 import torch
+
+from trencadis.engine.models.layer_spec import LayerSpec
 
 MASKED = -1e30
 """Score of a masked position: finite, so that a block with no valid position yields no NaN."""
@@ -41,8 +43,8 @@ class LayerCaches(Protocol):
 class PagedContext:
     """Base of what a forward pass reads and writes. Its tensors are inputs of graphs and programs.
 
-    ``attention`` is the device's formulation; None for that of the CPU. ``layer_run`` computes the
-    decoder layers in place of the model's own code; None for eager.
+    ``attention`` is the device's attention backend; None: that of the CPU. ``layer_run`` computes
+    the decoder layers in place of the model's own code; None for eager.
     """
 
     cache: LayerCaches
@@ -61,6 +63,12 @@ class Attention(Protocol):
     Then a program depends on the number of tokens only, and attention takes a `RaggedContext` and
     a `MixedContext`."""
 
+    def supports(self, layer: LayerSpec) -> str | None:
+        """What of a layer it does not compute, in words that follow «layer 0»; None for nothing.
+
+        What it names here it must compute in `attend`: see `feature_beyond`.
+        """
+
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """What all layers of a forward pass need, derived once from the uploaded ``paged``.
 
@@ -74,7 +82,7 @@ class Attention(Protocol):
         value: torch.Tensor,
         layer: int,
         paged: Any,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         """Write a layer's new keys and values, then attend.
 

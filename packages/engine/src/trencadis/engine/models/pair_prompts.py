@@ -11,7 +11,7 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedConfig
 
 from trencadis.engine.api.scoring import PairForm, PairPrompt, Scoring
-from trencadis.engine.errors import ConfigError, ModelError
+from trencadis.engine.errors import ConfigError, ModelError, shown
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.chat_templates import template_text
 from trencadis.engine.models.declared_modules import (
@@ -24,7 +24,6 @@ from trencadis.engine.models.declared_modules import (
     read_score_tokens,
     read_template_arguments,
 )
-from trencadis.engine.validators import shown
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -76,7 +75,7 @@ def find_scoring(
         form or _form(name, template, is_family=is_family),
         texts.prefix(),
         read_template_arguments(source),
-        # As transformers: a score head is applied to the last token that is no padding.
+        # As transformers: a score head is applied to the last token that is not padding.
         config.get_text_config().pad_token_id if has_score_head else None,
     )
     _check_form(name, prompt.form, template)
@@ -124,7 +123,7 @@ def _check_joined(name: str, prompt: PairPrompt, default: str | None) -> None:
     if prompt.instruction:
         raise ConfigError(
             f"score_prompt joined has no place for the default prompt {default!r} that the "
-            f"{SETTINGS_FILE} of {name} declares, so every request would be refused: remove "
+            f"{SETTINGS_FILE} of {name} declares, so every request would be rejected: remove "
             "default_prompt_name there and let clients write the prompt into the query, or choose "
             "another score_prompt",
             "score_prompt",

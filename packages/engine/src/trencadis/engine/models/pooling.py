@@ -2,7 +2,7 @@
 
 The embedding of a prompt is the normed hidden state of its last token. A causal model computes it
 from all tokens before, so it does not matter which of them were prefix hits or in earlier chunks.
-Other ways of pooling are refused: a mean needs the hidden states of all tokens, which neither the
+Other ways of pooling are rejected: a mean needs the hidden states of all tokens, which neither the
 prefix cache nor an earlier chunk keeps.
 """
 

@@ -38,10 +38,10 @@ from trencadis.engine.runner.shapes import (
     ragged_shape,
     split_prompts,
 )
-from trencadis.engine.runner.step import RowRequest
+from trencadis.engine.runner.step import IntArray, RowRequest, StepInput
 from trencadis.kvcache import DecodeLayout, ceil_div
 from trencadis.kvcache.tensors import KVCache
-from trencadis.scheduler import ScheduledSequence
+from trencadis.scheduler import PENDING_TOKEN, ScheduledSequence
 from trencadis.warmup import Phase
 
 _FORWARD_COST = 32.0
@@ -85,6 +85,8 @@ class BatchBuilder:
     ) -> None:
         self.padded_tokens = 0
         self.traffic: TrafficLog | None = None
+        self._slots: dict[int, int] = {}
+        self._sampled_ids = sampler.sampled_ids
         self._forward_runner = forward_runner
         self._sampler = sampler
         self._upload = upload
@@ -96,6 +98,30 @@ class BatchBuilder:
     def use_cache(self, cache: KVCache) -> None:
         """Make batches for another cache of the same layout."""
         self._cache = cache
+
+    def begin_step(self, step: StepInput) -> StepInput:
+        """``step`` with the slots of its pending tokens in their place, see `ModelInput`.
+
+        Its rows get slots of their own.
+        """
+        self._sampled_ids = self._sampler.sampled_ids
+        if self._sampled_ids is None:
+            return step
+        previous, self._slots = self._slots, {key: i for i, key in enumerate(step.rows, 1)}
+        decodes = tuple(
+            # Without a slot, the step before has failed, and the request with it.
+            decode._replace(token_ids=(-previous.get(decode.seq_id, 0),))
+            if decode.token_ids[0] == PENDING_TOKEN
+            else decode
+            for decode in step.decodes
+        )
+        return attrs.evolve(step, decodes=decodes)
+
+    def _words(
+        self, sequences: Scheduled, requests: Sequence[RowRequest | None], batch: int
+    ) -> IntArray:
+        slots = [self._slots.get(sequence.seq_id, 0) for sequence in sequences if self._slots]
+        return self._sampler.words(requests, batch, slots)
 
     @property
     def pads_to_buckets(self) -> bool:
@@ -155,7 +181,7 @@ class BatchBuilder:
         shape = self._prompt_shape(chunks)
         self.padded_tokens += shape.num_tokens - sum(len(chunk.token_ids) for chunk in chunks)
         requests = [rows.get(chunk.seq_id) for chunk in chunks]
-        words = self._sampler.words(requests, shape.batch)
+        words = self._words(chunks, requests, shape.batch)
         packed = build_prompt(chunks, shape, self._cache, self._upload, words)
         return (Batch(chunks, requests, packed),)
 
@@ -175,7 +201,7 @@ class BatchBuilder:
                 return _rounded(exact)
             size: tuple[int, ...] = (1, exact.num_tokens, 0)
         else:
-            # A batch that is no size of the grid was not made by `split_prompts`.
+            # A batch that is not a size of the grid was not made by `split_prompts`.
             size = self._grids.prompt_size(exact) or (exact.batch, exact.query)
             if self.traffic is not None:
                 self.traffic.record(Phase.PROMPT, size)
@@ -197,9 +223,9 @@ class BatchBuilder:
         scheduled = [*decodes, *chunks]
         self.padded_tokens += shape.num_tokens - sum(len(item.token_ids) for item in scheduled)
         requests = [rows.get(item.seq_id) for item in scheduled]
-        words = self._sampler.words(requests, shape.batch)
-        cache, upload = self._cache, self._upload
-        packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words)
+        words = self._words(scheduled, requests, shape.batch)
+        cache, upload, ids = self._cache, self._upload, self._sampled_ids
+        packed = build_mixed(decodes, layout, chunks, shape, cache, upload, words, ids)
         return Batch(scheduled, requests, packed)
 
     def decode_batches(self, decodes: Scheduled, rows: Rows) -> Iterator[Batch]:
@@ -241,8 +267,9 @@ class BatchBuilder:
     ) -> Batch:
         self.padded_tokens += shape.batch - len(decodes)
         requests = [rows.get(decode.seq_id) for decode in decodes]
-        words = self._sampler.words(requests, shape.batch)
-        packed = build_decode(decodes, layout, shape, self._cache, self._upload, words)
+        words = self._words(decodes, requests, shape.batch)
+        cache, upload, ids = self._cache, self._upload, self._sampled_ids
+        packed = build_decode(decodes, layout, shape, cache, upload, words, ids)
         return Batch(decodes, requests, packed)
 
     def _is_better_divided(self, decodes: Scheduled, size: tuple[int, int]) -> bool:
@@ -305,7 +332,8 @@ class BatchBuilder:
         if isinstance(shape, PromptShape | RaggedShape):
             return build_prompt((), shape, cache, upload, words)
         layout = lay_out_decodes((), shape.blocks, cache.block_size)
-        return build_decode((), layout, shape, cache, upload, words)
+        ids = self._sampler.sampled_ids
+        return build_decode((), layout, shape, cache, upload, words, ids)
 
     def smallest_dummy(self) -> ModelInput:
         """The dummy batch of the smallest decode bucket."""

@@ -16,7 +16,7 @@ from torch import nn
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.decoder_layers import one_layer_of_each_kind
-from trencadis.engine.models.loader import ModelSpec
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.host_swap import num_host_blocks
 from trencadis.engine.runner.limits import check_memory, num_cache_blocks
@@ -46,7 +46,7 @@ class CacheSizing:
         self,
         config: EngineConfig,
         device: Device,
-        spec: ModelSpec,
+        layers: Sequence[LayerSpec],
         dtype: torch.dtype,
         max_model_len: int,
         *,
@@ -54,7 +54,7 @@ class CacheSizing:
     ) -> None:
         self._config = config
         self._device = device
-        self._spec = spec
+        self._layers = layers
         self._dtype = dtype
         self._max_model_len = max_model_len
         self._captures_graphs = captures_graphs
@@ -62,13 +62,7 @@ class CacheSizing:
     @property
     def block_bytes(self) -> int:
         """Bytes of one KV block in all layers."""
-        return bytes_per_block(
-            num_layers=self._spec.num_layers,
-            kv_heads=self._spec.num_kv_heads,
-            block_size=self._config.block_size,
-            head_dim=self._spec.head_dim,
-            dtype=self._dtype,
-        )
+        return bytes_per_block(self._layers, block_size=self._config.block_size, dtype=self._dtype)
 
     def profile(
         self, model: nn.Module, prompts: Sequence[PromptShape | RaggedShape], read: DecodeRead
@@ -77,7 +71,7 @@ class CacheSizing:
 
         Both run on the padding block alone, which a pass may gather as often as it likes. A decode
         gathers at most as many blocks as fit beside the prefill's peak; the plan only gets fewer
-        of them by its own. A cache that would be too small without any peak is refused first, with
+        of them by its own. A cache that would be too small without any peak is rejected first, with
         `ConfigError`. ``prompts``: shapes of prefill batches that may take the most memory.
         """
         self.num_blocks(self._plan_memory(self._device.free_memory()))
@@ -119,11 +113,9 @@ class CacheSizing:
     ) -> KVCache:
         """A cache on the device, or at another ``place``."""
         return KVCache(
-            num_layers=self._spec.num_layers,
+            layers=self._layers,
             num_blocks=num_blocks,
-            kv_heads=self._spec.num_kv_heads,
             block_size=self._config.block_size,
-            head_dim=self._spec.head_dim,
             dtype=self._dtype,
             device=place or self._device.torch_device,
             num_host_blocks=num_host_blocks,

@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,12 +21,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.api.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from trencadis.engine.devices import Device
-from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
+from trencadis.engine.runner.draw import (
+    DrawKind,
+    DrawNumbers,
+    draw_tokens,
+    pack_numbers,
+    slots_of,
+)
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
 from trencadis.engine.runner.sampling_rows import PendingRows, RowResult, SampledToken
 from trencadis.engine.runner.step import IntArray, RowRequest
 
-Program = Callable[..., torch.Tensor]
+Program = Callable[..., Any]
 
 _EDITS_AT_ONCE = 4096
 """One size, so that no request needs a program of its own. A chunk is an upload of 64 KiB."""
@@ -37,10 +44,16 @@ _MAX_CANDIDATES = 2 * MAX_SEQUENCES
 class DeviceSampler:
     """A `Sampler` on a device. ``compiled``: let the device compile each program.
 
-    ``vocab_size`` is the width of the logits.
+    ``vocab_size`` is the width of the logits. ``num_slots``: how many the next forward pass can
+    read; 0 for none.
     """
 
-    def __init__(self, device: Device, vocab_size: int, *, compiled: bool = False) -> None:
+    def __init__(
+        self, device: Device, vocab_size: int, *, num_slots: int = 0, compiled: bool = False
+    ) -> None:
+        self.sampled_ids: torch.Tensor | None = None
+        if num_slots:
+            self.sampled_ids = device.upload(torch.zeros(num_slots, dtype=torch.int32))
         self._device = device
         self._compiled = compiled
         self._programs: dict[tuple[str, tuple[torch.Size, ...]], Program] = {}
@@ -50,9 +63,12 @@ class DeviceSampler:
     def release(self) -> None:
         self._programs.clear()
         self._token_ids = self._bits = torch.empty(0)
+        self.sampled_ids = None
 
-    def words(self, requests: Sequence[RowRequest | None], batch: int) -> IntArray:
-        return pack_numbers(_samples(requests, 0), batch)
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
+        return pack_numbers(_samples(requests, 0), batch, slots)
 
     def launch(
         self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest | None]
@@ -80,7 +96,13 @@ class DeviceSampler:
     ) -> torch.Tensor:
         kind = max(DrawKind.of(row.samples[0].params) for row in rows if row is not None)
         program = functools.partial(_draw, kind)
-        return self._run(f"draw {kind.name}", program, logits, words, self._token_ids)
+        inputs = [logits, words, self._token_ids]
+        if self.sampled_ids is not None:
+            inputs.append(self.sampled_ids)
+        drawn: torch.Tensor
+        drawn, *kept = self._run(f"draw {kind.name}", program, *inputs)
+        self.sampled_ids = kept[0] if kept else None
+        return drawn
 
     def _edit(self, logits: torch.Tensor, rows: Sequence[RowRequest | None]) -> torch.Tensor:
         for words in find_edits(rows).words(logits.shape[-1], _EDITS_AT_ONCE):
@@ -97,9 +119,10 @@ class DeviceSampler:
         for i, mask in masks:
             words[i] = mask.words()
         uploaded = self._device.upload(torch.from_numpy(words))
-        return self._run("mask", _mask, logits, uploaded, self._bits)
+        masked: torch.Tensor = self._run("mask", _mask, logits, uploaded, self._bits)
+        return masked
 
-    def _run(self, name: str, program: Program, *inputs: torch.Tensor) -> torch.Tensor:
+    def _run(self, name: str, program: Program, *inputs: torch.Tensor) -> Any:
         """The result of ``program``, which ``name`` and the shapes of ``inputs`` determine."""
         if self._compiled:
             key = (name, tuple(tensor.shape for tensor in inputs))
@@ -116,9 +139,15 @@ class DeviceSampler:
 
 
 def _draw(
-    kind: DrawKind, logits: torch.Tensor, words: torch.Tensor, token_ids: torch.Tensor
-) -> torch.Tensor:
-    return draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+    kind: DrawKind,
+    logits: torch.Tensor,
+    words: torch.Tensor,
+    token_ids: torch.Tensor,
+    *sampled_ids: torch.Tensor,
+) -> list[torch.Tensor]:
+    """The drawn tokens, then ``sampled_ids``, if they are given, with them in their slots."""
+    drawn = draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+    return [drawn, *(ids.index_copy(0, slots_of(words), drawn) for ids in sampled_ids)]
 
 
 def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

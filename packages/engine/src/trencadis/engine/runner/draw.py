@@ -28,7 +28,7 @@ from trencadis.engine.runner.gumbel import NUM_KEYS, draw_keys, log_times
 from trencadis.engine.runner.sampling_rows import NO_TOKEN
 from trencadis.engine.runner.step import IntArray, RowRequest
 
-WORDS_PER_ROW = 5 + NUM_KEYS
+WORDS_PER_ROW = 6 + NUM_KEYS
 
 _MIN_TEMPERATURE = 1e-5
 _UNIT = 2.0**30
@@ -82,22 +82,30 @@ class DrawNumbers:
         """The numbers in ``words``, int32 ``[rows, WORDS_PER_ROW]`` of `pack_numbers`."""
         floats = words.view(torch.float32)
         temperature, randomness, distance, top_p = (floats[:, i : i + 1] for i in range(4))
-        return cls(temperature, randomness, distance, top_p, words[:, 4:5], words[:, 5:])
+        return cls(temperature, randomness, distance, top_p, words[:, 4:5], words[:, 5:-1])
 
     def rows(self, rows: torch.Tensor | slice) -> DrawNumbers:
         """The numbers of some rows."""
         return DrawNumbers(*(getattr(self, field.name)[rows] for field in attrs.fields(type(self))))
 
 
-def pack_numbers(rows: Sequence[RowRequest | None], batch: int) -> IntArray:
+def slots_of(words: torch.Tensor) -> torch.Tensor:
+    """The slot of each row in ``words`` of `pack_numbers`, int64 ``[rows]``."""
+    return words[:, -1].long()
+
+
+def pack_numbers(
+    rows: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+) -> IntArray:
     """int32 ``[batch, WORDS_PER_ROW]``, for the first sample of each row.
 
-    A row that is missing or None is greedy.
+    A row that is missing or None is greedy. ``slots`` are those of the first rows, see `Sampler`.
     """
     words = np.zeros((batch, WORDS_PER_ROW), np.int32)
     floats = words[:, :4].view(np.float32)
     floats[:] = 1.0, 0.0, math.inf, 1.0
     words[:, 4] = _LARGEST
+    words[: len(slots), -1] = slots
     for i, row in enumerate(rows):
         if row is None or not row.samples[0].is_random:
             continue
@@ -107,7 +115,7 @@ def pack_numbers(rows: Sequence[RowRequest | None], batch: int) -> IntArray:
         floats[i] = max(params.temperature, _MIN_TEMPERATURE), 1.0, distance, top_p
         if params.top_k > 0:
             words[i, 4] = params.top_k
-        words[i, 5:] = draw_keys(row.samples[0].seed, row.num_output_tokens)
+        words[i, 5:-1] = draw_keys(row.samples[0].seed, row.num_output_tokens)
     return words
 
 

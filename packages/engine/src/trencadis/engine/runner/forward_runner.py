@@ -181,10 +181,10 @@ class ForwardRunner:
         layer_run = self._layer_runs.get(self._program_key(batch.shape))
         captured = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
 
-        def run(packed: torch.Tensor) -> torch.Tensor:
-            return self._compute(attrs.evolve(captured, packed=packed))
+        def run(*inputs: torch.Tensor) -> torch.Tensor:
+            return self._compute(captured.with_inputs(*inputs))
 
-        self._graphs[batch.shape] = self._device.capture(run, (batch.packed,))
+        self._graphs[batch.shape] = self._device.capture(run, batch.inputs)
         self._warmed_up.add(self._program_key(batch.shape))
 
     def use_cache(self, cache: KVCache) -> None:
@@ -307,25 +307,24 @@ class ForwardRunner:
         def compute(
             model: Callable[..., Any], tensors: Sequence[torch.Tensor], layer_run: LayerRun
         ) -> torch.Tensor:
-            (packed,) = tensors
-            return self._compute(attrs.evolve(batch, packed=packed, layer_run=layer_run), model)
+            given = attrs.evolve(batch.with_inputs(*tensors), layer_run=layer_run)
+            return self._compute(given, model)
 
-        inputs = (batch.packed,)
-        return CompiledForward.of(self._model, layers, compute, inputs, self._device.compile)
+        return CompiledForward.of(self._model, layers, compute, batch.inputs, self._device.compile)
 
     def _run(self, batch: ModelInput) -> ForwardOutput:
         graph, program = self._graphs.get(batch.shape), self._programs.get(batch.shape)
         # Before the step mark: a lazy device would compile a copy of its own for each shape.
         words = batch.sampler_words() if batch.num_sampler_words else batch.packed[:0]
         if program is not None:
-            logits = program((batch.packed,))
+            logits = program(batch.inputs)
         elif graph is None:
             if self._layer_runs:
                 layer_run = self._layer_runs.get(self._program_key(batch.shape))
                 batch = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
             logits = self._compute(batch)
         else:
-            logits = graph.replay((batch.packed,))
+            logits = graph.replay(batch.inputs)
         self._device.mark_step()
         return ForwardOutput(logits, words)
 

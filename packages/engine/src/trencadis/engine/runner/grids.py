@@ -320,7 +320,7 @@ def _warn_of_gaps(grid: BucketGrid, gaps: Sequence[CoverageGap]) -> None:
     )
     logger.warning(
         "no %s bucket holds %s%s: such a batch is a bucket miss, which is compiled in a shape of "
-        "its own, run eagerly or refused (--on-bucket-miss); to prepare it, raise the bucket "
+        "its own, run eagerly or rejected (--on-bucket-miss); to prepare it, raise the bucket "
         "maxima, or fit the bucket file to these limits",
         "prompt" if "query" in grid.axes else "decode",
         ", ".join(ranges),

@@ -191,7 +191,8 @@ def _named_traffic(config: EngineConfig) -> dict[Phase, TrafficRecorder]:
     if config.bucket_grid.startswith(FITTED):
         path = Path(config.bucket_grid.removeprefix(FITTED))
         if not path.is_file():
-            raise ConfigError(f"bucket_grid {FITTED}{path} is no file: name another", "bucket_grid")
+            fault = f"bucket_grid {FITTED}{path} is not a file: name another"
+            raise ConfigError(fault, "bucket_grid")
         return read_traffic(path) if path.suffix == ".json" else {}
     buckets = config.bucketing or BucketingConfig()
     files = {Phase.PROMPT: buckets.prompt_traffic, Phase.DECODE: buckets.decode_traffic}

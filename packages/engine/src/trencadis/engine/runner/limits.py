@@ -30,6 +30,8 @@ class BatchSettings(Protocol):
     def block_size(self) -> int: ...
     @property
     def num_blocks(self) -> int | None: ...
+    @property
+    def async_scheduling(self) -> bool | None: ...
 
 
 @attrs.frozen(kw_only=True)
@@ -38,7 +40,7 @@ class ServingLimits:
 
     ``max_model_len`` and ``max_num_batched_tokens`` are in tokens, ``max_num_seqs`` in sequences,
     ``block_size`` in tokens per KV block, ``num_blocks`` in device blocks, the padding block
-    included.
+    included. ``max_steps_in_flight``: steps that are scheduled before the results of the first.
     """
 
     max_model_len: int
@@ -46,6 +48,7 @@ class ServingLimits:
     max_num_seqs: int
     block_size: int
     num_blocks: int
+    max_steps_in_flight: int = 1
 
     @classmethod
     def of(cls, settings: BatchSettings, max_model_len: int, num_blocks: int) -> ServingLimits:
@@ -56,6 +59,7 @@ class ServingLimits:
             max_num_seqs=settings.max_num_seqs,
             block_size=settings.block_size,
             num_blocks=num_blocks,
+            max_steps_in_flight=2 if settings.async_scheduling else 1,
         )
 
     def scheduler_config(
@@ -79,6 +83,7 @@ class ServingLimits:
             max_model_len=self.max_model_len + 1 - num_output_tokens,
             max_chunk_tokens=max_chunk_tokens,
             max_waiting=max_waiting,
+            max_steps_in_flight=self.max_steps_in_flight,
             policy=policy,
         )
 

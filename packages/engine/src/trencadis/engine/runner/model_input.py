@@ -68,7 +68,8 @@ class ModelInput:
     """A padded batch on the device.
 
     ``packed`` is int32: the sections of the batch's shape one after another, then
-    ``num_sampler_words`` for each row of the batch, which the sampler reads.
+    ``num_sampler_words`` for each row of the batch, which the sampler reads. A token id -n of a
+    decode stands for that in slot n of ``sampled_ids``, see `Sampler`.
     """
 
     shape: ForwardShape
@@ -76,6 +77,17 @@ class ModelInput:
     cache: KVCache
     num_sampler_words: int = 0
     layer_run: LayerRun | None = None
+    sampled_ids: torch.Tensor | None = None
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The tensors that differ between two batches of the shape."""
+        return (self.packed,) if self.sampled_ids is None else (self.packed, self.sampled_ids)
+
+    def with_inputs(self, packed: torch.Tensor, *sampled_ids: torch.Tensor) -> ModelInput:
+        """A batch of the same shape with other `inputs`."""
+        (ids,) = sampled_ids or (None,)
+        return attrs.evolve(self, packed=packed, sampled_ids=ids)
 
     def unpack(self) -> ModelTensors:
         """The tensors of the forward pass, int64: views of a converted ``packed``."""
@@ -86,8 +98,12 @@ class ModelInput:
             name: part.view(shape)
             for (name, shape), part in zip(sections.items(), parts, strict=True)
         }
+        token_ids = views["token_ids"].view(-1)
+        if self.sampled_ids is not None:
+            sampled = self.sampled_ids.index_select(0, (-token_ids).clamp_min(0))
+            token_ids = torch.where(token_ids < 0, sampled.long(), token_ids)
         return ModelTensors(
-            views["token_ids"].view(1, -1),
+            token_ids.view(1, -1),
             views["position_ids"].view(1, -1),
             views["logit_rows"],
             _context(self.shape, views, self.cache, self.layer_run),
@@ -187,6 +203,7 @@ def build_decode(
     cache: KVCache,
     upload: Upload,
     sampler_words: IntArray | None = None,
+    sampled_ids: torch.Tensor | None = None,
 ) -> ModelInput:
     """A decode batch, one token per sequence, padded to ``shape``.
 
@@ -195,7 +212,7 @@ def build_decode(
     """
     packed, fields = _pack(shape, sampler_words)
     _fill_decode(decodes, layout, shape, fields, cache.block_size)
-    return _uploaded(packed, shape, cache, upload, sampler_words)
+    return _uploaded(packed, shape, cache, upload, sampler_words, sampled_ids)
 
 
 def build_mixed(
@@ -206,6 +223,7 @@ def build_mixed(
     cache: KVCache,
     upload: Upload,
     sampler_words: IntArray | None = None,
+    sampled_ids: torch.Tensor | None = None,
 ) -> ModelInput:
     """A decode batch and prefill chunks as one batch: see `build_decode` and `build_prompt`."""
     packed, fields = _pack(shape, sampler_words)
@@ -213,7 +231,7 @@ def build_mixed(
     _fill_decode(decodes, layout, shape.decode, decode_fields, cache.block_size)
     _fill_ragged(chunks, shape.prompt, prompt_fields, cache.block_size)
     prompt_fields["logit_rows"] += shape.decode.num_tokens
-    return _uploaded(packed, shape, cache, upload, sampler_words)
+    return _uploaded(packed, shape, cache, upload, sampler_words, sampled_ids)
 
 
 def _fill_decode(
@@ -306,9 +324,11 @@ def _uploaded(
     cache: KVCache,
     upload: Upload,
     sampler_words: IntArray | None,
+    sampled_ids: torch.Tensor | None = None,
 ) -> ModelInput:
     words = 0 if sampler_words is None else sampler_words.shape[1]
-    return ModelInput(shape, upload(torch.from_numpy(packed)), cache, words)
+    uploaded = upload(torch.from_numpy(packed))
+    return ModelInput(shape, uploaded, cache, words, sampled_ids=sampled_ids)
 
 
 def _context(

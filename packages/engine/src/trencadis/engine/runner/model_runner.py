@@ -66,7 +66,7 @@ class ModelStep:
     copy: PendingCopy | None = None
 
     def wait(self) -> StepResult:
-        """See `PendingStep`. A sequence whose logits are no numbers has failed."""
+        """See `PendingStep`. A sequence whose logits are not numbers has failed."""
         copies: Iterator[torch.Tensor] = iter(())
         if self.copy is not None:
             copies = iter(self.copy.wait())
@@ -160,7 +160,9 @@ class ModelRunner:
         """
         if self.buckets.not_captured:
             self.buckets.capture_used()
-        pending = ModelStep(self, step, time.perf_counter(), self.device_is_idle)
+        began_s = time.perf_counter()
+        step = self.batches.begin_step(step)
+        pending = ModelStep(self, step, began_s, self.device_is_idle)
         self._device.begin_step()
         if step.moves:
             with self.forward_runner.count_compilations("block copy"):
@@ -230,7 +232,7 @@ class ModelRunner:
         except Exception as error:
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
-                    logger.warning("Sequence %d is refused: %s", scheduled[0].seq_id, error)
+                    logger.warning("Sequence %d is rejected: %s", scheduled[0].seq_id, error)
                 else:
                     logger.exception("The forward pass of sequence %d failed", scheduled[0].seq_id)
                 step.failed[scheduled[0].seq_id] = error

@@ -37,8 +37,12 @@ class Pooler:
     def release(self) -> None:
         pass
 
-    def words(self, requests: Sequence[RowRequest | None], batch: int) -> IntArray:
-        del requests
+    sampled_ids: torch.Tensor | None = None
+
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
+        del requests, slots
         return np.zeros((batch, _WORDS), np.int32)
 
     def launch(

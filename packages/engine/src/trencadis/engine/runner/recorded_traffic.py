@@ -50,7 +50,7 @@ def read_traffic(path: Path) -> dict[Phase, TrafficRecorder]:
 def load_traffic(file: Path) -> TrafficRecorder:
     """The traffic in a file. Raises `ConfigError` where it cannot be read or is something else."""
     if file.exists() and not file.is_file():  # reading a pipe or a device may never end
-        raise ConfigError(f"{file} is no regular file: name another")
+        raise ConfigError(f"{file} is not a regular file: name another")
     try:
         return TrafficRecorder.load(file)
     except OSError as error:
@@ -64,7 +64,7 @@ class TrafficLog:
 
     Several servers may record in the same files: each adds what it has counted since it wrote them
     last, under the lock of ``FILE.lock``. ``axes`` are those of each phase's grid. ``clock``
-    returns seconds. Raises `ConfigError` for a file that is no recorded traffic of these axes, and
+    returns seconds. Raises `ConfigError` for a file that is not recorded traffic of these axes, and
     where its directory cannot be written.
     """
 
@@ -85,7 +85,7 @@ class TrafficLog:
         self._saved_s = clock()
         self._can_save = True
         for phase in Phase:
-            self._read(phase)  # refuses a file of something else, also while the lock is held
+            self._read(phase)  # rejects a file of something else, also while the lock is held
         try:
             self._write(tuple(Phase))
         except TimeoutError as error:

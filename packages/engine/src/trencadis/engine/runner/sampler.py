@@ -51,19 +51,28 @@ _ELEMENTS_AT_ONCE = 1 << 17
 
 
 class HostSampler:
-    """A `Sampler` of logits that are in host memory. It is done when `launch` returns."""
+    """A `Sampler` of logits that are in host memory. It is done when `launch` returns.
+
+    ``num_slots``: how many the next forward pass can read; 0 for none.
+    """
+
+    def __init__(self, num_slots: int = 0) -> None:
+        self.sampled_ids = torch.zeros(num_slots, dtype=torch.int32) if num_slots else None
 
     def release(self) -> None:
         pass
 
-    def words(self, requests: Sequence[RowRequest | None], batch: int) -> IntArray:
-        del requests
-        return np.empty((batch, 0), np.int32)
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
+        words = np.zeros((batch, 0 if self.sampled_ids is None else 1), np.int32)
+        if self.sampled_ids is not None:
+            words[: len(slots), 0] = slots
+        return words
 
     def launch(
         self, logits: torch.Tensor, words: torch.Tensor, requests: Sequence[RowRequest | None]
     ) -> PendingRows:
-        del words
         results = [RowResult()] * len(requests)
         beams, drawn, rows = [], [], []
         for i, request in enumerate(requests):
@@ -79,6 +88,10 @@ class HostSampler:
         if rows:
             for i, token in zip(drawn, sample(_select(logits, drawn), rows), strict=True):
                 results[i] = RowResult([*results[i].tokens, token])
+            if self.sampled_ids is not None:
+                slots = words[:, 0].long()[drawn]
+                first = torch.tensor([results[i].tokens[0].token_id for i in drawn])
+                self.sampled_ids = self.sampled_ids.index_copy(0, slots, first.int())
         if beams:
             asked = [request for request in requests if request and request.num_candidates]
             ranked = rank_tokens(_select(logits, beams), asked)

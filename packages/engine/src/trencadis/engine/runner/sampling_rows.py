@@ -29,7 +29,7 @@ class SampledToken(NamedTuple):
 class RowResult(NamedTuple):
     """The tokens of a `RowRequest`; candidates are (token id, log-probability), best first.
 
-    `NO_TOKEN` or a NaN: the logits were no numbers above minus infinity, or the hidden state was
+    `NO_TOKEN` or a NaN: the logits were not numbers above minus infinity, or the hidden state was
     not finite.
     """
 
@@ -56,10 +56,18 @@ class Sampler(Protocol):
     prompt. Its result is ignored.
     """
 
-    def words(self, requests: Sequence[RowRequest | None], batch: int) -> IntArray:
+    sampled_ids: torch.Tensor | None
+    """The first token of each row that was sampled, by the row's slot: int32 ``[slots]`` on the
+    device, so that the next forward pass reads it there. `launch` replaces the tensor and writes to
+    none. None where no step is scheduled before the results of another."""
+
+    def words(
+        self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
+    ) -> IntArray:
         """What `launch` needs of ``requests`` on the device, int32 ``[batch, n]``.
 
-        It is uploaded with the batch. ``n`` is a constant of the sampler.
+        It is uploaded with the batch. ``n`` is a constant of the sampler. ``slots`` are those of
+        the first rows; slot 0, which is not read, is that of the others.
         """
 
     def launch(

@@ -35,7 +35,7 @@ class SampleSettings:
     """How the tokens of a sequence are sampled; one value for all of its steps.
 
     ``history``: the tokens of the sequence, prompt and output, where penalties need them; else
-    empty. It is no copy: the tokens of later steps follow in it.
+    empty. It is not a copy: the tokens of later steps follow in it.
     """
 
     params: SamplingParams

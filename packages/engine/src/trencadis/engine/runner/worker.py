@@ -20,6 +20,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
+from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
     ModelSpec,
     inspect_model,
@@ -98,11 +99,13 @@ class Worker:
         self.embedding_size = 0
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
+        layers = [layer.within(self._max_model_len) for layer in self.spec.layers]
+        check_layers(layers, device.supports, self.spec.source)
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
             config,
             device,
-            self.spec,
+            layers,
             self.dtype,
             self._max_model_len,
             captures_graphs=self.captures_graphs,
@@ -381,11 +384,16 @@ class Worker:
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.spec.is_pooling:
             return Pooler(self.device, normalises=self.computes_embeddings)
+        num_slots = 0
+        if self.limits.max_steps_in_flight > 1:
+            num_slots = 1 + self.limits.max_num_seqs  # slot 0 is that of padding
         if self.device.shares_host_memory:
-            return HostSampler()
+            return HostSampler(num_slots)
         # Other devices run a new shape without a compiler, which would take longer than it saves.
         compiled = compiled and not self.device.dynamic_shapes
-        return DeviceSampler(self.device, self.spec.vocab_size, compiled=compiled)
+        return DeviceSampler(
+            self.device, self.spec.vocab_size, num_slots=num_slots, compiled=compiled
+        )
 
     def _warm_up_first(self, grids: Grids) -> None:
         """Warm up the first bucket of each phase now, the others in the background."""

@@ -6,7 +6,7 @@ The names here are public, for settings classes of other packages.
 from trencadis.engine.settings.flags import (
     add_flags,
     environment_help,
-    flag_table,
+    flag_list,
     format_size,
     from_env,
     given_flags,
@@ -24,7 +24,7 @@ from trencadis.engine.settings.flags import (
 __all__ = [
     "add_flags",
     "environment_help",
-    "flag_table",
+    "flag_list",
     "format_size",
     "from_env",
     "given_flags",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import attrs
 
 from trencadis.engine.settings.flags import setting
-from trencadis.engine.validators import integer, number, power_of_two
+from trencadis.engine.validators import Validator, integer, is_integer, number
 
 DEFAULT_SWAP_SPACE = 4.0
 """GiB, as in ``vllm serve --swap-space``."""
@@ -17,6 +17,9 @@ MAX_BATCHED_TOKENS = 1 << 24
 
 MAX_BYTES = 1 << 50
 
+MAX_BLOCK_SIZE = 1 << 16
+"""Tokens. The longest KV blocks in use have 256."""
+
 MODEL, MEMORY, WARMUP, HEAT = "model", "batches and memory", "warm-up", "heat"
 FAULTS = "faults"
 """Groups of flags in ``--help``."""
@@ -24,6 +27,10 @@ FAULTS = "faults"
 
 class DeviceDefault(int):
     """A default that the device replaces by its own (``Device.defaults``), if it has one."""
+
+
+def _is_power_of_two(value: object) -> bool:
+    return is_integer(value) and value > 0 and not value & (value - 1)
 
 
 @attrs.frozen(kw_only=True)
@@ -80,12 +87,12 @@ class CapacitySettings:
             "--max-waiting",
             metavar="N",
             group=MEMORY,
-            help="most requests in the waiting queue; further requests are refused",
+            help="most requests in the waiting queue; further requests are rejected",
         ),
     )
     block_size: int = attrs.field(
         default=DeviceDefault(32),
-        validator=power_of_two,
+        validator=Validator("a power of two", _is_power_of_two, 1, MAX_BLOCK_SIZE),
         metadata=setting(
             "--block-size",
             metavar="TOKENS",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import attrs
 
-from trencadis.engine.errors import ConfigError
+from trencadis.engine.errors import ConfigError, shown
 from trencadis.engine.settings.capacity_settings import (
     DEFAULT_SWAP_SPACE,
     FAULTS,
@@ -50,13 +50,14 @@ from trencadis.engine.settings.library_settings import (
     sets_strategy,
 )
 from trencadis.engine.validators import (
+    Validator,
     boolean,
-    device_indices,
     integer,
+    is_integer,
     items_of,
     number,
     one_of,
-    shown,
+    plain_number,
     text,
 )
 
@@ -86,7 +87,7 @@ FITTED = "fitted:"
 
 
 def _path(path: str | os.PathLike[str]) -> str:
-    # What is no path is left to the validator, which names the field.
+    # What is not a path is left to the validator, which names the field.
     return os.fspath(path) if isinstance(path, os.PathLike) else path
 
 
@@ -95,9 +96,18 @@ def _optional_path(path: str | os.PathLike[str] | None) -> str | None:
 
 
 def _tuple_of(value: Any) -> Any:
-    """A list as a tuple. None, and what is no list, is left to the validator."""
+    """A list as a tuple. None, and what is not a list, is left to the validator."""
     items = items_of(value)
-    return value if items is None else items
+    return value if items is None else tuple(map(plain_number, items))
+
+
+def _are_indices(value: Any) -> bool:
+    is_tuple = isinstance(value, tuple) and len(value) > 0
+    return (
+        is_tuple
+        and all(is_integer(index) and index >= 0 for index in value)
+        and len(set(value)) == len(value)
+    )
 
 
 def _check_device(_: object, attribute: attrs.Attribute[Any], value: object) -> None:
@@ -139,8 +149,8 @@ def _check_names(_: object, attribute: attrs.Attribute[Any], value: object) -> N
 class EngineConfig(CapacitySettings):
     """The settings of an engine. Names are those of ``vllm serve`` flags.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError` on a value out
-    of range or on settings that contradict each other.
+    `docs/engine/settings.md` lists meaning, default and flag of each. Raises `ConfigError` on a
+    value out of range or on settings that contradict each other.
     """
 
     model: str = attrs.field(
@@ -173,7 +183,7 @@ class EngineConfig(CapacitySettings):
     )
     dtype: DType = attrs.field(
         default="auto",
-        validator=one_of(*get_args(DType)),
+        validator=one_of(get_args(DType)),
         metadata=setting(
             "--dtype",
             group=MODEL,
@@ -183,7 +193,7 @@ class EngineConfig(CapacitySettings):
     )
     runner: Runner = attrs.field(
         default="generate",
-        validator=one_of(*get_args(Runner)),
+        validator=one_of(get_args(Runner)),
         metadata=setting(
             "--runner",
             group=MODEL,
@@ -193,7 +203,7 @@ class EngineConfig(CapacitySettings):
     )
     score_prompt: ScorePrompt = attrs.field(
         default="auto",
-        validator=one_of(*get_args(ScorePrompt)),
+        validator=one_of(get_args(ScorePrompt)),
         metadata=setting(
             "--score-prompt",
             group=MODEL,
@@ -205,7 +215,7 @@ class EngineConfig(CapacitySettings):
     )
     quantization: Quantization = attrs.field(
         default="none",
-        validator=one_of(*get_args(Quantization)),
+        validator=one_of(get_args(Quantization)),
         metadata=setting(
             "--quantization",
             group=MODEL,
@@ -237,6 +247,17 @@ class EngineConfig(CapacitySettings):
             default="what is free, or 1GiB where the device's memory is the host's",
         ),
     )
+    async_scheduling: bool | None = attrs.field(
+        default=None,
+        validator=boolean(optional=True),
+        metadata=setting(
+            "--async-scheduling",
+            group=MEMORY,
+            negatable=True,
+            help="let the host prepare a step while the device computes the one before",
+            default="on, except on the CPU",
+        ),
+    )
     enable_prefix_caching: bool = attrs.field(
         default=True,
         validator=boolean(),
@@ -250,7 +271,7 @@ class EngineConfig(CapacitySettings):
     )
     scheduling_policy: SchedulingPolicy = attrs.field(
         default="fcfs",
-        validator=one_of(*get_args(SchedulingPolicy)),
+        validator=one_of(get_args(SchedulingPolicy)),
         metadata=setting(
             "--scheduling-policy",
             group=MEMORY,
@@ -336,7 +357,7 @@ class EngineConfig(CapacitySettings):
     )
     warmup: WarmupMode = attrs.field(
         default="full",
-        validator=one_of(*get_args(WarmupMode)),
+        validator=one_of(get_args(WarmupMode)),
         metadata=setting(
             "--warmup",
             env_patterns=(SKIP_WARMUP,),
@@ -348,12 +369,12 @@ class EngineConfig(CapacitySettings):
     )
     on_bucket_miss: OnBucketMiss = attrs.field(
         default="auto",
-        validator=one_of(*get_args(OnBucketMiss)),
+        validator=one_of(get_args(OnBucketMiss)),
         metadata=setting(
             "--on-bucket-miss",
             group=WARMUP,
             help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
-            "refused: its request ends with an error that names the shape",
+            "rejected: its request ends with an error that names the shape",
             default="auto: eager where the device can and shapes are warmed up, else compile",
         ),
     )
@@ -435,7 +456,9 @@ class EngineConfig(CapacitySettings):
     thermal_devices: tuple[int, ...] | None = attrs.field(
         default=None,
         converter=_tuple_of,
-        validator=device_indices,
+        validator=Validator(
+            "distinct indices of devices from 0, as in (0, 1)", _are_indices, optional=True
+        ),
         metadata=setting(
             "--thermal-devices",
             metavar="N,...",
@@ -543,7 +566,7 @@ class EngineConfig(CapacitySettings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> EngineConfig:
-        """These settings, and what the environment says under the README's names.
+        """These settings, and what the environment says under their names.
 
         A setting given here wins. Warns of a variable whose name is a misspelling of one that is
         read. Raises `ConfigError`, which names the setting or variable.

@@ -2,9 +2,9 @@
 
 A settings class is an attrs class whose fields carry ``metadata=setting(...)``. The metadata goes
 to ``attrs.field`` itself, because type checkers read required fields and converters only from that
-call. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help` and `flag_table`
+call. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help` and `flag_list`
 derive the rest.
-Plain metadata with the keys ``help`` and ``env`` is enough for `flag_table`.
+Plain metadata with the keys ``help`` and ``env`` is enough for `flag_list`.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import difflib
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeAlias
 
 import attrs
 
 from trencadis.engine.errors import ConfigError
-from trencadis.engine.validators import Integer, Number, OneOf
+from trencadis.engine.validators import Validator, is_finite, is_integer
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -56,11 +56,11 @@ def setting(
         env: the environment variable that sets the field.
         env_patterns: variables that the settings class of the field reads itself, for the help.
         group: title of the flag's group in ``--help``.
-        metavar: placeholder of the flag's value. A field with a `OneOf` validator needs none:
+        metavar: placeholder of the flag's value. A field with choices needs none:
             argparse then shows and checks the choices.
         default: the default in words, where the default value does not tell it.
         parse: makes the value from a text and raises `ValueError`. By default the validator says
-            it: int for `Integer`, float for `Number`, otherwise the text is the value.
+            it: int for an integer, float for a number, otherwise the text is the value.
         repeated: the flag may be given several times; the values form a tuple.
         secret: the value must not show in a list of processes: the help recommends ``env``.
         negatable: the field is True, False, or None for a default that is chosen later; the flag
@@ -230,18 +230,13 @@ def environment_help(*classes: AttrsClass) -> str:
     return "".join(f"  {name:<{width}}  {meaning}\n" for name, meaning in meanings.items())
 
 
-def flag_table(cls: AttrsClass) -> str:
-    """The settings of a class as a Markdown table, without the columns that would be empty."""
-    header = ("setting", "flag", "environment", "default", "meaning")
-    rows = [tuple(_cells(field)) for field in attrs.fields(cls) if field.init]
-    columns = [
-        (title, *cells)
-        for title, *cells in zip(header, *rows, strict=True)
-        if title == "setting" or any(cells)
-    ]
-    top, *body = zip(*columns, strict=True)
-    lines = [top, ("---",) * len(top), *body]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+def flag_list(cls: AttrsClass) -> str:
+    """The settings of a class as a Markdown list: names, default in brackets, meaning.
+
+    A field whose name is that of its flag, with underscores, stands by the flag alone. What a flag
+    without a value sets is the opposite of the default.
+    """
+    return "".join(f"- {_item(field)}\n" for field in attrs.fields(cls) if field.init)
 
 
 def parse_size(text: str) -> int:
@@ -331,8 +326,8 @@ def _variables(field: Field) -> tuple[str, ...]:
 
 def _choices(field: Field) -> tuple[object, ...]:
     """The choices that argparse shows in place of a metavar."""
-    if isinstance(field.validator, OneOf) and not field.metadata.get("metavar"):
-        return field.validator.choices
+    if isinstance(field.validator, Validator) and not field.metadata.get("metavar"):
+        return tuple(field.validator.choices)
     return ()
 
 
@@ -354,9 +349,8 @@ def _parser_of(field: Field) -> Parse:
     parse: Parse | None = field.metadata.get("parse")
     if parse is not None:
         return parse
-    if isinstance(field.validator, Integer):
-        return int
-    return float if isinstance(field.validator, Number) else str
+    kind = field.validator.is_kind if isinstance(field.validator, Validator) else None
+    return int if kind is is_integer else float if kind is is_finite else str
 
 
 def _argument_type(parse: Parse) -> Parse:
@@ -398,18 +392,19 @@ def _default(field: Field) -> str:
     return str(value) if isinstance(value, (int, str)) else ""
 
 
-def _cells(field: Field) -> Iterator[str]:
-    flags = _flags(field)
+def _item(field: Field) -> str:
+    flags, name, default = _flags(field), field.name, _default(field)
     placeholder = field.metadata.get("metavar") or ""
     if flags and (choices := _choices(field)):
         placeholder = f"{{{','.join(map(str, choices))}}}"
-    yield f"`{field.name}`"
+    has_flag_of_its_name = f"--{name.replace('_', '-')}" in flags
     if field.metadata.get("negatable"):
         flags = tuple(form for flag in flags for form in (flag, f"--no-{flag[2:]}"))
-    yield ", ".join(f"`{f'{flag} {placeholder}'.strip()}`" for flag in flags)
-    yield ", ".join(f"`{name}`" for name in _variables(field))
-    yield _default(field)
-    meaning: str = field.metadata.get("help", "").replace("|", "\\|")
-    # The help of a flag without a value is about what the flag sets, which is not the default.
-    sets_opposite = isinstance(field.default, bool) and not field.metadata.get("negatable")
-    yield f"`{not field.default}`: {meaning}" if flags and sets_opposite else meaning
+    elif flags and isinstance(field.default, bool):
+        name, default = f"{name}={not field.default}", ""
+    forms = (f"{flag} {placeholder}".strip() for flag in flags)
+    names = (*(() if has_flag_of_its_name else (name,)), *forms, *_variables(field))
+    item = ", ".join(f"`{name}`" for name in names)
+    item += f" ({default})" if default else ""
+    meaning = field.metadata.get("help")
+    return f"{item}: {meaning}" if meaning else item

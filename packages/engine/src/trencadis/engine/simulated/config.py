@@ -36,7 +36,7 @@ from trencadis.engine.settings.library_settings import (
     library_variables,
 )
 from trencadis.engine.simulated.hardware import HARDWARE
-from trencadis.engine.validators import integer, number, one_of
+from trencadis.engine.validators import boolean, integer, number, one_of
 from trencadis.kvcache import DefragConfig
 from trencadis.warmup import WarmupConfig
 
@@ -59,16 +59,16 @@ def _mapping(
 class SimulationConfig(CapacitySettings):
     """What is simulated.
 
-    The README's table lists meaning, default and flag of each. Raises `ConfigError`.
+    `docs/engine/simulator.md` lists meaning, default and flag of each. Raises `ConfigError`.
     """
 
     device: str = attrs.field(
-        validator=one_of(*HARDWARE),
+        validator=one_of(HARDWARE),
         metadata=setting("--device", metavar="NAME", group=MODEL, help=", ".join(HARDWARE)),
     )
     quantization: str = attrs.field(
         default="none",
-        validator=one_of("none", "fp8", "inc"),
+        validator=one_of(("none", "fp8", "inc")),
         metadata=setting(
             "--quantization",
             group=MODEL,
@@ -78,7 +78,7 @@ class SimulationConfig(CapacitySettings):
     )
     kv_cache_dtype: str = attrs.field(
         default="auto",
-        validator=one_of("auto", "fp8", "fp8_inc"),
+        validator=one_of(("auto", "fp8", "fp8_inc")),
         metadata=setting(
             "--kv-cache-dtype",
             group=MODEL,
@@ -88,12 +88,21 @@ class SimulationConfig(CapacitySettings):
     )
     sampling: str = attrs.field(
         default="device",
-        validator=one_of("device", "host"),
+        validator=one_of(("device", "host")),
         metadata=setting(
             "--sampling",
             group=MODEL,
             help="where tokens are sampled: host copies all logits over the link, device only the "
             "tokens",
+        ),
+    )
+    async_scheduling: bool = attrs.field(
+        default=False,
+        validator=boolean(),
+        metadata=setting(
+            "--async-scheduling",
+            group=MEMORY,
+            help="the host prepares a step while the device computes the one before",
         ),
     )
     swap_space: int = attrs.field(
@@ -166,7 +175,7 @@ class SimulationConfig(CapacitySettings):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> SimulationConfig:
-        """These settings, and what the environment says under the README's names.
+        """These settings, and what the environment says under their names.
 
         A setting given here wins. Warns of a variable whose name is a misspelling of one that is
         read. Raises `ConfigError`, which names the setting or variable.

@@ -153,10 +153,7 @@ class CostModel:
         return self.hardware.copy_s + rows * self._logit_bytes / self.hardware.link_bytes_per_s
 
     def host_s(self, num_seqs: int) -> float:
-        """Seconds of the host in a step of ``num_seqs`` sequences, while the device is idle.
-
-        The engine schedules a step when the tokens of the step before are known.
-        """
+        """Seconds of the host in a step of ``num_seqs`` sequences, to decide and to report it."""
         return self.hardware.step_s + num_seqs * self.hardware.sequence_s
 
     def swap_s(self, num_blocks: int) -> float:

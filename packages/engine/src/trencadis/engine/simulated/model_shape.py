@@ -110,9 +110,9 @@ def read_model_shape(path: str | os.PathLike[str]) -> ModelShape:
     except OSError as error:
         raise ModelError(f"{file}: {error.strerror}: give a model's config.json") from error
     except ValueError as error:
-        raise ModelError(f"{file} is no JSON ({error}): give a model's config.json") from error
+        raise ModelError(f"{file} is not JSON ({error}): give a model's config.json") from error
     if not isinstance(config, dict):
-        raise ModelError(f"{file} is no JSON object: give a model's config.json")
+        raise ModelError(f"{file} is not a JSON object: give a model's config.json")
     for key, what in _NOT_MODELLED.items():
         if config.get(key):
             raise ModelError(

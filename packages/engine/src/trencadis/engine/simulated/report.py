@@ -95,7 +95,7 @@ class SimulationReport:
     def table(self) -> str:
         """The report as text, one figure and its unit per line, in two columns."""
         rows = [
-            ("requests", f"{self.requests:,} done, {self.refused:,} refused"),
+            ("requests", f"{self.requests:,} done, {self.refused:,} rejected"),
             ("time", f"{self.seconds:,.1f} s, {self.steps:,} steps"),
             ("time by part", self._times()),
             ("throughput", self._throughput()),

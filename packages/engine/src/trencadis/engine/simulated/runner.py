@@ -37,11 +37,14 @@ class Padding:
 
 @attrs.frozen
 class SimulatedStep:
-    """A step whose time has passed."""
+    """A step whose result arrives ``at_s``."""
 
     result: StepResult
+    runtime: SimulatedRuntime
+    at_s: float
 
     def wait(self) -> StepResult:
+        self.runtime.wait(self.at_s)
         return self.result
 
 
@@ -88,7 +91,11 @@ class SimulatedRunner:
                 swap_out_s=copy_s.get(Direction.OUT),
                 swap_in_s=copy_s.get(Direction.IN),
             )
-        return SimulatedStep(StepResult(token_ids=self._sample(step), timing=timing))
+        token_ids = self._tokens(step)
+        if token_ids:
+            self._runtime.sample(len(token_ids))
+        result = StepResult(token_ids=token_ids, timing=timing)
+        return SimulatedStep(result, self._runtime, self._runtime.free_at_s)
 
     def _copy_blocks(self, moves: CopyPlan) -> dict[Direction, float]:
         """Copy blocks as planned; returns the seconds spent, by direction."""
@@ -128,7 +135,7 @@ class SimulatedRunner:
             bucket = grid.fallback(shape)
         return bucket
 
-    def _sample(self, step: StepInput) -> dict[int, int]:
+    def _tokens(self, step: StepInput) -> dict[int, int]:
         tokens: dict[int, int] = {}
         for scheduled in chain(step.decodes, step.prompts):
             if not scheduled.samples:
@@ -137,8 +144,6 @@ class SimulatedRunner:
             tokens[scheduled.seq_id] = self._token(scheduled.seq_id, position)
             for fork in scheduled.forks:
                 tokens[fork] = self._token(fork, position)
-        if tokens:
-            self._runtime.sample(len(tokens))
         return tokens
 
     def _token(self, seq_id: int, position: int) -> int:

@@ -30,12 +30,15 @@ class _Prepared:
 
 
 class SimulatedRuntime:
-    """Implements warm-up's ``GraphRuntime``. Each operation advances ``clock``.
+    """Implements warm-up's ``GraphRuntime``. ``clock`` is that of the host.
 
+    The device works on one operation after another; the host waits for it in `synchronize`,
+    `copy_blocks` and `wait` alone.
     A bucket is compiled at its first forward pass, and replayed once a graph was captured.
     ``compilations``, ``replays`` and ``launches`` (forward passes without a graph) count since the
     start; ``times`` are the seconds of all operations by part. ``busy_s`` and ``joules`` are the
     seconds of forward passes on the device and their energy, until a reader sets them to 0.
+    ``free_at_s`` is when the device will have done all that it was given.
     ``free_bytes`` is the initial free memory. With ``samples_on_host``, logits are copied to the
     host, which samples.
     """
@@ -62,12 +65,14 @@ class SimulatedRuntime:
         self._buckets: dict[Phase, dict[Bucket, _Prepared]] = {phase: {} for phase in Phase}
         self._samples_on_host = samples_on_host
         self._replay_s = costs.hardware.replay_s
+        self.free_at_s = 0.0
 
     # Warm-up's GraphRuntime.
 
     def execute(self, phase: Phase, bucket: Bucket) -> None:
         """Run a forward pass on dummy data."""
         self.forward(phase, bucket)
+        self.synchronize()
 
     def capture(self, phase: Phase, bucket: Bucket) -> None:
         """Capture a graph for a bucket. Later forward passes replay it."""
@@ -86,7 +91,8 @@ class SimulatedRuntime:
         prepared.graph_bytes = None
 
     def synchronize(self) -> None:
-        """Nothing to wait for: operations complete when they are called."""
+        """Wait until the device has computed everything."""
+        self.wait(self.free_at_s)
 
     def free_memory(self) -> int:
         """Free device memory, bytes."""
@@ -100,7 +106,6 @@ class SimulatedRuntime:
 
     def forward(self, phase: Phase, bucket: Bucket) -> float:
         """Run a forward pass; returns its seconds."""
-        started = self._clock()
         prepared = self._prepared(phase, bucket)
         self._compile(prepared)
         if prepared.graph_bytes is None:
@@ -117,8 +122,7 @@ class SimulatedRuntime:
         times.upload_s += prepared.upload_s
         self.busy_s += prepared.device_s
         self.joules += prepared.watts * prepared.device_s
-        self._clock.advance(prepared.device_s + prepared.upload_s + launch_s)
-        return self._clock() - started
+        return self._occupy(prepared.device_s + prepared.upload_s + launch_s)
 
     def device_s(self, phase: Phase, bucket: Bucket) -> float:
         """Seconds of a forward pass on the device."""
@@ -130,12 +134,13 @@ class SimulatedRuntime:
             seconds = self.costs.move_s(num_blocks)
         else:
             seconds = self.costs.swap_s(num_blocks)
-        self._clock.advance(seconds)
+        self._occupy(seconds)
+        self.synchronize()
         self.times.block_copy_s += seconds
         return seconds
 
     def sample(self, rows: int) -> None:
-        """Sample ``rows`` tokens. The host has them afterwards."""
+        """Sample ``rows`` tokens, and copy them to the host."""
         costs = self.costs
         if self._samples_on_host:
             sample_s, fetch_s = costs.host_sample_s(rows), costs.fetch_logits_s(rows)
@@ -143,13 +148,26 @@ class SimulatedRuntime:
             sample_s, fetch_s = costs.sample_s(rows), costs.fetch_s(rows)
         self.times.sample_s += sample_s
         self.times.fetch_s += fetch_s
-        self._clock.advance(sample_s + fetch_s)
+        self._occupy(sample_s + fetch_s)
+
+    def wait(self, until_s: float) -> None:
+        """Let the host wait until this time, unless it has passed."""
+        self._clock.advance(max(0.0, until_s - self._clock()))
 
     def schedule(self, num_seqs: int) -> None:
-        """Pass the time that the host needs for a step of ``num_seqs`` sequences."""
+        """Pass the time that the host needs for a step of ``num_seqs`` sequences.
+
+        What passes while the device computes does not count in ``times``.
+        """
         seconds = self.costs.host_s(num_seqs)
-        self.times.host_s += seconds
+        hidden_s = min(seconds, max(0.0, self.free_at_s - self._clock()))
+        self.times.host_s += seconds - hidden_s
         self._clock.advance(seconds)
+
+    def _occupy(self, seconds: float) -> float:
+        """Let the device work after what it has to do, and not before now; returns ``seconds``."""
+        self.free_at_s = max(self.free_at_s, self._clock()) + seconds
+        return seconds
 
     def _prepared(self, phase: Phase, bucket: Bucket) -> _Prepared:
         known = self._buckets[phase]
@@ -178,5 +196,6 @@ class SimulatedRuntime:
         if not prepared.compiled:
             prepared.compiled = True
             self.compilations += 1
-            self._clock.advance(self.costs.hardware.compile_s)
+            self._occupy(self.costs.hardware.compile_s)
+            self.synchronize()
             self.times.compile_s += self.costs.hardware.compile_s

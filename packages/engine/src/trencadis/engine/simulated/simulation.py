@@ -27,7 +27,7 @@ from trencadis.engine.simulated.heat import SimulatedHeat
 from trencadis.engine.simulated.memory_model import MemoryModel
 from trencadis.engine.simulated.model_shape import ModelShape
 from trencadis.engine.simulated.records import Records, Sample, StepTimes
-from trencadis.engine.simulated.runner import SimulatedRunner
+from trencadis.engine.simulated.runner import SimulatedRunner, SimulatedStep
 from trencadis.engine.simulated.runtime import SimulatedRuntime
 from trencadis.engine.simulated.workload import Workload
 from trencadis.kvcache import (
@@ -82,6 +82,7 @@ class Simulation:
         self.records = Records()
         self.steps = 0
         self.started_s = 0.0
+        self._in_flight: list[tuple[SchedulerOutput, SimulatedStep]] = []
         try:
             self._build()
         except (BucketingError, WarmupError, KVCacheError, SchedulerError) as error:
@@ -170,11 +171,11 @@ class Simulation:
         return report
 
     def serve(self) -> Iterator[None]:
-        """Serve the whole workload; yields once for each request that finishes or is refused."""
+        """Serve the whole workload; yields once for each request that finishes or is rejected."""
         arrivals = _Arrivals(self.workload, self.model.vocab_size, self.config.seed, self.clock())
         interval_s = max(1.0, float(self.workload.arrivals_s[-1]) / _NUM_SAMPLES)
         self.started_s = next_sample_s = next_poll_s = self.clock()
-        while arrivals.next_s is not None or self.scheduler.has_work:
+        while arrivals.next_s is not None or self._has_work:
             now_s = self.clock()
             if now_s >= next_poll_s:
                 self.reader.poll()
@@ -182,7 +183,7 @@ class Simulation:
             for arrived_s, request in arrivals.due(now_s):
                 if not self._accept(arrived_s, request):
                     yield
-            if not self.scheduler.has_work:
+            if not self._has_work:
                 self._idle_until(arrivals.next_s)
                 continue
             output, ended = self._step()
@@ -195,7 +196,7 @@ class Simulation:
                 yield
 
     def _accept(self, arrived_s: float, request: Request) -> bool:
-        """Add a request to the queue; False if a server would refuse it."""
+        """Add a request to the queue; False if a server would reject it."""
         prompt = len(request.prompt_token_ids)
         try:
             if prompt + request.max_tokens > self.max_model_len:
@@ -208,10 +209,13 @@ class Simulation:
         return True
 
     def _step(self) -> tuple[SchedulerOutput, int]:
-        """Run one step; returns the scheduler's decision and the number of finished requests."""
-        output = self.scheduler.schedule()
-        step = StepInput(output.step, output.prompts, output.decodes, output.moves, {})
-        result = self.runner.execute(step).wait()
+        """Start steps and wait for the oldest; returns its decision and how many requests ended."""
+        while self._can_launch():
+            output = self.scheduler.schedule()
+            step = StepInput(output.step, output.prompts, output.decodes, output.moves, {})
+            self._in_flight.append((output, self.runner.execute(step)))
+        output, pending = self._in_flight.pop(0)
+        result = pending.wait()
         updates = self.scheduler.update(output, result.token_ids, timing=result.timing)
         self.steps += 1
         self._follow_heat()
@@ -222,6 +226,19 @@ class Simulation:
                 records.ended(update.seq_id, now_s)
                 ended += 1
         return output, ended
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.scheduler.has_work or self._in_flight)
+
+    def _can_launch(self) -> bool:
+        """Whether the next step can be started, as in `EngineCore`."""
+        if not self._in_flight:
+            return self.scheduler.has_work
+        output, _ = self._in_flight[-1]
+        if output.is_empty:
+            return False
+        return self.scheduler.has_work and self.scheduler.reason_to_wait is None
 
     def _idle_until(self, then_s: float | None) -> None:
         if then_s is not None:

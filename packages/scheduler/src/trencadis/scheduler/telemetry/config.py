@@ -6,30 +6,25 @@ from typing import Any
 
 import attrs
 
+from trencadis.kvcache.validators import Validator, plain_number
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.validators import integer, is_integer, number
 
 
-def _device_indices(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
-    if value is None:
-        return
+def _are_devices(value: Any) -> bool:
     is_tuple = isinstance(value, tuple) and len(value) > 0
-    if (
-        not is_tuple
-        or not all(is_integer(device) and device >= 0 for device in value)
-        or (len(set(value)) != len(value))
-    ):
-        raise ConfigError(
-            f"{attribute.name} must be distinct device indices of at least 0, got {value!r}: "
-            "leave it out to read every device of the source"
-        )
+    return (
+        is_tuple
+        and all(is_integer(device) and device >= 0 for device in value)
+        and len(set(value)) == len(value)
+    )
 
 
 def _tuple(value: Any) -> Any:
     try:
-        return tuple(value)
+        return tuple(map(plain_number, value))
     except TypeError:
-        return value  # None, or what the validator refuses
+        return value  # None, or what the validator rejects
 
 
 @attrs.frozen(kw_only=True)
@@ -109,7 +104,13 @@ class ReaderConfig:
     devices: tuple[int, ...] | None = attrs.field(
         default=None,
         converter=_tuple,
-        validator=_device_indices,
+        validator=Validator(
+            "distinct device indices of at least 0",
+            _are_devices,
+            optional=True,
+            remedy="leave it out to read every device of the source",
+            error=ConfigError,
+        ),
         metadata={
             "help": "Indices of the devices that count, for a node shared with others; None: every "
             "device of the source."

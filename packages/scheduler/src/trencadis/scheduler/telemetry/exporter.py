@@ -21,7 +21,7 @@ from trencadis.scheduler.telemetry.exporter_metrics import (
     ExporterMetrics,
 )
 from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource, import_extra
-from trencadis.scheduler.validators import check_instance, is_finite
+from trencadis.scheduler.validators import instance_of, number
 
 MAX_BYTES = 16 << 20
 """Largest page that is read. A node with eight devices has a few hundred kilobytes."""
@@ -53,10 +53,8 @@ class ExporterSource(TemperatureSource):
         timeout_s: float = 2.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        check_instance("exporter url", url, str)
-        check_instance("sensor", sensor, Sensor)
-        if not is_finite(timeout_s) or timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be a number above 0, got {timeout_s!r}")
+        instance_of(str).checked("exporter url", url)
+        instance_of(Sensor).checked("sensor", sensor)
         if urllib.parse.urlsplit(url).scheme not in {"http", "https"}:
             raise ConfigError(
                 f"exporter url {url!r} is neither http nor https: "
@@ -65,7 +63,7 @@ class ExporterSource(TemperatureSource):
         self._url = url
         self._sensor = sensor
         self._label = label
-        self._timeout_s = timeout_s
+        self._timeout_s = number(0, exclusive_low=True).checked("timeout_s", timeout_s)
         parser = import_extra(
             "prometheus_client.parser", library="prometheus-client", extra="exporter"
         )

@@ -21,7 +21,7 @@ from trencadis.scheduler.telemetry.plausibility import (
 )
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
 from trencadis.scheduler.telemetry.temperature_state import Health, TemperatureState, assess
-from trencadis.scheduler.validators import check_instance
+from trencadis.scheduler.validators import instance_of
 
 logger = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class TemperatureReader:
         *,
         clock: Clock = time.monotonic,
     ) -> None:
-        check_instance("source", source, TemperatureSource)
+        instance_of(TemperatureSource).checked("source", source)
         if config is not None:
-            check_instance("config", config, ReaderConfig)
+            instance_of(ReaderConfig).checked("config", config)
         self._source = source
         self._config = config or ReaderConfig()
         self._clock = SteadyClock(clock)
@@ -141,7 +141,7 @@ class TemperatureReader:
             readings = list(self._source.read())
             for reading in readings:
                 if not is_well_formed(reading):
-                    raise SensorError(f"the source returned {reading!r}, which is no reading")
+                    raise SensorError(f"the source returned {reading!r}, which is not a reading")
         except SensorError as error:
             return [], str(error)
         except Exception as error:  # a fault of a source must not end the thread

@@ -16,7 +16,7 @@ from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import BadRecording, SensorError
 from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
-from trencadis.scheduler.validators import check_instance, is_finite
+from trencadis.scheduler.validators import instance_of, number
 
 
 class RecordedSource(TemperatureSource):
@@ -36,11 +36,9 @@ class RecordedSource(TemperatureSource):
         loop: bool = False,
         clock: Clock = time.monotonic,
     ) -> None:
-        if not is_finite(speed) or not speed > 0:
-            raise ConfigError(f"speed of a recording must be a number above 0, got {speed!r}")
-        check_instance("path of a recording", path, str, PathLike)
+        instance_of(str, PathLike).checked("path of a recording", path)
         self._path = Path(path)
-        self._speed = speed
+        self._speed = number(0, exclusive_low=True).checked("speed of a recording", speed)
         self._loop = loop
         self._clock = clock
         self._timeline = sorted(_load(self._path), key=lambda item: item[0])

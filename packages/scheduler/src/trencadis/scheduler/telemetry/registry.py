@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.source import TemperatureSource
-from trencadis.scheduler.validators import check_instance
+from trencadis.scheduler.validators import instance_of
 
 SOURCES: Mapping[str, str] = {
     "nvml": "trencadis.scheduler.telemetry.nvml:NvmlSource.from_argument",
@@ -21,7 +21,7 @@ SOURCES: Mapping[str, str] = {
 
 The callable takes the text after the colon of a setting (empty without a colon) and returns the
 source. To add a source, write a module with a subclass of `TemperatureSource` and add a line here,
-with a test, a row in the README's table and a line in the changelog. Nothing else registers it. A
+with a test, a row in the table of `docs/scheduler/telemetry.md` and a line in the changelog. A
 source of another package needs no registration: pass it to `TemperatureReader`.
 """
 
@@ -37,7 +37,7 @@ def open_source(spec: str) -> TemperatureSource:
     Raises `ConfigError` for an unknown kind or a bad argument, `MissingExtra` for a missing
     library.
     """
-    check_instance("temperature source", spec, str)
+    instance_of(str).checked("temperature source", spec)
     kind, _, argument = spec.partition(":")
     if kind not in SOURCES:
         raise ConfigError(

@@ -21,7 +21,7 @@ from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
 from trencadis.scheduler.thermal.victims import first_victims, lru, victim_order
-from trencadis.scheduler.validators import check_instance, is_integer
+from trencadis.scheduler.validators import instance_of, is_integer
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +33,8 @@ class ThermalGuard:
 
     ``read`` returns the newest `ThermalState` without waiting for a sensor. While a sensor is stale
     or failed the cap may fall, but not rise: an unknown device may be hot. The same holds in a step
-    with a reading that is no temperature or no power (NaN, for example), which the policy does not
-    get.
+    with a reading that is not a temperature or a power (NaN, for example), which the policy does
+    not get.
 
     If the policy raises, or answers with anything but an integer, its last cap stays (no cap before
     the first one), and it is asked again in the next step. An answer below 1 counts as 1, because a
@@ -59,7 +59,7 @@ class ThermalGuard:
         alert: Alert = logger.error,
     ) -> None:
         if policy is not None:
-            check_instance("policy", policy, SchedulerThermalPolicy)
+            instance_of(SchedulerThermalPolicy).checked("policy", policy)
         self.policy = policy
         self.power_model = PowerModel()
         self.num_faults = 0
@@ -302,8 +302,8 @@ class ThermalGuard:
 
 
 def _temperatures(state: ThermalState) -> list[tuple[int, Any]]:
-    """Device and temperature, degrees C, of all devices, the hottest last, and values that are no
-    temperature first."""
+    """Device and temperature, degrees C, of all devices, the hottest last, and values that are not
+    a temperature first."""
     hottest_c = state.hottest_c
     if hottest_c is None:
         return []

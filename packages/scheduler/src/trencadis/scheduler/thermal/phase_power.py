@@ -100,7 +100,7 @@ class PhasePowerModel:
         """Add a measurement: mean watts and mean load of the same seconds.
 
         Returns the watts that are believed, which differ from ``watts`` for an outlier; None for
-        what is no power or no load, which changes nothing.
+        what is not a power or a load, which changes nothing.
         """
         if not is_power(watts):
             return None
@@ -124,7 +124,7 @@ class PhasePowerModel:
         return max(0.0, expected_w + error_w)
 
     def _bounded(self, error_w: float, expected_w: float) -> float:
-        """The error, or the largest that is no outlier."""
+        """The error, or the largest that is not an outlier."""
         if self._num_measurements < _SETTLED_AFTER:
             expected_w = max(expected_w, PRIOR_BASE_W)
             largest_w = (_MAX_EARLY - 1) * expected_w

@@ -22,7 +22,7 @@ class SchedulerView(Protocol):
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
-        """The settings in force; ``max_num_seqs`` follows the operator's control requests."""
+        """The settings in force; ``max_num_seqs`` follows the administrator's control requests."""
 
     @property
     def num_running_seqs(self) -> int:

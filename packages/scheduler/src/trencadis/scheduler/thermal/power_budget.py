@@ -40,7 +40,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     ``max_num_seqs + 20`` settled readings it is n, or n + 1 for one reading every ``retry_s``. A
     reading is settled ``dwell_s`` after the last change: longer than the delay of the sensor.
 
-    Values that are no power (`is_power`: NaN, infinities, 0, negative) are ignored; without a
+    Values that are not a power (`is_power`: NaN, infinities, 0, negative) are ignored; without a
     reading the cap does not change. The metadata of each setting has its ``help`` text. Raises
     `ConfigError`.
     """
@@ -77,7 +77,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     )
     victims: str = attrs.field(
         default="cheapest",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _power_model: PowerModel = attrs.field(init=False)

@@ -25,7 +25,7 @@ class PowerModel:
     running sequence are left out: the first sequence wakes the devices, which can cost a hundred
     times as much as the second.
 
-    Old measurements are forgotten exponentially. A value that equals the previous one is no new
+    Old measurements are forgotten exponentially. A value that equals the previous one is not a new
     measurement, because sensors are read less often than steps are scheduled.
     """
 
@@ -45,7 +45,7 @@ class PowerModel:
         return max(0.0, float(self._weights[1]))
 
     def observe(self, watts: float, num_running: int) -> None:
-        """Add a measurement. Skips values that are no power, and those with nothing running."""
+        """Add a measurement. Skips values that are not a power, and those with nothing running."""
         if num_running < 1 or not is_power(watts) or watts == self._last_w:
             return
         self._last_w = watts

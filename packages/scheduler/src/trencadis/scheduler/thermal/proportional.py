@@ -43,8 +43,8 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
     at ``min_seqs`` before a device with a limit of 90 degrees C reaches it. Seed 003's gain of 0.5
     would remove only six sequences between 82 and 95 degrees C.
 
-    Values that are no temperature (NaN, infinities) are ignored. The metadata of each setting has
-    its ``help`` text. Raises `ConfigError`.
+    Values that are not a temperature (NaN, infinities) are ignored. The metadata of each setting
+    has its ``help`` text. Raises `ConfigError`.
     """
 
     target_temp_c: float = attrs.field(
@@ -80,7 +80,7 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
     )
     victims: str = attrs.field(
         default="lru",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _temp_c: float = attrs.field(init=False, default=-math.inf)

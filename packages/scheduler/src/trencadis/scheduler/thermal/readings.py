@@ -7,7 +7,7 @@ from typing import Any, TypeGuard
 from trencadis.scheduler.validators import is_finite
 
 MIN_C, MAX_C = -50.0, 200.0
-"""Temperatures outside of this range, in degrees C, are no temperatures of a device that works."""
+"""Temperatures outside of this range, in degrees C, are not temperatures of a device that works."""
 
 MAX_W = 1e6
 """More watts than any node of accelerators draws. The largest have sixteen devices of 1 kW."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy
-from trencadis.scheduler.validators import check_instance
+from trencadis.scheduler.validators import instance_of
 
 POLICIES: Mapping[str, str] = {
     "none": "trencadis.scheduler.thermal.no_policy:NoThermalPolicy",
@@ -33,7 +33,7 @@ def load_thermal_policy(name: str, **settings: Any) -> SchedulerThermalPolicy:
     ``name`` is a key of `POLICIES`, the name of an entry point, or ``module:Class``. Raises
     `ConfigError`.
     """
-    check_instance("thermal policy", name, str)
+    instance_of(str).checked("thermal policy", name)
     policy_class = _find(name)
     try:
         policy = policy_class(**settings)

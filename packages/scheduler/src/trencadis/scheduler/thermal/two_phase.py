@@ -81,8 +81,8 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     as long. So the limits reverse their direction at most once in ``dwell_s``. Neither is ever
     below 1, and an admitted prompt always finishes.
 
-    Values that are no temperature or power are ignored. The metadata of each setting has its
-    ``help`` text. Raises `ConfigError`.
+    Values that are neither a temperature nor a power are ignored. The metadata of each setting has
+    its ``help`` text. Raises `ConfigError`.
     """
 
     target_temp_c: float = attrs.field(
@@ -131,7 +131,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     )
     victims: str = attrs.field(
         default="lru",
-        validator=one_of(*VICTIM_ORDERS),
+        validator=one_of(VICTIM_ORDERS),
         metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
     )
     _model: PhasePowerModel = attrs.field(init=False, factory=PhasePowerModel)
@@ -139,7 +139,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     _temp_c: float | None = attrs.field(init=False, default=None)
     _reading_w: float | None = attrs.field(init=False, default=None)
     _measured_w: float | None = attrs.field(init=False, default=None)
-    """The reading that was last given to the model: a value that repeats is no new measurement."""
+    """The reading that was last given to the model: a repeated value is not a new measurement."""
     _highest_w: float = attrs.field(init=False, default=0.0)
     """The highest power of two windows in a row: believed, and measured where there is a sensor."""
     _last_w: float = attrs.field(init=False, default=0.0)

@@ -17,7 +17,7 @@ def check_characters(text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise InvalidRequest("holds a lone surrogate, which is no character") from None
+        raise InvalidRequest("holds a lone surrogate, which is not a character") from None
     return text
 
 

@@ -8,7 +8,7 @@ from pydantic import BaseModel
 
 
 class ErrorObject(BaseModel):
-    """What went wrong. ``param`` is the field that caused it, ``code`` is for programs."""
+    """What went wrong. ``param`` is the field that caused it, ``code`` is for a client's code."""
 
     message: str
     type: str

@@ -1,7 +1,7 @@
 """``POST /v1/messages``: the fields of Anthropic's Messages API, and its response.
 
 Fields as in https://docs.anthropic.com/en/api/messages; those that this server does not support
-are refused.
+are rejected.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class InputMessage(BaseModel):
 
 
 class MessagesTool(BaseModel):
-    """A tool that the client runs. Other tools run at Anthropic, and are refused."""
+    """A tool that the client runs. Other tools run at Anthropic, and are rejected."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 

@@ -1,7 +1,7 @@
 """The bodies of requests for embeddings and scores, and of their responses.
 
 ``/v1/embeddings`` is OpenAI's, scores are vLLM's, and ``rerank`` is that of Jina, Cohere and vLLM.
-Types are strict, and fields that are not supported are refused, as in `protocol`.
+Types are strict, and fields that are not supported are rejected, as in `protocol`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ Texts = Annotated[list[str], PlainValidator(_texts, str | list[str])]
 
 
 class Document(BaseModel):
-    """A document of a request to rerank that is no plain text."""
+    """A document of a request to rerank that is not plain text."""
 
     text: str
 
@@ -125,7 +125,7 @@ class PoolingRequest(BaseModel):
 class PairRequest(PoolingRequest):
     """The fields that requests for scores share. Those here are for models that read both texts.
 
-    Of other models a score is the cosine of two embeddings, and a field with an effect is refused.
+    Of other models a score is the cosine of two embeddings, and a field with an effect is rejected.
     """
 
     instruction: Text | None = Field(

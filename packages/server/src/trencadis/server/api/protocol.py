@@ -1,7 +1,7 @@
 """The request bodies: the OpenAI API's fields, and vLLM's extensions.
 
 Types are strict, as in the OpenAI API: ``"temperature": "0.5"`` is an error that names the field.
-A field that OpenAI or vLLM defines and this server does not support is refused (see
+A field that OpenAI or vLLM defines and this server does not support is rejected (see
 `unsupported_fields`). An unknown field is ignored with a debug log line, as in vLLM.
 """
 

@@ -2,7 +2,7 @@
 
 The server stores nothing, so a request has the whole conversation. Fields as in
 https://platform.openai.com/docs/api-reference/responses; those that this server does not support
-are refused.
+are rejected.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _items(value: Any) -> Any:
 
 
 class ResponsesTool(BaseModel):
-    """A function that the model may call. Other tools run at OpenAI, and are refused.
+    """A function that the model may call. Other tools run at OpenAI, and are rejected.
 
     ``strict`` changes nothing, as in `FunctionDefinition`.
     """

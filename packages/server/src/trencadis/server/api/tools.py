@@ -128,12 +128,12 @@ class CalledFunction(BaseModel):
         return self
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments. Raises `InvalidRequest` for what is no JSON object."""
+        """The arguments. Raises `InvalidRequest` for what is not a JSON object."""
         return parsed_arguments(self.arguments)
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises `InvalidRequest` for what is no JSON object."""
+    """The arguments of a call. Raises `InvalidRequest` for what is not a JSON object."""
     try:
         value = json.loads(text or "{}", strict=False)
     except (ValueError, RecursionError):

@@ -48,7 +48,7 @@ class BatchLine:
 
 
 class BatchLineError(ValueError):
-    """A line of the input is no request. ``custom_id``: None where it has none."""
+    """A line of the input is not a request. ``custom_id``: None where it has none."""
 
     def __init__(self, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
@@ -164,9 +164,9 @@ def _parse(line: bytes | None) -> BatchLine:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise BatchLineError(f"the line is no JSON: {error}") from None
+        raise BatchLineError(f"the line is not JSON: {error}") from None
     if not isinstance(fields, dict):
-        raise BatchLineError("the line is no JSON object")
+        raise BatchLineError("the line is not a JSON object")
     custom_id = fields.get("custom_id")
     if not isinstance(custom_id, str):
         raise BatchLineError("custom_id must be a text, which the answer repeats")

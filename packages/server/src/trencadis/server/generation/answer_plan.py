@@ -204,7 +204,7 @@ def _special_tokens(markers: Sequence[str], tokenizer: ServingTokenizer) -> dict
 
 
 def _json_schema(request: ChatCompletionRequest) -> dict[str, Any] | bool | None:
-    """The schema of a form in JSON; None for no form, another one, or what is no schema."""
+    """The schema of a form in JSON; None for no form, another one, or what is not a schema."""
     form = request.structured_output
     if form is None or (form.json_schema is None and not form.json_object):
         return None

@@ -28,7 +28,7 @@ async def embed_all(
 ) -> list[ResultT]:
     """What ``read`` makes of the result of each request, in the order of ``requests``.
 
-    An input that a full queue refuses waits for another of this request to end; with none in the
+    An input that a full queue rejects waits for another of this request to end; with none in the
     engine it is an error. The first error ends all of them, and so does the end of the caller.
     Raises what the engine's ``generate`` raises.
     """

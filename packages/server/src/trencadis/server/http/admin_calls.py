@@ -24,7 +24,7 @@ _MAX_LOGGED_BYTES = 512
 
 
 class AdminAudit:
-    """ASGI middleware: logs one line for each admin call, refused ones too.
+    """ASGI middleware: logs one line for each admin call, rejected ones too.
 
     A line has the client's address, the first 8 digits of the SHA-256 of its key, the order, the
     status and the answer. Order and answer are JSON strings, so that no line can be forged.

@@ -36,7 +36,7 @@ _HOW = (
 class AdminSignatures:
     """ASGI middleware: admin calls need a signature, which replaces the bearer token.
 
-    `signed_text` is what an admin key signs. A call is refused if its time is more than
+    `signed_text` is what an admin key signs. A call is rejected if its time is more than
     ``window_s`` seconds from that of this machine, if it was signed before ``began_s``, the start
     of this app, and if its signature was accepted before. A verified call goes on as one with the
     key that signed it. ``clock`` counts seconds since the Unix epoch. The signatures under all keys

@@ -16,11 +16,11 @@ _PROBES = ("/health", "/ready", "/live", "/metrics")
 
 
 class AllowedHosts:
-    """ASGI middleware: refuses requests whose Host header names none of ``hosts``.
+    """ASGI middleware: rejects requests whose Host header names none of ``hosts``.
 
     ``*.example.com`` accepts the names below ``example.com``. A web page that makes its own name
     resolve to this machine (DNS rebinding) is kept out, because browsers send its name. Signed
-    admin calls need it, so that a call to another server with the same key is refused.
+    admin calls need it, so that a call to another server with the same key is rejected.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:

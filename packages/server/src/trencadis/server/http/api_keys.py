@@ -96,7 +96,7 @@ def _read(path: Path) -> list[_ApiKey]:
         with path.open("rb") as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode):
-                raise ConfigError(f"api_key_file {path} is no regular file", "api_key_file")
+                raise ConfigError(f"api_key_file {path} is not a regular file", "api_key_file")
             if mode & _OF_OTHERS:
                 raise ConfigError(
                     f"api_key_file {path} has the mode {stat.S_IMODE(mode):04o}, so that other "
@@ -110,7 +110,7 @@ def _read(path: Path) -> list[_ApiKey]:
             f"api_key_file {path} cannot be read: {error.strerror}", "api_key_file"
         ) from None
     except UnicodeDecodeError:
-        raise ConfigError(f"api_key_file {path} is no text in UTF-8", "api_key_file") from None
+        raise ConfigError(f"api_key_file {path} is not text in UTF-8", "api_key_file") from None
     if len(content) > _MAX_FILE_BYTES:
         raise ConfigError(
             f"api_key_file {path} has more than {_MAX_FILE_BYTES} bytes", "api_key_file"

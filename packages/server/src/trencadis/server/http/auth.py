@@ -27,7 +27,7 @@ SLEEP_PATHS = ("/sleep", "/wake_up", "/is_sleeping")
 
 @attrs.frozen
 class AdminCalls:
-    """Which requests are calls of operators. ``has_dev_mode``: also those of development mode.
+    """Which requests are calls of administrators. ``has_dev_mode``: also those of development mode.
 
     ``has_admin_keys``: also those for what the dashboard shows. Without admin keys everyone may
     see that, as ``/metrics``.
@@ -40,7 +40,7 @@ class AdminCalls:
         return self.needs_admin_key(scope) or self.is_development(scope)
 
     def needs_admin_key(self, scope: Scope) -> bool:
-        """Whether a request is refused without an admin key, also where there are none."""
+        """Whether a request is rejected without an admin key, also where there are none."""
         is_watching = self.has_admin_keys and is_under(scope, DASHBOARD_EVENTS_PATH)
         return is_watching or is_under(scope, ADMIN_PATH)
 
@@ -66,7 +66,7 @@ class BearerAuth:
     The paths of development mode need an admin key too, if there are any. Otherwise they are open
     like ``/v1``, as in vLLM, but not to web pages: a browser would send their requests unasked.
     ``/dashboard/events`` is for this server's own page, not for those of other origins: they could
-    not read it, but hold its streams open until no operator gets another.
+    not read it, but hold its streams open until no administrator gets another.
     """
 
     def __init__(

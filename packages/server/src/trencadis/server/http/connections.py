@@ -30,7 +30,7 @@ _RESERVED_DESCRIPTORS = 48
 """For files, pipes and sockets that the server opens later."""
 
 _LOG_INTERVAL = 10.0
-"""Seconds between two log lines about refused connections."""
+"""Seconds between two log lines about rejected connections."""
 
 
 def raise_descriptor_limit() -> int:
@@ -55,7 +55,7 @@ class ConnectionLimits:
     """``header_timeout``: seconds for a client to send the headers of a request.
 
     ``waiting`` has the connections whose headers are not complete, oldest first. Above
-    ``max_connections`` the oldest of them is closed; the newest connection is refused where there
+    ``max_connections`` the oldest of them is closed; the newest connection is rejected where there
     is none, so that clients that send nothing keep no other client out.
     """
 
@@ -71,8 +71,8 @@ class ConnectionLimits:
             self._logged_at = now
             logger.warning(
                 "%d connections are open: those without a request are closed, then new ones are "
-                "refused. Raise --max-connections and the limit of open files (ulimit -n), or find "
-                "the client that keeps them",
+                "rejected. Raise --max-connections and the limit of open files (ulimit -n), or "
+                "find the client that keeps them",
                 self.max_connections,
             )
 
@@ -179,5 +179,5 @@ class LoggedHandshake(ssl.SSLObject):
             now_s = time.monotonic()
             if now_s - LoggedHandshake._last_logged_s >= 1:
                 LoggedHandshake._last_logged_s = now_s
-                logger.warning("A TLS client is refused: %s", error)
+                logger.warning("A TLS client is rejected: %s", error)
             raise

@@ -1,7 +1,7 @@
 """The Content-Type that requests must declare.
 
 A web page can make a browser send other media types to a server on the user's machine without
-asking that server. For JSON the browser asks first (a CORS preflight), and this server refuses.
+asking that server. For JSON the browser asks first (a CORS preflight), and this server rejects.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class KeyLimit:
         if now_s - self._logged_s.get(name, -_LOG_SECONDS) >= _LOG_SECONDS:
             self._logged_s[name] = now_s
             logger.warning(
-                "The API key %s has %d requests in progress: more are refused with 429",
+                "The API key %s has %d requests in progress: more are rejected with 429",
                 name,
                 self._most,
             )

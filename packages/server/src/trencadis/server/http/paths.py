@@ -8,7 +8,7 @@ ADMIN_PATH = "/v1/admin"
 """The paths that need an admin key."""
 
 DASHBOARD_PATH = "/dashboard"
-"""The page for operators, and below it what the page loads."""
+"""The page for administrators, and below it what the page loads."""
 
 DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 """The content of the page, which needs an admin key if there are any."""

@@ -144,7 +144,7 @@ def check_tracing(endpoint: str) -> None:
     url = urlsplit(endpoint)
     if url.scheme not in ("http", "https") or not url.netloc:
         raise ConfigError(
-            f"otlp_traces_endpoint {endpoint!r} is no URL: give --otlp-traces-endpoint one like "
+            f"otlp_traces_endpoint {endpoint!r} is not a URL: give --otlp-traces-endpoint one like "
             "http://collector:4318/v1/traces",
             "otlp_traces_endpoint",
         )

@@ -16,7 +16,7 @@ _TOOL_MARKERS = (
     ("llama3_json", re.compile(r'"parameters": dictionary of argument name')),
 )
 _OTHER_FORMATS = re.compile("<function=|<arg_key>|<parameter=")
-"""Calls between ``<tool_call>`` tags that are no JSON, as of Qwen3-Coder and GLM."""
+"""Calls between ``<tool_call>`` tags that are not JSON, as of Qwen3-Coder and GLM."""
 
 _REASONING_MARKERS = (
     ("openai_gptoss", re.compile(r"<\|channel\|>analysis")),
@@ -46,7 +46,7 @@ class TemplateTraits:
     indicates none. ``takes_tools``: whether it shows tools to the model. ``text_arguments``: it
     joins the arguments of earlier calls with its own text, so they have to be JSON text; otherwise
     objects. ``has_thinking``: it takes the reasoning before earlier calls as ``thinking``; it
-    refuses content beside that if ``has_thinking_alone``, as that of gpt-oss.
+    rejects content beside that if ``has_thinking_alone``, as that of gpt-oss.
     """
 
     tool_parser: Found | None = None

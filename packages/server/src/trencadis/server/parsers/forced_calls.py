@@ -32,7 +32,7 @@ _NOT_CLOSED = frozenset(
 class Thought:
     """Reasoning that comes before what is forced: its markers, and whether the prompt opens it.
 
-    ``before_answer``: what the model writes before an answer that is no call.
+    ``before_answer``: what the model writes before an answer that is not a call.
     """
 
     begins: tuple[str, ...]

@@ -27,7 +27,7 @@ MARKERS = (*BEGINS, "<|constrain|>", "<|message|>", *ENDS)
 
 _FUNCTIONS = "functions."
 _BUILT_IN = ("python", "browser", "container", "assistant")
-"""Recipients that are no tools of the client: those of the model's training, and itself."""
+"""Recipients that are not tools of the client: those of the model's training, and itself."""
 
 _MAX_PARTS = 16
 """Most words and markers of a header that is read. Those of the format have eight."""

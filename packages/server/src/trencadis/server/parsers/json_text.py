@@ -34,7 +34,7 @@ class _Next(Enum):
 class JsonScan:
     """Follows one JSON value; a `TextReader` calls `step`.
 
-    ``done``: the value is complete. ``failed``: what comes next is no JSON.
+    ``done``: the value is complete. ``failed``: what comes next is not JSON.
     """
 
     def __init__(self) -> None:

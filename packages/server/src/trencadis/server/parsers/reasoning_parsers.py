@@ -20,7 +20,7 @@ class ReasoningParser(ABC):
 
     ``begins`` and ``ends`` are the markers around it. ``is_open``: whether the prompt ends inside
     of the reasoning (True) or after it (False); None where it says nothing. ``always_reasons``:
-    None means True. ``before_answer``: what the model writes before an answer that is no call.
+    None means True. ``before_answer``: what the model writes before an answer that is not a call.
     ``markers``: what the parser looks for besides that is a special token in some models.
     ``stops``, `push` and `finish`: see `ToolParser`.
     """
@@ -147,7 +147,7 @@ class HarmonyReasoningParser(TextParser, ReasoningParser):
         header = yield from harmony.read_header(self.reader, begun)
         text = self.reader.recorded()
         if header is None:
-            # The end of the answer may cut a header: it is no content.
+            # The end of the answer may cut a header: it is not content.
             return (yield from self._content(Content, "" if self.reader.at_end else text))
         if header.tool_name is not None:
             return (yield from self._call(text if begun == "<|start|>" else _ROLE + text))

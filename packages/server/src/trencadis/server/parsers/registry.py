@@ -45,7 +45,8 @@ def find_tool_parser(name: str) -> type[ToolParser]:
     found = _load(name, "tool_call_parser", TOOL_PARSERS, TOOL_PARSER_GROUP)
     if not isinstance(found, type) or not issubclass(found, ToolParser):
         raise ConfigError(
-            f"tool_call_parser {name!r} is no ToolParser: derive it from that", "tool_call_parser"
+            f"tool_call_parser {name!r} is not a ToolParser: derive it from that",
+            "tool_call_parser",
         )
     return found
 
@@ -55,7 +56,7 @@ def find_reasoning_parser(name: str) -> type[ReasoningParser]:
     found = _load(name, "reasoning_parser", REASONING_PARSERS, REASONING_PARSER_GROUP)
     if not isinstance(found, type) or not issubclass(found, ReasoningParser):
         raise ConfigError(
-            f"reasoning_parser {name!r} is no ReasoningParser: derive it from that",
+            f"reasoning_parser {name!r} is not a ReasoningParser: derive it from that",
             "reasoning_parser",
         )
     return found

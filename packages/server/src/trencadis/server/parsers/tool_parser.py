@@ -106,9 +106,9 @@ class CallEnd(Enum):
 
     COMPLETE = auto()
     BROKEN = auto()
-    """It has begun, but its arguments are no JSON. They were passed on, and all up to a marker."""
+    """It has begun, but its arguments are not JSON. They were passed on, and all up to a marker."""
     NO_CALL = auto()
-    """What was read is no call; it has been passed on as content."""
+    """What was read is not a call; it has been passed on as content."""
 
 
 @attrs.define
@@ -144,7 +144,7 @@ class TextToolParser(TextParser, ToolParser):
         return marker
 
     def no_call(self) -> CallEnd:
-        """What was recorded is no call, but content."""
+        """What was recorded is not a call, but content."""
         self.add_content(self.reader.recorded())
         self.reader.forget()
         return CallEnd.NO_CALL
@@ -235,7 +235,7 @@ class TextToolParser(TextParser, ToolParser):
     def _held_arguments(self) -> Reading[str | None]:
         """Arguments that cannot be passed on yet: the name is unknown, or they are JSON in a text.
 
-        None for what is no object.
+        None for what is not an object.
         """
         quoted = (yield from self.reader.peek()) == '"'
         text = yield from (read_string(self.reader) if quoted else read_value(self.reader))

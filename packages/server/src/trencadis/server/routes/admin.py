@@ -1,4 +1,4 @@
-"""``/v1/admin``, under an admin key: an operator's order to the engine (seed 003), state, drain."""
+"""``/v1/admin``, under an admin key: an order to the engine (seed 003), state, drain."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ BatchControlRequest = _batch_control_request()
 
 
 class DrainRequest(BaseModel):
-    """Whether to refuse new requests, and how long to wait for running ones."""
+    """Whether to reject new requests, and how long to wait for running ones."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
 
-    drain: bool = Field(True, description="Refuse new requests; false: accept them again.")
+    drain: bool = Field(True, description="Reject new requests; false: accept them again.")
     wait_s: float = Field(
         0,
         ge=0,
@@ -53,7 +53,7 @@ class DrainRequest(BaseModel):
 
 
 def admin_router(context: ServingContext) -> APIRouter:
-    """The routes for operators. `BearerAuth` checks the admin key."""
+    """The routes for administrators. `BearerAuth` checks the admin key."""
     router = APIRouter(tags=["admin"])
     errors = error_responses(*BODY_ERRORS, 403, 429, 503)
     body = {"application/json": {"schema": BatchControlRequest.model_json_schema()}}
@@ -74,7 +74,7 @@ def admin_router(context: ServingContext) -> APIRouter:
 
     @router.get("/v1/admin/state", responses=error_responses(401, 403, 429))
     async def state() -> dict[str, Any]:
-        """The engine's latest statistics, and whether new requests are refused."""
+        """The engine's latest statistics, and whether new requests are rejected."""
         return {
             "draining": context.drain.is_draining,
             "num_active_requests": context.metrics.num_active,
@@ -87,7 +87,7 @@ def admin_router(context: ServingContext) -> APIRouter:
         "/v1/admin/drain", openapi_extra={"requestBody": {"content": body}}, responses=errors
     )
     async def drain(request: Request) -> dict[str, Any]:
-        """Refuse new requests, and let the running ones finish. ``/ready`` is 503 meanwhile."""
+        """Reject new requests, and let the running ones finish. ``/ready`` is 503 meanwhile."""
         order = _parse(DrainRequest, await request.body() or b"{}")
         context.drain.is_draining = order.drain
         await _until_idle(context, order.wait_s if order.drain else 0.0)

@@ -26,7 +26,7 @@ from trencadis.server.switching.switch_control import SwitchControl
 
 @attrs.define
 class Drain:
-    """Whether new requests are refused, because an operator has asked for it."""
+    """Whether new requests are rejected, because an administrator has asked for it."""
 
     is_draining: bool = False
 
@@ -70,15 +70,15 @@ class ServingContext:
         await self.check_health()
 
     def check_accepting(self) -> None:
-        """Raise 503 while an operator drains this server."""
+        """Raise 503 while an administrator drains this server."""
         if self.drain.is_draining:
             raise self._unavailable(
-                "an operator drains this server, so it accepts no requests: send it to another",
+                "an administrator drains this server, it accepts no requests: send it to another",
                 "draining",
             )
 
     def check_ready(self) -> None:
-        """Raise 503 where new requests would be refused.
+        """Raise 503 where new requests would be rejected.
 
         With ``auto_switch`` requests wait for the end of a switch and wake up an engine that sleeps
         because it was idle, so the server stays ready.
@@ -110,8 +110,8 @@ class ServingContext:
             raise ApiError(
                 404,
                 f"the model {name!r} is not active: this server serves {active!r} now. Send "
-                f"{active!r}, or have an operator switch with POST /v1/models/switch or start the "
-                "server with --auto-switch",
+                f"{active!r}, or have an administrator switch with POST /v1/models/switch or start "
+                "the server with --auto-switch",
                 param="model",
                 code="model_not_found",
             )

@@ -42,7 +42,7 @@ def _page(description: dict[str, Any]) -> Iterator[str]:
     title = escape(f"{description['info']['title']} {description['info']['version']}")
     yield f"<!doctype html><html lang='en'><head><meta charset='utf-8'><title>{title}</title>"
     yield f"<style>{_STYLE}</style></head><body><h1>{title}</h1>"
-    yield "<p>The same for programs: <a href='openapi.json'>openapi.json</a></p>"
+    yield "<p>The same for code: <a href='openapi.json'>openapi.json</a></p>"
     for path, methods in description["paths"].items():
         for method, operation in methods.items():
             yield f"<h2><code>{method.upper()} {escape(path)}</code></h2>"

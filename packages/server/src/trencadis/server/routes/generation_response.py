@@ -50,7 +50,7 @@ from trencadis.server.switching.switch_control import SwitchControl
 from trencadis.server.switching.switch_queue import WaitingRequest
 
 _AFTER_REFUSAL_SECONDS = 0.01
-"""Wait of a request that a beginning switch has refused, so that it does not occupy the loop."""
+"""Wait of a request that a beginning switch has rejected, so that it does not occupy the loop."""
 
 ChunkT = TypeVar("ChunkT", Completion, ChatCompletionChunk)
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
@@ -175,7 +175,7 @@ def generation_responses(
     answer = {
         "model": whole,
         "content": {
-            # Without a schema: clients would check each event by it, and an event is no text.
+            # Without a schema: clients would check each event by it, and an event is not text.
             "text/event-stream": {"example": example},
         },
         "description": f"The answer. With `stream`, server-sent events: {meaning}.",
@@ -303,7 +303,7 @@ async def _after_switch(
 ) -> Response:
     """Answer a request when its model is active.
 
-    A switch that begins while the prompt is encoded refuses it before its first token, and so does
+    A switch that begins while the prompt is encoded rejects it before its first token, and so does
     an engine that falls asleep. Then it waits again, at its old place.
     """
     waiting = WaitingRequest(name, client=sender.client)

@@ -31,8 +31,8 @@ def health_router(context: ServingContext) -> APIRouter:
     async def ready() -> Response:
         """For a readiness probe: 200 if requests should be sent here, otherwise 503.
 
-        503 also while an operator drains the server and, without --auto-switch, while the model is
-        switched.
+        503 also while an administrator drains the server and, without --auto-switch, while the
+        model is switched.
         """
         await context.check_serving()
         return Response()

@@ -159,7 +159,7 @@ class MessagesWriter(ResponseWriter):
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A whole block. The arguments of a call that was cut, or is no JSON, are left out."""
+    """A whole block. The arguments of a call that was cut, or is not JSON, are left out."""
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     if block.kind == "reasoning":

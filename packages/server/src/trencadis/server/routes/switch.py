@@ -1,4 +1,4 @@
-"""Operators' routes of development mode: the switch between models (seed 004), sleep, wake up.
+"""Administrators' routes of development mode: the switch between models (seed 004), sleep, wake up.
 
 Without ``VLLM_SERVER_DEV_MODE=1`` they do not exist, as in vLLM. `BearerAuth` checks the key.
 """

@@ -1,1 +1,1 @@
-"""Switches between the models of one engine: by an operator, and by the requests themselves."""
+"""Switches between the models of one engine: by an administrator, and by requests."""

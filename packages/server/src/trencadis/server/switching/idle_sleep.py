@@ -76,7 +76,7 @@ class IdleSleep:
 
     @property
     def is_asleep(self) -> bool:
-        """Whether the engine sleeps because it was idle, and not by an operator's order."""
+        """Whether the engine sleeps because it was idle, and not by an administrator's order."""
         engine = self._engine
         return self._is_own_sleep and isinstance(engine, SleepingEngine) and engine.is_sleeping
 
@@ -99,7 +99,7 @@ class IdleSleep:
             self._num_users -= 1
 
     def leave_to_operator(self) -> bool:
-        """An operator lets the engine sleep: no request wakes it up. Returns whether one could."""
+        """An administrator lets the engine sleep: no request wakes it up. Returns if one could."""
         could, self._is_own_sleep = self._is_own_sleep, False
         return could
 

@@ -1,4 +1,4 @@
-"""Switches the engine's model: on an operator's order and, with ``--auto-switch``, for requests.
+"""Switches the engine's model: by administrators and, with ``--auto-switch``, for requests.
 
 The next model is prepared first. Until then the active one serves, sleeps and wakes up as before,
 and the engine may switch to others.
@@ -64,7 +64,7 @@ class SwitchControl:
         self._switching = asyncio.Lock()
         """Held during a switch, but not during its preparation."""
         self._ordering = asyncio.Lock()
-        """Held during an operator's order, also while its model is prepared."""
+        """Held during an administrator's order, also while its model is prepared."""
         self._changing = asyncio.Lock()
         """Held while the engine switches, sleeps or wakes up. A switch takes it last."""
         self._queue = SwitchQueue(
@@ -95,11 +95,11 @@ class SwitchControl:
         drain_timeout_s: float,
         waits: bool,
     ) -> SwitchReport:
-        """Carry out an operator's order. The minimum stay does not bind operators.
+        """Carry out an administrator's order. The minimum stay does not bind administrators.
 
         A switch that has begun goes on when its caller is cancelled.
         Raises `UnknownModelError`, `SwitchInProgressError` where another switch is under way and
-        the operator does not wait for its end, and the errors of `SwitchingEngine.switch_model`.
+        the call does not wait for its end, and the errors of `SwitchingEngine.switch_model`.
         """
         if alias not in self._engine.aliases:
             listed = ", ".join(self._engine.aliases)
@@ -168,7 +168,7 @@ class SwitchControl:
         """Switch as long as requests wait for another model."""
         try:
             while True:
-                async with self._switching:  # an operator's switch is over
+                async with self._switching:  # an administrator's switch is over
                     self._has_changed.clear()
                     preparing = self._prepare_wanted()
                     wait_s = self._queue.next_switch_s(self._clock(), preparing)
@@ -217,12 +217,12 @@ class SwitchControl:
         return isinstance(self._engine, SleepingEngine) and self._engine.is_sleeping
 
     def _check_awake(self) -> None:
-        """An operator has released the device memory: no request may take it again."""
+        """An administrator has released the device memory: no request may take it again."""
         if self._is_asleep and not self.idle.is_asleep:
-            raise EngineSleeping("the engine sleeps: an operator has to wake it up")
+            raise EngineSleeping("the engine sleeps: an administrator has to wake it up")
 
     def _check_loadable(self, request: WaitingRequest) -> None:
-        """Refuse a request for a model of which the last switch failed, for a while."""
+        """Reject a request for a model of which the last switch failed, for a while."""
         now_s = self._clock()
         failure = self._queue.failure_of(request.alias, now_s)
         if failure is not None:
@@ -324,7 +324,7 @@ class SwitchControl:
                 self.idle.leave_to_requests()
             raise
         finally:
-            self.idle.note_request()  # an operator wants the model, without a request so far
+            self.idle.note_request()  # an administrator wants the model, without a request so far
             active = self._engine.active
             for request in self._queue.end(active, self._clock(), parked=parked):
                 if not (served := self._served[request]).done():

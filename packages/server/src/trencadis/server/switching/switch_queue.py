@@ -11,8 +11,8 @@ The rules of ``--auto-switch``:
   time on loading them.
 - A model that fails to load is tried again after twice that time, then after four times, up to an
   hour; after an hour at once where its load ended the core, because the restarts of a core are
-  counted. Until then requests for it are refused; parked ones wait. An engine that cannot switch
-  now, such as one that sleeps, is no failure of the model.
+  counted. Until then requests for it are rejected; parked ones wait. An engine that cannot switch
+  now, such as one that sleeps, is not a failure of the model.
 - At most ``max_waiting`` requests wait, and of a client with a name at most half as many.
 """
 
@@ -52,7 +52,7 @@ class _Parked:
 
 @attrs.frozen
 class Failure:
-    """The last switches to a model failed. ``reason``: empty where it was no fault of the model."""
+    """The last switches to a model failed. ``reason``: empty where the model was not at fault."""
 
     num_failures: int
     not_before_s: float
@@ -183,7 +183,7 @@ class SwitchQueue:
         return self._take_refused(alias)
 
     def failure_of(self, alias: str | None, now_s: float) -> Failure | None:
-        """Why requests for a model are refused now, if they are."""
+        """Why requests for a model are rejected now, if they are."""
         failure = None if alias is None else self._failures.get(alias)
         if failure is None or not failure.reason or failure.not_before_s <= now_s:
             return None
@@ -195,7 +195,7 @@ class SwitchQueue:
         return bool(self._waiting or self._parked)
 
     def retry_after_s(self, now_s: float) -> int:
-        """Seconds that a refused client is told to wait: until the next switch may begin."""
+        """Seconds that a rejected client is told to wait: until the next switch may begin."""
         return math.ceil(max(1.0, self._stays_until_s - now_s))
 
     def _others(self) -> list[_Waiting]:
@@ -209,7 +209,7 @@ class SwitchQueue:
         return taken
 
     def _not_before_s(self, waiting: _Waiting) -> float:
-        """When a switch for it may begin. Requests that may not wait for a model are refused."""
+        """When a switch for it may begin. Requests that may not wait for a model are rejected."""
         if not isinstance(waiting, _Parked) or waiting.alias not in self._failures:
             return -math.inf
         return self._failures[waiting.alias].not_before_s

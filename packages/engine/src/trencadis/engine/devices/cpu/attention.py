@@ -15,11 +15,11 @@ from typing import Any
 
 import attrs
 import torch
-from transformers import PreTrainedConfig
 
 from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
 from trencadis.engine.models.block_attention import BlockAttention, attend_in_parts
+from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
@@ -46,7 +46,7 @@ _ROWS: tuple[Any, ...] = (
 """What both kernels take first: queries, keys and values, the result, the cache, and the slots."""
 
 _STRIDES_OF_ROWS = (1, 2, 5, 6, 7, 8)
-"""Of what `_rows` returns, those that are no addresses."""
+"""Of what `_rows` returns, those that are not addresses."""
 
 OF_CACHE = 2
 """How many of `changing_arguments` depend on the layer: the place of its cache."""
@@ -70,6 +70,13 @@ class AttentionKernel:
     head_dim: int
     dtype: torch.dtype
     widens: bool = False
+
+    def supports(self, layer: LayerSpec) -> str | None:
+        """See `Attention.supports`. What is not supported is computed by PyTorch's operations."""
+        sizes = (self.groups * layer.kv_heads, self.head_dim, self.head_dim)
+        if (layer.heads, layer.key_width, layer.value_width) != sizes:
+            return f"has other heads than {self.head_dim} wide, {self.groups} for a KV head"
+        return feature_beyond(layer)
 
     def fits(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
@@ -108,6 +115,10 @@ class CPUAttention:
         del dtype
         return attrs.evolve(paged, attention=self)
 
+    def supports(self, layer: LayerSpec) -> str | None:
+        """What PyTorch's operations support: the kernel is for some of it."""
+        return self._blocks.supports(layer)
+
     def attend(
         self,
         query: torch.Tensor,
@@ -115,21 +126,26 @@ class CPUAttention:
         value: torch.Tensor,
         layer: int,
         paged: Any,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         if isinstance(paged, MixedContext):
-            return attend_in_parts(self.attend, query, key, value, layer, paged, scale)
+            return attend_in_parts(self.attend, query, key, value, layer, paged, spec)
         kernel = self._kernel
-        if kernel is None or not kernel.fits(query, key, value, paged.cache.key(layer)):
-            return self._blocks.attend(query, key, value, layer, paged, scale)
+        if (
+            kernel is None
+            or kernel.supports(spec) is not None
+            or not kernel.fits(query, key, value, paged.cache.key(layer))
+        ):
+            return self._blocks.attend(query, key, value, layer, paged, spec)
+        scale = spec.scale
         # The kernels read heads as rows of contiguous values.
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
         if isinstance(paged, DecodeContext):
             return _decode(kernel.decode, query, key, value, layer, paged, scale)
         if isinstance(paged, RaggedContext) and kernel.prefill is not None:
             return _prefill(kernel.prefill, kernel.widens, query, key, value, layer, paged, scale)
-        return self._blocks.attend(query, key, value, layer, paged, scale)
+        return self._blocks.attend(query, key, value, layer, paged, spec)
 
 
 def _decode(
@@ -247,18 +263,17 @@ def check_status(status: int) -> None:
 
 
 def attention_kernel_of(
-    config: PreTrainedConfig,
+    layer: LayerSpec,
     dtype: torch.dtype,
     directory: Path | None = None,
     *,
     trusted: bool = False,
 ) -> AttentionKernel:
-    """`attention_kernel` for a model with this configuration, after a trial. Raises `NoKernel`."""
-    text = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    """`attention_kernel` for such layers, after a trial. Raises `NoKernel`."""
+    heads, kv_heads, head_dim = layer.heads, layer.kv_heads, layer.key_width
     kernel = attention_kernel(heads, kv_heads, head_dim, dtype, directory, trusted=trusted)
+    if (lacking := kernel.supports(layer)) is not None:
+        raise NoKernel(f"a layer {lacking}")
     found = (False,) if kernel.prefill is None else (True, False)
     ways = {WAYS[way]: attrs.evolve(kernel, widens=way) for way in found}
     for way in ways.values():
@@ -285,7 +300,7 @@ def attention_kernel(
     if dtype not in _DTYPES:
         raise NoKernel(f"it computes in bf16 and fp32, not in {dtype}")
     if head_dim % _LANES:
-        raise NoKernel(f"a head of {head_dim} is no multiple of {_LANES}")
+        raise NoKernel(f"a head of {head_dim} is not a multiple of {_LANES}")
     definitions = (f"D={head_dim}", f"G={heads // kv_heads}", f"BF16={_DTYPES[dtype]}")
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
     decode, prefill = library.decode_attention, getattr(library, "prefill_attention", None)
@@ -300,12 +315,12 @@ _TRIAL_BLOCKS, _TRIAL_KV_HEADS, _TRIAL_BLOCK_SIZE = 8, 2, 24
 
 def _try(kernel: AttentionKernel) -> None:
     """Raise `NoKernel` where the kernel's result differs from that of PyTorch's operations."""
-    head_dim, dtype = kernel.head_dim, kernel.dtype
-    held = _trial_cache(kernel)
+    dtype = kernel.dtype
+    held, spec = _trial_cache(kernel), _trial_spec(kernel)
     for make_context, tokens in ((_trial_decode, 3), (_trial_prefill, 40)):
         query, key, value = _trial_rows(kernel, tokens)
         expected, result = (
-            attention.attend(query, key, value, 0, make_context(held.clone()), head_dim**-0.5)
+            attention.attend(query, key, value, 0, make_context(held.clone()), spec)
             for attention in (CPUAttention(), CPUAttention(kernel))
         )
         error = (result.float() - expected.float()).abs().max().item()
@@ -316,7 +331,17 @@ def _try(kernel: AttentionKernel) -> None:
 def _timed(kernel: AttentionKernel) -> Callable[[AttentionKernel], object]:
     """What decides how a kernel multiplies: the chunks of the trial."""
     context, rows = _trial_prefill(_trial_cache(kernel)), _trial_rows(kernel, 40)
-    return lambda way: CPUAttention(way).attend(*rows, 0, context, 1.0)
+    return lambda way: CPUAttention(way).attend(*rows, 0, context, _trial_spec(way))
+
+
+def _trial_spec(kernel: AttentionKernel) -> LayerSpec:
+    return LayerSpec(
+        heads=kernel.groups * _TRIAL_KV_HEADS,
+        kv_heads=_TRIAL_KV_HEADS,
+        key_width=kernel.head_dim,
+        value_width=kernel.head_dim,
+        scale=kernel.head_dim**-0.5,
+    )
 
 
 def _trial_cache(kernel: AttentionKernel) -> torch.Tensor:

@@ -31,6 +31,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
 from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.layer_spec import spec_of
 from trencadis.engine.models.paged_context import Attention, LayerRun
 
 logger = logging.getLogger("trencadis.engine")
@@ -144,7 +145,7 @@ class CPUDevice(Device):
         which repacks a plain weight in every call. fp32 layers stay plain, so that results equal
         those of the unmodified model.
 
-        Decode attention becomes a kernel that is compiled for the model, where there is a compiler.
+        Attention becomes a kernel that is compiled for the first layer, where there is a compiler.
         Weights that stay plain are read once: as mapped files they would count as taken by the
         first forward pass, whose memory is measured.
         """
@@ -192,10 +193,9 @@ class CPUDevice(Device):
         return self._programs.compiled
 
     def _attention_of(self, model: nn.Module) -> CPUAttention:
-        config: Any = model.config
-        dtype = next(model.parameters()).dtype
+        layer, dtype = spec_of(model), next(model.parameters()).dtype
         try:
-            kernel = attention_kernel_of(config, dtype, self._kernels, trusted=self._trusted)
+            kernel = attention_kernel_of(layer, dtype, self._kernels, trusted=self._trusted)
         except NoKernel as error:
             logger.info("Attention has no kernel of its own and is slower: %s", error)
             return CPUAttention()

@@ -274,7 +274,7 @@ def _noted(kernel: Any) -> Callable[..., None]:
     def call(*arguments: torch.Tensor | int) -> None:
         kernel(*arguments)
         if not all(isinstance(argument, (torch.Tensor, int)) for argument in arguments):
-            raise NotRecordable("a kernel takes a number that is no integer")
+            raise NotRecordable("a kernel takes a number that is not an integer")
         tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
         note(
             function,

@@ -1,15 +1,15 @@
-"""The formulation of attention for Gaudi: rows written in place, blocks combined by matrices.
+"""The attention backend for Gaudi: rows written in place, blocks combined by matrices.
 
 The cache has a row for each token, ``[blocks * S, K, D]``, because ``index_copy_`` on such a tensor
 is the one update that the bridge keeps in place (HabanaAI/gaudi-pytorch-bridge 1.19.0,
-``dynamo/compile_backend/passes.py:2575``). Where the CPU's formulation scatters to the owners of
+``dynamo/compile_backend/passes.py:2575``). Where the CPU's backend scatters to the owners of
 blocks, this one multiplies with the one-hot matrix of block and owner, as vllm-gaudi does
 (``vllm_gaudi/extension/ops.py:86-91``): on Gaudi ``index_add_`` loses all but one of the entries
 with the same index. `paged_context` defines the letters used in shapes.
 
 Scores, weights and weighted values are products of the model's dtype; maxima, exponentials and the
 sums of weights are fp32. In bf16 the largest error, beside an attention in fp32, was 0.6 % of the
-largest value for sequences of 50 to 2,000 tokens, and 0.9 % with the CPU's formulation.
+largest value for sequences of 50 to 2,000 tokens, and 0.9 % with the CPU's backend.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 
 import attrs
 import torch
+import torch.nn.functional as F
 
 from trencadis.engine.devices.hpu.kernels import Kernels, block_adjustment, prompt_attention
+from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
     MASKED,
     Attention,
@@ -85,6 +87,10 @@ class RowAttention:
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or Kernels()
 
+    def supports(self, layer: LayerSpec) -> str | None:
+        """None for plain causal attention, with keys and values of any width."""
+        return feature_beyond(layer)
+
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """Slots, biases and the one-hot matrix: once for each forward pass."""
         if isinstance(paged, PromptContext):
@@ -100,15 +106,15 @@ class RowAttention:
         value: torch.Tensor,
         layer: int,
         paged: Any,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         written = _bounded(key[0].transpose(0, 1)), _bounded(value[0].transpose(0, 1))
         keys = paged.cache.key(layer).index_copy_(0, paged.slots, written[0])
         values = paged.cache.value(layer).index_copy_(0, paged.slots, written[1])
         if isinstance(paged, PromptRows):
-            return self._attend_prompt(query, key, value, keys, values, paged, scale)
-        return self._attend_decode(query, keys, values, paged, scale)
+            return self._attend_prompt(query, key, value, keys, values, paged, spec)
+        return self._attend_decode(query, keys, values, paged, spec.scale)
 
     # Prefill.
 
@@ -135,7 +141,7 @@ class RowAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         paged: PromptRows,
-        scale: float,
+        spec: LayerSpec,
     ) -> torch.Tensor:
         query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
         if paged.context_blocks is not None:
@@ -143,8 +149,14 @@ class RowAttention:
             key = torch.cat((_gather(keys, paged.context_blocks, size, paged.batch), key), 2)
             value = torch.cat((_gather(values, paged.context_blocks, size, paged.batch), value), 2)
         attend = self.kernels.prompt_attention or prompt_attention
-        out = attend(query, key, value, scale, paged.bias, paged.lengths)
-        return out.transpose(1, 2).reshape(1, -1, query.shape[1], query.shape[-1])
+        if spec.key_width != spec.value_width:
+            # Intel's kernel was tried with one width. Zeros change no score.
+            width = max(spec.key_width, spec.value_width)
+            query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
+        out = attend(query, key, value, spec.scale, paged.bias, paged.lengths)
+        if spec.key_width > spec.value_width:
+            out = out[..., : spec.value_width]
+        return out.transpose(1, 2).reshape(1, -1, query.shape[1], spec.value_width)
 
     # Decode.
 
@@ -197,9 +209,9 @@ class RowAttention:
         )
         combine = self.kernels.block_adjustment or block_adjustment
         factor = combine(peak, sums, paged.owners, paged.mapping)
-        scaled = (weighted * factor).reshape(-1, heads * size).to(paged.mapping.dtype)
+        scaled = (weighted * factor).flatten(1).to(paged.mapping.dtype)
         out = torch.matmul(paged.mapping.t(), scaled)
-        return out.to(query.dtype).view(1, batch, heads, size)
+        return out.to(query.dtype).view(1, batch, heads, values.shape[-1])
 
 
 def _bounded(rows: torch.Tensor) -> torch.Tensor:

@@ -78,7 +78,7 @@ def load_bridge(
 
     ``recipe_cache``: a directory on a local disk that caches compiled recipes for the next start;
     by default in the user's cache directory. ``trusted``: those of other users, too. ``read_only``:
-    none is added to it. Variables of the environment take precedence, and are refused with
+    none is added to it. Variables of the environment take precedence, and are rejected with
     ``read_only``. Raises `DeviceError` that says what to install.
     """
     if read_only and RECIPE_CACHE in os.environ:

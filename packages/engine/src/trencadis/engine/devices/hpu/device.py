@@ -23,6 +23,7 @@ from trencadis.engine.devices.hpu.kernels import use_fused_kernels
 from trencadis.engine.devices.recorded import check_inputs, own_buffers
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.decoder_layers import decoder_layers
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import Attention
 from trencadis.scheduler import SchedulerError
 from trencadis.scheduler.telemetry import HlmlSource
@@ -66,11 +67,18 @@ class HPUDevice(Device):
             "max_num_batched_tokens": 2048,
             "max_num_seqs": 128,
             "compile": not lazy,
+            "async_scheduling": True,
         }
         self._softmax_mode = "fp32" if fp32_softmax else "fast"
         mode = "lazy mode, with HPU graphs" if lazy else "eager mode"
         logger.info("Gaudi in %s (%s=%d)", mode, LAZY_MODE, lazy)
         self.sensor_indices = sensor_indices(os.environ)
+
+    def supports(self, layer: LayerSpec) -> str | None:
+        # Transformers sorts tokens by expert, and shapes that depend on values are not compiled.
+        if layer.experts:
+            return f"routes tokens to {layer.experts} experts, whose products hpu does not compute"
+        return super().supports(layer)
 
     def free_memory(self) -> int:
         return int(self._bridge.hpu.mem_get_info()[0])

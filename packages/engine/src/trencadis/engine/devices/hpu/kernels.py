@@ -43,7 +43,7 @@ BlockAdjustment = Callable[..., torch.Tensor]
 
 @attrs.frozen
 class Kernels:
-    """The kernels that attention uses; None where PyTorch's formulation is used."""
+    """The kernels that attention uses; None where PyTorch's operations are used."""
 
     prompt_attention: PromptKernel | None = None
     block_adjustment: BlockAdjustment | None = None
@@ -73,10 +73,10 @@ def prompt_attention(
     bias: torch.Tensor | None,
     lengths: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Attention of ``[B, H, Q, D]`` to ``[B, K, L, D]``: PyTorch's formulation.
+    """Attention of ``[B, H, Q, D]`` to ``[B, K, L, D]`` by PyTorch's operations.
 
     ``bias`` is ``[B, 1, Q, L]``, or None for a causal mask. ``lengths`` is ``[B]``, the queries
-    that are no padding: the results of the others are not defined. It is not needed here.
+    that are not padding: the results of the others are not defined. It is not needed here.
     """
     del lengths
     grouped = query.shape[1] != key.shape[1]
@@ -242,7 +242,7 @@ def block_adjustment(
 def _usable_adjustment(dtype: torch.dtype, device: torch.device) -> BlockAdjustment | None:
     """``block_softmax_adjustment``, where the release has it (vllm-gaudi: 1.22 on Gaudi 3)."""
     if not hasattr(torch.ops.hpu, "block_softmax_adjustment"):
-        logger.info("block_softmax_adjustment is not available: PyTorch's formulation is used")
+        logger.info("block_softmax_adjustment is not available: PyTorch's operations are used")
         return None
     what = "block_softmax_adjustment"
     if _agrees(what, lambda: _adjustment_trial(dtype, device), dtype):

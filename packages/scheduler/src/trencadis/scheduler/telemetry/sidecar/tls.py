@@ -16,7 +16,7 @@ def _path(value: str | Path | None) -> Path | None:
 
 def _file(_: object, attribute: attrs.Attribute[Any], value: Any) -> None:
     if value is not None and not value.is_file():
-        raise ConfigError(f"{attribute.name} {str(value)!r} is no file: give a PEM file's path")
+        raise ConfigError(f"{attribute.name} {str(value)!r} is not a file: give a PEM file's path")
 
 
 @attrs.frozen(kw_only=True)

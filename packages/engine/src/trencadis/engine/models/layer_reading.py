@@ -1,0 +1,184 @@
+"""Reads what the layers of a checkpoint need, before its weights are loaded.
+
+Families name heads, windows and scales in their configurations in many ways, and their code alone
+says what it does with them. So a model is made on PyTorch's meta device, where tensors have shapes
+and no values, and run once: each layer calls attention as it will with weights. What transformers
+says by masks alone is read from the configuration: chunks, windows of some families, and the type
+of a layer that keeps more than keys and values, or selects among them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
+from trencadis.engine.models.decoder_layers import decoder_layers
+from trencadis.engine.models.layer_spec import ATTENTION, FEATURES, LayerSpec, features_of
+
+_READING = "trencadis_reading"
+"""The name under which transformers knows what notes the calls of attention."""
+
+_ATTENTION_TYPES = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+"""What transformers calls layers that keep the keys and values of each token and nothing else."""
+
+
+def read_layers(config: PreTrainedConfig, name: str) -> tuple[LayerSpec, ...]:
+    """The layers of a model with this configuration, in order.
+
+    Raises `ModelError` for a configuration of which no model can be made, and for an architecture
+    whose attention cannot be replaced.
+    """
+    text = config.get_text_config(decoder=True)
+    types = getattr(text, "layer_types", None) or [None] * text.num_hidden_layers
+    if other := set(types) - _ATTENTION_TYPES - {None}:
+        return tuple(LayerSpec.of_kind(each if each in other else ATTENTION) for each in types)
+    try:
+        calls = _calls(config, len(types))
+    except BROKEN_FILE_ERRORS as error:
+        raise ModelError(
+            f"no model can be made of the config.json of {name}: {reason_of(error)}"
+        ) from error
+    return tuple(map(_of_layer, calls, types, [text] * len(types)))
+
+
+def declare_layers(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
+    """Let the modules of each layer know its spec."""
+    modules: Any = model.modules()
+    for module in modules:
+        if isinstance(layer := getattr(module, "layer_idx", None), int):
+            module.layer_spec = layers[layer]
+
+
+def check_layers(
+    layers: Sequence[LayerSpec], supports: Callable[[LayerSpec], str | None], name: str
+) -> None:
+    """Raise `ModelError` for the first layer for which ``supports`` has a reason not to.
+
+    A reason that stays with shorter sequences comes first.
+    """
+    limits = [limit for each in layers for limit in (each.window, each.chunk) if limit]
+    shortest = min(limits, default=0)
+    short = [layer.within(shortest) for layer in layers] if limits else []
+    for wanted, remedy in ((short, ""), (layers, f", or lower max_model_len to {shortest}")):
+        for number, layer in enumerate(wanted):
+            if (reason := supports(layer)) is not None:
+                raise ModelError(
+                    f"{name} cannot be served, because layer {number} {reason}: serve another model"
+                    f"{remedy if limits else ''}"
+                )
+
+
+def _calls(config: PreTrainedConfig, num_layers: int) -> list[list[LayerSpec]]:
+    """For each layer, the calls of attention in a forward pass."""
+    calls: list[list[LayerSpec]] = [[] for _ in range(num_layers)]
+    with torch.device("meta"), torch.inference_mode():
+        classes: Any = AutoModelForCausalLM
+        model = classes.from_config(
+            copy.deepcopy(config),
+            dtype=torch.float32,
+            attn_implementation="eager",
+            experts_implementation="batched_mm",  # whose shapes do not depend on values
+            trust_remote_code=False,
+        )
+        if not getattr(model, "_supports_attention_backend", False):
+            raise ModelError(
+                f"{type(model).__name__} computes its own attention, so the paged one cannot be "
+                "put in: serve a model of an architecture that supports transformers' "
+                "AttentionInterface"
+            )
+        model.set_attn_implementation(_READING)
+        for module in model.modules():
+            if hasattr(module, "rope_type"):
+                _compute_on_host(module)
+        model.eval()(
+            input_ids=torch.zeros(1, 2, dtype=torch.long),
+            position_ids=torch.arange(2)[None],
+            use_cache=False,
+            logits_to_keep=torch.zeros(1, dtype=torch.long),
+            paged=calls,
+        )
+        for number, layer in enumerate(decoder_layers(model)[:num_layers]):
+            experts = _num_experts(layer)
+            calls[number] = [attrs.evolve(call, experts=experts) for call in calls[number]]
+    return calls
+
+
+def _compute_on_host(rotary: Any) -> None:
+    """Let an embedding compute with values: some choose frequencies by the largest position."""
+    own = rotary.to_empty(device="cpu").forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = tree_map_only(
+            torch.Tensor, lambda x: torch.zeros_like(x, device="cpu"), (args, kwargs)
+        )
+        with torch.device("cpu"):
+            result = own(*args, **kwargs)
+        return tree_map_only(torch.Tensor, lambda x: x.to("meta"), result)
+
+    rotary.forward = forward
+
+
+def _note(
+    module: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    paged: list[list[LayerSpec]] | None = None,
+    scaling: float | None = None,
+    **arguments: Any,
+) -> tuple[torch.Tensor, None]:
+    """Called in place of attention, with the same arguments."""
+    if paged is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass on what a model is called with, so the paged "
+            "attention cannot be put in: serve a model of an architecture that supports "
+            "transformers' AttentionInterface"
+        )
+    features = features_of(attention_mask, arguments)
+    paged[module.layer_idx].append(
+        LayerSpec(
+            heads=query.shape[1],
+            kv_heads=key.shape[1],
+            key_width=key.shape[3],
+            value_width=value.shape[3],
+            scale=query.shape[3] ** -0.5 if scaling is None else scaling,
+            others=tuple(name for name in features if name not in FEATURES),
+            arguments=features,
+            **{name: value for name, value in features.items() if name in FEATURES},
+        )
+    )
+    return value.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
+
+
+AttentionInterface.register(_READING, _note)
+
+
+def _of_layer(calls: Sequence[LayerSpec], layer_type: str | None, text: Any) -> LayerSpec:
+    """A layer, from its calls and from what the configuration ``text`` alone says of it."""
+    if not calls:
+        return LayerSpec.of_kind("without attention")
+    spec = attrs.evolve(calls[0], calls=len(calls))
+    window = getattr(text, "sliding_window", None)
+    slides = layer_type in (None, "sliding_attention")
+    if slides and getattr(text, "use_sliding_window", True) is not False:
+        spec = attrs.evolve(spec, window=spec.window or window)
+    if layer_type == "chunked_attention":
+        spec = attrs.evolve(spec, chunk=text.attention_chunk_size)
+    return spec
+
+
+def _num_experts(layer: nn.Module) -> int:
+    """The experts of a layer; 0 without."""
+    numbers = [getattr(module, "num_experts", None) for module in layer.modules()]
+    return max((number for number in numbers if isinstance(number, int)), default=0)

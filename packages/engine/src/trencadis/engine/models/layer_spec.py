@@ -1,0 +1,119 @@
+"""What one layer of a model keeps for the tokens before, and how it attends to them.
+
+`layer_reading` reads the specs of a checkpoint. An `Attention` gets that of the layer with each
+call, and says beforehand whether it computes it (`Attention.supports`).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+from torch import nn
+
+from trencadis.engine.errors import ModelError
+from trencadis.kvcache.tensors import LayerShape
+
+ATTENTION = "attention"
+
+
+def _feature(words: str, default: Any = None) -> Any:
+    """A field beyond plain causal attention, which an `Attention` rejects unless it names it."""
+    return attrs.field(default=default, metadata={"words": words})
+
+
+@attrs.frozen(kw_only=True, cache_hash=True)
+class LayerSpec(LayerShape):
+    """A decoder layer. Layers of equal spec compute the same attention with other weights.
+
+    ``heads`` are those of queries, ``scale`` multiplies the scores. ``window`` and ``chunk`` are in
+    tokens: a token attends to the last ``window`` tokens with itself, or to those of its own chunk.
+    ``sinks``: each head has a learned score that takes weight and adds no value. Scores are bounded
+    to ``softcap`` by a tanh. ``kind``: `ATTENTION`, or what transformers calls a layer that
+    keeps a state or selects keys, such as ``linear_attention``. ``calls``: how often it attends in
+    a forward pass, each time to other keys. ``others``: arguments of its attention that have no
+    field here.
+
+    ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
+    ``arguments``: how the model's code asks for these features (`features_of`).
+    """
+
+    heads: int = 0
+    scale: float = 1.0
+    window: int | None = _feature("attends within a window of {} tokens")
+    chunk: int | None = _feature("attends within chunks of {} tokens")
+    sinks: bool = _feature("attends to sinks", default=False)
+    softcap: float | None = _feature("bounds its scores to {}")
+    kind: str = _feature("is of kind {}", default=ATTENTION)
+    calls: int = _feature("attends {} times", default=1)
+    others: tuple[str, ...] = _feature("passes {} to attention", default=())
+    experts: int = 0
+    arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
+
+    @classmethod
+    def of_kind(cls, kind: str) -> LayerSpec:
+        """A layer of which no more is known, as it keeps no keys and values."""
+        return cls(kv_heads=0, key_width=0, value_width=0, kind=kind)
+
+    def within(self, max_model_len: int) -> LayerSpec:
+        """For sequences of so many tokens: a window or a chunk of as many is left out."""
+        return attrs.evolve(
+            self,
+            window=self.window if self.window is None or self.window < max_model_len else None,
+            chunk=self.chunk if self.chunk is None or self.chunk < max_model_len else None,
+        )
+
+
+@functools.lru_cache(maxsize=1024)
+def feature_beyond(layer: LayerSpec, computed: frozenset[str] = frozenset()) -> str | None:
+    """What a layer needs beyond plain causal attention and the fields in ``computed``, in words.
+
+    None where there is nothing. The first of several. A new field is rejected until it is computed.
+    """
+    for field in attrs.fields(LayerSpec):
+        value = getattr(layer, field.name)
+        if "words" in field.metadata and field.name not in computed and value != field.default:
+            shown = ", ".join(value) if isinstance(value, tuple) else value
+            return str(field.metadata["words"]).format(shown)
+    return None
+
+
+_FIELDS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+"""The fields of `LayerSpec` that transformers passes to attention, by the names it has there."""
+
+FEATURES = frozenset(_FIELDS.values())
+
+_WITHOUT_EFFECT = frozenset(
+    {
+        *("dropout", "is_causal", "logits_to_keep", "output_attentions", "output_hidden_states"),
+        *("output_router_logits", "position_ids", "use_cache"),
+    }
+)
+"""What transformers passes besides: for training, for other kernels, or from the call of a model.
+Every attention here is causal."""
+
+
+def features_of(mask: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The features among what a model's code passes to attention, by the fields of `LayerSpec`.
+
+    Those without a field have their own name. Of a tensor only that it is there: True.
+    """
+    features: dict[str, Any] = {} if mask is None else {"attention_mask": True}
+    for name, value in arguments.items():
+        if value is not None and name not in _WITHOUT_EFFECT:
+            is_number = isinstance(value, (int, float))
+            features[_FIELDS.get(name, name)] = value if is_number else True
+    return features
+
+
+def spec_of(module: nn.Module) -> LayerSpec:
+    """The spec that a module was declared with (`declare_layers`), or the first one inside of it.
+
+    Raises `ModelError` for a model whose layers were not declared.
+    """
+    for each in module.modules():
+        if isinstance(spec := vars(each).get("layer_spec"), LayerSpec):
+            return spec
+    raise ModelError(f"{type(module).__name__} has no layer with a spec: load it by `load_model`")
