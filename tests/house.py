@@ -123,8 +123,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "scheduler.thermal": [
-        {"continued_view", "heat_model", "policy", "readings", "victims"},
-        {"phase_power", "power_model", "proportional"},
+        {"heat_model", "policy", "readings", "victims"},
+        {"continued_view", "phase_power", "power_model", "proportional"},
         {"guard", "no_policy", "power_budget", "registry", "two_phase"},
     ],
     "engine": [
