@@ -103,7 +103,7 @@ def _pairs(
     block_tables: Sequence[Int32Array], num_tokens: Sequence[int], block_size: int
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Block, row and slots of each (block, row) pair, row after row. Checks the arguments."""
-    if type(block_size) is not int or block_size < 1:
+    if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_SIZE:
         block_size = _BLOCK_SIZE.checked("block_size", block_size)
     lengths, blocks, tokens = _as_arrays(block_tables, num_tokens)
     slots_of_last = tokens - (lengths - 1) * block_size
