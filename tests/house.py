@@ -124,7 +124,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "scheduler.thermal": [
         {"heat_model", "policy", "readings", "victims"},
-        {"phase_power", "power_model", "proportional"},
+        {"continued_view", "phase_power", "power_model", "proportional"},
         {"guard", "no_policy", "power_budget", "registry", "two_phase"},
     ],
     "engine": [

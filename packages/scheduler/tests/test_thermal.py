@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib.metadata
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from pkgutil import iter_modules
+from typing import Any
 
 import attrs
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from trencadis.kvcache import BlockManager, CacheConfig
 from trencadis.scheduler import (
     ConfigError,
+    Scheduler,
     SchedulerConfig,
     ThermalGuard,
     thermal,
@@ -42,6 +47,8 @@ class View:
     now_s: float = 0.0
     num_running_seqs: int = 0
     max_num_seqs: int = 100
+    num_prefill_tokens: int = 0
+    longest_wait_s: float = 0.0
 
     @property
     def scheduler_config(self) -> SchedulerConfig:
@@ -301,3 +308,75 @@ def test_a_policy_gets_the_temperature_of_every_device_the_hottest_last() -> Non
     state.hottest_c, state.temperatures_c = 81.0, {0: math.nan, 1: 81.0}
     guard.cap(View())
     assert (policy.readings, guard.num_rejected_readings) == ([(1, 81.0)], 1)
+
+
+# A guard outlives its scheduler: the engine makes a new one for another model and after a sleep.
+
+
+moments = st.lists(
+    st.tuples(
+        st.sampled_from([0.125, 1.0, 7.0, 40.0]),  # seconds, whose sums are exact
+        st.sampled_from([40.0, 79.0, 83.0, 90.0, 97.0]),  # degrees C
+        st.sampled_from([None, 250.0, 520.0, 700.0]),  # watts
+        st.integers(0, 100),  # running sequences
+        st.integers(0, 4000),  # prefill tokens
+        st.booleans(),  # a new scheduler
+    ),
+    min_size=2,
+    max_size=60,
+)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ProportionalThermalPolicy(target_temp_c=82.0),
+        lambda: PowerBudgetPolicy(budget_w=500.0),
+        lambda: TwoPhaseThermalPolicy(target_temp_c=82.0, budget_w=500.0),
+    ],
+    ids=["proportional", "power", "two_phase"],
+)
+@given(moments=moments)
+def test_a_new_scheduler_changes_no_cap(
+    make: Callable[[], SchedulerThermalPolicy], moments: list[tuple[Any, ...]]
+) -> None:
+    state = State()
+    lasting, restarted = (ThermalGuard(make(), lambda: state) for _ in range(2))
+    whole, life = View(), View()
+    for seconds, temp_c, watts, running, tokens, is_new in moments:
+        state.hottest_c, state.power_w = temp_c, watts
+        if is_new:
+            life = View()
+        else:  # a new scheduler is asked before its clock and its total have moved
+            for view in (whole, life):
+                view.now_s += seconds
+                view.num_prefill_tokens += tokens
+        whole.num_running_seqs = life.num_running_seqs = running
+        assert restarted.cap(life) == lasting.cap(whole)
+        assert restarted.prefill_limit == lasting.prefill_limit
+
+
+def test_the_cap_rises_again_in_a_new_scheduler() -> None:
+    """The clock of a new scheduler begins at 0, long before the last change of the policy."""
+    now = 0.0
+    state = State()
+    guard = ThermalGuard(ProportionalThermalPolicy(target_temp_c=82.0), lambda: state)
+
+    def serve(seconds: int, last_c: float) -> int:
+        """The running limit in the last of so many steps, one each second."""
+        nonlocal now
+        blocks = BlockManager(CacheConfig(num_blocks=9, block_size=4))
+        scheduler = Scheduler(SchedulerConfig(), blocks, thermal=guard, clock=lambda: now)
+        limit = 0
+        for left in reversed(range(seconds)):
+            now += 1.0
+            if left == 150:
+                state.hottest_c = last_c
+            output = scheduler.schedule()
+            limit = output.max_running_seqs
+            scheduler.update(output, {})
+        return limit
+
+    assert serve(1000, 95.0) == 1
+    assert serve(200, 60.0) == SchedulerConfig().max_num_seqs
+    assert serve(200, 95.0) == 1

@@ -197,6 +197,8 @@ class KVCache:
             copier.wait()
 
     def _require_layer(self, layer: int) -> None:
+        if type(layer) is int and 0 <= layer < self.num_layers:
+            return  # several times in each layer of each forward pass
         if not is_integer(layer) or not 0 <= layer < self.num_layers:
             raise InvalidSetting(
                 f"layer {layer!r} is not one of 0 to {self.num_layers - 1}: pass a layer of the "

@@ -11,6 +11,7 @@ from typing import Any
 
 from trencadis.scheduler.errors import ControlError
 from trencadis.scheduler.group import SequenceGroup
+from trencadis.scheduler.thermal.continued_view import ContinuedView
 from trencadis.scheduler.thermal.policy import (
     GROUP_DEVICE,
     SchedulerThermalPolicy,
@@ -69,6 +70,7 @@ class ThermalGuard:
         self._cap: int | None = None
         self._prefill_limit: int | None = None
         self._state: ThermalState | None = None
+        self._view = ContinuedView()
         self._may_raise = False
         self._control_loop: ProportionalThermalPolicy | None = None
         self._victim_order: str | None = None
@@ -98,6 +100,7 @@ class ThermalGuard:
 
     def cap(self, scheduler: SchedulerView) -> int | None:
         """The cap of this step; None before the first valid one, and without a policy."""
+        scheduler = self._view.of(scheduler)
         try:
             self._may_raise = self._pass_readings(scheduler.num_running_seqs)
         except Exception as error:  # whatever a policy raises, serving continues
@@ -124,6 +127,7 @@ class ThermalGuard:
         cannot be copied for a dry run, and `ConfigError` for an unknown victim order.
         """
         victim_order(victims)
+        scheduler = self._view.of(scheduler)
         policy, is_loop = self.policy, False
         if policy is None:
             policy, is_loop = self._new_control_loop(target_temp_c), True

@@ -151,7 +151,7 @@ ENGINE_METRICS = (
     ),
     _counter(
         "trencadis:thermal_readings_rejected",
-        "Readings that were not a temperature or power. The running limit does not rise with them.",
+        "Readings that were neither temperature nor power. They do not raise the running limit.",
         _thermal(lambda t: t.num_rejected_readings),
     ),
     _counter(
