@@ -176,6 +176,22 @@ def test_an_abort_between_two_steps_in_flight_ends_one_request_alone(make: Make)
     assert core.blocks.pool.num_used_blocks == 0
 
 
+def test_an_abort_of_beams_in_flight_ends_one_request_alone(make: Make) -> None:
+    core, _ = make()
+    whole = serve(core, [GREEDY], 1)
+    core, _ = make()
+    (prompt,) = prompts(1)
+    core.add("0", GenerateRequest(prompt, SamplingParams(**GREEDY)))
+    got = [token.token_id for _ in range(4) for token in core.step()]
+    core.add("1", GenerateRequest((1, 2, 3), SamplingParams(use_beam_search=True, n=2)))
+    got += [token.token_id for token in core.step()]
+    core.abort("1")  # the step of its prompt is in flight
+    while core.has_work:
+        got += [token.token_id for token in core.step()]
+    assert not core.take_failures()
+    assert got == [token.token_id for token in whole["0"]]
+
+
 def test_an_order_is_carried_out_although_steps_are_in_flight(make: Make) -> None:
     core, _ = make()
     whole = serve(core, [{**GREEDY, "max_tokens": 30}], 4)

@@ -120,3 +120,67 @@ def test_a_request_that_forbids_every_token_says_so(tiny_model):
     _, failed = serve(core, asked)
     assert set(failed) == set(asked)
     assert "every token is forbidden" in failed["0.0"]
+
+
+def watch_token_ids(core):
+    """The largest token id of each forward pass."""
+    forward_runner = core.executor.worker.runner.forward_runner
+    run, largest = forward_runner.run, []
+
+    def watched(batch):
+        largest.append(int(batch.unpack().token_ids.max()))
+        return run(batch)
+
+    forward_runner.run = watched
+    return largest
+
+
+@pytest.mark.parametrize("name", ["cpu", "device", "lazy", "eager"])
+def test_a_row_without_a_token_is_followed_by_one_of_the_vocabulary(stand_in, name, tiny_model):
+    """Started before the host knows of the failure, on a device that an id past the embeddings
+    would break."""
+    on_gaudi = name in ("lazy", "eager")
+    config = EngineConfig(
+        model=str(tiny_model),
+        device=DeviceOnCPU() if name == "device" else "hpu" if on_gaudi else "cpu",
+        **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 40},
+        **{"dtype": "float32", "max_num_seqs": 4, "warmup": "none", "compile": False},
+        async_scheduling=True,
+    )
+    with stand_in(name) if on_gaudi else contextlib.nullcontext():
+        core = EngineCore(config)
+        largest = watch_token_ids(core)
+        forbids = SamplingParams(
+            temperature=0, max_tokens=6, min_tokens=4, stop_token_ids=range(258)
+        )
+        found, failed = serve(core, {"forbids": ((1, 2, 3), forbids), **OTHERS})
+    assert set(failed) == {"forbids"}
+    assert set(found) == set(OTHERS)
+    assert max(largest) < 258
+
+
+def test_a_row_that_was_computed_in_vain_ends_no_other_sample(make_broken_model):
+    """One sample stops at the broken token, whose row is started before the host knows of it."""
+    config = EngineConfig(
+        model=make_broken_model(math.nan),
+        **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16, "num_blocks": 40},
+        **{"dtype": "float32", "max_num_seqs": 4, "warmup": "none", "async_scheduling": True},
+        device="cpu",
+    )
+    core = EngineCore(config)
+    params = {"n": 2, "max_tokens": 12, "ignore_eos": True, "stop_token_ids": (BROKEN,)}
+    lengths = set()
+    for seed in range(8, 24, 2):
+        core.add(
+            "both",
+            GenerateRequest((1, 2, 3), SamplingParams(seed=seed, logit_bias={BROKEN: 4}, **params)),
+        )
+        found = {}
+        while core.has_work:
+            for token in core.step():
+                found.setdefault(token.index, []).append(token.token_id)
+        assert not core.take_failures()
+        for tokens in found.values():
+            assert tokens[-1] == BROKEN or len(tokens) == 12
+        lengths.add(tuple(len(found[index]) for index in range(2)))
+    assert any(first != second for first, second in lengths)

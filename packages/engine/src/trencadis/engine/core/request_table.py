@@ -274,7 +274,9 @@ class RequestTable:
         """End the request that a sequence belongs to, because of an internal error."""
         sample = self.samples.get(seq_id)
         if sample is not None:
-            self._fail(sample.entry, error)
+            # The row after the stop token of a sample was computed in vain: the others go on.
+            if sample.sequence.finish_reason is None:
+                self._fail(sample.entry, error)
         else:
             _, entry = self.live_beams().get(seq_id, (None, None))
             if entry is not None:

@@ -110,7 +110,8 @@ class StepSampling:
         forced: dict[int, Sequence[int]] = {}
         if result.candidates:
             live = self._table.live_beams()
-            for seq_id in result.candidates:
+            # A beam search that was aborted since the step was started has no beams left.
+            for seq_id in result.candidates.keys() & live.keys():
                 beam, entry = live[seq_id]
                 if not entry.prompt_counted:
                     self._count_prompt(entry, beam.num_cached_tokens)

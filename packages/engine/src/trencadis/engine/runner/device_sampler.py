@@ -29,7 +29,12 @@ from trencadis.engine.runner.draw import (
     slots_of,
 )
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
-from trencadis.engine.runner.sampling_rows import PendingRows, RowResult, SampledToken
+from trencadis.engine.runner.sampling_rows import (
+    NO_TOKEN,
+    PendingRows,
+    RowResult,
+    SampledToken,
+)
 from trencadis.engine.runner.step import IntArray, RowRequest
 
 Program = Callable[..., Any]
@@ -147,7 +152,8 @@ def _draw(
 ) -> list[torch.Tensor]:
     """The drawn tokens, then ``sampled_ids``, if they are given, with them in their slots."""
     drawn = draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
-    return [drawn, *(ids.index_copy(0, slots_of(words), drawn) for ids in sampled_ids)]
+    kept = drawn.masked_fill(drawn == NO_TOKEN, 0)
+    return [drawn, *(ids.index_copy(0, slots_of(words), kept) for ids in sampled_ids)]
 
 
 def _mask(logits: torch.Tensor, words: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

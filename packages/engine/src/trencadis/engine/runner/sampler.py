@@ -91,7 +91,8 @@ class HostSampler:
             if self.sampled_ids is not None:
                 slots = words[:, 0].long()[drawn]
                 first = torch.tensor([results[i].tokens[0].token_id for i in drawn])
-                self.sampled_ids = self.sampled_ids.index_copy(0, slots, first.int())
+                first = first.int().masked_fill(first == NO_TOKEN, 0)
+                self.sampled_ids = self.sampled_ids.index_copy(0, slots, first)
         if beams:
             asked = [request for request in requests if request and request.num_candidates]
             ranked = rank_tokens(_select(logits, beams), asked)

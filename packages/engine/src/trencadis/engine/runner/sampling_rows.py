@@ -58,8 +58,9 @@ class Sampler(Protocol):
 
     sampled_ids: torch.Tensor | None
     """The first token of each row that was sampled, by the row's slot: int32 ``[slots]`` on the
-    device, so that the next forward pass reads it there. `launch` replaces the tensor and writes to
-    none. None where no step is scheduled before the results of another."""
+    device, so that the next forward pass reads it there; 0 for `NO_TOKEN`, which the embeddings of
+    a device may not survive. `launch` replaces the tensor and writes to none. None where no step is
+    scheduled before the results of another."""
 
     def words(
         self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
