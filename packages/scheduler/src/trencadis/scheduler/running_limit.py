@@ -64,10 +64,6 @@ class RunningLimit:
         budget = self.config.max_num_batched_tokens
         return min([budget, *(limit for limit in limits if limit is not None)])
 
-    def set_config(self, config: SchedulerConfig) -> None:
-        """Put the settings of a control request in force."""
-        self.config = config
-
     def hold(self, now: float, seconds: float | None = None) -> None:
         """Limit the batch to its present size; None: for ``force_evict_hold_s`` seconds."""
         self._hold_limit = self._states.num_running_seqs
