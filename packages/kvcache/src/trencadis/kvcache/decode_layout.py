@@ -72,7 +72,8 @@ def lay_out(
     needed = int(blocks.max(initial=0)) + 1
     if num_blocks is not None:
         remedy = f"pass at least {needed}"
-        num_blocks = integer(1, remedy=remedy).checked("num_blocks", num_blocks)
+        if type(num_blocks) is not int or num_blocks < 1:
+            num_blocks = integer(1, remedy=remedy).checked("num_blocks", num_blocks)
         if num_blocks < needed:
             raise InvalidSetting(
                 f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"
@@ -103,7 +104,8 @@ def _pairs(
     block_tables: Sequence[Int32Array], num_tokens: Sequence[int], block_size: int
 ) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Block, row and slots of each (block, row) pair, row after row. Checks the arguments."""
-    block_size = _BLOCK_SIZE.checked("block_size", block_size)
+    if type(block_size) is not int or not 0 < block_size <= MAX_BLOCK_SIZE:
+        block_size = _BLOCK_SIZE.checked("block_size", block_size)
     lengths, blocks, tokens = _as_arrays(block_tables, num_tokens)
     slots_of_last = tokens - (lengths - 1) * block_size
     incomplete = np.flatnonzero((lengths < 1) | (slots_of_last < 1) | (slots_of_last > block_size))

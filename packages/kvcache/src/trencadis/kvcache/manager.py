@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
+from math import isfinite
 
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import CacheConfig
@@ -373,7 +374,8 @@ class BlockManager:
 
         Raises `InvalidSetting` for a time that is not finite.
         """
-        now = TIME.checked("now", now)
+        if type(now) is not float or not isfinite(now):
+            now = TIME.checked("now", now)
         if not (self._swapper.outgoing or self._swapper.incoming):
             return _NO_SWAPS
         return SwapCopies(self._swapper.admit_outgoing(now), self._swapper.admit_incoming(now))
