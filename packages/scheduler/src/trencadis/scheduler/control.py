@@ -210,11 +210,13 @@ class ControlHandler:
                 self._force_evict(victims, step, control.hold_s)
             else:
                 self._preempt(victims, step)
+        thermal = self._thermal
+        sequence_w = PRIOR_W if thermal is None else thermal.power_model.per_sequence_w
         return BatchControlResult(
             previous_running=previous_running,
             new_running=previous_running - num_preempted,
             evicted_request_ids=tuple(group.request_id for group in victims),
-            estimated_watts_saved=num_preempted * self._watts_per_sequence(),
+            estimated_watts_saved=num_preempted * sequence_w,
             new_max_num_seqs=max_num_seqs,
             new_max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
         )
@@ -271,9 +273,6 @@ class ControlHandler:
         self._preempt(groups, step)
         if groups:
             self._limit.hold(step.now, hold_s)
-
-    def _watts_per_sequence(self) -> float:
-        return PRIOR_W if self._thermal is None else self._thermal.power_model.per_sequence_w
 
 
 def _is_running(group: SequenceGroup | None) -> TypeGuard[SequenceGroup]:

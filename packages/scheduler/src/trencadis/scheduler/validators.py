@@ -20,6 +20,8 @@ boolean = partial(validators.boolean, error=ConfigError)
 one_of = partial(validators.one_of, error=ConfigError)
 instance_of = partial(validators.instance_of, error=ConfigError)
 
+POSITIVE = number(0, exclusive_low=True)
+
 
 def setting(default: Any, validator: Validator, help: str) -> Any:
     """A field with its meaning as metadata."""

@@ -12,7 +12,7 @@ from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, Scheduler
 from trencadis.scheduler.thermal.power_model import PRIOR_W, PowerModel
 from trencadis.scheduler.thermal.readings import is_power
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of, setting
+from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 MAX_GROWTH = 0.5
 """A rise of the cap adds at most this share of the sequences whose power was measured."""
@@ -46,13 +46,11 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     """
 
     budget_w: float = attrs.field(
-        validator=number(0, exclusive_low=True),
+        validator=POSITIVE,
         metadata={"help": "Power budget of all devices together, in watts."},
     )
     prior_w: float = setting(
-        PRIOR_W,
-        number(0, exclusive_low=True),
-        "Watts per sequence that are assumed before the first measurements.",
+        PRIOR_W, POSITIVE, "Watts per sequence that are assumed before the first measurements."
     )
     dwell_s: float = setting(
         5.0,

@@ -11,7 +11,7 @@ from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
 from trencadis.scheduler.thermal.readings import is_temperature
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of, setting
+from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 MAX_TARGET_C = 95.0
 """Highest target temperature that is accepted, degrees C (seed 003, section 4)."""
@@ -63,7 +63,7 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
     )
     dwell_s: float = setting(
         5.0,
-        number(0, exclusive_low=True),
+        POSITIVE,
         "Minimum time between a change of the cap and a change in the other direction, in seconds.",
     )
     min_seqs: int = setting(1, integer(1), "Minimum of the cap, in sequences.")

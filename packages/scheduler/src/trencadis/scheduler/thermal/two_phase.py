@@ -13,7 +13,7 @@ from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, Scheduler
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C, PROPORTIONAL_BAND_C
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of, setting
+from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 WINDOW_S = 1.0
 """Seconds over which the load is averaged; the limits change at most once in each. Sensors are read
@@ -105,7 +105,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     )
     dwell_s: float = setting(
         5.0,
-        number(0, exclusive_low=True),
+        POSITIVE,
         "Minimum time between a change of a limit and a rise, and between a rise and a "
         "cut, in seconds.",
     )

@@ -6,7 +6,7 @@ import random
 
 import attrs
 
-from trencadis.scheduler.validators import number, setting
+from trencadis.scheduler.validators import POSITIVE, number, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -19,17 +19,11 @@ class Backoff:
     ``help`` text. Raises `ConfigError`.
     """
 
-    initial_s: float = setting(
-        0.5, number(0, exclusive_low=True), "Delay after the first failure, in seconds."
-    )
+    initial_s: float = setting(0.5, POSITIVE, "Delay after the first failure, in seconds.")
     factor: float = setting(
-        1.6,
-        number(0, exclusive_low=True),
-        "Factor by which the delay grows after each further failure.",
+        1.6, POSITIVE, "Factor by which the delay grows after each further failure."
     )
-    max_s: float = setting(
-        15.0, number(0, exclusive_low=True), "Upper bound of the delay before jitter, in seconds."
-    )
+    max_s: float = setting(15.0, POSITIVE, "Upper bound of the delay before jitter, in seconds.")
     jitter: float = setting(
         0.2, number(0, 0.99), "Largest random change of the delay, as a share of it, 0 to 0.99."
     )
