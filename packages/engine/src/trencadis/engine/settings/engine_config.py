@@ -43,8 +43,6 @@ from trencadis.engine.settings.library_settings import (
     DEFRAG_VARIABLES,
     GRAPH_VARIABLES,
     SKIP_WARMUP,
-    default_defrag,
-    default_graphs,
     library_settings,
     library_variables,
     sets_buckets,
@@ -282,7 +280,7 @@ class EngineConfig(CapacitySettings):
         help="most traffic between device and host for preempted sequences, in GB/s",
     )
     defrag: DefragConfig = attrs.field(
-        factory=default_defrag,
+        factory=lambda: library_settings({})[2],
         metadata=setting(
             env_patterns=DEFRAG_VARIABLES,
             help="whether and when the KV cache is defragmented, and if that is logged",
@@ -348,7 +346,7 @@ class EngineConfig(CapacitySettings):
         default="auto: eager where the device can and shapes are warmed up, else compile",
     )
     graphs: WarmupConfig = attrs.field(
-        factory=default_graphs,
+        factory=lambda: library_settings({})[1],
         metadata=setting(
             env_patterns=GRAPH_VARIABLES,
             help="which graphs are captured, within which memory, on a device that has graphs",
