@@ -177,10 +177,9 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.front": [
         {
             "chat_renderer",
-            "embeddings",
             "grammar_checks",
             "interrupts",
-            "scores",
+            "pooled_results",
             "template_process",
             "yaml_nodes",
         },

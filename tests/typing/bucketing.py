@@ -39,7 +39,6 @@ def fitted_grid(lengths: list[int]) -> BucketGrid:
 def grids_from_environment(environ: dict[str, str]) -> tuple[BucketGrid, BucketGrid]:
     config = BucketingConfig.from_env(environ)
     config = attrs.evolve(config, prompt_query=AxisConfig(min=128, step=128, max=1024))
-    assert_type(config.to_env(), dict[str, str])
     prompts = prompt_grid(
         config, max_model_len=2048, max_num_batched_tokens=2048, max_num_seqs=8, block_size=128
     )

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import trencadis.engine
-from trencadis.bucketing import BucketingConfig
+from trencadis.bucketing import BucketingConfig, describe_variables
 from trencadis.engine import ConfigError, EngineConfig, EngineStats, devices
 from trencadis.engine.core import engine_core
 from trencadis.engine.settings import (
@@ -338,7 +338,7 @@ def test_every_setting_has_a_meaning_and_every_flag_a_group(cls: type[EngineConf
 @pytest.mark.parametrize("cls", [EngineConfig, SimulationConfig])
 def test_the_help_names_every_variable_of_the_libraries(cls: type[EngineConfig]) -> None:
     known = [line.split()[0] for line in environment_help(cls).splitlines()]
-    variables = {*BucketingConfig().to_env(), "VLLM_SKIP_WARMUP", "VLLM_DEBUG"}
+    variables = {*describe_variables(), "VLLM_SKIP_WARMUP", "VLLM_DEBUG"}
     for library in (BucketingConfig, WarmupConfig, DefragConfig):
         variables |= {field.metadata.get("env") for field in attrs.fields(library)} - {None}
     missing = {name for name in variables if not any(fnmatch(name, pattern) for pattern in known)}

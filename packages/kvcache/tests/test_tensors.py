@@ -323,7 +323,7 @@ def test_memory_that_cannot_be_allocated_is_an_error_with_a_remedy(
 def test_a_layer_outside_the_cache_is_refused(layer: Any) -> None:
     cache = make()
     for view in (cache.key, cache.value):
-        with pytest.raises(InvalidSetting, match="is not one of 0 to 2"):
+        with pytest.raises(InvalidSetting, match="layer must be an integer from 0 to 2"):
             view(layer)
 
 

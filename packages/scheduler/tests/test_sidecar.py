@@ -38,6 +38,7 @@ from trencadis.scheduler.telemetry.sidecar import cli, wire
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
 from trencadis.scheduler.telemetry.sidecar.client import SidecarSource
 from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
+from trencadis.scheduler.telemetry.sidecar.generated import temperature_pb2
 from trencadis.scheduler.telemetry.sidecar.server import SidecarServer
 from trencadis.scheduler.telemetry.sidecar.tls import ClientTls, ServerTls
 
@@ -196,7 +197,7 @@ def test_a_slow_stream_gets_the_newest_round() -> None:
         watch = channel.unary_stream(
             wire.WATCH_PATH,
             request_serializer=lambda _: b"",
-            response_deserializer=wire.decode_round,
+            response_deserializer=temperature_pb2.Round.FromString,
         )
         stream = watch(None, timeout=120.0)
         assert next(stream).readings[0].temperature_c == 60.0

@@ -60,7 +60,6 @@ if TYPE_CHECKING:
     from trencadis.engine.core.engine_core import EngineCore
     from trencadis.engine.devices import Device, Graph
     from trencadis.engine.front.async_engine import AsyncEngine
-    from trencadis.engine.front.embeddings import Embedding
     from trencadis.engine.front.llm import LLM, Completion, Generation
     from trencadis.engine.front.multi_model_config import (
         ModelEntry,
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
         read_multi_model_config,
     )
     from trencadis.engine.front.multi_model_engine import MultiModelEngine, SwitchReport
-    from trencadis.engine.front.scores import Score
+    from trencadis.engine.front.pooled_results import Embedding, Score
     from trencadis.engine.front.tokenizer import Tokenizer
     from trencadis.engine.ipc.messages import NewToken
     from trencadis.engine.models.default_model import default_model
@@ -83,7 +82,7 @@ _LOADED_ON_USE = {
     "CompileCacheReport": ".core.compile_cache",
     "Completion": ".front.llm",
     "Device": ".devices",
-    "Embedding": ".front.embeddings",
+    "Embedding": ".front.pooled_results",
     "EngineCore": ".core.engine_core",
     "EngineInspection": ".api.inspection",
     "Generation": ".front.llm",
@@ -95,7 +94,7 @@ _LOADED_ON_USE = {
     "MultiModelConfig": ".front.multi_model_config",
     "MultiModelEngine": ".front.multi_model_engine",
     "NewToken": ".ipc.messages",
-    "Score": ".front.scores",
+    "Score": ".front.pooled_results",
     "SwitchReport": ".front.multi_model_engine",
     "Tokenizer": ".front.tokenizer",
     "check_compile_cache": ".core.compile_cache",

@@ -44,6 +44,11 @@ MAX_DIGITS = 18
 logger = logging.getLogger(__name__)
 
 
+def _setting(default: Any, validator: Validator, help: str, **env: str) -> Any:
+    """A field with its meaning, and its environment variable, as metadata."""
+    return attrs.field(default=default, validator=validator, metadata={"help": help, **env})
+
+
 def as_tuple(numbers: Iterable[int]) -> tuple[int, ...]:
     """``numbers`` as a tuple. What gives no tuple is left for the validator."""
     try:
@@ -97,27 +102,21 @@ class CacheConfig:
         ),
         metadata={"help": "Size of a block in tokens, a power of two."},
     )
-    watermark: float = attrs.field(
-        default=0.01,
-        validator=Validator(
+    watermark: float = _setting(
+        0.01,
+        Validator(
             "a finite number of at least 0 and below 1",
             lambda share: is_finite(share) and 0 <= share < 1,
             remedy="0.01 is usual",
         ),
-        metadata={
-            "help": "Share of the device blocks (0 to 1) that stays free for running sequences "
-            "when a prompt is admitted."
-        },
+        "Share of the device blocks (0 to 1) that stays free for running sequences "
+        "when a prompt is admitted.",
     )
-    num_host_blocks: int = attrs.field(
-        default=0,
-        validator=NUM_HOST_BLOCKS,
-        metadata={"help": "Number of host blocks for swapped sequences, 0 for no swapping."},
+    num_host_blocks: int = _setting(
+        0, NUM_HOST_BLOCKS, "Number of host blocks for swapped sequences, 0 for no swapping."
     )
-    enable_prefix_caching: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata={"help": "Whether prompts share the blocks of a common prefix."},
+    enable_prefix_caching: bool = _setting(
+        True, boolean(), "Whether prompts share the blocks of a common prefix."
     )
     decode_buckets: tuple[int, ...] = attrs.field(
         default=(),
@@ -140,44 +139,32 @@ class DefragConfig:
     1/300 of the time in which a block is recomputed.
     """
 
-    enabled: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata={"help": "Defragment.", "env": "VLLM_DEFRAG"},
+    enabled: bool = _setting(True, boolean(), "Defragment.", env="VLLM_DEFRAG")
+    warm_up: bool = _setting(
+        True,
+        boolean(),
+        "Run each plan size once before serving; a host reads it.",
+        env="VLLM_DEFRAG_WARMUP",
     )
-    warm_up: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata={
-            "help": "Run each plan size once before serving; a host reads it.",
-            "env": "VLLM_DEFRAG_WARMUP",
-        },
+    threshold: int = _setting(
+        32,
+        number(0),
+        "Defragment when the highest used block is more than this number of blocks "
+        "above the number of used blocks.",
+        env="VLLM_DEFRAG_THRESHOLD",
     )
-    threshold: int = attrs.field(
-        default=32,
-        validator=number(0),
-        metadata={
-            "help": "Defragment when the highest used block is more than this number of blocks "
-            "above the number of used blocks.",
-            "env": "VLLM_DEFRAG_THRESHOLD",
-        },
+    debug: bool = _setting(
+        False,
+        boolean(),
+        "Log every defragmentation. The variable is a comma-separated list; the word "
+        "defrag in it sets this.",
+        env="VLLM_DEBUG",
     )
-    debug: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata={
-            "help": "Log every defragmentation. The variable is a comma-separated list; the word "
-            "defrag in it sets this.",
-            "env": "VLLM_DEBUG",
-        },
-    )
-    keep_from: float = attrs.field(
-        default=0.05,
-        validator=number(0),
-        metadata={
-            "help": "Reuse probability from which cached content is kept: 0 keeps all content, a "
-            "value above 1 keeps none."
-        },
+    keep_from: float = _setting(
+        0.05,
+        number(0),
+        "Reuse probability from which cached content is kept: 0 keeps all content, a "
+        "value above 1 keeps none.",
     )
 
     @classmethod

@@ -72,7 +72,8 @@ def lay_out(
     needed = int(blocks.max(initial=0)) + 1
     if num_blocks is not None and (type(num_blocks) is not int or num_blocks < needed):
         remedy = f"pass at least {needed}"
-        num_blocks = integer(1, remedy=remedy).checked("num_blocks", num_blocks)
+        if type(num_blocks) is not int or num_blocks < 1:
+            num_blocks = integer(1, remedy=remedy).checked("num_blocks", num_blocks)
         if num_blocks < needed:
             raise InvalidSetting(
                 f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"

@@ -26,7 +26,7 @@ import attrs
 
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, Direction, as_block_copies
 from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, MissingExtra, OutOfMemory
-from trencadis.kvcache.validators import boolean, instance_of, integer, is_integer
+from trencadis.kvcache.validators import boolean, instance_of, integer
 
 try:
     import torch
@@ -153,13 +153,11 @@ class KVCache:
         With ``token_rows``: ``[num_blocks * block_size, kv_heads, key_width]``, and no view. Raises
         `InvalidSetting` for a layer that the cache does not have.
         """
-        self._require_layer(layer)
-        return self._parts[layer]
+        return self._parts[self._as_layer(layer)]
 
     def value(self, layer: int) -> torch.Tensor:
         """Values of a layer, in the layout of its keys. Raises as `key`."""
-        self._require_layer(layer)
-        return self._parts[self.num_layers + layer]
+        return self._parts[self.num_layers + self._as_layer(layer)]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:
         """Carry out the batches of a `CopyPlan` in order.
@@ -196,14 +194,11 @@ class KVCache:
         for copier in self._copiers:
             copier.wait()
 
-    def _require_layer(self, layer: int) -> None:
-        if type(layer) is int and 0 <= layer < self.num_layers:
-            return  # several times in each layer of each forward pass
-        if not is_integer(layer) or not 0 <= layer < self.num_layers:
-            raise InvalidSetting(
-                f"layer {layer!r} is not one of 0 to {self.num_layers - 1}: pass a layer of the "
-                "cache"
-            )
+    def _as_layer(self, layer: int) -> int:
+        if type(layer) is not int or not 0 <= layer < self.num_layers:
+            remedy = "pass a layer of the cache"
+            layer = integer(0, self.num_layers - 1, remedy=remedy).checked("layer", layer)
+        return layer
 
     def _checked(
         self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]

@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import attrs
 
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.validators import integer, number, one_of
+from trencadis.scheduler.validators import integer, number, one_of, setting
 
 QueuePolicy = Literal["fcfs", "priority"]
 
@@ -19,90 +19,66 @@ class SchedulerConfig:
     Raises `ConfigError`.
     """
 
-    max_num_seqs: int = attrs.field(
-        default=128,
-        validator=integer(1),
-        metadata={
-            "help": "Maximum number of sequences that run at once; a group of n samples or n "
-            "beams counts n."
-        },
+    max_num_seqs: int = setting(
+        128,
+        integer(1),
+        "Maximum number of sequences that run at once; a group of n samples or n beams counts n.",
     )
-    max_num_batched_tokens: int = attrs.field(
-        default=2048,
-        validator=integer(1),
-        metadata={
-            "help": "Token budget of a step: decodes (one token each) and prefill chunks together."
-        },
+    max_num_batched_tokens: int = setting(
+        2048,
+        integer(1),
+        "Token budget of a step: decodes (one token each) and prefill chunks together.",
     )
-    max_prefill_tokens: int | None = attrs.field(
-        default=None,
-        validator=integer(1, optional=True),
-        metadata={
-            "help": "Maximum number of tokens in all prefill chunks of a step together; None: only "
-            "the token budget limits them."
-        },
+    max_prefill_tokens: int | None = setting(
+        None,
+        integer(1, optional=True),
+        "Maximum number of tokens in all prefill chunks of a step together; None: only "
+        "the token budget limits them.",
     )
-    max_model_len: int = attrs.field(
-        default=4096,
-        validator=integer(1),
-        metadata={"help": "Maximum length of prompt and output together, in tokens."},
+    max_model_len: int = setting(
+        4096, integer(1), "Maximum length of prompt and output together, in tokens."
     )
-    max_chunk_tokens: int | None = attrs.field(
-        default=None,
-        validator=integer(1, optional=True),
-        metadata={
-            "help": "Maximum length of a prefill chunk, in tokens, usually the longest prompt "
-            "bucket; None: only the token budget limits a chunk."
-        },
+    max_chunk_tokens: int | None = setting(
+        None,
+        integer(1, optional=True),
+        "Maximum length of a prefill chunk, in tokens, usually the longest prompt "
+        "bucket; None: only the token budget limits a chunk.",
     )
-    max_waiting: int = attrs.field(
-        default=2048,
-        validator=integer(1),
-        metadata={
-            "help": "Maximum number of requests in the waiting queue. Each of n clients that wait "
-            "may have the n-th part of it there, also when others have filled it."
-        },
+    max_waiting: int = setting(
+        2048,
+        integer(1),
+        "Maximum number of requests in the waiting queue. Each of n clients that wait "
+        "may have the n-th part of it there, also when others have filled it.",
     )
-    max_steps_in_flight: int = attrs.field(
-        default=1,
-        validator=integer(1, 2),
-        metadata={
-            "help": "Number of steps that may be scheduled before the results of the first: with "
-            "2, the host prepares a step while the device computes the one before."
-        },
+    max_steps_in_flight: int = setting(
+        1,
+        integer(1, 2),
+        "Number of steps that may be scheduled before the results of the first: with "
+        "2, the host prepares a step while the device computes the one before.",
     )
-    policy: QueuePolicy = attrs.field(
-        default="fcfs",
-        validator=one_of(get_args(QueuePolicy)),
-        metadata={
-            "help": "Order of the queues: fcfs (first come, first served) or priority (lower "
-            "values of Request.priority first, then first come, first served)."
-        },
+    policy: QueuePolicy = setting(
+        "fcfs",
+        one_of(get_args(QueuePolicy)),
+        "Order of the queues: fcfs (first come, first served) or priority (lower "
+        "values of Request.priority first, then first come, first served).",
     )
-    lookahead: int = attrs.field(
-        default=8,
-        validator=integer(1),
-        metadata={
-            "help": "Number of groups of a queue that a step tries to start when the first does "
-            "not fit."
-        },
+    lookahead: int = setting(
+        8,
+        integer(1),
+        "Number of groups of a queue that a step tries to start when the first does not fit.",
     )
-    max_bypasses: int = attrs.field(
-        default=16,
-        validator=integer(0),
-        metadata={
-            "help": "Number of times that a group may be bypassed: a later group starts while it "
-            "is the oldest of its queue, or it is preempted while a later group keeps its blocks. "
-            "After that it starts next and keeps its blocks."
-        },
+    max_bypasses: int = setting(
+        16,
+        integer(0),
+        "Number of times that a group may be bypassed: a later group starts while it "
+        "is the oldest of its queue, or it is preempted while a later group keeps its blocks. "
+        "After that it starts next and keeps its blocks.",
     )
-    force_evict_hold_s: float = attrs.field(
-        default=5.0,
-        validator=number(0),
-        metadata={
-            "help": "Seconds during which a forced eviction keeps the running limit at the number "
-            "of sequences that were left."
-        },
+    force_evict_hold_s: float = setting(
+        5.0,
+        number(0),
+        "Seconds during which a forced eviction keeps the running limit at the number "
+        "of sequences that were left.",
     )
 
     def __attrs_post_init__(self) -> None:

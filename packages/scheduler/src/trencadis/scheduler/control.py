@@ -26,7 +26,7 @@ from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS
-from trencadis.scheduler.validators import boolean, instance_of, integer, number, one_of
+from trencadis.scheduler.validators import boolean, instance_of, integer, number, one_of, setting
 
 _INT64_MAX = 2**63 - 1
 """The largest integer that the engine's messages can carry."""
@@ -42,55 +42,43 @@ class BatchControl:
     The metadata of each field has its ``help`` text. Raises `ConfigError`.
     """
 
-    max_num_seqs: int | None = attrs.field(
-        default=None,
-        validator=integer(1, _INT64_MAX, optional=True),
-        metadata={"help": "New maximum number of sequences that run at once; null: unchanged."},
+    max_num_seqs: int | None = setting(
+        None,
+        integer(1, _INT64_MAX, optional=True),
+        "New maximum number of sequences that run at once; null: unchanged.",
     )
-    max_prefill_tokens: int | None = attrs.field(
-        default=None,
-        validator=integer(1, _INT64_MAX, optional=True),
-        metadata={
-            "help": "New maximum of tokens in the prefill chunks of a step; that of all tokens of "
-            "a step, or more, ends the limit; null: unchanged."
-        },
+    max_prefill_tokens: int | None = setting(
+        None,
+        integer(1, _INT64_MAX, optional=True),
+        "New maximum of tokens in the prefill chunks of a step; that of all tokens of "
+        "a step, or more, ends the limit; null: unchanged.",
     )
-    force_evict: int | None = attrs.field(
-        default=None,
-        validator=integer(0, _INT64_MAX, optional=True),
-        metadata={
-            "help": "Number of running sequences to preempt now. The number that is left stays the "
-            "running limit for hold_s seconds, or until a request with max_num_seqs alone."
-        },
+    force_evict: int | None = setting(
+        None,
+        integer(0, _INT64_MAX, optional=True),
+        "Number of running sequences to preempt now. The number that is left stays the "
+        "running limit for hold_s seconds, or until a request with max_num_seqs alone.",
     )
-    hold_s: float | None = attrs.field(
-        default=None,
-        validator=number(0, MAX_HOLD_S, optional=True),
-        metadata={
-            "help": "Seconds for which force_evict holds the running limit; null: "
-            "SchedulerConfig.force_evict_hold_s, 5 seconds."
-        },
+    hold_s: float | None = setting(
+        None,
+        number(0, MAX_HOLD_S, optional=True),
+        "Seconds for which force_evict holds the running limit; null: "
+        "SchedulerConfig.force_evict_hold_s, 5 seconds.",
     )
-    target_temp_c: float | None = attrs.field(
-        default=None,
-        validator=number(0, MAX_TARGET_C, exclusive_low=True, optional=True),
-        metadata={
-            "help": "New target of the thermal policy, degrees C; null: unchanged. Without a "
-            "policy it starts a control loop, which ends once the devices stay below the target."
-        },
+    target_temp_c: float | None = setting(
+        None,
+        number(0, MAX_TARGET_C, exclusive_low=True, optional=True),
+        "New target of the thermal policy, degrees C; null: unchanged. Without a "
+        "policy it starts a control loop, which ends once the devices stay below the target.",
     )
-    policy: str = attrs.field(
-        default="lru",
-        validator=one_of(VICTIM_ORDERS),
-        metadata={
-            "help": "Order in which running groups are chosen as victims; with target_temp_c also "
-            "of those that the thermal policy preempts later."
-        },
+    policy: str = setting(
+        "lru",
+        one_of(VICTIM_ORDERS),
+        "Order in which running groups are chosen as victims; with target_temp_c also "
+        "of those that the thermal policy preempts later.",
     )
-    dry_run: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata={"help": "Answer what the request would do, and change nothing."},
+    dry_run: bool = setting(
+        False, boolean(), "Answer what the request would do, and change nothing."
     )
 
 
@@ -214,7 +202,7 @@ class ControlHandler:
         num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
             step.carries_out_order = self._was_carried_out = True
-            self._limit.set_config(config)
+            self._limit.config = config
             self._limit.policy_limit = policy_limit
             if ends_hold:
                 self._limit.end_hold()
@@ -222,11 +210,13 @@ class ControlHandler:
                 self._force_evict(victims, step, control.hold_s)
             else:
                 self._preempt(victims, step)
+        thermal = self._thermal
+        sequence_w = PRIOR_W if thermal is None else thermal.power_model.per_sequence_w
         return BatchControlResult(
             previous_running=previous_running,
             new_running=previous_running - num_preempted,
             evicted_request_ids=tuple(group.request_id for group in victims),
-            estimated_watts_saved=num_preempted * self._watts_per_sequence(),
+            estimated_watts_saved=num_preempted * sequence_w,
             new_max_num_seqs=max_num_seqs,
             new_max_prefill_tokens=config.max_prefill_tokens or config.max_num_batched_tokens,
         )
@@ -283,9 +273,6 @@ class ControlHandler:
         self._preempt(groups, step)
         if groups:
             self._limit.hold(step.now, hold_s)
-
-    def _watts_per_sequence(self) -> float:
-        return PRIOR_W if self._thermal is None else self._thermal.power_model.per_sequence_w
 
 
 def _is_running(group: SequenceGroup | None) -> TypeGuard[SequenceGroup]:

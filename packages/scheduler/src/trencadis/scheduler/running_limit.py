@@ -57,17 +57,6 @@ class RunningLimit:
         num_first = running.first().num_seqs if running else 0
         return _limit(self._ordered_limit(now), self.policy_limit, num_first)
 
-    def max_prefill_tokens(self) -> int:
-        """The most tokens that a step may have in prefill chunks."""
-        policy_limit = None if self._thermal is None else self._thermal.prefill_limit
-        limits = (self.config.max_prefill_tokens, policy_limit)
-        budget = self.config.max_num_batched_tokens
-        return min([budget, *(limit for limit in limits if limit is not None)])
-
-    def set_config(self, config: SchedulerConfig) -> None:
-        """Put the settings of a control request in force."""
-        self.config = config
-
     def hold(self, now: float, seconds: float | None = None) -> None:
         """Limit the batch to its present size; None: for ``force_evict_hold_s`` seconds."""
         self._hold_limit = self._states.num_running_seqs
@@ -121,7 +110,11 @@ class RunningLimit:
         """
         step.max_running_seqs = self.value(step.now)
         step.max_group_seqs = self._ordered_limit(step.now)
-        step.max_prefill_tokens = step.prefill_budget = self.max_prefill_tokens()
+        policy_limit = None if self._thermal is None else self._thermal.prefill_limit
+        limits = (self.config.max_prefill_tokens, policy_limit)
+        budget = self.config.max_num_batched_tokens
+        most_tokens = min([budget, *(limit for limit in limits if limit is not None)])
+        step.max_prefill_tokens = step.prefill_budget = most_tokens
         excess = self._states.num_started_seqs - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False

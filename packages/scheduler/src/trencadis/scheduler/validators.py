@@ -6,8 +6,10 @@ from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Any
 
+import attrs
+
 from trencadis.kvcache import validators
-from trencadis.kvcache.validators import is_finite, is_integer, plain_number
+from trencadis.kvcache.validators import Validator, is_finite, is_integer, plain_number
 from trencadis.scheduler.errors import ConfigError
 
 __all__ = ["is_finite", "is_integer"]
@@ -17,6 +19,14 @@ number = partial(validators.number, error=ConfigError)
 boolean = partial(validators.boolean, error=ConfigError)
 one_of = partial(validators.one_of, error=ConfigError)
 instance_of = partial(validators.instance_of, error=ConfigError)
+
+POSITIVE = number(0, exclusive_low=True)
+
+
+def setting(default: Any, validator: Validator, help: str) -> Any:
+    """A field with its meaning as metadata."""
+    return attrs.field(default=default, validator=validator, metadata={"help": help})
+
 
 MAX_TOKEN_ID = 2**31 - 1
 """The KV cache keeps token ids as signed integers of 32 bits."""

@@ -30,36 +30,29 @@ class ServingTokenizer(Protocol):
     @property
     def vocab_size(self) -> int:
         """Number of token ids; ids are 0 to ``vocab_size - 1``."""
-        ...
 
     @property
     def chat_template(self) -> str | None:
         """The chat template in Jinja, which shows how the model writes tool calls and reasoning;
         None if there is none."""
-        ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of a text."""
-        ...
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Return the text of token ids."""
-        ...
 
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, as log-probabilities report it."""
-        ...
 
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text: those of a part of a character, too.
 
         No bytes for a special token that is skipped.
         """
-        ...
 
     def min_num_tokens(self, length: int) -> int:
         """The fewest tokens that a text of ``length`` characters can have."""
-        ...
 
     def render_chat(
         self,
@@ -77,7 +70,6 @@ class ServingTokenizer(Protocol):
         after that, in another thread. A tokenizer that is always quick may ignore it. Raises
         `InvalidRequest` (field ``messages``) if the chat template rejects it.
         """
-        ...
 
 
 class ServingEngine(Protocol):
@@ -86,22 +78,18 @@ class ServingEngine(Protocol):
     @property
     def tokenizer(self) -> ServingTokenizer:
         """The tokenizer of the model."""
-        ...
 
     @property
     def max_model_len(self) -> int:
         """Maximum number of tokens of a prompt and its output together."""
-        ...
 
     @property
     def model_name(self) -> str:
         """The name that clients send as ``model``."""
-        ...
 
     @property
     def stats(self) -> EngineStats:
         """The latest snapshot."""
-        ...
 
     async def check_health(self) -> None:
         """Raise an error if requests cannot be served.
@@ -109,7 +97,6 @@ class ServingEngine(Protocol):
         `EngineDead` if the engine has stopped, `EngineRestarting` while it recovers by itself, and
         `EngineUnresponsive` if it hangs.
         """
-        ...
 
     def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the deltas of all ``request.params.n`` choices, interleaved.
@@ -120,14 +107,12 @@ class ServingEngine(Protocol):
         ones raise `RequestFailed`, an internal error that concerns this request alone,
         `BucketMiss`, a shape that the engine may not compile for it, or `EngineDead`.
         """
-        ...
 
     async def control(self, order: BatchControl) -> BatchControlResult:
         """Carry out an administrator's order and return its effect.
 
         Raises `InvalidRequest`, `EngineOverloaded` or an error of `check_health`.
         """
-        ...
 
 
 @runtime_checkable
@@ -140,37 +125,30 @@ class SwitchingEngine(ServingEngine, Protocol):
     @property
     def active(self) -> str:
         """The alias of the active model."""
-        ...
 
     @property
     def aliases(self) -> tuple[str, ...]:
         """The aliases of all models."""
-        ...
 
     @property
     def entry(self) -> ModelEntry:
         """The active model's entry."""
-        ...
 
     def entry_of(self, alias: str) -> ModelEntry:
         """The entry of a model. Raises `UnknownModelError`."""
-        ...
 
     async def tokenizer_of(self, alias: str) -> ServingTokenizer:
         """The tokenizer of a model, active or not. Raises `UnknownModelError` or `ModelError`."""
-        ...
 
     @property
     def is_switching(self) -> bool:
         """Whether a switch is under way and prepared: new requests are rejected meanwhile."""
-        ...
 
     async def prepare_model(self, alias: str) -> float:
         """What a switch to a model can do while the active one serves; returns the seconds.
 
         Raises `SwitchFailedError`.
         """
-        ...
 
     async def switch_model(
         self,
@@ -184,7 +162,6 @@ class SwitchingEngine(ServingEngine, Protocol):
 
         Raises `UnknownModelError`, `SwitchInProgressError` or `SwitchFailedError`.
         """
-        ...
 
 
 @runtime_checkable
@@ -196,7 +173,6 @@ class SleepingEngine(Protocol):
 
         Returns the bytes of device memory that are released.
         """
-        ...
 
     async def wake_up(self) -> None:
         """Serve again; returns when it does.
@@ -204,12 +180,10 @@ class SleepingEngine(Protocol):
         Raises `SwitchFailedError` where it cannot, for example because device memory is missing;
         it stays asleep then.
         """
-        ...
 
     @property
     def is_sleeping(self) -> bool:
         """Whether the device memory is released, so that no request can be served."""
-        ...
 
 
 @runtime_checkable
@@ -223,7 +197,6 @@ class EmbeddingEngine(Protocol):
     @property
     def embedding_size(self) -> int:
         """Numbers of an embedding; 0 while the engine generates."""
-        ...
 
 
 def embedding_size(engine: ServingEngine) -> int:
@@ -238,7 +211,6 @@ class PromptingEngine(Protocol):
     @property
     def text_prompts(self) -> TextPrompts:
         """The prompts by name, and which of them is the default."""
-        ...
 
 
 def text_prompts(engine: ServingEngine) -> TextPrompts:
@@ -265,7 +237,6 @@ class PairTokenizer(ServingTokenizer, Protocol):
         ``quick`` is that of `render_chat`. Raises `InvalidRequest` where the template rejects the
         texts, or the prompt has no place for an instruction (field ``instruction``).
         """
-        ...
 
 
 @runtime_checkable
@@ -279,7 +250,6 @@ class ScoringEngine(Protocol):
     @property
     def scoring(self) -> Scoring | None:
         """How the model scores; None while it does not."""
-        ...
 
 
 def scoring(engine: ServingEngine) -> Scoring | None:
@@ -297,7 +267,6 @@ class InspectableEngine(Protocol):
         Called at most once a second, and only while someone watches. Raises an `EngineError`
         where it cannot tell.
         """
-        ...
 
 
 def as_switching(engine: ServingEngine) -> SwitchingEngine | None:

@@ -8,7 +8,7 @@ from typing import Any
 import attrs
 
 from trencadis.engine import ConfigError
-from trencadis.engine.settings import parse_flag, parse_size, setting
+from trencadis.engine.settings import parse_flag, parse_size, setting, setting_field
 from trencadis.engine.validators import boolean, integer, number, one_of, text
 
 MIB = 1024 * 1024
@@ -45,17 +45,16 @@ class ServerSettings:
     value out of range.
     """
 
-    host: str = attrs.field(
-        default="127.0.0.1",
-        validator=text(),
-        metadata=setting("--host", metavar="ADDRESS", group=SERVER, help="address to listen on"),
+    host: str = setting_field(
+        "127.0.0.1", text(), "--host", metavar="ADDRESS", group=SERVER, help="address to listen on"
     )
-    port: int = attrs.field(
-        default=8000,
-        validator=integer(0, 65_535),
-        metadata=setting(
-            "--port", metavar="N", group=SERVER, help="port to listen on; 0 takes any free port"
-        ),
+    port: int = setting_field(
+        8000,
+        integer(0, 65_535),
+        "--port",
+        metavar="N",
+        group=SERVER,
+        help="port to listen on; 0 takes any free port",
     )
     allowed_hosts: tuple[str, ...] = attrs.field(
         default=(),
@@ -88,79 +87,65 @@ class ServerSettings:
             default="none: accept all",
         ),
     )
-    api_key_file: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--api-key-file",
-            metavar="FILE",
-            group=SERVER,
-            help="accept the keys of this file, too: lines with a name and a key. The names are in "
-            "metrics and logs",
-            default="none",
-        ),
-    )
-    fair_share: str = attrs.field(
+    api_key_file: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--api-key-file",
+        metavar="FILE",
+        group=SERVER,
+        help="accept the keys of this file, too: lines with a name and a key. The names are in "
+        "metrics and logs",
         default="none",
-        validator=one_of(("none", "key")),
-        metadata=setting(
-            "--fair-share",
-            group=SERVER,
-            help="key: of the API keys whose requests wait, the one that got the fewest tokens is "
-            "served next; none: keys do not change the order of requests",
-        ),
     )
-    max_requests_per_key: int | None = attrs.field(
-        default=None,
-        validator=integer(1, 2**31 - 1, optional=True),
-        metadata=setting(
-            "--max-requests-per-key",
-            metavar="N",
-            group=SERVER,
-            help="most requests of an API key in progress; more get status 429",
-            default="no limit",
-        ),
+    fair_share: str = setting_field(
+        "none",
+        one_of(("none", "key")),
+        "--fair-share",
+        group=SERVER,
+        help="key: of the API keys whose requests wait, the one that got the fewest tokens is "
+        "served next; none: keys do not change the order of requests",
     )
-    tool_call_parser: str = attrs.field(
-        default="auto",
-        validator=text(),
-        metadata=setting(
-            "--tool-call-parser",
-            metavar="NAME",
-            group=CHAT,
-            help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
-            "granite, openai, module:Class, auto (by its chat template) or none",
-        ),
+    max_requests_per_key: int | None = setting_field(
+        None,
+        integer(1, 2**31 - 1, optional=True),
+        "--max-requests-per-key",
+        metavar="N",
+        group=SERVER,
+        help="most requests of an API key in progress; more get status 429",
+        default="no limit",
     )
-    reasoning_parser: str = attrs.field(
-        default="auto",
-        validator=text(),
-        metadata=setting(
-            "--reasoning-parser",
-            metavar="NAME",
-            group=CHAT,
-            help="how the model writes its reasoning: qwen3, deepseek_r1, granite, "
-            "openai_gptoss, module:Class, auto (by its chat template) or none",
-        ),
+    tool_call_parser: str = setting_field(
+        "auto",
+        text(),
+        "--tool-call-parser",
+        metavar="NAME",
+        group=CHAT,
+        help="how the model writes tool calls: hermes, llama3_json, mistral, deepseek_v3, "
+        "granite, openai, module:Class, auto (by its chat template) or none",
     )
-    enable_auto_tool_choice: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            "--enable-auto-tool-choice",
-            group=CHAT,
-            help="do not start without a tool call parser, with which models choose tools",
-        ),
+    reasoning_parser: str = setting_field(
+        "auto",
+        text(),
+        "--reasoning-parser",
+        metavar="NAME",
+        group=CHAT,
+        help="how the model writes its reasoning: qwen3, deepseek_r1, granite, "
+        "openai_gptoss, module:Class, auto (by its chat template) or none",
     )
-    prefix_cache_per_key: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            "--prefix-cache-per-key",
-            group=SERVER,
-            help="requests of different API keys share no cached prefixes, so that their times "
-            "reveal nothing about the prompts of other keys",
-        ),
+    enable_auto_tool_choice: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-auto-tool-choice",
+        group=CHAT,
+        help="do not start without a tool call parser, with which models choose tools",
+    )
+    prefix_cache_per_key: bool = setting_field(
+        False,
+        boolean(),
+        "--prefix-cache-per-key",
+        group=SERVER,
+        help="requests of different API keys share no cached prefixes, so that their times "
+        "reveal nothing about the prompts of other keys",
     )
     admin_keys: tuple[str, ...] = attrs.field(
         default=(),
@@ -178,244 +163,192 @@ class ServerSettings:
             default="none: closed",
         ),
     )
-    enable_admin_api: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            "--enable-admin-api",
-            group=SERVER,
-            help="do not start without an admin key, which opens /v1/admin",
-        ),
+    enable_admin_api: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-admin-api",
+        group=SERVER,
+        help="do not start without an admin key, which opens /v1/admin",
     )
-    admin_rate_limit: float = attrs.field(
-        default=10.0,
-        validator=number(0, 1e6, exclusive_low=True),
-        metadata=setting(
-            "--admin-rate-limit",
-            metavar="N",
-            group=SERVER,
-            help="most calls of /v1/admin per second, and at once; more get status 429",
-        ),
+    admin_rate_limit: float = setting_field(
+        10.0,
+        number(0, 1e6, exclusive_low=True),
+        "--admin-rate-limit",
+        metavar="N",
+        group=SERVER,
+        help="most calls of /v1/admin per second, and at once; more get status 429",
     )
-    admin_signature_window: float | None = attrs.field(
-        default=None,
-        validator=number(0, 3600, exclusive_low=True, optional=True),
-        metadata=setting(
-            "--admin-signature-window",
-            metavar="SECONDS",
-            group=SERVER,
-            help="accept only calls of /v1/admin that are signed with an admin key, for this long "
-            "and once; needs --allowed-hosts",
-            default="none: bearer tokens",
-        ),
+    admin_signature_window: float | None = setting_field(
+        None,
+        number(0, 3600, exclusive_low=True, optional=True),
+        "--admin-signature-window",
+        metavar="SECONDS",
+        group=SERVER,
+        help="accept only calls of /v1/admin that are signed with an admin key, for this long "
+        "and once; needs --allowed-hosts",
+        default="none: bearer tokens",
     )
-    admin_host: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--admin-host",
-            metavar="ADDRESS",
-            group=SERVER,
-            help="address of the port for /v1/admin",
-            default="that of --host",
-        ),
+    admin_host: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--admin-host",
+        metavar="ADDRESS",
+        group=SERVER,
+        help="address of the port for /v1/admin",
+        default="that of --host",
     )
-    admin_port: int | None = attrs.field(
-        default=None,
-        validator=integer(0, 65_535, optional=True),
-        metadata=setting(
-            "--admin-port",
-            metavar="N",
-            group=SERVER,
-            help="port for /v1/admin alone; 0 takes any free port",
-            default="that of --port",
-        ),
+    admin_port: int | None = setting_field(
+        None,
+        integer(0, 65_535, optional=True),
+        "--admin-port",
+        metavar="N",
+        group=SERVER,
+        help="port for /v1/admin alone; 0 takes any free port",
+        default="that of --port",
     )
-    server_dev_mode: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            env="VLLM_SERVER_DEV_MODE",
-            parse=parse_flag,
-            help="whether POST /v1/models/switch, POST /sleep, POST /wake_up and GET /is_sleeping "
-            "exist; without an admin key they are open to all clients that --api-key admits",
-        ),
+    server_dev_mode: bool = setting_field(
+        False,
+        boolean(),
+        env="VLLM_SERVER_DEV_MODE",
+        parse=parse_flag,
+        help="whether POST /v1/models/switch, POST /sleep, POST /wake_up and GET /is_sleeping "
+        "exist; without an admin key they are open to all clients that --api-key admits",
     )
-    multi_model_config: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--multi-model-config",
-            env="VLLM_HPU_MULTI_MODEL_CONFIG",
-            metavar="FILE",
-            group=MODELS,
-            help="models between which the server switches, in YAML",
-            default="none: one model",
-        ),
+    multi_model_config: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--multi-model-config",
+        env="VLLM_HPU_MULTI_MODEL_CONFIG",
+        metavar="FILE",
+        group=MODELS,
+        help="models between which the server switches, in YAML",
+        default="none: one model",
     )
-    model_stash_gib: float = attrs.field(
-        default=16.0,
-        validator=number(0, 1 << 20),
-        metadata=setting(
-            "--model-stash-gib",
-            metavar="GIB",
-            group=MODELS,
-            help="most host memory for the weights of models that are not active; a switch to one "
-            "of these is quick",
-        ),
+    model_stash_gib: float = setting_field(
+        16.0,
+        number(0, 1 << 20),
+        "--model-stash-gib",
+        metavar="GIB",
+        group=MODELS,
+        help="most host memory for the weights of models that are not active; a switch to one "
+        "of these is quick",
     )
-    auto_switch: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            "--auto-switch",
-            group=MODELS,
-            help="a request for a model that is not active waits for a switch; otherwise it is "
-            "rejected",
-        ),
+    auto_switch: bool = setting_field(
+        False,
+        boolean(),
+        "--auto-switch",
+        group=MODELS,
+        help="a request for a model that is not active waits for a switch; otherwise it is "
+        "rejected",
     )
-    min_model_stay: float = attrs.field(
-        default=30.0,
-        validator=_seconds,
-        metadata=setting(
-            "--min-model-stay",
-            metavar="SECONDS",
-            group=MODELS,
-            help="shortest time between a switch and one that requests ask for",
-        ),
+    min_model_stay: float = setting_field(
+        30.0,
+        _seconds,
+        "--min-model-stay",
+        metavar="SECONDS",
+        group=MODELS,
+        help="shortest time between a switch and one that requests ask for",
     )
-    max_switch_waiting: int = attrs.field(
-        default=256,
-        validator=integer(1, 2**31 - 1),
-        metadata=setting(
-            "--max-switch-waiting",
-            metavar="N",
-            group=MODELS,
-            help="most requests that wait for a switch; more get status 503",
-        ),
+    max_switch_waiting: int = setting_field(
+        256,
+        integer(1, 2**31 - 1),
+        "--max-switch-waiting",
+        metavar="N",
+        group=MODELS,
+        help="most requests that wait for a switch; more get status 503",
     )
-    otlp_traces_endpoint: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--otlp-traces-endpoint",
-            env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
-            metavar="URL",
-            group=SERVER,
-            help="OpenTelemetry collector for a trace of each request, as in "
-            "http://collector:4318/v1/traces (OTLP over HTTP)",
-            default="none: no traces",
-        ),
+    otlp_traces_endpoint: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--otlp-traces-endpoint",
+        env="OTEL_EXPORTER_OTLP_TRACES_ENDPOINT",
+        metavar="URL",
+        group=SERVER,
+        help="OpenTelemetry collector for a trace of each request, as in "
+        "http://collector:4318/v1/traces (OTLP over HTTP)",
+        default="none: no traces",
     )
-    ssl_certfile: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--ssl-certfile",
-            metavar="FILE",
-            group=SERVER,
-            help="certificate of this server (PEM): listen with TLS",
-            default="none: without TLS",
-        ),
+    ssl_certfile: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--ssl-certfile",
+        metavar="FILE",
+        group=SERVER,
+        help="certificate of this server (PEM): listen with TLS",
+        default="none: without TLS",
     )
-    ssl_keyfile: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--ssl-keyfile",
-            metavar="FILE",
-            group=SERVER,
-            help="private key of the certificate (PEM)",
-            default="in the certificate's file",
-        ),
+    ssl_keyfile: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--ssl-keyfile",
+        metavar="FILE",
+        group=SERVER,
+        help="private key of the certificate (PEM)",
+        default="in the certificate's file",
     )
-    ssl_ca_certs: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--ssl-ca-certs",
-            metavar="FILE",
-            group=SERVER,
-            help="authorities that sign the certificates of clients (PEM)",
-            default="none",
-        ),
+    ssl_ca_certs: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--ssl-ca-certs",
+        metavar="FILE",
+        group=SERVER,
+        help="authorities that sign the certificates of clients (PEM)",
+        default="none",
     )
-    ssl_cert_reqs: int = attrs.field(
-        default=0,
-        validator=integer(0, 2),
-        metadata=setting(
-            "--ssl-cert-reqs",
-            metavar="N",
-            group=SERVER,
-            help="whether clients need a certificate: 0 none, 1 optional, 2 required",
-        ),
+    ssl_cert_reqs: int = setting_field(
+        0,
+        integer(0, 2),
+        "--ssl-cert-reqs",
+        metavar="N",
+        group=SERVER,
+        help="whether clients need a certificate: 0 none, 1 optional, 2 required",
     )
-    max_body_size: int = attrs.field(
-        default=4 * MIB,
-        validator=integer(1, 1 << 40),
-        metadata=setting(
-            "--max-body-size",
-            metavar="SIZE",
-            group=SERVER,
-            parse=parse_size,
-            help="most bytes of a request, as in 8MiB",
-        ),
+    max_body_size: int = setting_field(
+        4 * MIB,
+        integer(1, 1 << 40),
+        "--max-body-size",
+        metavar="SIZE",
+        group=SERVER,
+        parse=parse_size,
+        help="most bytes of a request, as in 8MiB",
     )
-    max_connections: int | None = attrs.field(
-        default=None,
-        validator=integer(1, 1 << 20, optional=True),
-        metadata=setting(
-            "--max-connections",
-            metavar="N",
-            group=SERVER,
-            help="most open connections; further ones are rejected with 503",
-            default="what the limit of open files allows, at most 16384",
-        ),
+    max_connections: int | None = setting_field(
+        None,
+        integer(1, 1 << 20, optional=True),
+        "--max-connections",
+        metavar="N",
+        group=SERVER,
+        help="most open connections; further ones are rejected with 503",
+        default="what the limit of open files allows, at most 16384",
     )
-    header_timeout: float = attrs.field(
-        default=10.0,
-        validator=_seconds,
-        metadata=setting(help="seconds for a client to send the headers of a request"),
+    header_timeout: float = setting_field(
+        10.0, _seconds, help="seconds for a client to send the headers of a request"
     )
-    max_pending_prompts: int = attrs.field(
-        default=256,
-        validator=integer(1, 2**31 - 1),
-        metadata=setting(help="most prompts that wait for the tokenizer"),
+    max_pending_prompts: int = setting_field(
+        256, integer(1, 2**31 - 1), help="most prompts that wait for the tokenizer"
     )
-    body_timeout: float = attrs.field(
-        default=30.0,
-        validator=_seconds,
-        metadata=setting(help="seconds for a client to send its request"),
+    body_timeout: float = setting_field(
+        30.0, _seconds, help="seconds for a client to send its request"
     )
-    send_timeout: float = attrs.field(
-        default=60.0,
-        validator=_seconds,
-        metadata=setting(help="seconds for a client to receive one streamed event"),
+    send_timeout: float = setting_field(
+        60.0, _seconds, help="seconds for a client to receive one streamed event"
     )
-    health_timeout: float = attrs.field(
-        default=5.0,
-        validator=_seconds,
-        metadata=setting(help="seconds for the engine to answer a health check"),
+    health_timeout: float = setting_field(
+        5.0, _seconds, help="seconds for the engine to answer a health check"
     )
-    shutdown_timeout: float = attrs.field(
-        default=10.0,
-        validator=_seconds,
-        metadata=setting(
-            "--shutdown-timeout",
-            metavar="SECONDS",
-            group=SERVER,
-            help="seconds for running requests to finish after SIGTERM or Ctrl-C",
-        ),
+    shutdown_timeout: float = setting_field(
+        10.0,
+        _seconds,
+        "--shutdown-timeout",
+        metavar="SECONDS",
+        group=SERVER,
+        help="seconds for running requests to finish after SIGTERM or Ctrl-C",
     )
-    retry_after: int = attrs.field(
-        default=1,
-        validator=integer(1, 86_400),
-        metadata=setting(help="seconds that a rejected client is told to wait"),
+    retry_after: int = setting_field(
+        1, integer(1, 86_400), help="seconds that a rejected client is told to wait"
     )
-    access_log: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata=setting("--disable-access-log", group=SERVER, help="do not log requests"),
+    access_log: bool = setting_field(
+        True, boolean(), "--disable-access-log", group=SERVER, help="do not log requests"
     )
 
     def __attrs_post_init__(self) -> None:

@@ -7,12 +7,18 @@ from typing import Any
 
 import attrs
 
+from trencadis.bucketing.validators import Validator
 from trencadis.warmup.errors import ConfigError
 from trencadis.warmup.memory_plan import GRAPH_PROMPT_RATIO, GRAPH_RESERVED_MEM
 from trencadis.warmup.strategies import STRATEGIES
 from trencadis.warmup.validators import boolean, instance_of, number, one_of
 
 _TRUE, _FALSE = {"1", "true", "yes", "on", "y", "t"}, {"0", "false", "no", "off", "n", "f"}
+
+
+def _setting(default: Any, validator: Validator, help: str, **env: str) -> Any:
+    """A field with its meaning, and its environment variable, as metadata."""
+    return attrs.field(default=default, validator=validator, metadata={"help": help, **env})
 
 
 @attrs.frozen(kw_only=True)
@@ -23,52 +29,40 @@ class WarmupConfig:
     Raises `ConfigError`.
     """
 
-    skip: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata={
-            "help": "Skip warm-up: each bucket is compiled when a request first needs it.",
-            "env": "VLLM_SKIP_WARMUP",
-        },
+    skip: bool = _setting(
+        False,
+        boolean(),
+        "Skip warm-up: each bucket is compiled when a request first needs it.",
+        env="VLLM_SKIP_WARMUP",
     )
-    enforce_eager: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata={
-            "help": "Execute every bucket, but capture no graphs and do not warm up the sampler."
-        },
+    enforce_eager: bool = _setting(
+        False,
+        boolean(),
+        "Execute every bucket, but capture no graphs and do not warm up the sampler.",
     )
-    graph_reserved_mem: float = attrs.field(
-        default=GRAPH_RESERVED_MEM,
-        validator=number(0, 1),
-        metadata={
-            "help": "Share of the usable device memory that is reserved for graphs, 0 to 1.",
-            "env": "VLLM_GRAPH_RESERVED_MEM",
-        },
+    graph_reserved_mem: float = _setting(
+        GRAPH_RESERVED_MEM,
+        number(0, 1),
+        "Share of the usable device memory that is reserved for graphs, 0 to 1.",
+        env="VLLM_GRAPH_RESERVED_MEM",
     )
-    graph_prompt_ratio: float = attrs.field(
-        default=GRAPH_PROMPT_RATIO,
-        validator=number(0, 1),
-        metadata={
-            "help": "Share of the graph memory that prompt graphs may take first, 0 to 1.",
-            "env": "VLLM_GRAPH_PROMPT_RATIO",
-        },
+    graph_prompt_ratio: float = _setting(
+        GRAPH_PROMPT_RATIO,
+        number(0, 1),
+        "Share of the graph memory that prompt graphs may take first, 0 to 1.",
+        env="VLLM_GRAPH_PROMPT_RATIO",
     )
-    prompt_strategy: str = attrs.field(
-        default="min_tokens",
-        validator=one_of(STRATEGIES),
-        metadata={
-            "help": f"Order in which prompt graphs are captured: {', '.join(STRATEGIES)}.",
-            "env": "VLLM_GRAPH_PROMPT_STRATEGY",
-        },
+    prompt_strategy: str = _setting(
+        "min_tokens",
+        one_of(STRATEGIES),
+        f"Order in which prompt graphs are captured: {', '.join(STRATEGIES)}.",
+        env="VLLM_GRAPH_PROMPT_STRATEGY",
     )
-    decode_strategy: str = attrs.field(
-        default="max_bs",
-        validator=one_of(STRATEGIES),
-        metadata={
-            "help": f"Order in which decode graphs are captured: {', '.join(STRATEGIES)}.",
-            "env": "VLLM_GRAPH_DECODE_STRATEGY",
-        },
+    decode_strategy: str = _setting(
+        "max_bs",
+        one_of(STRATEGIES),
+        f"Order in which decode graphs are captured: {', '.join(STRATEGIES)}.",
+        env="VLLM_GRAPH_DECODE_STRATEGY",
     )
 
     @classmethod

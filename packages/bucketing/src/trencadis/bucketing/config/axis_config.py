@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import attrs
 
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.shapes import MAX_SIZE
-from trencadis.bucketing.validators import integer
+from trencadis.bucketing.validators import Validator, instance_of, integer
+
+
+def setting(default: Any, validator: Validator, help: str, **env: str) -> Any:
+    """A field with its meaning, and its variables (``env``, ``env_alias``), as metadata."""
+    return attrs.field(default=default, validator=validator, metadata={"help": help, **env})
 
 
 @attrs.frozen
@@ -20,35 +27,38 @@ class AxisConfig:
         BucketingError: a setting out of bounds, or `min` above `max`.
     """
 
-    min: int | None = attrs.field(
-        default=None,
-        validator=integer(0, MAX_SIZE, optional=True),
-        metadata={"help": "smallest bucket, in units of the axis", "env": "MIN"},
+    min: int | None = setting(
+        None,
+        integer(0, MAX_SIZE, optional=True),
+        "smallest bucket, in units of the axis",
+        env="MIN",
     )
-    step: int | None = attrs.field(
-        default=None,
-        validator=integer(1, MAX_SIZE, optional=True),
-        metadata={"help": "granularity of the buckets, in units of the axis", "env": "STEP"},
+    step: int | None = setting(
+        None,
+        integer(1, MAX_SIZE, optional=True),
+        "granularity of the buckets, in units of the axis",
+        env="STEP",
     )
-    max: int | None = attrs.field(
-        default=None,
-        validator=integer(0, MAX_SIZE, optional=True),
-        metadata={"help": "largest bucket, in units of the axis", "env": "MAX"},
+    max: int | None = setting(
+        None, integer(0, MAX_SIZE, optional=True), "largest bucket, in units of the axis", env="MAX"
     )
-    limit: int | None = attrs.field(
-        default=None,
-        validator=integer(1, MAX_SIZE, optional=True),
-        metadata={"help": "largest number of buckets on the axis", "env": "LIMIT"},
+    limit: int | None = setting(
+        None,
+        integer(1, MAX_SIZE, optional=True),
+        "largest number of buckets on the axis",
+        env="LIMIT",
     )
-    pad_max: int | None = attrs.field(
-        default=None,
-        validator=integer(0, MAX_SIZE, optional=True),
-        metadata={"help": "largest padding, in units of the axis", "env": "PAD_MAX"},
+    pad_max: int | None = setting(
+        None,
+        integer(0, MAX_SIZE, optional=True),
+        "largest padding, in units of the axis",
+        env="PAD_MAX",
     )
-    pad_percent: int | None = attrs.field(
-        default=None,
-        validator=integer(0, 50, optional=True),
-        metadata={"help": "largest padding, in percent of a bucket, 0 to 50", "env": "PAD_PERCENT"},
+    pad_percent: int | None = setting(
+        None,
+        integer(0, 50, optional=True),
+        "largest padding, in percent of a bucket, 0 to 50",
+        env="PAD_PERCENT",
     )
 
     def __attrs_post_init__(self) -> None:
@@ -56,3 +66,8 @@ class AxisConfig:
             raise BucketingError(
                 f"bucket min {self.min} is above max {self.max}: lower min or raise max"
             )
+
+
+def axis_settings(help: str, **env: str) -> Any:
+    """A field with the settings of an axis, and what `setting` has as metadata."""
+    return setting(AxisConfig(), instance_of(AxisConfig), help, **env)

@@ -14,14 +14,13 @@ from typing import Literal, TypeAlias
 
 import attrs
 
-from trencadis.bucketing.config.axis_config import AxisConfig
+from trencadis.bucketing.config.axis_config import AxisConfig, axis_settings, setting
 from trencadis.bucketing.config.environment import (
     all_variables,
     describe_settings,
     read_flag,
     read_settings,
     variable_of,
-    write_settings,
 )
 from trencadis.bucketing.errors import BucketingError
 from trencadis.bucketing.strategies import STRATEGIES
@@ -45,112 +44,71 @@ class BucketingConfig:
         BucketingError: an unknown strategy, or a value of the wrong type.
     """
 
-    strategy: str = attrs.field(
-        default="exp",
-        validator=one_of(STRATEGIES),
-        metadata={
-            "help": f"bucketing strategy of both phases: {_STRATEGY_NAMES}",
-            "env": "VLLM_BUCKETING_STRATEGY",
-        },
+    strategy: str = setting(
+        "exp",
+        one_of(STRATEGIES),
+        f"bucketing strategy of both phases: {_STRATEGY_NAMES}",
+        env="VLLM_BUCKETING_STRATEGY",
     )
-    prompt_strategy: str | None = attrs.field(
-        default=None,
-        validator=one_of(STRATEGIES, optional=True),
-        metadata={
-            "help": "bucketing strategy of prompt batches, where it differs",
-            "env": "VLLM_PROMPT_BUCKETING_STRATEGY",
-        },
+    prompt_strategy: str | None = setting(
+        None,
+        one_of(STRATEGIES, optional=True),
+        "bucketing strategy of prompt batches, where it differs",
+        env="VLLM_PROMPT_BUCKETING_STRATEGY",
     )
-    decode_strategy: str | None = attrs.field(
-        default=None,
-        validator=one_of(STRATEGIES, optional=True),
-        metadata={
-            "help": "bucketing strategy of decode batches, where it differs",
-            "env": "VLLM_DECODE_BUCKETING_STRATEGY",
-        },
+    decode_strategy: str | None = setting(
+        None,
+        one_of(STRATEGIES, optional=True),
+        "bucketing strategy of decode batches, where it differs",
+        env="VLLM_DECODE_BUCKETING_STRATEGY",
     )
-    prompt_batch: AxisConfig = attrs.field(
-        default=AxisConfig(),
-        validator=instance_of(AxisConfig),
-        metadata={
-            "help": "batch size of prompt batches, in sequences",
-            "env": "VLLM_PROMPT_BS_BUCKET_{}",
-        },
+    prompt_batch: AxisConfig = axis_settings(
+        "batch size of prompt batches, in sequences", env="VLLM_PROMPT_BS_BUCKET_{}"
     )
-    prompt_query: AxisConfig = attrs.field(
-        default=AxisConfig(),
-        validator=instance_of(AxisConfig),
-        metadata={
-            "help": "query length of prompt batches, in new tokens of one sequence",
-            "env": "VLLM_PROMPT_QUERY_BUCKET_{}",
-            "env_alias": "VLLM_PROMPT_SEQ_BUCKET_{}",
-        },
+    prompt_query: AxisConfig = axis_settings(
+        "query length of prompt batches, in new tokens of one sequence",
+        env="VLLM_PROMPT_QUERY_BUCKET_{}",
+        env_alias="VLLM_PROMPT_SEQ_BUCKET_{}",
     )
-    prompt_context: AxisConfig = attrs.field(
-        default=AxisConfig(),
-        validator=instance_of(AxisConfig),
-        metadata={
-            "help": "context of prompt batches, in cached blocks of one sequence",
-            "env": "VLLM_PROMPT_CTX_BUCKET_{}",
-        },
+    prompt_context: AxisConfig = axis_settings(
+        "context of prompt batches, in cached blocks of one sequence",
+        env="VLLM_PROMPT_CTX_BUCKET_{}",
     )
-    decode_batch: AxisConfig = attrs.field(
-        default=AxisConfig(),
-        validator=instance_of(AxisConfig),
-        metadata={
-            "help": "batch size of decode batches, in sequences",
-            "env": "VLLM_DECODE_BS_BUCKET_{}",
-        },
+    decode_batch: AxisConfig = axis_settings(
+        "batch size of decode batches, in sequences", env="VLLM_DECODE_BS_BUCKET_{}"
     )
-    decode_blocks: AxisConfig = attrs.field(
-        default=AxisConfig(),
-        validator=instance_of(AxisConfig),
-        metadata={
-            "help": "KV cache of decode batches, in blocks of the batch",
-            "env": "VLLM_DECODE_BLOCK_BUCKET_{}",
-        },
+    decode_blocks: AxisConfig = axis_settings(
+        "KV cache of decode batches, in blocks of the batch", env="VLLM_DECODE_BLOCK_BUCKET_{}"
     )
-    decode_seq: AxisConfig = attrs.field(
-        default=AxisConfig(),
-        validator=instance_of(AxisConfig),
-        metadata={
-            "help": "sequence length of decode batches, in tokens; where a grid has blocks, read "
-            "as VLLM_DECODE_BLOCK_BUCKET_* that are not set: tokens / block size",
-            "env": "VLLM_DECODE_SEQ_BUCKET_{}",
-        },
+    decode_seq: AxisConfig = axis_settings(
+        "sequence length of decode batches, in tokens; where a grid has blocks, read "
+        "as VLLM_DECODE_BLOCK_BUCKET_* that are not set: tokens / block size",
+        env="VLLM_DECODE_SEQ_BUCKET_{}",
     )
-    bucket_file: str | None = attrs.field(
-        default=None,
-        validator=instance_of(str, optional=True),
-        metadata={
-            "help": "path of a bucket file; a phase that it does not list uses its strategy",
-            "env": "VLLM_BUCKETING_FROM_FILE",
-        },
+    bucket_file: str | None = setting(
+        None,
+        instance_of(str, optional=True),
+        "path of a bucket file; a phase that it does not list uses its strategy",
+        env="VLLM_BUCKETING_FROM_FILE",
     )
-    prompt_traffic: str | None = attrs.field(
-        default=None,
-        validator=instance_of(str, optional=True),
-        metadata={
-            "help": "path of recorded prompt traffic, for strategy fit",
-            "env": "VLLM_PROMPT_BUCKETING_TRAFFIC",
-        },
+    prompt_traffic: str | None = setting(
+        None,
+        instance_of(str, optional=True),
+        "path of recorded prompt traffic, for strategy fit",
+        env="VLLM_PROMPT_BUCKETING_TRAFFIC",
     )
-    decode_traffic: str | None = attrs.field(
-        default=None,
-        validator=instance_of(str, optional=True),
-        metadata={
-            "help": "path of recorded decode traffic, for strategy fit",
-            "env": "VLLM_DECODE_BUCKETING_TRAFFIC",
-        },
+    decode_traffic: str | None = setting(
+        None,
+        instance_of(str, optional=True),
+        "path of recorded decode traffic, for strategy fit",
+        env="VLLM_DECODE_BUCKETING_TRAFFIC",
     )
-    contiguous_pa: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata={
-            "help": "decode reads the KV cache from block 0 to the highest block in use (true), "
-            "or a list of blocks (false)",
-            "env": "VLLM_CONTIGUOUS_PA",
-        },
+    contiguous_pa: bool = setting(
+        True,
+        boolean(),
+        "decode reads the KV cache from block 0 to the highest block in use (true), "
+        "or a list of blocks (false)",
+        env="VLLM_CONTIGUOUS_PA",
     )
 
     @classmethod
@@ -167,10 +125,6 @@ class BucketingConfig:
             return cls(**settings)
         except BucketingError as error:
             raise BucketingError(f"{variable_of(cls, str(error.field))}: {error}") from None
-
-    def to_env(self) -> dict[str, str]:
-        """The variables from which `from_env` reads these settings again."""
-        return write_settings(self)
 
     def strategy_of(self, phase: Phase) -> str:
         """The strategy that is in force for a phase."""

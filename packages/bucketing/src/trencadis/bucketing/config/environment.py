@@ -1,4 +1,4 @@
-"""Settings from environment variables and back.
+"""Settings from environment variables.
 
 The fields of a settings class (attrs) name their variables in their metadata:
 
@@ -33,19 +33,6 @@ def read_settings(settings_class: type[attrs.AttrsInstance], environ: Mapping[st
         attribute.name: _read_field(attribute, environ)
         for attribute in attrs.fields(settings_class)
     }
-
-
-def write_settings(settings: attrs.AttrsInstance) -> dict[str, str]:
-    """The variables from which `read_settings` reads these settings again."""
-    variables: dict[str, str] = {}
-    for attribute in attrs.fields(type(settings)):
-        value, name = getattr(settings, attribute.name), attribute.metadata["env"]
-        if isinstance(value, AxisConfig):
-            pairs = zip(_axis_variables(name), attrs.astuple(value), strict=True)
-            variables.update({axis: str(size) for axis, size in pairs if size is not None})
-        elif value is not None:
-            variables[name] = str(value).lower() if isinstance(value, bool) else value
-    return variables
 
 
 def variable_of(settings_class: type[attrs.AttrsInstance], field: str) -> str:

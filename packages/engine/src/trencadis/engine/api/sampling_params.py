@@ -51,6 +51,10 @@ def _help(text: str) -> Mapping[str, str]:
     return {"help": text}
 
 
+def _parameter(default: Any, validator: Any, help: str) -> Any:
+    return attrs.field(default=default, validator=validator, metadata=_help(help))
+
+
 # Converters, because type checkers read the accepted types of an argument from them.
 
 
@@ -97,100 +101,74 @@ class SamplingParams:
     that contradict each other.
     """
 
-    n: int = attrs.field(
-        default=1,
-        validator=_integer(1, MAX_SEQUENCES),
-        metadata=_help("Number of answers per prompt."),
+    n: int = _parameter(1, _integer(1, MAX_SEQUENCES), "Number of answers per prompt.")
+    best_of: int | None = _parameter(
+        None,
+        _integer(1, MAX_SEQUENCES, optional=True),
+        "Number of sequences to generate, or of beams to search; the n answers are those with "
+        "the highest mean log-probability or beam score. Null: n.",
     )
-    best_of: int | None = attrs.field(
-        default=None,
-        validator=_integer(1, MAX_SEQUENCES, optional=True),
-        metadata=_help(
-            "Number of sequences to generate, or of beams to search; the n answers are those with "
-            "the highest mean log-probability or beam score. Null: n."
-        ),
+    use_beam_search: bool = _parameter(
+        False, boolean(error=InvalidRequest), "Search beams instead of drawing tokens."
     )
-    use_beam_search: bool = attrs.field(
-        default=False,
-        validator=boolean(error=InvalidRequest),
-        metadata=_help("Search beams instead of drawing tokens."),
+    length_penalty: float = _parameter(
+        1.0,
+        _number(-100.0, 100.0),
+        "Beam search: a hypothesis scores its summed log-probability divided by its length "
+        "to this power.",
     )
-    length_penalty: float = attrs.field(
-        default=1.0,
-        validator=_number(-100.0, 100.0),
-        metadata=_help(
-            "Beam search: a hypothesis scores its summed log-probability divided by its length "
-            "to this power."
-        ),
+    early_stopping: bool | Literal["never"] = _parameter(
+        False,
+        one_of((True, False, "never"), error=InvalidRequest),
+        "Beam search: true ends it at the first best_of finished hypotheses, false when no "
+        "running beam scores higher at its present length, 'never' when none could at any "
+        "length.",
     )
-    early_stopping: bool | Literal["never"] = attrs.field(
-        default=False,
-        validator=one_of((True, False, "never"), error=InvalidRequest),
-        metadata=_help(
-            "Beam search: true ends it at the first best_of finished hypotheses, false when no "
-            "running beam scores higher at its present length, 'never' when none could at any "
-            "length."
-        ),
+    temperature: float = _parameter(
+        1.0, _number(0.0, 2.0), "Divisor of the logits. 0: always the most probable token."
     )
-    temperature: float = attrs.field(
-        default=1.0,
-        validator=_number(0.0, 2.0),
-        metadata=_help("Divisor of the logits. 0: always the most probable token."),
+    top_p: float = _parameter(
+        1.0,
+        _number(0.0, 1.0, exclusive_low=True),
+        "Draw from the most probable tokens whose probabilities sum up to this.",
     )
-    top_p: float = attrs.field(
-        default=1.0,
-        validator=_number(0.0, 1.0, exclusive_low=True),
-        metadata=_help("Draw from the most probable tokens whose probabilities sum up to this."),
+    top_k: int = _parameter(
+        0, _integer(-1, _INT32_MAX), "Draw from this many most probable tokens. 0 or -1: from all."
     )
-    top_k: int = attrs.field(
-        default=0,
-        validator=_integer(-1, _INT32_MAX),
-        metadata=_help("Draw from this many most probable tokens. 0 or -1: from all."),
+    min_p: float = _parameter(
+        0.0,
+        _number(0.0, 1.0),
+        "Draw from tokens of at least this probability, relative to the most probable token.",
     )
-    min_p: float = attrs.field(
-        default=0.0,
-        validator=_number(0.0, 1.0),
-        metadata=_help(
-            "Draw from tokens of at least this probability, relative to the most probable token."
-        ),
+    seed: int | None = _parameter(
+        None,
+        _integer(-_INT64_MAX - 1, _INT64_MAX, optional=True),
+        "Seed of the draws; answer i draws with seed + i. Null: a random seed.",
     )
-    seed: int | None = attrs.field(
-        default=None,
-        validator=_integer(-_INT64_MAX - 1, _INT64_MAX, optional=True),
-        metadata=_help("Seed of the draws; answer i draws with seed + i. Null: a random seed."),
+    presence_penalty: float = _parameter(
+        0.0, _number(-2.0, 2.0), "Subtracted from the logit of each token that the output contains."
     )
-    presence_penalty: float = attrs.field(
-        default=0.0,
-        validator=_number(-2.0, 2.0),
-        metadata=_help("Subtracted from the logit of each token that the output contains."),
+    frequency_penalty: float = _parameter(
+        0.0,
+        _number(-2.0, 2.0),
+        "Subtracted from a token's logit once for each time that the output contains it.",
     )
-    frequency_penalty: float = attrs.field(
-        default=0.0,
-        validator=_number(-2.0, 2.0),
-        metadata=_help(
-            "Subtracted from a token's logit once for each time that the output contains it."
-        ),
+    repetition_penalty: float = _parameter(
+        1.0,
+        _number(0.0, 10.0, exclusive_low=True),
+        "Divides the positive logits, and multiplies the negative ones, of tokens that prompt "
+        "or output contain.",
     )
-    repetition_penalty: float = attrs.field(
-        default=1.0,
-        validator=_number(0.0, 10.0, exclusive_low=True),
-        metadata=_help(
-            "Divides the positive logits, and multiplies the negative ones, of tokens that prompt "
-            "or output contain."
-        ),
+    max_tokens: int | None = _parameter(
+        16,
+        _integer(1, _INT32_MAX, optional=True),
+        "Maximum number of output tokens. Null: the rest of the model's context.",
     )
-    max_tokens: int | None = attrs.field(
-        default=16,
-        validator=_integer(1, _INT32_MAX, optional=True),
-        metadata=_help("Maximum number of output tokens. Null: the rest of the model's context."),
-    )
-    min_tokens: int = attrs.field(
-        default=0,
-        validator=_integer(0, _INT32_MAX),
-        metadata=_help(
-            "Number of output tokens before an end-of-sequence or stop token may end an answer. "
-            "A structured output that is complete ends it earlier."
-        ),
+    min_tokens: int = _parameter(
+        0,
+        _integer(0, _INT32_MAX),
+        "Number of output tokens before an end-of-sequence or stop token may end an answer. "
+        "A structured output that is complete ends it earlier.",
     )
     stop: tuple[str, ...] = attrs.field(
         default=(),
@@ -202,28 +180,20 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = attrs.field(
         default=(), converter=_token_ids, metadata=_help("Token ids, each of which ends an answer.")
     )
-    ignore_eos: bool = attrs.field(
-        default=False,
-        validator=boolean(error=InvalidRequest),
-        metadata=_help("Continue after the model's end-of-sequence token."),
+    ignore_eos: bool = _parameter(
+        False, boolean(error=InvalidRequest), "Continue after the model's end-of-sequence token."
     )
-    include_stop_str_in_output: bool = attrs.field(
-        default=False,
-        validator=boolean(error=InvalidRequest),
-        metadata=_help("Keep the stop string in the text of the answer."),
+    include_stop_str_in_output: bool = _parameter(
+        False, boolean(error=InvalidRequest), "Keep the stop string in the text of the answer."
     )
-    skip_special_tokens: bool = attrs.field(
-        default=True,
-        validator=boolean(error=InvalidRequest),
-        metadata=_help("Leave special tokens out of the text of the answer."),
+    skip_special_tokens: bool = _parameter(
+        True, boolean(error=InvalidRequest), "Leave special tokens out of the text of the answer."
     )
-    logprobs: int | None = attrs.field(
-        default=None,
-        validator=_integer(0, MAX_LOGPROBS, optional=True),
-        metadata=_help(
-            "Number of most probable tokens to report per position, besides the chosen one. "
-            "Null: no log-probabilities."
-        ),
+    logprobs: int | None = _parameter(
+        None,
+        _integer(0, MAX_LOGPROBS, optional=True),
+        "Number of most probable tokens to report per position, besides the chosen one. "
+        "Null: no log-probabilities.",
     )
     logit_bias: Mapping[int, float] = attrs.field(
         factory=dict,

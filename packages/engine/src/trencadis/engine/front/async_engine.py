@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import attrs
@@ -37,12 +37,11 @@ from trencadis.engine.errors import (
     shown,
 )
 from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
-from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.grammar_checks import GrammarChecks
 from trencadis.engine.front.model_changes import ModelChanges, end_future
 from trencadis.engine.front.open_requests import OpenRequests
+from trencadis.engine.front.pooled_results import Embedding, Score, check_pooling, check_scoring
 from trencadis.engine.front.request_stream import RequestStream
-from trencadis.engine.front.scores import Score, check_scoring
 from trencadis.engine.ipc.messages import (
     Busy,
     Control,
@@ -60,6 +59,7 @@ from trencadis.engine.ipc.messages import (
     RequestError,
     Slept,
     StepDone,
+    ToCore,
     add_message,
     check_order,
 )
@@ -95,9 +95,7 @@ class EngineFront:
         self._numbers = itertools.count()
         self._requests = OpenRequests(self._core, self._numbers)
         self._changes = ModelChanges(self._core, self._requests, self._numbers, self._use_tokenizer)
-        self._orders: dict[int, asyncio.Future[BatchControlResult]] = {}
-        self._preemptions: dict[int, asyncio.Future[tuple[str, ...]]] = {}
-        self._inspections: dict[int, asyncio.Future[EngineInspection]] = {}
+        self._answers: dict[int, asyncio.Future[Any]] = {}
         self._grammars = GrammarChecks(tokenizer.to_json)
         self._loop = asyncio.get_running_loop()
         reading = self._core.run(self._handle, self._end_all)
@@ -313,13 +311,7 @@ class EngineFront:
         for name in names:
             check_request_id(name)
         keys = self._requests.keys_of(names)
-        number = next(self._numbers)
-        answer = self._preemptions[number] = asyncio.get_running_loop().create_future()
-        try:
-            await self._core.send(Preempt(number, keys))
-            running = await answer
-        finally:
-            del self._preemptions[number]
+        running: tuple[str, ...] = await self._ask(lambda number: Preempt(number, keys))
         return tuple(dict.fromkeys(key.rpartition("/")[0] for key in running))
 
     async def control(self, order: BatchControl) -> BatchControlResult:
@@ -330,18 +322,15 @@ class EngineFront:
         """
         await self.check_health()
         check_order(order)
-        number = next(self._numbers)
-        self._orders[number] = asyncio.get_running_loop().create_future()
+        carried_out = self._ask(lambda number: Control(number, order))
         try:
-            await self._core.send(Control(number, order))
-            return await asyncio.wait_for(self._orders[number], _ORDER_SECONDS)
+            result: BatchControlResult = await asyncio.wait_for(carried_out, _ORDER_SECONDS)
         except asyncio.TimeoutError:
             raise EngineOverloaded(
                 f"the order was not carried out within {_ORDER_SECONDS:.0f} s, and will be when "
                 "the step under way ends: see /metrics before it is given again"
             ) from None
-        finally:
-            del self._orders[number]
+        return result
 
     async def inspect(self) -> EngineInspection:
         """Which KV blocks are used, and the state and the hits of the buckets.
@@ -350,14 +339,18 @@ class EngineFront:
         `RequestFailed` where it cannot tell, and the errors of `check_health`.
         """
         await self.check_health()
+        inspection: EngineInspection = await self._ask(Inspect)
+        return inspection
+
+    async def _ask(self, message: Callable[[int], ToCore]) -> Any:
+        """Send a numbered message and wait for its answer."""
         number = next(self._numbers)
-        answer: asyncio.Future[EngineInspection] = asyncio.get_running_loop().create_future()
-        self._inspections[number] = answer
+        answer = self._answers[number] = asyncio.get_running_loop().create_future()
         try:
-            await self._core.send(Inspect(number))
+            await self._core.send(message(number))
             return await answer
         finally:
-            del self._inspections[number]
+            del self._answers[number]
 
     # Sleep, and the change of the model.
 
@@ -402,38 +395,31 @@ class EngineFront:
         elif isinstance(message, (Reconfigured, ReconfigureFailed, Slept)):
             self._changes.answer(message)
         elif isinstance(message, Controlled):
-            self._resolve_order(message)
-        elif isinstance(message, Preempted):
-            preemption = self._preemptions.get(message.number)
-            if preemption is not None and not preemption.done():
-                preemption.set_result(message.keys)
-        elif isinstance(message, Inspected):
-            self._resolve_inspection(message)
+            self._changes.refuse(message.number, InvalidRequest(message.message))
+            self._answer(message)
+        elif isinstance(message, (Preempted, Inspected)):
+            self._answer(message)
         elif isinstance(message, Busy):
             self._changes.begin(message.number)
         elif not isinstance(message, (Failed, Ready)):
             assert_never(message)
 
-    def _resolve_order(self, message: Controlled) -> None:
-        self._changes.refuse(message.number, InvalidRequest(message.message))
-        order = self._orders.get(message.number)
-        if order is None or order.done():
+    def _answer(self, message: Controlled | Preempted | Inspected) -> None:
+        answer = self._answers.get(message.number)
+        if answer is None or answer.done():
             return  # its caller has stopped waiting
-        result = message.result
-        if result is not None:
+        if isinstance(message, Preempted):
+            answer.set_result(message.keys)
+        elif isinstance(message, Inspected):
+            if message.inspection is not None:
+                answer.set_result(message.inspection)
+            else:
+                answer.set_exception(RequestFailed(message.error))
+        elif (result := message.result) is not None:
             names = dict.fromkeys(key.rpartition("/")[0] for key in result.evicted_request_ids)
-            order.set_result(attrs.evolve(result, evicted_request_ids=tuple(names)))
+            answer.set_result(attrs.evolve(result, evicted_request_ids=tuple(names)))
         else:
-            order.set_exception(InvalidRequest(message.message, message.field))
-
-    def _resolve_inspection(self, message: Inspected) -> None:
-        inspection = self._inspections.get(message.number)
-        if inspection is None or inspection.done():
-            return  # its caller has stopped waiting
-        if message.inspection is not None:
-            inspection.set_result(message.inspection)
-        else:
-            inspection.set_exception(RequestFailed(message.error))
+            answer.set_exception(InvalidRequest(message.message, message.field))
 
     def _fail(self, reason: str) -> None:
         """No request can be served any more."""
@@ -448,13 +434,8 @@ class EngineFront:
             self._requests.end_parked(error)
         self._requests.end_all(error)
         self._changes.end_all(error)
-        answers: list[asyncio.Future[Any]] = [
-            *self._orders.values(),
-            *self._preemptions.values(),
-            *self._inspections.values(),
-        ]
-        for waiting in answers:
-            end_future(waiting, type(error)(*error.args))
+        for answer in self._answers.values():
+            end_future(answer, type(error)(*error.args))
 
 
 class AsyncEngine(EngineFront):

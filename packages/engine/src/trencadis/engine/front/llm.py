@@ -34,10 +34,9 @@ from trencadis.engine.errors import (
     RequestFailed,
     shown,
 )
-from trencadis.engine.front.embeddings import Embedding, check_pooling
 from trencadis.engine.front.interrupts import deferred_interrupts
+from trencadis.engine.front.pooled_results import Embedding, Score, check_pooling, check_scoring
 from trencadis.engine.front.request_stream import RequestStream
-from trencadis.engine.front.scores import Score, check_scoring
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError

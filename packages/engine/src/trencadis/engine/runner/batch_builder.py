@@ -160,9 +160,7 @@ class BatchBuilder:
         if num_blocks + of_all <= most_prefix_pairs(num_blocks):
             return num_blocks + of_all  # an upper bound, without a look at what is shared
         size = decode_size(decodes, self._read, block_size)
-        blocks = padded_decode(
-            size, self._read, self._cache.block_size, self._cache.num_blocks
-        ).blocks
+        blocks = self._padded_decode(size).blocks
         return blocks + lay_out_decodes(decodes, blocks, block_size).num_extra
 
     def unpadded_batches(self, scheduled: Scheduled, rows: Rows) -> Iterable[Batch]:
@@ -170,7 +168,13 @@ class BatchBuilder:
         decodes = [sequence for sequence in scheduled if len(sequence.token_ids) == 1]
         if not decodes:
             return self.prompt_batches(scheduled, rows)
-        shape, layout = self._exact_decode(decodes)
+        size = decode_size(decodes, self._read, self._cache.block_size)
+        if self.traffic is not None:
+            self.traffic.record(Phase.DECODE, size)
+        self._buckets.usage.count_unpadded(Phase.DECODE, *size)
+        shape = self._padded_decode(size)
+        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+        shape = attrs.evolve(shape, extra=layout.num_extra)
         if len(decodes) == len(scheduled):
             return (self._decode_batch(decodes, layout, shape, rows),)
         chunks = [sequence for sequence in scheduled if len(sequence.token_ids) > 1]
@@ -239,9 +243,7 @@ class BatchBuilder:
         if self.traffic is not None:
             self.traffic.record(Phase.DECODE, size)
         batch, blocks = self._buckets.find(Phase.DECODE, size)
-        shape = padded_decode(
-            (batch, blocks), self._read, self._cache.block_size, self._cache.num_blocks
-        )
+        shape = self._padded_decode((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
         num_extra = layout.num_extra
         if num_extra and shape.blocks:
@@ -251,16 +253,6 @@ class BatchBuilder:
                 return
             shape = attrs.evolve(shape, extra=self._padded_extra(num_extra, shape.blocks))
         yield self._decode_batch(decodes, layout, shape, rows)
-
-    def _exact_decode(self, decodes: Scheduled) -> tuple[DecodeShape, DecodeLayout]:
-        """The shape of a decode batch without padding, which is recorded, and its layout."""
-        size = decode_size(decodes, self._read, self._cache.block_size)
-        if self.traffic is not None:
-            self.traffic.record(Phase.DECODE, size)
-        self._buckets.usage.count_unpadded(Phase.DECODE, *size)
-        shape = padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
-        layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
-        return attrs.evolve(shape, extra=layout.num_extra), layout
 
     def _decode_batch(
         self, decodes: Scheduled, layout: DecodeLayout, shape: DecodeShape, rows: Rows
@@ -341,9 +333,10 @@ class BatchBuilder:
         if self._grids is not None:
             batch, blocks = min(self._grids.decode.buckets, key=num_elements).shape
             size = (batch, blocks)
-        return self.dummy(
-            padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
-        )
+        return self.dummy(self._padded_decode(size))
+
+    def _padded_decode(self, size: tuple[int, int]) -> DecodeShape:
+        return padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
 
 
 def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:

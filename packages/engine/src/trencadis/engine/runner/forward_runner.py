@@ -245,10 +245,15 @@ class ForwardRunner:
 
     def _compile(self, batch: ModelInput, layers: DecoderLayers) -> None:
         """Compile for a shape, once. Where that fails, the shape runs eagerly if it can."""
-        if self._is_compiled(batch.shape) or self._program_key(batch.shape) in self._failed:
+        key = self._program_key(batch.shape)
+        if key in self._layer_runs or batch.shape in self._programs or key in self._failed:
             return
         try:
-            self._compile_anew(batch, layers)
+            if self._device.compiles_forward:
+                self._programs[batch.shape] = self._compile_forward(batch, layers)
+            else:
+                layer_run = self._compile_layers(batch, layers)
+                self._layer_runs[self._program_key(batch.shape)] = layer_run
         except CompileError as error:
             if not self._device.dynamic_shapes:
                 raise
@@ -260,16 +265,6 @@ class ForwardRunner:
                 batch.shape,
                 error,
             )
-
-    def _compile_anew(self, batch: ModelInput, layers: DecoderLayers) -> None:
-        if self._device.compiles_forward:
-            self._programs[batch.shape] = self._compile_forward(batch, layers)
-        else:
-            layer_run = self._compile_layers(batch, layers)
-            self._layer_runs[self._program_key(batch.shape)] = layer_run
-
-    def _is_compiled(self, shape: ForwardShape) -> bool:
-        return self._program_key(shape) in self._layer_runs or shape in self._programs
 
     def _program_key(self, shape: ForwardShape) -> Hashable:
         """Equal for shapes that share the program of their decoder layers."""

@@ -19,8 +19,6 @@ from trencadis.engine.runner.step import IntArray, RowRequest
 
 FloatArray = npt.NDArray[np.float32]
 
-WORDS_PER_EDIT = 4
-
 
 @attrs.frozen(eq=False)
 class LogitEdits:
@@ -40,7 +38,7 @@ class LogitEdits:
         return len(self.rows)
 
     def words(self, vocabulary: int, chunk: int) -> list[IntArray]:
-        """The edits as arrays int32 ``[WORDS_PER_EDIT, chunk]`` for `apply_edits`.
+        """The edits as arrays int32 ``[4, chunk]`` for `apply_edits`.
 
         The last one is filled up with copies of its first edit, which change nothing further.
         """

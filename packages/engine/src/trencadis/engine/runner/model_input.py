@@ -102,11 +102,11 @@ class ModelInput:
         if self.sampled_ids is not None:
             sampled = self.sampled_ids.index_select(0, (-token_ids).clamp_min(0))
             token_ids = torch.where(token_ids < 0, sampled.long(), token_ids)
+        context = _context(self.shape, views, self.cache)
+        if self.layer_run is not None:
+            context = attrs.evolve(context, layer_run=self.layer_run)
         return ModelTensors(
-            token_ids.view(1, -1),
-            views["position_ids"].view(1, -1),
-            views["logit_rows"],
-            _context(self.shape, views, self.cache, self.layer_run),
+            token_ids.view(1, -1), views["position_ids"].view(1, -1), views["logit_rows"], context
         )
 
     def sampler_words(self) -> torch.Tensor:
@@ -123,9 +123,10 @@ def build_prompt(
     sampler_words: IntArray | None = None,
 ) -> ModelInput:
     """A prefill batch padded to ``shape``. Without chunks, a dummy batch for warm-up."""
-    if isinstance(shape, RaggedShape):
-        return _build_ragged(chunks, shape, cache, upload, sampler_words)
     packed, fields = _pack(shape, sampler_words)
+    if isinstance(shape, RaggedShape):
+        _fill_ragged(chunks, shape, fields, cache.block_size)
+        return _uploaded(packed, shape, cache, upload, sampler_words)
     tokens, positions, write_blocks = (
         fields[name] for name in ("token_ids", "position_ids", "write_blocks")
     )
@@ -144,18 +145,6 @@ def build_prompt(
             fields["context_blocks"][row, :held] = table[:held]
             fields["context_tokens"][row] = chunk.start
     fields["write_offsets"][:] = positions % size
-    return _uploaded(packed, shape, cache, upload, sampler_words)
-
-
-def _build_ragged(
-    chunks: Sequence[ScheduledSequence],
-    shape: RaggedShape,
-    cache: KVCache,
-    upload: Upload,
-    sampler_words: IntArray | None,
-) -> ModelInput:
-    packed, fields = _pack(shape, sampler_words)
-    _fill_ragged(chunks, shape, fields, cache.block_size)
     return _uploaded(packed, shape, cache, upload, sampler_words)
 
 
@@ -331,33 +320,24 @@ def _uploaded(
     return ModelInput(shape, uploaded, cache, words, sampled_ids=sampled_ids)
 
 
-def _context(
-    shape: ForwardShape,
-    views: dict[str, torch.Tensor],
-    cache: KVCache,
-    layer_run: LayerRun | None,
-) -> PagedContext:
+def _context(shape: ForwardShape, views: dict[str, torch.Tensor], cache: KVCache) -> PagedContext:
     if isinstance(shape, PromptShape):
-        return _prompt_context(shape, views, cache, layer_run)
+        return _prompt_context(shape, views, cache)
     if isinstance(shape, RaggedShape):
-        return _ragged_context(shape, views, cache, layer_run)
+        return _ragged_context(shape, views, cache)
     if isinstance(shape, DecodeShape):
-        return _decode_context(shape, views, cache, layer_run)
+        return _decode_context(shape, views, cache)
     decode, prompt = _parts(shape, views)
     return MixedContext(
         cache,
         shape.decode.num_tokens,
-        _decode_context(shape.decode, decode, cache, None),
-        _ragged_context(shape.prompt, prompt, cache, None),
-        layer_run,
+        _decode_context(shape.decode, decode, cache),
+        _ragged_context(shape.prompt, prompt, cache),
     )
 
 
 def _prompt_context(
-    shape: PromptShape,
-    views: dict[str, torch.Tensor],
-    cache: KVCache,
-    layer_run: LayerRun | None,
+    shape: PromptShape, views: dict[str, torch.Tensor], cache: KVCache
 ) -> PromptContext:
     context = views.get("context_blocks")
     return PromptContext(
@@ -369,15 +349,11 @@ def _prompt_context(
         None
         if context is None
         else _context_mask(views["context_tokens"], shape, cache.block_size),
-        layer_run,
     )
 
 
 def _ragged_context(
-    shape: RaggedShape,
-    views: dict[str, torch.Tensor],
-    cache: KVCache,
-    layer_run: LayerRun | None,
+    shape: RaggedShape, views: dict[str, torch.Tensor], cache: KVCache
 ) -> RaggedContext:
     context = torch.split(views["context_blocks"], [size.context_blocks for size in shape.chunks])
     mask = _last_rows(shape)
@@ -390,9 +366,7 @@ def _ragged_context(
         # All masks are equal when read from their last row and column.
         part = mask[-size.tokens :, -(size.context_tokens + size.tokens) :]
         chunks.append(RaggedChunk(start, end, blocks, part))
-    return RaggedContext(
-        cache, views["write_blocks"], views["write_offsets"], tuple(chunks), layer_run
-    )
+    return RaggedContext(cache, views["write_blocks"], views["write_offsets"], tuple(chunks))
 
 
 def _last_rows(shape: RaggedShape) -> torch.Tensor:
@@ -404,11 +378,12 @@ def _last_rows(shape: RaggedShape) -> torch.Tensor:
 
 
 def _decode_context(
-    shape: DecodeShape,
-    views: dict[str, torch.Tensor],
-    cache: KVCache,
-    layer_run: LayerRun | None,
+    shape: DecodeShape, views: dict[str, torch.Tensor], cache: KVCache
 ) -> DecodeContext:
+    filled = views["filled"]
+    offsets = torch.arange(cache.block_size, device=filled.device)
+    # ``[N, 1, 1, S]``: 0 at the filled positions of each block, `MASKED` at the others.
+    bias = torch.where(offsets < filled[:, None], 0.0, MASKED)[:, None, None, :]
     return DecodeContext(
         cache,
         shape.blocks,
@@ -416,9 +391,8 @@ def _decode_context(
         views["write_offsets"],
         views["owners"],
         views["readers"],
-        _bias(views["filled"], cache.block_size),
+        bias,
         views.get("extra_blocks"),
-        layer_run,
     )
 
 
@@ -431,9 +405,3 @@ def _context_mask(starts: torch.Tensor, shape: PromptShape, block_size: int) -> 
     query = torch.arange(shape.query, device=device)
     causal = query <= query.unsqueeze(1)  # an index would not be traced on every device
     return torch.cat((context, causal.expand(shape.batch, 1, -1, -1)), dim=-1)
-
-
-def _bias(filled: torch.Tensor, block_size: int) -> torch.Tensor:
-    """``[N, 1, 1, S]``: 0 at the filled positions of each block, `MASKED` at the others."""
-    offsets = torch.arange(block_size, device=filled.device)
-    return torch.where(offsets < filled[:, None], 0.0, MASKED)[:, None, None, :]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import attrs
 
-from trencadis.engine.settings.flags import setting
+from trencadis.engine.settings.flags import setting_field
 from trencadis.engine.validators import Validator, integer, is_integer, number
 
 DEFAULT_SWAP_SPACE = 4.0
@@ -37,89 +37,73 @@ def _is_power_of_two(value: object) -> bool:
 class CapacitySettings:
     """The settings that an engine and a simulation of it share."""
 
-    max_model_len: int | None = attrs.field(
-        default=None,
-        validator=integer(2, INT32_MAX, optional=True),
-        metadata=setting(
-            "--max-model-len",
-            metavar="TOKENS",
-            group=MODEL,
-            help="longest sequence: the tokens of a prompt and its answer together",
-            default="the model's context length",
-        ),
+    max_model_len: int | None = setting_field(
+        None,
+        integer(2, INT32_MAX, optional=True),
+        "--max-model-len",
+        metavar="TOKENS",
+        group=MODEL,
+        help="longest sequence: the tokens of a prompt and its answer together",
+        default="the model's context length",
     )
-    seed: int = attrs.field(
-        default=0,
-        validator=integer(0, 2**63 - 1),
-        metadata=setting(
-            "--seed",
-            metavar="N",
-            group=MODEL,
-            help="seed of the random draws, except for requests with their own seed",
-        ),
+    seed: int = setting_field(
+        0,
+        integer(0, 2**63 - 1),
+        "--seed",
+        metavar="N",
+        group=MODEL,
+        help="seed of the random draws, except for requests with their own seed",
     )
-    max_num_seqs: int = attrs.field(
-        default=DeviceDefault(32),
-        validator=integer(1, MAX_NUM_SEQS),
-        metadata=setting(
-            "--max-num-seqs",
-            metavar="N",
-            group=MEMORY,
-            help="most sequences decoded in one step",
-            default="32; 128 on hpu",
-        ),
+    max_num_seqs: int = setting_field(
+        DeviceDefault(32),
+        integer(1, MAX_NUM_SEQS),
+        "--max-num-seqs",
+        metavar="N",
+        group=MEMORY,
+        help="most sequences decoded in one step",
+        default="32; 128 on hpu",
     )
-    max_num_batched_tokens: int = attrs.field(
-        default=DeviceDefault(256),
-        validator=integer(1, MAX_BATCHED_TOKENS),
-        metadata=setting(
-            "--max-num-batched-tokens",
-            metavar="TOKENS",
-            group=MEMORY,
-            help="most prompt tokens computed in one step; a longer prompt is split",
-            default="256; 2048 on hpu",
-        ),
+    max_num_batched_tokens: int = setting_field(
+        DeviceDefault(256),
+        integer(1, MAX_BATCHED_TOKENS),
+        "--max-num-batched-tokens",
+        metavar="TOKENS",
+        group=MEMORY,
+        help="most prompt tokens computed in one step; a longer prompt is split",
+        default="256; 2048 on hpu",
     )
-    max_waiting: int = attrs.field(
-        default=2048,
-        validator=integer(1, INT32_MAX),
-        metadata=setting(
-            "--max-waiting",
-            metavar="N",
-            group=MEMORY,
-            help="most requests in the waiting queue; further requests are rejected",
-        ),
+    max_waiting: int = setting_field(
+        2048,
+        integer(1, INT32_MAX),
+        "--max-waiting",
+        metavar="N",
+        group=MEMORY,
+        help="most requests in the waiting queue; further requests are rejected",
     )
-    block_size: int = attrs.field(
-        default=DeviceDefault(32),
-        validator=Validator("a power of two", _is_power_of_two, 1, MAX_BLOCK_SIZE),
-        metadata=setting(
-            "--block-size",
-            metavar="TOKENS",
-            group=MEMORY,
-            parse=int,
-            help="tokens per KV block, a power of two",
-            default="32; 128 on hpu",
-        ),
+    block_size: int = setting_field(
+        DeviceDefault(32),
+        Validator("a power of two", _is_power_of_two, 1, MAX_BLOCK_SIZE),
+        "--block-size",
+        metavar="TOKENS",
+        group=MEMORY,
+        parse=int,
+        help="tokens per KV block, a power of two",
+        default="32; 128 on hpu",
     )
-    num_blocks: int | None = attrs.field(
-        default=None,
-        validator=integer(2, INT32_MAX, optional=True),
-        metadata=setting(
-            "--num-gpu-blocks-override",
-            metavar="BLOCKS",
-            group=MEMORY,
-            help="number of KV blocks",
-            default="as many as fit the memory",
-        ),
+    num_blocks: int | None = setting_field(
+        None,
+        integer(2, INT32_MAX, optional=True),
+        "--num-gpu-blocks-override",
+        metavar="BLOCKS",
+        group=MEMORY,
+        help="number of KV blocks",
+        default="as many as fit the memory",
     )
-    gpu_memory_utilization: float = attrs.field(
-        default=0.9,
-        validator=number(0, 1, exclusive_low=True),
-        metadata=setting(
-            "--gpu-memory-utilization",
-            metavar="SHARE",
-            group=MEMORY,
-            help="share of the free device memory to use, above 0 and at most 1",
-        ),
+    gpu_memory_utilization: float = setting_field(
+        0.9,
+        number(0, 1, exclusive_low=True),
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        group=MEMORY,
+        help="share of the free device memory to use, above 0 and at most 1",
     )

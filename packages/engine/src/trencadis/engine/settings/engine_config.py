@@ -33,6 +33,7 @@ from trencadis.engine.settings.flags import (
     parse_json_object,
     parse_size,
     setting,
+    setting_field,
     variables_of,
     warn_of_misspelt_variables,
 )
@@ -42,8 +43,6 @@ from trencadis.engine.settings.library_settings import (
     DEFRAG_VARIABLES,
     GRAPH_VARIABLES,
     SKIP_WARMUP,
-    default_defrag,
-    default_graphs,
     library_settings,
     library_variables,
     sets_buckets,
@@ -158,16 +157,14 @@ class EngineConfig(CapacitySettings):
         validator=text(),
         metadata=setting(help="directory of a checkpoint, GGUF file, or hub id"),
     )
-    served_model_name: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--served-model-name",
-            metavar="NAME",
-            group=MODEL,
-            help="name under which clients address the model",
-            default="MODEL",
-        ),
+    served_model_name: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--served-model-name",
+        metavar="NAME",
+        group=MODEL,
+        help="name under which clients address the model",
+        default="MODEL",
     )
     chat_template: str | None = attrs.field(
         default=None,
@@ -181,144 +178,120 @@ class EngineConfig(CapacitySettings):
             default="that of the model",
         ),
     )
-    dtype: DType = attrs.field(
-        default="auto",
-        validator=one_of(get_args(DType)),
-        metadata=setting(
-            "--dtype",
-            group=MODEL,
-            help="type of weights and KV cache",
-            default="auto, the checkpoint's own",
-        ),
+    dtype: DType = setting_field(
+        "auto",
+        one_of(get_args(DType)),
+        "--dtype",
+        group=MODEL,
+        help="type of weights and KV cache",
+        default="auto, the checkpoint's own",
     )
-    runner: Runner = attrs.field(
-        default="generate",
-        validator=one_of(get_args(Runner)),
-        metadata=setting(
-            "--runner",
-            group=MODEL,
-            help="pooling: the model computes embeddings of prompts by their last token or, where "
-            "it is a reranker, scores of pairs, and generates nothing",
-        ),
+    runner: Runner = setting_field(
+        "generate",
+        one_of(get_args(Runner)),
+        "--runner",
+        group=MODEL,
+        help="pooling: the model computes embeddings of prompts by their last token or, where "
+        "it is a reranker, scores of pairs, and generates nothing",
     )
-    score_prompt: ScorePrompt = attrs.field(
-        default="auto",
-        validator=one_of(get_args(ScorePrompt)),
-        metadata=setting(
-            "--score-prompt",
-            group=MODEL,
-            help="how a reranker's query and document become its prompt: auto, as the checkpoint "
-            "declares; template, by the roles query and document of the chat template; "
-            "qwen3-reranker, that of this family; conversation, a question and its answer, for "
-            "reward models; joined, one after the other",
-        ),
+    score_prompt: ScorePrompt = setting_field(
+        "auto",
+        one_of(get_args(ScorePrompt)),
+        "--score-prompt",
+        group=MODEL,
+        help="how a reranker's query and document become its prompt: auto, as the checkpoint "
+        "declares; template, by the roles query and document of the chat template; "
+        "qwen3-reranker, that of this family; conversation, a question and its answer, for "
+        "reward models; joined, one after the other",
     )
-    quantization: Quantization = attrs.field(
-        default="none",
-        validator=one_of(get_args(Quantization)),
-        metadata=setting(
-            "--quantization",
-            group=MODEL,
-            help="int8 rounds the weights of linear layers to 8 bits, with a scale for each "
-            "output; on cpu, with bf16 and the kernel of linear layers",
-        ),
+    quantization: Quantization = setting_field(
+        "none",
+        one_of(get_args(Quantization)),
+        "--quantization",
+        group=MODEL,
+        help="int8 rounds the weights of linear layers to 8 bits, with a scale for each "
+        "output; on cpu, with bf16 and the kernel of linear layers",
     )
-    device: str | Device = attrs.field(
-        default="auto",
-        validator=_check_device,
-        metadata=setting(
-            "--device",
-            env_patterns=("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING"),
-            metavar="NAME",
-            group=MODEL,
-            help=f"auto, {', '.join(DEVICES)}, or module:Class for a device of your own",
-        ),
+    device: str | Device = setting_field(
+        "auto",
+        _check_device,
+        "--device",
+        env_patterns=("PT_HPU_LAZY_MODE", "PT_HPU_WEIGHT_SHARING"),
+        metavar="NAME",
+        group=MODEL,
+        help=f"auto, {', '.join(DEVICES)}, or module:Class for a device of your own",
     )
-    kv_cache_memory: int | None = attrs.field(
-        default=None,
-        validator=integer(1, MAX_BYTES, optional=True),
-        metadata=setting(
-            "--kv-cache-memory",
-            "--kv-cache-memory-bytes",
-            metavar="SIZE",
-            group=MEMORY,
-            parse=parse_size,
-            help="most memory for the KV cache, in bytes or as in 2GiB or 512MiB",
-            default="what is free, or 1GiB where the device's memory is the host's",
-        ),
+    kv_cache_memory: int | None = setting_field(
+        None,
+        integer(1, MAX_BYTES, optional=True),
+        "--kv-cache-memory",
+        "--kv-cache-memory-bytes",
+        metavar="SIZE",
+        group=MEMORY,
+        parse=parse_size,
+        help="most memory for the KV cache, in bytes or as in 2GiB or 512MiB",
+        default="what is free, or 1GiB where the device's memory is the host's",
     )
-    async_scheduling: bool | None = attrs.field(
-        default=None,
-        validator=boolean(optional=True),
-        metadata=setting(
-            "--async-scheduling",
-            group=MEMORY,
-            negatable=True,
-            help="let the host prepare a step while the device computes the one before",
-            default="on, except on the CPU",
-        ),
+    async_scheduling: bool | None = setting_field(
+        None,
+        boolean(optional=True),
+        "--async-scheduling",
+        group=MEMORY,
+        negatable=True,
+        help="let the host prepare a step while the device computes the one before",
+        default="on, except on the CPU",
     )
-    enable_prefix_caching: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata=setting(
-            "--enable-prefix-caching",
-            group=MEMORY,
-            negatable=True,
-            help="reuse the KV blocks of prompts that begin alike",
-            default="yes",
-        ),
+    enable_prefix_caching: bool = setting_field(
+        True,
+        boolean(),
+        "--enable-prefix-caching",
+        group=MEMORY,
+        negatable=True,
+        help="reuse the KV blocks of prompts that begin alike",
+        default="yes",
     )
-    scheduling_policy: SchedulingPolicy = attrs.field(
-        default="fcfs",
-        validator=one_of(get_args(SchedulingPolicy)),
-        metadata=setting(
-            "--scheduling-policy",
-            group=MEMORY,
-            help="first come, first served, or requests of a lower priority value first",
-        ),
+    scheduling_policy: SchedulingPolicy = setting_field(
+        "fcfs",
+        one_of(get_args(SchedulingPolicy)),
+        "--scheduling-policy",
+        group=MEMORY,
+        help="first come, first served, or requests of a lower priority value first",
     )
-    swap_space: float | None = attrs.field(
-        default=None,
-        validator=number(0, MAX_BYTES >> 30, optional=True),
-        metadata=setting(
-            "--swap-space",
-            metavar="GIB",
-            group=MEMORY,
-            help="host memory for preempted sequences, in GiB",
-            default=f"{DEFAULT_SWAP_SPACE:g}, or 0 where the device's memory is the host's",
-        ),
+    swap_space: float | None = setting_field(
+        None,
+        number(0, MAX_BYTES >> 30, optional=True),
+        "--swap-space",
+        metavar="GIB",
+        group=MEMORY,
+        help="host memory for preempted sequences, in GiB",
+        default=f"{DEFAULT_SWAP_SPACE:g}, or 0 where the device's memory is the host's",
     )
-    num_host_blocks: int | None = attrs.field(
-        default=None,
-        validator=integer(0, INT32_MAX, optional=True),
-        metadata=setting(
-            help="host memory for preempted sequences, in blocks; replaces `swap_space`"
-        ),
+    num_host_blocks: int | None = setting_field(
+        None,
+        integer(0, INT32_MAX, optional=True),
+        help="host memory for preempted sequences, in blocks; replaces `swap_space`",
     )
-    swap_bandwidth: float = attrs.field(
-        default=20.0,
-        validator=number(0, MAX_SWAP_BANDWIDTH, exclusive_low=True),
-        metadata=setting(
-            "--swap-bandwidth",
-            metavar="GB_PER_S",
-            group=MEMORY,
-            help="most traffic between device and host for preempted sequences, in GB/s",
-        ),
+    swap_bandwidth: float = setting_field(
+        20.0,
+        number(0, MAX_SWAP_BANDWIDTH, exclusive_low=True),
+        "--swap-bandwidth",
+        metavar="GB_PER_S",
+        group=MEMORY,
+        help="most traffic between device and host for preempted sequences, in GB/s",
     )
     defrag: DefragConfig = attrs.field(
-        factory=default_defrag,
+        factory=lambda: library_settings({})[2],
         metadata=setting(
             env_patterns=DEFRAG_VARIABLES,
             help="whether and when the KV cache is defragmented, and if that is logged",
         ),
     )
-    use_buckets: bool = attrs.field(
-        default=True,
-        validator=boolean(),
-        metadata=setting(
-            "--disable-bucketing", group=MEMORY, help="run every shape as it comes, unpadded"
-        ),
+    use_buckets: bool = setting_field(
+        True,
+        boolean(),
+        "--disable-bucketing",
+        group=MEMORY,
+        help="run every shape as it comes, unpadded",
     )
     bucketing: BucketingConfig | None = attrs.field(
         default=None,
@@ -328,18 +301,16 @@ class EngineConfig(CapacitySettings):
             default="the device's own grid",
         ),
     )
-    bucket_grid: str = attrs.field(
-        default="paged",
-        validator=_check_grid,
-        metadata=setting(
-            "--bucketing",
-            metavar="GRID",
-            group=MEMORY,
-            help="what a bucket is: paged, batch size and new tokens and KV blocks; seq, batch "
-            "size and sequence length; fitted:FILE, paged buckets of a bucket file or, from a "
-            ".json file of recorded traffic, fitted to it; learn, fitted to what this model was "
-            "served before, which is recorded",
-        ),
+    bucket_grid: str = setting_field(
+        "paged",
+        _check_grid,
+        "--bucketing",
+        metavar="GRID",
+        group=MEMORY,
+        help="what a bucket is: paged, batch size and new tokens and KV blocks; seq, batch "
+        "size and sequence length; fitted:FILE, paged buckets of a bucket file or, from a "
+        ".json file of recorded traffic, fitted to it; learn, fitted to what this model was "
+        "served before, which is recorded",
     )
     record_traffic: str | None = attrs.field(
         default=None,
@@ -355,46 +326,40 @@ class EngineConfig(CapacitySettings):
             default="none; with --bucketing learn a file in the user's cache directory",
         ),
     )
-    warmup: WarmupMode = attrs.field(
-        default="full",
-        validator=one_of(get_args(WarmupMode)),
-        metadata=setting(
-            "--warmup",
-            env_patterns=(SKIP_WARMUP,),
-            group=WARMUP,
-            help="warm up all buckets before the first request; some before it and the rest "
-            f"between requests; or none (also {SKIP_WARMUP}=true), so that the first requests are "
-            "slower",
-        ),
+    warmup: WarmupMode = setting_field(
+        "full",
+        one_of(get_args(WarmupMode)),
+        "--warmup",
+        env_patterns=(SKIP_WARMUP,),
+        group=WARMUP,
+        help="warm up all buckets before the first request; some before it and the rest "
+        f"between requests; or none (also {SKIP_WARMUP}=true), so that the first requests are "
+        "slower",
     )
-    on_bucket_miss: OnBucketMiss = attrs.field(
-        default="auto",
-        validator=one_of(get_args(OnBucketMiss)),
-        metadata=setting(
-            "--on-bucket-miss",
-            group=WARMUP,
-            help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
-            "rejected: its request ends with an error that names the shape",
-            default="auto: eager where the device can and shapes are warmed up, else compile",
-        ),
+    on_bucket_miss: OnBucketMiss = setting_field(
+        "auto",
+        one_of(get_args(OnBucketMiss)),
+        "--on-bucket-miss",
+        group=WARMUP,
+        help="a batch in a shape that was not warmed up is compiled first, runs eagerly, or is "
+        "rejected: its request ends with an error that names the shape",
+        default="auto: eager where the device can and shapes are warmed up, else compile",
     )
     graphs: WarmupConfig = attrs.field(
-        factory=default_graphs,
+        factory=lambda: library_settings({})[1],
         metadata=setting(
             env_patterns=GRAPH_VARIABLES,
             help="which graphs are captured, within which memory, on a device that has graphs",
         ),
     )
-    compile: bool | None = attrs.field(
-        default=None,
-        validator=boolean(optional=True),
-        metadata=setting(
-            "--compile",
-            group=WARMUP,
-            negatable=True,
-            help="compile the decoder layers for each bucket: faster steps, a longer first start",
-            default="no; on hpu yes, outside of lazy mode",
-        ),
+    compile: bool | None = setting_field(
+        None,
+        boolean(optional=True),
+        "--compile",
+        group=WARMUP,
+        negatable=True,
+        help="compile the decoder layers for each bucket: faster steps, a longer first start",
+        default="no; on hpu yes, outside of lazy mode",
     )
     compile_cache: str | None = attrs.field(
         default=None,
@@ -410,48 +375,39 @@ class EngineConfig(CapacitySettings):
             default="in the user's cache directory",
         ),
     )
-    trust_compile_cache: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            "--trust-compile-cache",
-            group=WARMUP,
-            help="load compiled programs from --compile-cache also where another user may have "
-            "made them, who can then run code as this user",
-        ),
+    trust_compile_cache: bool = setting_field(
+        False,
+        boolean(),
+        "--trust-compile-cache",
+        group=WARMUP,
+        help="load compiled programs from --compile-cache also where another user may have "
+        "made them, who can then run code as this user",
     )
-    cpu_threads: int | None = attrs.field(
-        default=None,
-        validator=integer(1, 1024, optional=True),
-        metadata=setting(
-            "--cpu-threads",
-            metavar="N",
-            group=MODEL,
-            help="threads of an operation, on cpu",
-            default="OMP_NUM_THREADS; without it as many as cores are free, adapted while serving",
-        ),
+    cpu_threads: int | None = setting_field(
+        None,
+        integer(1, 1024, optional=True),
+        "--cpu-threads",
+        metavar="N",
+        group=MODEL,
+        help="threads of an operation, on cpu",
+        default="OMP_NUM_THREADS; without it as many as cores are free, adapted while serving",
     )
-    fp32_softmax: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            env="VLLM_FP32_SOFTMAX",
-            parse=parse_flag,
-            help="compute the softmax of prefill attention in fp32, on hpu, where bf16 is the "
-            "default",
-        ),
+    fp32_softmax: bool = setting_field(
+        False,
+        boolean(),
+        env="VLLM_FP32_SOFTMAX",
+        parse=parse_flag,
+        help="compute the softmax of prefill attention in fp32, on hpu, where bf16 is the default",
     )
-    temperature_source: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--temperature-source",
-            metavar="SOURCE",
-            group=HEAT,
-            help="where temperatures are read: nvml, hlml, sensors, exporter:URL, "
-            "sidecar:HOST:PORT or recorded:FILE",
-            default="the device's own, nvml or hlml, if it can be read",
-        ),
+    temperature_source: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--temperature-source",
+        metavar="SOURCE",
+        group=HEAT,
+        help="where temperatures are read: nvml, hlml, sensors, exporter:URL, "
+        "sidecar:HOST:PORT or recorded:FILE",
+        default="the device's own, nvml or hlml, if it can be read",
     )
     thermal_devices: tuple[int, ...] | None = attrs.field(
         default=None,
@@ -468,18 +424,16 @@ class EngineConfig(CapacitySettings):
             default="the engine's own, where the source is the device's own; otherwise all",
         ),
     )
-    thermal_policy: str | None = attrs.field(
-        default=None,
-        validator=text(optional=True),
-        metadata=setting(
-            "--thermal-policy",
-            env="VLLM_THERMAL_POLICY",
-            metavar="NAME",
-            group=HEAT,
-            help="what limits the running sequences, and the prefill of a step, by heat or power: "
-            "none, proportional, power, two_phase, a name that a package offers, or module:Class",
-            default="none",
-        ),
+    thermal_policy: str | None = setting_field(
+        None,
+        text(optional=True),
+        "--thermal-policy",
+        env="VLLM_THERMAL_POLICY",
+        metavar="NAME",
+        group=HEAT,
+        help="what limits the running sequences, and the prefill of a step, by heat or power: "
+        "none, proportional, power, two_phase, a name that a package offers, or module:Class",
+        default="none",
     )
     thermal_policy_config: Mapping[str, Any] = attrs.field(
         factory=dict,
@@ -494,38 +448,32 @@ class EngineConfig(CapacitySettings):
         ),
     )
 
-    engine_restarts: int = attrs.field(
-        default=3,
-        validator=integer(0, INT32_MAX),
-        metadata=setting(
-            "--engine-restarts",
-            metavar="N",
-            group=FAULTS,
-            help="how often the engine core is restarted after it has died, before the server ends",
-        ),
+    engine_restarts: int = setting_field(
+        3,
+        integer(0, INT32_MAX),
+        "--engine-restarts",
+        metavar="N",
+        group=FAULTS,
+        help="how often the engine core is restarted after it has died, before the server ends",
     )
-    hang_timeout: float = attrs.field(
-        default=60.0,
-        validator=number(2, 86_400),
-        metadata=setting(
-            "--hang-timeout",
-            metavar="SECONDS",
-            group=FAULTS,
-            help="seconds without a message of the engine core after which it counts as hung; half "
-            "an hour while it compiles or warms up",
-        ),
+    hang_timeout: float = setting_field(
+        60.0,
+        number(2, 86_400),
+        "--hang-timeout",
+        metavar="SECONDS",
+        group=FAULTS,
+        help="seconds without a message of the engine core after which it counts as hung; half "
+        "an hour while it compiles or warms up",
     )
-    hang_restart_timeout: float = attrs.field(
-        default=300.0,
-        validator=number(0, 86_400),
-        metadata=setting(
-            "--hang-restart-timeout",
-            metavar="SECONDS",
-            group=FAULTS,
-            help="seconds without a message of the engine core after which it is killed and "
-            "restarted, as after its death; half an hour while it compiles or warms up; at least "
-            "--hang-timeout; 0: never",
-        ),
+    hang_restart_timeout: float = setting_field(
+        300.0,
+        number(0, 86_400),
+        "--hang-restart-timeout",
+        metavar="SECONDS",
+        group=FAULTS,
+        help="seconds without a message of the engine core after which it is killed and "
+        "restarted, as after its death; half an hour while it compiles or warms up; at least "
+        "--hang-timeout; 0: never",
     )
 
     def __attrs_post_init__(self) -> None:

@@ -1,9 +1,9 @@
 """Settings classes as the one source of flags, variables, keys of files, and documentation.
 
-A settings class is an attrs class whose fields carry ``metadata=setting(...)``. The metadata goes
-to ``attrs.field`` itself, because type checkers read required fields and converters only from that
-call. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help` and `flag_list`
-derive the rest.
+A settings class is an attrs class whose fields are made by `setting_field`, or carry
+``metadata=setting(...)``: type checkers read required fields and converters only from a call of
+``attrs.field`` itself. `add_flags`, `given_flags`, `from_env`, `file_settings`, `environment_help`
+and `flag_list` derive the rest.
 Plain metadata with the keys ``help`` and ``env`` is enough for `flag_list`.
 """
 
@@ -82,6 +82,11 @@ def setting(
         "secret": secret,
         "negatable": negatable,
     }
+
+
+def setting_field(default: Any, validator: Any, /, *flags: str, **words: Any) -> Any:
+    """A field with a default and a validator; ``flags`` and ``words`` are those of `setting`."""
+    return attrs.field(default=default, validator=validator, metadata=setting(*flags, **words))
 
 
 def with_defaults(

@@ -83,16 +83,6 @@ def library_variables() -> Iterable[str]:
     return (*variables_of(type(graphs)), *variables_of(type(defrag)))
 
 
-def default_graphs() -> WarmupConfig:
-    """The settings of warm-up and graphs without any variable."""
-    return library_settings({})[1]
-
-
-def default_defrag() -> DefragConfig:
-    """The settings of defragmentation without any variable."""
-    return library_settings({})[2]
-
-
 def sets_buckets(environ: Mapping[str, str]) -> bool:
     """Whether a variable of the bucket settings is set, also to its default.
 

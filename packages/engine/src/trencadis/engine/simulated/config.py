@@ -22,6 +22,7 @@ from trencadis.engine.settings.flags import (
     parse_gib,
     parse_option,
     setting,
+    setting_field,
     variables_of,
     warn_of_misspelt_variables,
     with_defaults,
@@ -66,56 +67,46 @@ class SimulationConfig(CapacitySettings):
         validator=one_of(HARDWARE),
         metadata=setting("--device", metavar="NAME", group=MODEL, help=", ".join(HARDWARE)),
     )
-    quantization: str = attrs.field(
-        default="none",
-        validator=one_of(("none", "fp8", "inc")),
-        metadata=setting(
-            "--quantization",
-            group=MODEL,
-            help="the layers' weights and their products in FP8: fp8 or, as vLLM calls it on "
-            "Gaudi, inc; none is the checkpoint's type",
-        ),
+    quantization: str = setting_field(
+        "none",
+        one_of(("none", "fp8", "inc")),
+        "--quantization",
+        group=MODEL,
+        help="the layers' weights and their products in FP8: fp8 or, as vLLM calls it on "
+        "Gaudi, inc; none is the checkpoint's type",
     )
-    kv_cache_dtype: str = attrs.field(
-        default="auto",
-        validator=one_of(("auto", "fp8", "fp8_inc")),
-        metadata=setting(
-            "--kv-cache-dtype",
-            group=MODEL,
-            help="KV cache and attention in FP8: fp8 or, as vLLM calls it on Gaudi, fp8_inc; auto "
-            "is the checkpoint's type",
-        ),
+    kv_cache_dtype: str = setting_field(
+        "auto",
+        one_of(("auto", "fp8", "fp8_inc")),
+        "--kv-cache-dtype",
+        group=MODEL,
+        help="KV cache and attention in FP8: fp8 or, as vLLM calls it on Gaudi, fp8_inc; auto "
+        "is the checkpoint's type",
     )
-    sampling: str = attrs.field(
-        default="device",
-        validator=one_of(("device", "host")),
-        metadata=setting(
-            "--sampling",
-            group=MODEL,
-            help="where tokens are sampled: host copies all logits over the link, device only the "
-            "tokens",
-        ),
+    sampling: str = setting_field(
+        "device",
+        one_of(("device", "host")),
+        "--sampling",
+        group=MODEL,
+        help="where tokens are sampled: host copies all logits over the link, device only the "
+        "tokens",
     )
-    async_scheduling: bool = attrs.field(
-        default=False,
-        validator=boolean(),
-        metadata=setting(
-            "--async-scheduling",
-            group=MEMORY,
-            help="the host prepares a step while the device computes the one before",
-        ),
+    async_scheduling: bool = setting_field(
+        False,
+        boolean(),
+        "--async-scheduling",
+        group=MEMORY,
+        help="the host prepares a step while the device computes the one before",
     )
-    swap_space: int = attrs.field(
-        default=int(DEFAULT_SWAP_SPACE * GIB),
-        validator=integer(0, MAX_BYTES),
-        metadata=setting(
-            "--swap-space",
-            metavar="GIB",
-            group=MEMORY,
-            parse=parse_gib,
-            help="host memory for preempted sequences: GiB in the flag, bytes in Python",
-            default=f"{DEFAULT_SWAP_SPACE:g} GiB",
-        ),
+    swap_space: int = setting_field(
+        int(DEFAULT_SWAP_SPACE * GIB),
+        integer(0, MAX_BYTES),
+        "--swap-space",
+        metavar="GIB",
+        group=MEMORY,
+        parse=parse_gib,
+        help="host memory for preempted sequences: GiB in the flag, bytes in Python",
+        default=f"{DEFAULT_SWAP_SPACE:g} GiB",
     )
     bucketing: BucketingConfig = attrs.field(
         factory=BucketingConfig,
@@ -162,15 +153,13 @@ class SimulationConfig(CapacitySettings):
             default="the policy's own",
         ),
     )
-    ambient_c: float = attrs.field(
-        default=30.0,
-        validator=number(-50, 100, exclusive_low=True),
-        metadata=setting(
-            "--ambient-temp",
-            metavar="C",
-            group=HEAT,
-            help="temperature of the air before the heat sink, in degrees C",
-        ),
+    ambient_c: float = setting_field(
+        30.0,
+        number(-50, 100, exclusive_low=True),
+        "--ambient-temp",
+        metavar="C",
+        group=HEAT,
+        help="temperature of the air before the heat sink, in degrees C",
     )
 
     @classmethod

@@ -85,11 +85,6 @@ class Records:
         """Requests that have ended with their last token."""
         return len(self.latency_s)
 
-    @property
-    def num_live(self) -> int:
-        """Accepted requests that have not ended."""
-        return len(self._live)
-
     def accepted(self, seq_id: int, arrived_s: float, prompt: int, asked: int) -> None:
         """A request was queued."""
         self._live[seq_id] = _Live(arrived_s)

@@ -8,7 +8,7 @@ import attrs
 
 from trencadis.kvcache.validators import Validator, plain_number
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.validators import integer, is_integer, number
+from trencadis.scheduler.validators import POSITIVE, integer, is_integer, setting
 
 
 def _are_devices(value: Any) -> bool:
@@ -47,59 +47,31 @@ class ReaderConfig:
     The metadata of each field has its ``help`` text. Raises `ConfigError`.
     """
 
-    period_s: float = attrs.field(
-        default=1.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Time between two readings, in seconds."},
+    period_s: float = setting(1.0, POSITIVE, "Time between two readings, in seconds.")
+    stale_after_s: float = setting(
+        5.0, POSITIVE, "Age of the last accepted reading that makes a device STALE, in seconds."
     )
-    stale_after_s: float = attrs.field(
-        default=5.0,
-        validator=number(0, exclusive_low=True),
-        metadata={
-            "help": "Age of the last accepted reading that makes a device STALE, in seconds."
-        },
+    failed_after_s: float = setting(
+        30.0, POSITIVE, "Age of the last accepted reading that makes a device FAILED, in seconds."
     )
-    failed_after_s: float = attrs.field(
-        default=30.0,
-        validator=number(0, exclusive_low=True),
-        metadata={
-            "help": "Age of the last accepted reading that makes a device FAILED, in seconds."
-        },
+    assumed_hot_c: float = setting(
+        95.0, POSITIVE, "Fail-safe temperature of a FAILED device, in degrees C."
     )
-    assumed_hot_c: float = attrs.field(
-        default=95.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Fail-safe temperature of a FAILED device, in degrees C."},
+    max_c: float = setting(125.0, POSITIVE, "Highest plausible temperature, in degrees C.")
+    max_jump_c: float = setting(
+        25.0, POSITIVE, "Largest plausible jump between two readings, in degrees C."
     )
-    max_c: float = attrs.field(
-        default=125.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Highest plausible temperature, in degrees C."},
+    max_slew_c_per_s: float = setting(
+        10.0, POSITIVE, "Largest plausible rate of change, in degrees C per second."
     )
-    max_jump_c: float = attrs.field(
-        default=25.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Largest plausible jump between two readings, in degrees C."},
+    confirmations: int = setting(
+        3, integer(1), "Number of readings in a row that confirm a larger jump."
     )
-    max_slew_c_per_s: float = attrs.field(
-        default=10.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Largest plausible rate of change, in degrees C per second."},
+    frozen_after_s: float = setting(
+        120.0, POSITIVE, "Time after which a repeated reading is rejected as frozen, in seconds."
     )
-    confirmations: int = attrs.field(
-        default=3,
-        validator=integer(1),
-        metadata={"help": "Number of readings in a row that confirm a larger jump."},
-    )
-    frozen_after_s: float = attrs.field(
-        default=120.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Time after which a repeated reading is rejected as frozen, in seconds."},
-    )
-    frozen_coarse_after_s: float = attrs.field(
-        default=900.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "The same for a sensor that reports whole numbers, in seconds."},
+    frozen_coarse_after_s: float = setting(
+        900.0, POSITIVE, "The same for a sensor that reports whole numbers, in seconds."
     )
     devices: tuple[int, ...] | None = attrs.field(
         default=None,

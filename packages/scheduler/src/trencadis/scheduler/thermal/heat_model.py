@@ -51,41 +51,31 @@ class Board:
         return self.decode_w + compute_share * (self.limit_w - self.decode_w)
 
 
+# Limit: 700 W, as commonly given for SXM5 (data sheet not checked). Watts per sequence:
+# seed 003. Idle power and resistances are chosen so that full power in air of 35 degrees
+# settles at 78 degrees. Heat capacities: 0.12 kg and 1.1 kg of copper (385 J/kg K).
+_H100 = Board(
+    name="h100",
+    idle_w=110.0,
+    limit_w=700.0,
+    sequence_w=3.2,
+    first_decode_w=137.0,
+    decode_w=300.0,
+    chip_k_per_w=0.022,
+    chip_j_per_k=46.0,
+    sink_k_per_w=0.040,
+    sink_j_per_k=420.0,
+    max_c=90.0,
+)
+
 BOARDS = {
     board.name: board
     for board in (
-        # Limit: 700 W, as commonly given for SXM5 (data sheet not checked). Watts per sequence:
-        # seed 003. Idle power and resistances are chosen so that full power in air of 35 degrees
-        # settles at 78 degrees. Heat capacities: 0.12 kg and 1.1 kg of copper (385 J/kg K).
-        Board(
-            name="h100",
-            idle_w=110.0,
-            limit_w=700.0,
-            sequence_w=3.2,
-            first_decode_w=137.0,
-            decode_w=300.0,
-            chip_k_per_w=0.022,
-            chip_j_per_k=46.0,
-            sink_k_per_w=0.040,
-            sink_j_per_k=420.0,
-            max_c=90.0,
-        ),
+        _H100,
         # Limit: 700 W (mlcommons/inference_results_v4.1, closed/NVIDIA, H200-SXM-141GBx8).
         # Decode passes: 137 to 300 W (Ma et al., arXiv 2605.11999, abstract). The other values are
         # those of the H100, which has the same chip and is assumed to decode with the same power.
-        Board(
-            name="h200",
-            idle_w=110.0,
-            limit_w=700.0,
-            sequence_w=3.2,
-            first_decode_w=137.0,
-            decode_w=300.0,
-            chip_k_per_w=0.022,
-            chip_j_per_k=46.0,
-            sink_k_per_w=0.040,
-            sink_j_per_k=420.0,
-            max_c=90.0,
-        ),
+        attrs.evolve(_H100, name="h200"),
         # Limit: OAM, 600 W (Kaplan, Hot Chips 2024, table). The other values as above, with the
         # larger sink of an air-cooled OAM board, and watts per sequence and of decode passes in
         # proportion to the limit: no measurement by phase is published for Gaudi.

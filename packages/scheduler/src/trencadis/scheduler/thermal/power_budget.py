@@ -12,7 +12,7 @@ from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, Scheduler
 from trencadis.scheduler.thermal.power_model import PRIOR_W, PowerModel
 from trencadis.scheduler.thermal.readings import is_power
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of
+from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 MAX_GROWTH = 0.5
 """A rise of the cap adds at most this share of the sequences whose power was measured."""
@@ -46,39 +46,26 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
     """
 
     budget_w: float = attrs.field(
-        validator=number(0, exclusive_low=True),
+        validator=POSITIVE,
         metadata={"help": "Power budget of all devices together, in watts."},
     )
-    prior_w: float = attrs.field(
-        default=PRIOR_W,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Watts per sequence that are assumed before the first measurements."},
+    prior_w: float = setting(
+        PRIOR_W, POSITIVE, "Watts per sequence that are assumed before the first measurements."
     )
-    dwell_s: float = attrs.field(
-        default=5.0,
-        validator=number(0),
-        metadata={
-            "help": "Minimum time between a change of the cap and a rise, in seconds; longer than "
-            "the delay of the power sensor."
-        },
+    dwell_s: float = setting(
+        5.0,
+        number(0),
+        "Minimum time between a change of the cap and a rise, in seconds; longer than "
+        "the delay of the power sensor.",
     )
-    retry_s: float = attrs.field(
-        default=60.0,
-        validator=number(0),
-        metadata={
-            "help": "Time before a number of sequences that exceeded the budget is tried again, "
-            "in seconds."
-        },
+    retry_s: float = setting(
+        60.0,
+        number(0),
+        "Time before a number of sequences that exceeded the budget is tried again, in seconds.",
     )
-    min_seqs: int = attrs.field(
-        default=1,
-        validator=integer(1),
-        metadata={"help": "Minimum of the cap, and its first value, in sequences."},
-    )
-    victims: str = attrs.field(
-        default="cheapest",
-        validator=one_of(VICTIM_ORDERS),
-        metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
+    min_seqs: int = setting(1, integer(1), "Minimum of the cap, and its first value, in sequences.")
+    victims: str = setting(
+        "cheapest", one_of(VICTIM_ORDERS), f"Order of the victims: {', '.join(VICTIM_ORDERS)}."
     )
     _power_model: PowerModel = attrs.field(init=False)
     _cap: int = attrs.field(init=False)

@@ -11,7 +11,7 @@ from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
 from trencadis.scheduler.thermal.readings import is_temperature
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of
+from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 MAX_TARGET_C = 95.0
 """Highest target temperature that is accepted, degrees C (seed 003, section 4)."""
@@ -47,41 +47,28 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
     has its ``help`` text. Raises `ConfigError`.
     """
 
-    target_temp_c: float = attrs.field(
-        default=82.0,
-        validator=number(0, MAX_TARGET_C, exclusive_low=True),
-        metadata={"help": "Target temperature of the hottest device, in degrees C."},
+    target_temp_c: float = setting(
+        82.0,
+        number(0, MAX_TARGET_C, exclusive_low=True),
+        "Target temperature of the hottest device, in degrees C.",
     )
-    k_p: float | None = attrs.field(
-        default=None,
-        validator=number(0, exclusive_low=True, optional=True),
-        metadata={
-            "help": "Proportional gain, in sequences per degree C; None: max_num_seqs over "
-            f"{PROPORTIONAL_BAND_C:g} degrees C."
-        },
+    k_p: float | None = setting(
+        None,
+        number(0, exclusive_low=True, optional=True),
+        "Proportional gain, in sequences per degree C; None: max_num_seqs over "
+        f"{PROPORTIONAL_BAND_C:g} degrees C.",
     )
-    hysteresis_c: float = attrs.field(
-        default=3.0,
-        validator=number(MIN_HYSTERESIS_C),
-        metadata={"help": "Temperature drop before the cap rises, in degrees C."},
+    hysteresis_c: float = setting(
+        3.0, number(MIN_HYSTERESIS_C), "Temperature drop before the cap rises, in degrees C."
     )
-    dwell_s: float = attrs.field(
-        default=5.0,
-        validator=number(0, exclusive_low=True),
-        metadata={
-            "help": "Minimum time between a change of the cap and a change in the other "
-            "direction, in seconds."
-        },
+    dwell_s: float = setting(
+        5.0,
+        POSITIVE,
+        "Minimum time between a change of the cap and a change in the other direction, in seconds.",
     )
-    min_seqs: int = attrs.field(
-        default=1,
-        validator=integer(1),
-        metadata={"help": "Minimum of the cap, in sequences."},
-    )
-    victims: str = attrs.field(
-        default="lru",
-        validator=one_of(VICTIM_ORDERS),
-        metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
+    min_seqs: int = setting(1, integer(1), "Minimum of the cap, in sequences.")
+    victims: str = setting(
+        "lru", one_of(VICTIM_ORDERS), f"Order of the victims: {', '.join(VICTIM_ORDERS)}."
     )
     _temp_c: float = attrs.field(init=False, default=-math.inf)
     _excess_c: float = attrs.field(init=False, default=0.0)

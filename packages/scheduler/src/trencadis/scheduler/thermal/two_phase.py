@@ -13,7 +13,7 @@ from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, Scheduler
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C, PROPORTIONAL_BAND_C
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
 from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
-from trencadis.scheduler.validators import integer, number, one_of
+from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 WINDOW_S = 1.0
 """Seconds over which the load is averaged; the limits change at most once in each. Sensors are read
@@ -85,54 +85,39 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     its ``help`` text. Raises `ConfigError`.
     """
 
-    target_temp_c: float = attrs.field(
-        default=82.0,
-        validator=number(0, MAX_TARGET_C, exclusive_low=True),
-        metadata={"help": "Target temperature of the hottest device, in degrees C."},
+    target_temp_c: float = setting(
+        82.0,
+        number(0, MAX_TARGET_C, exclusive_low=True),
+        "Target temperature of the hottest device, in degrees C.",
     )
-    budget_w: float | None = attrs.field(
-        default=None,
-        validator=number(0, exclusive_low=True, optional=True),
-        metadata={"help": "Power budget of all devices together, in watts; None: no budget."},
+    budget_w: float | None = setting(
+        None,
+        number(0, exclusive_low=True, optional=True),
+        "Power budget of all devices together, in watts; None: no budget.",
     )
-    max_ttft_s: float = attrs.field(
-        default=10.0,
-        validator=number(0),
-        metadata={
-            "help": "Wait for a first token, in seconds, above which sequences are cut instead of "
-            "prefill."
-        },
+    max_ttft_s: float = setting(
+        10.0,
+        number(0),
+        "Wait for a first token, in seconds, above which sequences are cut instead of prefill.",
     )
-    max_itl_s: float = attrs.field(
-        default=0.2,
-        validator=number(0),
-        metadata={"help": "Duration of a step, in seconds, above which prefill is cut first."},
+    max_itl_s: float = setting(
+        0.2, number(0), "Duration of a step, in seconds, above which prefill is cut first."
     )
-    dwell_s: float = attrs.field(
-        default=5.0,
-        validator=number(0, exclusive_low=True),
-        metadata={
-            "help": "Minimum time between a change of a limit and a rise, and between a rise and a "
-            "cut, in seconds."
-        },
+    dwell_s: float = setting(
+        5.0,
+        POSITIVE,
+        "Minimum time between a change of a limit and a rise, and between a rise and a "
+        "cut, in seconds.",
     )
-    min_prefill_tokens: int = attrs.field(
-        default=128,
-        validator=integer(1),
-        metadata={
-            "help": "Minimum of the prefill limit, in tokens of a step; other limits are multiples "
-            "of it, as sizes of prompt buckets are."
-        },
+    min_prefill_tokens: int = setting(
+        128,
+        integer(1),
+        "Minimum of the prefill limit, in tokens of a step; other limits are multiples "
+        "of it, as sizes of prompt buckets are.",
     )
-    min_seqs: int = attrs.field(
-        default=1,
-        validator=integer(1),
-        metadata={"help": "Minimum of the cap, in sequences."},
-    )
-    victims: str = attrs.field(
-        default="lru",
-        validator=one_of(VICTIM_ORDERS),
-        metadata={"help": f"Order of the victims: {', '.join(VICTIM_ORDERS)}."},
+    min_seqs: int = setting(1, integer(1), "Minimum of the cap, in sequences.")
+    victims: str = setting(
+        "lru", one_of(VICTIM_ORDERS), f"Order of the victims: {', '.join(VICTIM_ORDERS)}."
     )
     _model: PhasePowerModel = attrs.field(init=False, factory=PhasePowerModel)
     _step_time: StepTimeModel = attrs.field(init=False, factory=StepTimeModel)

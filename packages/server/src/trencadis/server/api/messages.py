@@ -30,7 +30,7 @@ from trencadis.server.api.tools import (
     ToolName,
 )
 from trencadis.server.api.translation import chat_request
-from trencadis.server.api.unsupported_fields import refuse_undeclared
+from trencadis.server.api.unsupported_fields import RequestPart, refuse_undeclared
 
 CLIENT_FIELDS = {
     "prompt": "messages",
@@ -65,10 +65,10 @@ JoinedText = Annotated[
 """A text, or a list of blocks of text."""
 
 
-class ContentBlock(BaseModel):
+class ContentBlock(RequestPart):
     """A part of a message: text, reasoning, a tool call, or the result of one."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    ignored = (*_WITHOUT_EFFECT, "signature")
 
     type: Literal["text", "thinking", "tool_use", "tool_result"]
     text: Text | None = None
@@ -85,7 +85,6 @@ class ContentBlock(BaseModel):
         for name in _REQUIRED[self.type]:
             if getattr(self, name) is None:
                 raise InvalidRequest(f"a block of type {self.type!r} needs {name}")
-        refuse_undeclared(self.model_extra, (*_WITHOUT_EFFECT, "signature"), nested=True)
         if self.input is not None:
             _json_text(self.input)
         return self
@@ -109,10 +108,8 @@ def _blocks(content: Any) -> Any:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-class InputMessage(BaseModel):
+class InputMessage(RequestPart):
     """A turn of the conversation. A last turn of the assistant is continued."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -123,7 +120,6 @@ class InputMessage(BaseModel):
 
     @model_validator(mode="after")
     def _check_fields(self) -> Self:
-        refuse_undeclared(self.model_extra, nested=True)
         for block in self.content:
             if _ROLES.get(block.type, self.role) != self.role:
                 raise InvalidRequest(
@@ -162,23 +158,16 @@ class InputMessage(BaseModel):
         )
 
 
-class MessagesTool(BaseModel):
+class MessagesTool(RequestPart):
     """A tool that the client runs. Other tools run at Anthropic, and are rejected."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    ignored = (*_WITHOUT_EFFECT, "eager_input_streaming")
 
     type: Literal["custom"] | None = None
     name: ToolName
     description: Text | None = None
     input_schema: ObjectSchema
     strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        refuse_undeclared(
-            self.model_extra, (*_WITHOUT_EFFECT, "eager_input_streaming"), nested=True
-        )
-        return self
 
     def for_chat(self) -> FunctionTool:
         """The tool of a chat request."""
@@ -188,10 +177,8 @@ class MessagesTool(BaseModel):
         return FunctionTool(type="function", function=function)
 
 
-class MessagesToolChoice(BaseModel):
+class MessagesToolChoice(RequestPart):
     """Whether the model may call tools (``auto``), has to (``any``, ``tool``), or must not."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["auto", "any", "tool", "none"]
     name: Text | None = None
@@ -201,7 +188,6 @@ class MessagesToolChoice(BaseModel):
     def _check_name(self) -> Self:
         if (self.type == "tool") != (self.name is not None):
             raise InvalidRequest("names a tool if its type is 'tool', and only then")
-        refuse_undeclared(self.model_extra, nested=True)
         return self
 
     def for_chat(self) -> ToolChoice:
@@ -211,22 +197,15 @@ class MessagesToolChoice(BaseModel):
         return ToolChoice("required", self.name)
 
 
-class Thinking(BaseModel):
+class Thinking(RequestPart):
     """Whether the reasoning is part of the answer, unabridged also where it may be summarized.
 
     ``budget_tokens`` is a target, which is not enforced.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     type: Literal["enabled", "adaptive", "disabled"]
     budget_tokens: int | None = Field(default=None, ge=1)
     display: Literal["summarized", "omitted"] | None = None
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        refuse_undeclared(self.model_extra, nested=True)
-        return self
 
     @property
     def is_shown(self) -> bool:
@@ -234,31 +213,17 @@ class Thinking(BaseModel):
         return self.type != "disabled" and self.display != "omitted"
 
 
-class OutputFormat(BaseModel):
+class OutputFormat(RequestPart):
     """The form of the answer: JSON that a schema accepts."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["json_schema"]
     json_schema: dict[str, Any] = Field(alias="schema")
 
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        refuse_undeclared(self.model_extra, nested=True)
-        return self
 
-
-class OutputConfig(BaseModel):
+class OutputConfig(RequestPart):
     """How the answer is to be."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
-
     format: OutputFormat | None = None
-
-    @model_validator(mode="after")
-    def _check_fields(self) -> Self:
-        refuse_undeclared(self.model_extra, nested=True)
-        return self
 
 
 class CountTokensRequest(BaseModel):

@@ -45,7 +45,7 @@ from trencadis.server.api.tools import (
     parsed_arguments,
 )
 from trencadis.server.api.translation import chat_request
-from trencadis.server.api.unsupported_fields import refuse_undeclared
+from trencadis.server.api.unsupported_fields import RequestPart, refuse_undeclared
 
 CLIENT_FIELDS = {
     "messages": "input",
@@ -115,13 +115,13 @@ JoinedText = Annotated[
 """A text, or a list of text parts."""
 
 
-class InputItem(BaseModel):
+class InputItem(RequestPart):
     """One item of the conversation: a message, a tool call, its output, or reasoning.
 
     The items of an earlier response's ``output`` are accepted unchanged.
     """
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    ignored = ("id", "status", "phase", "encrypted_content")
 
     type: Literal["message", "function_call", "function_call_output", "reasoning"] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
@@ -139,8 +139,6 @@ class InputItem(BaseModel):
                 raise InvalidRequest(f"an item of type {self.type!r} needs {name}")
         if self.arguments is not None:
             parsed_arguments(self.arguments)
-        ignored = ("id", "status", "phase", "encrypted_content")
-        refuse_undeclared(self.model_extra, ignored, nested=True)
         return self
 
 
@@ -148,24 +146,17 @@ def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
 
-class ResponsesTool(BaseModel):
+class ResponsesTool(RequestPart):
     """A function that the model may call. Other tools run at OpenAI, and are rejected.
 
     ``strict`` changes nothing, as in `FunctionDefinition`.
     """
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["function"]
     name: ToolName
     description: Text | None = None
     parameters: Annotated[ObjectSchema, AfterValidator(_bounded)] | None = None
     strict: bool | None = None
-
-    @model_validator(mode="after")
-    def _check_supported(self) -> Self:
-        refuse_undeclared(self.model_extra, nested=True)
-        return self
 
     def for_chat(self) -> FunctionTool:
         """The tool of a chat request."""
@@ -192,10 +183,8 @@ def _tool_choice(value: Any) -> ToolChoice | None:
     )
 
 
-class TextFormat(BaseModel):
+class TextFormat(RequestPart):
     """The form of the answer. ``strict`` changes nothing: an answer always has this form."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
 
     type: Literal["text", "json_object", "json_schema"]
     name: Text | None = None
@@ -211,7 +200,6 @@ class TextFormat(BaseModel):
             raise InvalidRequest("needs schema, as its type says")
         if self.type != "json_schema" and self.json_schema is not None:
             raise InvalidRequest(f"has a schema, which type {self.type!r} does not take")
-        refuse_undeclared(self.model_extra, nested=True)
         return self
 
     def for_chat(self) -> dict[str, Any]:
@@ -234,15 +222,8 @@ class TextConfig(BaseModel):
         return self
 
 
-class ReasoningConfig(BaseModel):
+class ReasoningConfig(RequestPart):
     """OpenAI's settings of reasoning, none of which a model here has."""
-
-    model_config = ConfigDict(extra="allow")
-
-    @model_validator(mode="after")
-    def _check_supported(self) -> Self:
-        refuse_undeclared(self.model_extra, nested=True)
-        return self
 
 
 class ResponsesRequest(RequestBody):

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict, model_validator
+from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
 
@@ -124,3 +127,19 @@ def refuse_undeclared(
         if name not in ignored and value not in without_effect:
             message = f"{name} is not supported by this server: leave it out"
             raise InvalidRequest(message, None if nested else name)
+
+
+class RequestPart(BaseModel):
+    """A part of a request, without fields that it does not declare and that have an effect.
+
+    ``ignored``: further fields that have none.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    ignored: ClassVar[tuple[str, ...]] = ()
+
+    @model_validator(mode="after")
+    def _check_undeclared(self) -> Self:
+        refuse_undeclared(self.model_extra, self.ignored, nested=True)
+        return self

@@ -105,27 +105,13 @@ def flag_parser() -> argparse.ArgumentParser:
         default=1.0,
         help="multiplies the rate of a trace (default: 1)",
     )
-    load.add_argument(
-        *("-n", "--num-requests", "--num-prompts"),
-        metavar="N",
-        type=_above_zero(int),
-        default=100,
-        help="requests to send, of a trace the first ones (default: 100)",
-    )
-    load.add_argument(
-        *("--input-tokens", "--random-input-len"),
-        metavar="N",
-        type=_above_zero(int),
-        default=128,
-        help="tokens of a prompt, without --trace (default: 128)",
-    )
-    load.add_argument(
-        *("--output-tokens", "--random-output-len"),
-        metavar="N",
-        type=_above_zero(int),
-        default=64,
-        help="tokens of an answer, without --trace (default: 64)",
-    )
+    for flags, default, about in (
+        (("-n", "--num-requests", "--num-prompts"), 100, "requests to send, of a trace the first"),
+        (("--input-tokens", "--random-input-len"), 128, "tokens of a prompt, without --trace"),
+        (("--output-tokens", "--random-output-len"), 64, "tokens of an answer, without --trace"),
+    ):
+        text, kind = f"{about} (default: {default})", _above_zero(int)
+        load.add_argument(*flags, metavar="N", type=kind, default=default, help=text)
     load.add_argument(
         "--no-ignore-eos",
         action="store_true",

@@ -59,9 +59,9 @@ class BearerAuth:
     A key is a bearer token. An API key may be in the header ``x-api-key``, as in the Anthropic API.
     Without ``api_keys`` every client may use the model. ``/v1/admin`` accepts ``admin_keys`` only,
     and rejects every request if there are none; if there are, ``/dashboard/events`` needs one, too.
-    An admin key is not an API key. ``/health``, ``/version`` and ``/metrics`` need no key. The
-    comparison covers the digests of all keys, so that its duration reveals no length, prefix or
-    position of a key. `key_name` returns the name of the API key of a request.
+    An admin key is not an API key. ``/health``, ``/version`` and ``/metrics`` need no key.
+    `key_name` returns the name of the API key of a request. Keys are compared as in
+    `ApiKeys.accept`.
 
     The paths of development mode need an admin key too, if there are any. Otherwise they are open
     like ``/v1``, as in vLLM, but not to web pages: a browser would send their requests unasked.

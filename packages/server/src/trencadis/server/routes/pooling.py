@@ -80,7 +80,11 @@ def pooling_router(context: ServingContext) -> APIRouter:
     async def rerank(body: RerankRequest, request: Request) -> Response:
         """Documents in the order of their relevance to a query."""
         return await _respond_to_pairs(
-            context, request, body, _cosines_of_rerank, partial(_ranking, body)
+            context,
+            request,
+            body,
+            lambda found: _cosines(found[:1], found[1:]),
+            partial(_ranking, body),
         )
 
     return router
@@ -245,10 +249,6 @@ async def _embedding_pieces(
 def _cosines_of_score(request: ScoreRequest, found: Sequence[Embedding]) -> list[float]:
     count = len(request.sides[0])
     return _cosines(found[:count], found[count:])
-
-
-def _cosines_of_rerank(found: Sequence[Embedding]) -> list[float]:
-    return _cosines(found[:1], found[1:])
 
 
 def _scores(name: str, model: str, scores: Sequence[float], usage: PoolingUsage) -> Response:

@@ -6,7 +6,7 @@ import random
 
 import attrs
 
-from trencadis.scheduler.validators import number
+from trencadis.scheduler.validators import POSITIVE, number, setting
 
 
 @attrs.frozen(kw_only=True)
@@ -19,25 +19,13 @@ class Backoff:
     ``help`` text. Raises `ConfigError`.
     """
 
-    initial_s: float = attrs.field(
-        default=0.5,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Delay after the first failure, in seconds."},
+    initial_s: float = setting(0.5, POSITIVE, "Delay after the first failure, in seconds.")
+    factor: float = setting(
+        1.6, POSITIVE, "Factor by which the delay grows after each further failure."
     )
-    factor: float = attrs.field(
-        default=1.6,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Factor by which the delay grows after each further failure."},
-    )
-    max_s: float = attrs.field(
-        default=15.0,
-        validator=number(0, exclusive_low=True),
-        metadata={"help": "Upper bound of the delay before jitter, in seconds."},
-    )
-    jitter: float = attrs.field(
-        default=0.2,
-        validator=number(0, 0.99),
-        metadata={"help": "Largest random change of the delay, as a share of it, 0 to 0.99."},
+    max_s: float = setting(15.0, POSITIVE, "Upper bound of the delay before jitter, in seconds.")
+    jitter: float = setting(
+        0.2, number(0, 0.99), "Largest random change of the delay, as a share of it, 0 to 0.99."
     )
 
     def delay_s(self, failures: int, rng: random.Random) -> float:

@@ -109,8 +109,8 @@ class SidecarSource(TemperatureSource):
         with self._channel() as channel:
             watch = channel.unary_stream(
                 wire.WATCH_PATH,
-                request_serializer=wire.encode_request,
-                response_deserializer=wire.decode_round,
+                request_serializer=temperature_pb2.WatchRequest.SerializeToString,
+                response_deserializer=temperature_pb2.Round.FromString,
             )
             with self._lock:
                 if self._closed.is_set():

@@ -6,7 +6,7 @@ import attrs
 
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.sidecar.tls import ServerTls
-from trencadis.scheduler.validators import instance_of, integer, number
+from trencadis.scheduler.validators import instance_of, integer, number, setting
 
 _LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
@@ -20,20 +20,16 @@ class SidecarConfig:
     field has its ``help`` text. Raises `ConfigError`.
     """
 
-    listen: str = attrs.field(
-        default="127.0.0.1:50061",
-        validator=instance_of(str),
-        metadata={"help": "Address: HOST:PORT (port 0: any free port) or unix:PATH."},
+    listen: str = setting(
+        "127.0.0.1:50061",
+        instance_of(str),
+        "Address: HOST:PORT (port 0: any free port) or unix:PATH.",
     )
-    period_s: float = attrs.field(
-        default=1.0,
-        validator=number(0.01, 3600),
-        metadata={"help": "Time between two rounds of readings, in seconds."},
+    period_s: float = setting(
+        1.0, number(0.01, 3600), "Time between two rounds of readings, in seconds."
     )
-    max_streams: int = attrs.field(
-        default=16,
-        validator=integer(1, 1024),
-        metadata={"help": "Maximum number of clients; a further one gets RESOURCE_EXHAUSTED."},
+    max_streams: int = setting(
+        16, integer(1, 1024), "Maximum number of clients; a further one gets RESOURCE_EXHAUSTED."
     )
     tls: ServerTls | None = attrs.field(
         default=None, metadata={"help": "Certificate and key of the server; None: no TLS."}

@@ -58,8 +58,8 @@ class SidecarServer:
         )
         watch = grpc.unary_stream_rpc_method_handler(
             self._watch,
-            request_deserializer=wire.decode_request,
-            response_serializer=wire.encode_round,
+            request_deserializer=temperature_pb2.WatchRequest.FromString,
+            response_serializer=temperature_pb2.Round.SerializeToString,
         )
         handler = grpc.method_handlers_generic_handler(wire.SERVICE, {wire.WATCH: watch})
         self._server.add_generic_rpc_handlers((handler,))

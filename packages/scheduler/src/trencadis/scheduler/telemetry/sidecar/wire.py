@@ -63,19 +63,3 @@ def from_message(message: temperature_pb2.Round, now_s: float) -> Round:
         for reading in message.readings
     )
     return Round(readings, message.fault, message.source, now_s)
-
-
-def encode_request(request: temperature_pb2.WatchRequest) -> bytes:
-    return request.SerializeToString()
-
-
-def decode_request(wire: bytes) -> temperature_pb2.WatchRequest:
-    return temperature_pb2.WatchRequest.FromString(wire)
-
-
-def encode_round(message: temperature_pb2.Round) -> bytes:
-    return message.SerializeToString()
-
-
-def decode_round(wire: bytes) -> temperature_pb2.Round:
-    return temperature_pb2.Round.FromString(wire)

@@ -1,4 +1,4 @@
-"""Embeddings as callers get them."""
+"""Embeddings and scores of pairs as callers get them."""
 
 from __future__ import annotations
 
@@ -44,3 +44,35 @@ def check_pooling(embedding_size: int, scoring: Scoring | None = None) -> None:
             "this engine has the runner generate and computes no embeddings: start it with the "
             "runner pooling"
         )
+
+
+@attrs.frozen
+class Score:
+    """How relevant a document is to a query.
+
+    ``score``: from 0 to 1 where the model's scores are sigmoids of its logits, the default.
+    ``num_cached_tokens``: prompt tokens that were prefix hits.
+    """
+
+    score: float
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0
+
+    @classmethod
+    def of(cls, delta: CompletionDelta, scoring: Scoring, use_activation: bool = True) -> Score:
+        """The score in the delta of a request. Raises `RequestFailed` if it was aborted."""
+        if delta.embedding is None:
+            raise RequestFailed(f"request {delta.request_id} was aborted: send it again")
+        logit = float(np.frombuffer(delta.embedding, "<f4")[0])
+        score = scoring.score(logit, use_activation)
+        return cls(score, delta.num_prompt_tokens, delta.num_cached_tokens)
+
+
+def check_scoring(scoring: Scoring | None) -> Scoring:
+    """The way in which an engine scores. Raises `InvalidRequest` for an engine without scores."""
+    if scoring is None:
+        raise InvalidRequest(
+            "this engine serves no model that scores pairs: start it with the runner pooling and a "
+            "reranker, or compare the results of embed"
+        )
+    return scoring
