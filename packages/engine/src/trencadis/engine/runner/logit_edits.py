@@ -52,7 +52,10 @@ class LogitEdits:
 
 
 def find_edits(rows: Sequence[RowRequest | None]) -> LogitEdits:
-    """The edits that the parameters of ``rows`` ask for. None: a row that is not sampled."""
+    """The edits that the parameters of ``rows`` ask for. None: a row that is not sampled.
+
+    Only of rows with `SampleSettings.changes_logits`.
+    """
     asking = ((i, row) for i, row in enumerate(rows) if row and row.samples[0].changes_logits)
     found = [(i, edits) for i, row in asking if (edits := _edits_of(row))]
     if not found:
