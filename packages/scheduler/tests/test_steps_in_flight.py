@@ -14,6 +14,7 @@ from trencadis.scheduler import (
     BatchControl,
     BeamSearch,
     InvalidResults,
+    PreemptionCosts,
     Request,
     Scheduler,
     SchedulerConfig,
@@ -34,7 +35,8 @@ def make(
     num_blocks: int = 65,
     thermal: ThermalGuard | None = None,
     defrag: int | None = None,
-    **settings,
+    costs: PreemptionCosts | None = None,
+    **settings: object,
 ) -> Runner:
     blocks = BlockManager(CacheConfig(num_blocks=num_blocks, block_size=4, watermark=0.0))
     defaults = {"max_num_seqs": 4, "max_num_batched_tokens": 16, "max_model_len": MAX_LEN}
@@ -42,7 +44,7 @@ def make(
     defragmenter = None
     if defrag is not None:
         defragmenter = Defragmenter(blocks, DefragConfig(threshold=defrag))
-    scheduler = Scheduler(config, blocks, thermal=thermal, defragmenter=defragmenter)
+    scheduler = Scheduler(config, blocks, thermal=thermal, defragmenter=defragmenter, costs=costs)
     return Runner(scheduler, Memory(4))
 
 
@@ -234,6 +236,21 @@ def test_a_lower_running_limit_waits_for_the_step_in_flight() -> None:
     list(overlapped(runner))
     for group in groups:
         assert outcome(group) == alone(group.request, MAX_LEN)
+
+
+def test_a_lower_running_limit_holds_in_the_step_after_one_that_is_ahead() -> None:
+    """Also where a victim takes long to resume, so that a first step alone would preempt none."""
+    policy = OrderingPolicy()
+    slow = PreemptionCosts(prefill_s_per_token=100.0)
+    runner = make(thermal=ThermalGuard(policy, Cool), costs=slow)
+    for i, name in enumerate("abc"):
+        runner.add(request(name, first=i))
+    launch(runner)
+    policy.limit = 1
+    launch(runner)
+    while runner.in_flight:
+        runner.finish_oldest()
+    assert len(launch(runner).preempted_seq_ids) == 2
 
 
 def test_blocks_that_run_out_wait_for_the_step_in_flight() -> None:

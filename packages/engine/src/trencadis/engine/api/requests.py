@@ -115,6 +115,20 @@ class PromptRequest:
                 "cache_salt",
             )
 
+    @model.validator
+    def _check_model(self, _: object, value: str | None) -> None:
+        if value is not None and not is_text(value):
+            raise InvalidRequest(
+                f"model must be a text that UTF-8 can encode, got {shown(value)}", "model"
+            )
+
+    @is_resumed.validator
+    def _check_is_resumed(self, _: object, value: bool) -> None:
+        if not isinstance(value, bool):
+            raise InvalidRequest(
+                f"is_resumed must be True or False, got {shown(value)}", "is_resumed"
+            )
+
     @client.validator
     def _check_client(self, _: object, value: str) -> None:
         if not is_text(value) or len(value) > MAX_CLIENT:
