@@ -36,6 +36,7 @@ class State:
 class View:
     now_s: float = 0.0
     num_running_seqs: int = 0
+    num_prefill_tokens: int = 0
     scheduler_config: SchedulerConfig = attrs.field(
         factory=lambda: SchedulerConfig(max_num_seqs=100)
     )
