@@ -138,7 +138,7 @@ def test_programs_are_the_same_without_space_for_precompiled_headers(
     core = started(tiny_model, tmp_path)
     assert core.executor.device.num_compilations() == 1
     monkeypatch.undo()
-    assert started(tiny_model, tmp_path).device.num_compilations() == 0
+    assert started(tiny_model, tmp_path).executor.device.num_compilations() == 0
 
 
 @pytest.mark.slow
