@@ -96,8 +96,8 @@ class BatchBuilder:
         self._buckets = buckets
 
     def use_cache(self, cache: KVCache) -> None:
-        """Make batches for another cache of the same layout."""
-        self._cache = cache
+        """Make batches for another cache of the same layout, with the sampler's tensors of now."""
+        self._cache, self._sampled_ids = cache, self._sampler.sampled_ids
 
     def begin_step(self, step: StepInput) -> StepInput:
         """``step`` with the slots of its pending tokens in their place, see `ModelInput`.
