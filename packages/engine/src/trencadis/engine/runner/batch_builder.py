@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import attrs
+import torch
 
 from trencadis.engine.runner.bucket_choice import BucketChoice, num_elements
 from trencadis.engine.runner.forward_runner import ForwardRunner
@@ -86,7 +87,7 @@ class BatchBuilder:
         self.padded_tokens = 0
         self.traffic: TrafficLog | None = None
         self._slots: dict[int, int] = {}
-        self._sampled_ids = sampler.sampled_ids
+        self._sampled_ids: torch.Tensor | None = None
         self._forward_runner = forward_runner
         self._sampler = sampler
         self._upload = upload
@@ -96,8 +97,9 @@ class BatchBuilder:
         self._buckets = buckets
 
     def use_cache(self, cache: KVCache) -> None:
-        """Make batches for another cache of the same layout, with the sampler's tensors of now."""
-        self._cache, self._sampled_ids = cache, self._sampler.sampled_ids
+        """Make batches for another cache of the same layout."""
+        self._cache = cache
+        self.end_step()
 
     def begin_step(self, step: StepInput) -> StepInput:
         """``step`` with the slots of its pending tokens in their place, see `ModelInput`.
@@ -116,6 +118,10 @@ class BatchBuilder:
             for decode in step.decodes
         )
         return attrs.evolve(step, decodes=decodes)
+
+    def end_step(self) -> None:
+        """Keep nothing of a step that was launched, so that its ids can leave the device."""
+        self._sampled_ids = None
 
     def _words(
         self, sequences: Scheduled, requests: Sequence[RowRequest | None], batch: int

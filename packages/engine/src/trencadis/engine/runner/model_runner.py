@@ -170,6 +170,7 @@ class ModelRunner:
         if step.decodes or step.prompts:
             self.last_step, self.device_is_idle = step.number, self._device.shares_host_memory
             self._run_forward_passes(pending)
+            self.batches.end_step()
             outputs = [tensor for batch in pending.sampled for tensor in batch.rows.outputs]
             pending.copy = self._device.fetch(outputs) if outputs else None
         return pending
