@@ -292,6 +292,18 @@ def test_defragmentation_waits_for_the_step_in_flight() -> None:
     assert launch(runner).moves
 
 
+def test_a_step_that_computes_nothing_is_followed_by_no_other() -> None:
+    """All requests end by their length with the step before it."""
+    runner = make()
+    runner.add(request("a", max_tokens=2))
+    launch(runner)
+    launch(runner)
+    runner.finish_oldest()
+    assert launch(runner).is_empty
+    runner.finish_oldest()
+    assert runner.scheduler.reason_to_wait == "it computes nothing"
+
+
 def test_an_abort_takes_the_pending_token_away() -> None:
     runner = make()
     group = runner.add(request("a"))

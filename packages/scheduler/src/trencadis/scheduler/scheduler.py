@@ -335,6 +335,7 @@ class Scheduler:
             return
         limit = self._config.max_steps_in_flight
         yield len(self._in_flight) >= limit, f"max_steps_in_flight is {limit}"
+        yield self._in_flight[-1].is_empty, "it computes nothing"
         yield self._in_flight[-1].branches, "it has beams, or samples that fork"
         yield self._control.has_orders, "an order is to be carried out"
         yield self._lacked_blocks, "running requests lack blocks"

@@ -311,10 +311,7 @@ class EngineCore:
 
     def _can_launch(self) -> bool:
         """Whether the next step can be started, also before the results of the last one."""
-        if not self._in_flight:
-            return self.scheduler.has_work
-        output, _ = self._in_flight[-1]
-        if output.is_empty or self._sampling.needs_results:
+        if self._in_flight and self._sampling.needs_results:
             return False
         return self.scheduler.has_work and self.scheduler.reason_to_wait is None
 

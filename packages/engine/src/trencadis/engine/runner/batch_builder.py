@@ -126,7 +126,9 @@ class BatchBuilder:
     def _words(
         self, sequences: Scheduled, requests: Sequence[RowRequest | None], batch: int
     ) -> IntArray:
-        slots = [self._slots.get(sequence.seq_id, 0) for sequence in sequences if self._slots]
+        slots: Sequence[int] = ()
+        if self._slots:
+            slots = [self._slots.get(sequence.seq_id, 0) for sequence in sequences]
         return self._sampler.words(requests, batch, slots)
 
     @property

@@ -210,7 +210,7 @@ class Simulation:
 
     def _step(self) -> tuple[SchedulerOutput, int]:
         """Start steps and wait for the oldest; returns its decision and how many requests ended."""
-        while self._can_launch():
+        while self.scheduler.has_work and self.scheduler.reason_to_wait is None:
             output = self.scheduler.schedule()
             step = StepInput(output.step, output.prompts, output.decodes, output.moves, {})
             self._in_flight.append((output, self.runner.execute(step)))
@@ -230,15 +230,6 @@ class Simulation:
     @property
     def _has_work(self) -> bool:
         return bool(self.scheduler.has_work or self._in_flight)
-
-    def _can_launch(self) -> bool:
-        """Whether the next step can be started, as in `EngineCore`."""
-        if not self._in_flight:
-            return self.scheduler.has_work
-        output, _ = self._in_flight[-1]
-        if output.is_empty:
-            return False
-        return self.scheduler.has_work and self.scheduler.reason_to_wait is None
 
     def _idle_until(self, then_s: float | None) -> None:
         if then_s is not None:
