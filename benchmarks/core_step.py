@@ -6,7 +6,7 @@
 The model is random and tiny (2 layers of 32 wide), so that scheduling, batching, sampling and
 reporting are most of the step. Each round starts one process per checkout, in turn; a process runs
 on one thread and reports the 20th percentile of 400 decode steps, which other load on the machine
-moves least. Uses only `EngineCore` and `SamplingParams`, so that other names may differ.
+moves least. The other checkout runs its own copy of this file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,8 @@ def run(root: Path, model: str) -> list[float]:
     """The times of every batch size, measured in a process with the sources of ``root``."""
     sources = os.pathsep.join(str(path) for path in sorted(root.glob("packages/*/src")))
     env = {**os.environ, "PYTHONPATH": sources, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--measure", model]
+    # Its own file, because the names it calls are those of its own checkout.
+    command = [sys.executable, root / "benchmarks/core_step.py", "--measure", model]
     result = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
     return [float(word) for word in result.stdout.split()[-len(BATCHES) :]]
 
