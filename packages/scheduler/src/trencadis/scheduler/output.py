@@ -168,7 +168,8 @@ class SchedulingStep:
                     forced.append(sequence)
             if is_prefill:
                 prefills.append(group)
-        self._schedule_forced(forced)
+        if forced:
+            self._schedule_forced(forced)
         return prefills
 
     def schedule_prefills(self, groups: abc.Iterable[SequenceGroup]) -> None:

@@ -53,9 +53,12 @@ class RunningLimit:
 
     def value(self, now: float) -> int:
         """The maximum number of running sequences at ``now`` (seconds)."""
+        ordered_limit = self._ordered_limit(now)
+        if self.policy_limit is None:
+            return ordered_limit
         running = self._states.running
         num_first = running.first().num_seqs if running else 0
-        return _limit(self._ordered_limit(now), self.policy_limit, num_first)
+        return _limit(ordered_limit, self.policy_limit, num_first)
 
     def hold(self, now: float, seconds: float | None = None) -> None:
         """Limit the batch to its present size; None: for ``force_evict_hold_s`` seconds."""

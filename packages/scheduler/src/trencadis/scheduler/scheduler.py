@@ -328,11 +328,12 @@ class Scheduler:
 
         None where it can, or no step is in flight.
         """
+        if not self._in_flight:
+            return None
         return next((reason for holds, reason in self._reasons_to_wait() if holds), None)
 
     def _reasons_to_wait(self) -> abc.Iterator[tuple[bool, str]]:
-        if not self._in_flight:
-            return
+        """Each possible reason while a step is in flight, and whether it holds."""
         limit = self._config.max_steps_in_flight
         yield len(self._in_flight) >= limit, f"max_steps_in_flight is {limit}"
         yield self._in_flight[-1].is_empty, "it computes nothing"
@@ -435,8 +436,11 @@ class Scheduler:
         in a row, one has the order of arrival, so every prefill advances.
         """
         prefills = step.schedule_decodes(self._states.running)
+        if not prefills:
+            self._num_deferrals = 0
+            return
         above_share: set[Client] = set()
-        if prefills and self._num_deferrals < self._config.max_bypasses:
+        if self._num_deferrals < self._config.max_bypasses:
             above_share = self._admission.clients_above_share(step)
 
         def order(group: SequenceGroup) -> tuple[float, bool]:

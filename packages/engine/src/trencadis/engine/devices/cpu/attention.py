@@ -71,6 +71,7 @@ class AttentionKernel:
     dtype: torch.dtype
     widens: bool = False
 
+    @functools.lru_cache(maxsize=256)  # noqa: B019 - kernels live as long as the process
     def supports(self, layer: LayerSpec) -> str | None:
         """See `Attention.supports`. What is not supported is computed by PyTorch's operations."""
         sizes = (self.groups * layer.kv_heads, self.head_dim, self.head_dim)
