@@ -16,7 +16,13 @@ from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, Sampling
 from trencadis.engine.devices import CPUDevice, Device, HPUDevice, PendingCopy
 from trencadis.engine.runner import device_sampler
 from trencadis.engine.runner.device_sampler import DeviceSampler
-from trencadis.engine.runner.draw import DrawKind, DrawNumbers, draw_tokens, pack_numbers
+from trencadis.engine.runner.draw import (
+    NUM_FLOATS,
+    DrawKind,
+    DrawNumbers,
+    draw_tokens,
+    pack_numbers,
+)
 from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampling_rows import RowResult, Sampler
 from trencadis.engine.runner.step import RowRequest, SampleSettings
@@ -197,7 +203,8 @@ def test_of_equal_scores_the_lowest_token_wins() -> None:
     tied = torch.zeros(1, 3000)
     tied[0, [7, 2900]] = 1.0
     for kind in DrawKind:
-        numbers = DrawNumbers.unpack(torch.from_numpy(pack_numbers([None], 1)))
+        words = torch.from_numpy(pack_numbers([None], 1))
+        numbers = DrawNumbers.unpack(words, words[:, :NUM_FLOATS].view(torch.float32))
         ids = torch.arange(3000, dtype=torch.int32)[None]
         assert draw_tokens(tied, numbers, ids, kind).tolist() == [7]
 

@@ -668,6 +668,15 @@ def test_a_compiled_region_is_broken_by_what_its_compiler_leaves_out(eager_gaudi
     assert counted.eager_fallbacks == {"index_put": 1}
 
 
+def test_a_recipe_holds_no_view_to_another_dtype(eager_gaudi):
+    from gaudi_standin import ScriptViolation
+
+    words = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    assert count_region(eager_gaudi, lambda x: x.view(2, 3) + 1, words)[0].shape == (2, 3)
+    with pytest.raises(ScriptViolation, match=r"of aten::view\.dtype"):
+        count_region(eager_gaudi, lambda x: x.view(torch.float32) + 1, words)
+
+
 @pytest.mark.skipif("TRENCADIS_TEST_DEVICE" in os.environ, reason="the session keeps it")
 def test_the_stand_in_leaves_pytorch_as_it_was(stand_in):
     before = torch.Tensor.to, torch.tensor, torch.as_tensor

@@ -6,6 +6,6 @@ each, and which are not.
 """
 
 from gaudi_standin.bridge import BRIDGE
-from gaudi_standin.rules import GraphViolation, StaleOutput, StorageMoved
+from gaudi_standin.rules import GraphViolation, ScriptViolation, StaleOutput, StorageMoved
 
-__all__ = ["BRIDGE", "GraphViolation", "StaleOutput", "StorageMoved"]
+__all__ = ["BRIDGE", "GraphViolation", "ScriptViolation", "StaleOutput", "StorageMoved"]

@@ -4,13 +4,14 @@ Sources, in HabanaAI/gaudi-pytorch-bridge 1.19.0 under ``python_packages/habana_
 dynamo/compile_backend/``: ``backends.py`` (the graph is functionalised, with mutations of inputs
 kept as a ``copy_`` at its end), ``passes.py:2575-2635`` (of the operations in place,
 ``index_copy_`` is restored), ``partitioner.py`` and ``shared_layer.py`` (operations that are left
-out of the recipes).
+out of the recipes), ``passes.py:2398-2446`` (each recipe goes through TorchScript).
 """
 
 from __future__ import annotations
 
 import copy
 import math
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -18,10 +19,12 @@ from typing import Any
 import attrs
 import torch
 from torch import fx
+from torch._functorch.compile_utils import strip_overloads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from gaudi_standin.kernels import name_of, runs_on_host
+from gaudi_standin.rules import ScriptViolation
 
 aten = torch.ops.aten
 
@@ -56,6 +59,7 @@ class Region:
         _restore_index_copies(graph)
         operations = [node for node in graph.graph.nodes if _computes(node)]
         outside = [node for node in operations if _is_left_out(node)]
+        _check_script(graph, {node.name for node in outside})
         return cls(
             graph,
             (graph.code, *(f"{tuple(x.shape)} {x.stride()} {x.dtype}" for x in inputs)),
@@ -103,6 +107,34 @@ def _restore_index_copies(graph: fx.GraphModule) -> None:
         copies[0].replace_all_uses_with(node)
         graph.graph.erase_node(copies[0])
     graph.recompile()
+
+
+def _check_script(graph: fx.GraphModule, outside: set[str]) -> None:
+    """Raise `ScriptViolation` where TorchScript makes another operation of one in a recipe.
+
+    The bridge strips the names of overloads and scripts the rest, so that TorchScript chooses the
+    overload by the types of the arguments. It has none for a dtype: ``view(x, torch.int32)`` is
+    ``view(x, [3])``, a reshape.
+    """
+    recipes = copy.deepcopy(graph)
+    for node in [x for x in recipes.graph.nodes if x.name in outside]:
+        # What is left out is not scripted. The rest needs a value in its place.
+        with recipes.graph.inserting_before(node):
+            node.replace_all_uses_with(recipes.graph.placeholder(f"{node.name}_made"))
+    recipes.graph.eliminate_dead_code()
+    targets = [node.target for node in recipes.graph.nodes]
+    expected = [x._schema for x in targets if isinstance(x, torch._ops.OpOverload)]
+    strip_overloads(recipes)
+    recipes.recompile()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # TorchScript is deprecated
+        nodes = list(torch.jit.script(recipes).graph.nodes())
+    calls = [x for x in nodes if not x.kind().startswith(("prim::", "aten::__getitem__"))]
+    made = [torch._C.parse_schema(x.schema()) for x in calls]
+    for before, after in zip(expected, made, strict=True):
+        names = [[x.name for x in schema.arguments] for schema in (before, after)]
+        if before.name != after.name or names[0] != names[1]:
+            raise ScriptViolation(f"TorchScript makes {after} of {before}")
 
 
 def _num_recipes(operations: Sequence[fx.Node], outside: Sequence[fx.Node]) -> int:

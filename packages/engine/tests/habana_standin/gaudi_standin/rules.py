@@ -18,6 +18,10 @@ class GraphViolation(RuntimeError):
     """Something that an HPU graph, or a compiled region, cannot contain."""
 
 
+class ScriptViolation(RuntimeError):
+    """An operation of a compiled region that TorchScript turns into another one."""
+
+
 class StaleOutput(RuntimeError):
     """A graph's output is read after a later replay has overwritten it."""
 

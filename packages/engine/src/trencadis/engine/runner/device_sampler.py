@@ -22,12 +22,14 @@ from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.api.sampling_params import MAX_LOGPROBS, MAX_SEQUENCES
 from trencadis.engine.devices import Device
 from trencadis.engine.runner.draw import (
+    NUM_FLOATS,
     DrawKind,
     DrawNumbers,
     draw_tokens,
     pack_numbers,
     slots_of,
 )
+from trencadis.engine.runner.float_bits import floats_of, powers_of_two
 from trencadis.engine.runner.logit_edits import apply_edits, find_edits
 from trencadis.engine.runner.sampling_rows import (
     NO_TOKEN,
@@ -40,7 +42,7 @@ from trencadis.engine.runner.step import IntArray, RowRequest
 Program = Callable[..., Any]
 
 _EDITS_AT_ONCE = 4096
-"""One size, so that no request needs a program of its own. A chunk is an upload of 64 KiB."""
+"""One size, so that no request needs a program of its own. A chunk is an upload of 80 KiB."""
 
 _MAX_CANDIDATES = 2 * MAX_SEQUENCES
 """Beam search asks for at most twice as many tokens as it has beams."""
@@ -64,10 +66,11 @@ class DeviceSampler:
         self._programs: dict[tuple[str, tuple[torch.Size, ...]], Program] = {}
         self._token_ids = device.upload(torch.arange(vocab_size, dtype=torch.int32)[None])
         self._bits = device.upload(torch.arange(32, dtype=torch.int32))
+        self._powers = device.upload(powers_of_two())
 
     def release(self) -> None:
         self._programs.clear()
-        self._token_ids = self._bits = torch.empty(0)
+        self._token_ids = self._bits = self._powers = torch.empty(0)
         self.sampled_ids = None
 
     def words(
@@ -101,7 +104,7 @@ class DeviceSampler:
     ) -> torch.Tensor:
         kind = max(DrawKind.of(row.samples[0].params) for row in rows if row is not None)
         program = functools.partial(_draw, kind)
-        inputs = [logits, words, self._token_ids]
+        inputs = [logits, words, self._powers, self._token_ids]
         if self.sampled_ids is not None:
             inputs.append(self.sampled_ids)
         drawn: torch.Tensor
@@ -110,8 +113,8 @@ class DeviceSampler:
         return drawn
 
     def _edit(self, logits: torch.Tensor, rows: Sequence[RowRequest | None]) -> torch.Tensor:
-        for words in find_edits(rows).words(logits.shape[-1], _EDITS_AT_ONCE):
-            edits = self._device.upload(torch.from_numpy(words))
+        for packed in find_edits(rows).packed(_EDITS_AT_ONCE):
+            edits = self._device.upload(torch.from_numpy(packed))
             logits = self._run("edit", apply_edits, logits, edits)
         return logits
 
@@ -147,11 +150,13 @@ def _draw(
     kind: DrawKind,
     logits: torch.Tensor,
     words: torch.Tensor,
+    powers: torch.Tensor,
     token_ids: torch.Tensor,
     *sampled_ids: torch.Tensor,
 ) -> list[torch.Tensor]:
     """The drawn tokens, then ``sampled_ids``, if they are given, with them in their slots."""
-    drawn = draw_tokens(logits, DrawNumbers.unpack(words), token_ids, kind)
+    numbers = DrawNumbers.unpack(words, floats_of(words[:, :NUM_FLOATS], powers))
+    drawn = draw_tokens(logits, numbers, token_ids, kind)
     kept = drawn.masked_fill(drawn == NO_TOKEN, 0)
     return [drawn, *(ids.index_copy(0, slots_of(words), kept) for ids in sampled_ids)]
 

@@ -37,16 +37,15 @@ class LogitEdits:
     def __len__(self) -> int:
         return len(self.rows)
 
-    def words(self, vocabulary: int, chunk: int) -> list[IntArray]:
-        """The edits as arrays int32 ``[4, chunk]`` for `apply_edits`.
+    def packed(self, chunk: int) -> list[FloatArray]:
+        """The edits as arrays fp32 ``[5, chunk]`` for `apply_edits`. It holds ids up to 2**24.
 
         The last one is filled up with copies of its first edit, which change nothing further.
         """
         if not len(self):
             return []
-        at = self.rows * vocabulary + self.tokens
-        floats = (x.view(np.int32) for x in (self.bias, self.penalty, self.lower))
-        packed = np.stack([at, *floats])
+        columns = (self.rows, self.tokens, self.bias, self.penalty, self.lower)
+        packed = np.stack(columns, dtype=np.float32, casting="unsafe")
         pieces = [packed[:, start : start + chunk] for start in range(0, len(self), chunk)]
         return [np.pad(piece, ((0, 0), (0, chunk - piece.shape[1])), "wrap") for piece in pieces]
 
@@ -66,10 +65,10 @@ def find_edits(rows: Sequence[RowRequest | None]) -> LogitEdits:
     return LogitEdits(numbers, *columns)
 
 
-def apply_edits(logits: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """``logits`` fp32 ``[rows, vocabulary]`` with the edits of `LogitEdits.words`, as a copy."""
-    flat, at = logits.reshape(-1), words[0].long()
-    bias, penalty, lower = words[1:].view(torch.float32).unbind()
+def apply_edits(logits: torch.Tensor, packed: torch.Tensor) -> torch.Tensor:
+    """``logits`` fp32 ``[rows, vocabulary]`` with the edits of `LogitEdits.packed`, as a copy."""
+    rows, tokens, bias, penalty, lower = packed.unbind()
+    flat, at = logits.reshape(-1), rows.long() * logits.shape[-1] + tokens.long()
     raised = flat.index_select(0, at) + bias
     penalised = torch.where(raised > 0, raised / penalty, raised * penalty)
     return flat.index_copy(0, at, penalised - lower).view_as(logits)

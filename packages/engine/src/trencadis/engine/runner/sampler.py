@@ -22,6 +22,7 @@ import torch
 from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.grammars.matcher import allowed_tokens
 from trencadis.engine.runner.draw import (
+    NUM_FLOATS,
     DrawKind,
     DrawNumbers,
     draw_scores,
@@ -163,8 +164,8 @@ def rank_tokens(logits: torch.Tensor, rows: Sequence[RowRequest]) -> list[list[t
 def _edited(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
     """Logits with bias, minimum length and penalties applied; a copy where a row has any."""
     edits = find_edits(rows)
-    for words in edits.words(logits.shape[-1], len(edits)):
-        logits = apply_edits(logits, torch.from_numpy(words))
+    for packed in edits.packed(len(edits)):
+        logits = apply_edits(logits, torch.from_numpy(packed))
     return logits
 
 
@@ -183,7 +184,8 @@ def _masked(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
 
 def _draw(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
     """Draw one token per row."""
-    numbers = DrawNumbers.unpack(torch.from_numpy(pack_numbers(rows, len(rows))))
+    words = torch.from_numpy(pack_numbers(rows, len(rows)))
+    numbers = DrawNumbers.unpack(words, words[:, :NUM_FLOATS].view(torch.float32))
     kinds = np.array([DrawKind.of(row.samples[0].params) for row in rows])
     tokens = torch.empty(len(rows), dtype=torch.long)
     for kind in set(kinds.tolist()):
