@@ -220,6 +220,46 @@ def test_decode_equals_plain_attention(
         torch.testing.assert_close(out[0, row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.integers(1, 20), min_size=1, max_size=5),
+    st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1)]),
+    st.integers(0, 3),
+    st.integers(0, 2),
+    st.integers(1, 30),
+    st.sampled_from([8, 4096]),
+)
+def test_shared_blocks_are_scored_for_every_sequence(
+    own: list[int],
+    heads: tuple[int, int],
+    num_common: int,
+    spare_rows: int,
+    shared: int,
+    at_once: int,
+) -> None:
+    common = 4 * num_common
+    case = Sequences([common + length for length in own], *heads, torch.float32, RowAttention())
+    for row in range(1, len(own)):
+        case.tables[row][:num_common] = case.tables[0][:num_common]
+        case.k[row][:, :common] = case.k[0][:, :common]
+        case.v[row][:, :common] = case.v[0][:, :common]
+    for row, length in enumerate(case.lengths):
+        case.fill(row, length - 1)
+    batch, blocks = len(own) + spare_rows, 1 + int(max(t.max() for t in case.tables))
+    parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+    decodes = [case.scheduled(*part) for part in parts]
+    shared = min(shared, blocks)
+    layout = lay_out_decodes(decodes, blocks, case.block_size, shared)
+    shape = DecodeShape(batch, blocks, layout.num_extra, shared)
+    built = build_decode(decodes, layout, shape, case.cache, upload)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trencadis.engine.devices.hpu.attention._SHARED_AT_ONCE", at_once)
+        out = case.attend(parts, 1, batch, built.unpack().paged)
+    assert torch.isfinite(out).all()
+    for row in range(len(own)):
+        torch.testing.assert_close(out[0, row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
+
+
 @formulations
 @settings(max_examples=60, deadline=None)
 @given(shapes, st.data())

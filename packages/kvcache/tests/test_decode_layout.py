@@ -19,7 +19,9 @@ from trencadis.kvcache import (
 BLOCK_SIZE = 4
 
 
-def lay_out_batch(seq_ids: list[int], num_blocks: int | None = None) -> DecodeLayout:
+def lay_out_batch(
+    seq_ids: list[int], num_blocks: int | None = None, num_shared: int = 0
+) -> DecodeLayout:
     """Sequences 1 and 2 share two full blocks; sequence 3 has one token."""
     manager = BlockManager(CacheConfig(num_blocks=32, block_size=BLOCK_SIZE))
     for seq_id in (1, 2):
@@ -31,6 +33,7 @@ def lay_out_batch(seq_ids: list[int], num_blocks: int | None = None) -> DecodeLa
         [manager.num_tokens(seq_id) for seq_id in seq_ids],
         BLOCK_SIZE,
         num_blocks,
+        num_shared,
     )
 
 
@@ -48,6 +51,18 @@ def test_blocks_of_sequences_outside_the_batch_have_no_owner() -> None:
     layout = lay_out_batch([3])
     assert layout.owner.tolist() == [-1] * 5 + [0]
     assert layout.num_extra == 0
+
+
+def test_shared_blocks_have_no_owner_and_a_place_in_each_row() -> None:
+    layout = lay_out_batch([2, 1, 3], num_shared=3)
+    assert layout.owner.tolist() == [-1, -1, -1, 1, 0, 2]
+    assert layout.used.tolist() == [0, 0, 0, 2, 2, 1]
+    assert layout.shared_used.tolist() == [[0, 4, 4], [0, 4, 4], [0, 0, 0]]
+    assert layout.num_extra == 0
+    assert lay_out_batch([2, 1, 3], num_shared=2).extra_block.tolist() == [2]
+    for number in (-1, 7, 1.0, True):
+        with pytest.raises(InvalidSetting, match="num_shared"):
+            lay_out_batch([2, 1, 3], num_shared=number)
 
 
 def test_the_prefix_is_padded_to_a_bucket() -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import Any
 
 import attrs
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -32,6 +33,7 @@ from trencadis.kvcache import (
     BlockManager,
     CacheConfig,
     CopyPlan,
+    DecodeLayout,
     DefragConfig,
     Defragmenter,
     Direction,
@@ -349,17 +351,23 @@ class CacheMachine(RuleBasedStateMachine):
         if not hasattr(self, "manager"):
             return
         batch = [seq_id for seq_id in self.model if self.manager.is_resident(seq_id)]
-        layout = lay_out(
-            [self.manager.block_table(seq_id) for seq_id in batch],
-            [self.manager.num_tokens(seq_id) for seq_id in batch],
-            SIZE,
-        )
+        tables = [self.manager.block_table(seq_id) for seq_id in batch]
+        num_tokens = [self.manager.num_tokens(seq_id) for seq_id in batch]
+        highest = max((int(block) for table in tables for block in table), default=0)
+        for num_shared in (0, highest // 2, highest + 1):
+            self.check_layout(batch, lay_out(tables, num_tokens, SIZE, None, num_shared))
+
+    def check_layout(self, batch: list[int], layout: DecodeLayout) -> None:
         pairs = [
             (block, row, used)
             for block, (row, used) in enumerate(zip(layout.owner, layout.used, strict=True))
             if row != NO_OWNER
         ]
         pairs += zip(layout.extra_block, layout.extra_owner, layout.extra_used, strict=True)
+        pairs += [
+            (block, row, layout.shared_used[row, block])
+            for row, block in np.argwhere(layout.shared_used)
+        ]
         expected = [
             (block, row, min(SIZE, self.manager.num_tokens(seq_id) - position * SIZE))
             for row, seq_id in enumerate(batch)

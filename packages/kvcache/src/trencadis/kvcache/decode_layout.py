@@ -3,6 +3,7 @@
 Contiguous attention reads the blocks ``0 .. num_blocks - 1`` without a gather and multiplies each
 block with the query of the batch row that owns it. A block has one owner. Every further row that
 shares the block gets an extra (block, row) pair, and the blocks of these few pairs are gathered.
+Or the first blocks of the prefix have no owners, and each of them is read once for all rows.
 Attention over lists of blocks has no prefix: all its blocks are such pairs (`lay_out_pairs`).
 """
 
@@ -36,6 +37,8 @@ class DecodeLayout:
     ``used``: ``int32[num_blocks]``, the slots to attend to in each block, 0 without an owner.
     ``extra_block``, ``extra_owner``, ``extra_used``: ``int32[num_extra]``, the block, row and
     slots of each extra pair.
+    ``shared_used``: ``int32[rows, num_shared]``, the slots that each row attends to in each of the
+    first blocks, which have no owners and no extra pairs then.
     """
 
     owner: Int32Array
@@ -43,6 +46,7 @@ class DecodeLayout:
     extra_block: Int32Array
     extra_owner: Int32Array
     extra_used: Int32Array
+    shared_used: Int32Array
 
     @property
     def num_blocks(self) -> int:
@@ -60,13 +64,15 @@ def lay_out(
     num_tokens: Sequence[int],
     block_size: int,
     num_blocks: int | None = None,
+    num_shared: int = 0,
 ) -> DecodeLayout:
     """The layout of a batch whose row ``i`` has ``block_tables[i]`` and ``num_tokens[i]`` slots.
 
     ``num_blocks`` is the length of the contiguous prefix, usually a bucket; by default the prefix
-    ends with the highest block of these tables. No Python loop runs over the blocks. Raises
-    `InvalidSetting` if a block is outside the prefix, or if a row does not have exactly the blocks
-    that its slots need: a swapped sequence, which has none, is not part of a batch.
+    ends with the highest block of these tables. The first ``num_shared`` of its blocks are read for
+    all rows. No Python loop runs over the blocks. Raises `InvalidSetting` if a block is outside the
+    prefix, if ``num_shared`` is, or if a row does not have exactly the blocks that its slots need:
+    a swapped sequence, which has none, is not part of a batch.
     """
     blocks, rows, slots = _pairs(block_tables, num_tokens, block_size)
     needed = int(blocks.max(initial=0)) + 1
@@ -80,11 +86,19 @@ def lay_out(
             )
     owner = np.full(num_blocks or needed, NO_OWNER, np.int32)
     used = np.zeros(len(owner), np.int32)
+    if type(num_shared) is not int or not 0 <= num_shared <= len(owner):
+        remedy = "pass a part of the prefix"
+        num_shared = integer(0, len(owner), remedy=remedy).checked("num_shared", num_shared)
+    shared_used = np.zeros((len(block_tables), num_shared), np.int32)
+    if num_shared:
+        shared = blocks < num_shared
+        shared_used[rows[shared], blocks[shared]] = slots[shared]
+        blocks, rows, slots = blocks[~shared], rows[~shared], slots[~shared]
     # NumPy keeps the last of several values for one index. In reverse order that is the first row.
     owner[blocks[::-1]] = rows[::-1]
     used[blocks[::-1]] = slots[::-1]
     extra = np.flatnonzero(owner[blocks] != rows)
-    return DecodeLayout(owner, used, blocks[extra], rows[extra], slots[extra])
+    return DecodeLayout(owner, used, blocks[extra], rows[extra], slots[extra], shared_used)
 
 
 def lay_out_pairs(
@@ -96,8 +110,8 @@ def lay_out_pairs(
     `lay_out`.
     """
     blocks, rows, slots = _pairs(block_tables, num_tokens, block_size)
-    nothing = np.empty(0, np.int32)
-    return DecodeLayout(nothing, nothing, blocks, rows, slots)
+    nothing, none_shared = np.empty(0, np.int32), np.empty((len(block_tables), 0), np.int32)
+    return DecodeLayout(nothing, nothing, blocks, rows, slots, none_shared)
 
 
 def _pairs(

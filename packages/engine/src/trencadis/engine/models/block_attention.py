@@ -30,6 +30,7 @@ class BlockAttention:
 
     token_rows = False
     as_operator = False
+    scores_shared = False
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """Nothing to derive."""

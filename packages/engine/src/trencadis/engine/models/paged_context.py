@@ -63,6 +63,9 @@ class Attention(Protocol):
     Then a program depends on the number of tokens only, and attention takes a `RaggedContext` and
     a `MixedContext`."""
 
+    scores_shared: bool
+    """Whether a `DecodeContext` may have ``shared_filled``."""
+
     def supports(self, layer: LayerSpec) -> str | None:
         """What of a layer it does not compute, in words that follow «layer 0»; None for nothing.
 
@@ -151,6 +154,8 @@ class DecodeContext(PagedContext):
     ``[N + E, 1, 1, S]`` fp32, 0 at valid positions and `MASKED` elsewhere. The first N blocks are
     the cache prefix, read in place. ``extra_blocks``: ``[E]``, blocks that are gathered because a
     further sequence shares them, or all blocks where N is 0; None if there are none.
+    ``shared_filled``: ``[B, P]``, how many slots of each of the first P blocks a sequence attends
+    to; ``owners``, ``readers`` and ``bias`` begin with block P then. None where all have owners.
     """
 
     cache: LayerCaches
@@ -161,6 +166,7 @@ class DecodeContext(PagedContext):
     readers: torch.Tensor
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
+    shared_filled: torch.Tensor | None = None
     layer_run: LayerRun | None = None
     attention: Attention | None = None
 

@@ -38,6 +38,7 @@ from trencadis.engine.runner.shapes import (
     prompt_shape,
     ragged_shape,
     split_prompts,
+    with_shared,
 )
 from trencadis.engine.runner.step import IntArray, RowRequest, StepInput
 from trencadis.kvcache import DecodeLayout, ceil_div
@@ -253,6 +254,13 @@ class BatchBuilder:
         batch, blocks = self._buckets.find(Phase.DECODE, size)
         shape = self._padded_decode((batch, blocks))
         layout = lay_out_decodes(decodes, shape.blocks, self._cache.block_size)
+        if layout.num_extra and shape.blocks and self._forward_runner.scores_shared:
+            shared = with_shared(shape, self._cache.block_size)
+            if layout.extra_block.max() < shared.shared:
+                shape = shared
+                layout = lay_out_decodes(
+                    decodes, shape.blocks, self._cache.block_size, shape.shared
+                )
         num_extra = layout.num_extra
         if num_extra and shape.blocks:
             if self._forward_runner.needs_warmup and num_extra > shape.blocks:
@@ -331,7 +339,7 @@ class BatchBuilder:
         words = self._sampler.words((), shape.batch)
         if isinstance(shape, PromptShape | RaggedShape):
             return build_prompt((), shape, cache, upload, words)
-        layout = lay_out_decodes((), shape.blocks, cache.block_size)
+        layout = lay_out_decodes((), shape.blocks, cache.block_size, shape.shared)
         ids = self._sampler.sampled_ids
         return build_decode((), layout, shape, cache, upload, words, ids)
 

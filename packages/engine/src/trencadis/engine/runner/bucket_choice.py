@@ -18,7 +18,7 @@ from trencadis.engine.errors import BucketMiss
 from trencadis.engine.runner.bucket_usage import BucketUsage
 from trencadis.engine.runner.forward_runner import REFUSED, ForwardRunner
 from trencadis.engine.runner.grids import Grids
-from trencadis.engine.runner.shapes import BucketShape, DecodeRead, padded_decode
+from trencadis.engine.runner.shapes import BucketShape, DecodeRead, padded_decode, with_shared
 from trencadis.kvcache.tensors import KVCache
 from trencadis.warmup import GraphCapture, Phase
 
@@ -95,7 +95,7 @@ class BucketChoice:
         """The shapes that batches of a bucket have.
 
         A decode bucket that reads a prefix has two: without gathered blocks, and with as many as
-        it has blocks.
+        it has blocks; and one with the shared blocks in place, where attention scores those.
         """
         if phase is Phase.PROMPT:
             return self._grids.prompt_shapes(bucket.shape) if self._grids else ()
@@ -103,7 +103,12 @@ class BucketChoice:
         shape = padded_decode((batch, length), self._read, self._block_size, self._num_blocks)
         if shape.batch == 1 or not shape.blocks or not self._forward_runner.needs_warmup:
             return (shape,)
-        return shape, attrs.evolve(shape, extra=shape.blocks)
+        gathered = attrs.evolve(shape, extra=shape.blocks)
+        if not self._forward_runner.scores_shared:
+            return shape, gathered
+        shared = with_shared(shape, self._block_size)
+        # Where all blocks can be shared, nothing is left to be gathered.
+        return (shape, shared) if shared.shared == shape.blocks else (shape, shared, gathered)
 
     def is_ready(self, phase: Phase, bucket: Bucket) -> bool:
         """Whether all shapes of a bucket are warmed up, be it by live traffic."""

@@ -107,6 +107,11 @@ class ForwardRunner:
         """
 
     @property
+    def scores_shared(self) -> bool:
+        """Whether decode shapes may have shared blocks, see `Attention.scores_shared`."""
+        return self._device.attention.scores_shared
+
+    @property
     def num_graphs(self) -> int:
         """Graphs that are captured now."""
         return len(self._graphs)

@@ -172,17 +172,17 @@ def _fill_ragged(
 
 
 def lay_out_decodes(
-    decodes: Sequence[ScheduledSequence], blocks: int, block_size: int
+    decodes: Sequence[ScheduledSequence], blocks: int, block_size: int, shared: int = 0
 ) -> DecodeLayout:
     """Which sequence owns which of the first ``blocks`` blocks, and the pairs to gather.
 
-    With 0 ``blocks`` no prefix is read, and all are pairs to gather.
+    With 0 ``blocks`` no prefix is read, and all are pairs to gather. ``shared``: see `DecodeShape`.
     """
     tables = [decode.block_table[: decode.start // block_size + 1] for decode in decodes]
     num_tokens = [decode.start + 1 for decode in decodes]
     if not blocks:
         return lay_out_pairs(tables, num_tokens, block_size)
-    return lay_out(tables, num_tokens, block_size, blocks)
+    return lay_out(tables, num_tokens, block_size, blocks, shared)
 
 
 def build_decode(
@@ -238,14 +238,17 @@ def _fill_decode(
     fields["logit_rows"][:] = np.arange(shape.batch)
     owners, filled = fields["owners"], fields["filled"]
     owners[:] = shape.batch
-    owned = layout.owner != NO_OWNER
-    owners[: shape.blocks][owned] = layout.owner[owned]
-    filled[: shape.blocks] = layout.used
-    shared = slice(shape.blocks, shape.blocks + layout.num_extra)
-    owners[shared], filled[shared] = layout.extra_owner, layout.extra_used
+    owner, num_owned = layout.owner[shape.shared :], shape.blocks - shape.shared
+    owned = owner != NO_OWNER
+    owners[:num_owned][owned] = owner[owned]
+    filled[:num_owned] = layout.used[shape.shared :]
+    extra = slice(num_owned, num_owned + layout.num_extra)
+    owners[extra], filled[extra] = layout.extra_owner, layout.extra_used
     fields["readers"][:] = np.minimum(owners, shape.batch - 1)
     if shape.extra:
         fields["extra_blocks"][: layout.num_extra] = layout.extra_block
+    if shape.shared:
+        fields["shared_filled"][: len(layout.shared_used)] = layout.shared_used
 
 
 def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
@@ -272,10 +275,12 @@ def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
         return sections
     rows = ("token_ids", "position_ids", "write_blocks", "write_offsets", "logit_rows")
     sections = dict.fromkeys(rows, (shape.batch,))
-    blocks = (shape.blocks + shape.extra,)
+    blocks = (shape.blocks - shape.shared + shape.extra,)
     sections |= dict.fromkeys(("owners", "readers", "filled"), blocks)
     if shape.extra:
         sections["extra_blocks"] = (shape.extra,)
+    if shape.shared:
+        sections["shared_filled"] = (shape.batch, shape.shared)
     return sections
 
 
@@ -393,6 +398,7 @@ def _decode_context(
         views["readers"],
         bias,
         views.get("extra_blocks"),
+        views.get("shared_filled"),
     )
 
 

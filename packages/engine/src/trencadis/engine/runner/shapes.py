@@ -61,12 +61,14 @@ class DecodeShape:
 
     ``extra`` is the number of (block, sequence) pairs beyond each block's first owner: a block that
     several sequences share is read in place for its first owner and gathered for the others.
-    Without a prefix (``blocks`` is 0) all blocks of the batch are such pairs.
+    Without a prefix (``blocks`` is 0) all blocks of the batch are such pairs. The first ``shared``
+    blocks of the prefix are scored for every sequence, read in place once.
     """
 
     batch: int
     blocks: int
     extra: int = 0
+    shared: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -153,6 +155,16 @@ def padded_decode(
     if read is DecodeRead.PAIRS:
         return DecodeShape(batch, 0, length)
     return DecodeShape(batch, 0, batch * ceil_div(length, block_size))
+
+
+SHARED_TOKENS = 8192
+"""Tokens of a prefix whose blocks may be scored for every sequence of a batch. For 128 sequences of
+an 8B model that is 0.55 teraflop, 0.3 ms at the peak of Gaudi 3, which reads its weights in 4.3."""
+
+
+def with_shared(shape: DecodeShape, block_size: int) -> DecodeShape:
+    """The shape of a batch whose sequences share blocks among the first of the prefix."""
+    return attrs.evolve(shape, shared=min(shape.blocks, ceil_div(SHARED_TOKENS, block_size)))
 
 
 def most_prefix_pairs(num_blocks: int) -> int:

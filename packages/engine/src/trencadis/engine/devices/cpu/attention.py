@@ -106,6 +106,7 @@ class CPUAttention:
 
     token_rows = False
     as_operator = True
+    scores_shared = False
 
     def __init__(self, kernel: AttentionKernel | None = None) -> None:
         self._blocks = BlockAttention()

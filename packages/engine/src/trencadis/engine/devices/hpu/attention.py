@@ -62,6 +62,9 @@ class DecodeRows(PagedContext):
     ``slots``: ``[B]``. ``owners``: ``[N + E]``, B for a block without an owner. ``mapping``:
     ``[N + E, B]`` in the model's dtype, 1 where the sequence owns the block. ``bias``:
     ``[N + E, 1, 1, S]`` fp32. ``extra_blocks``: ``[E]``.
+
+    Where the first P blocks are shared, N counts the others, ``shared_bias`` is ``[B, P * S]``
+    fp32, and ``owners`` and ``mapping`` go on with the B sequences for each part of the P blocks.
     """
 
     cache: LayerCaches
@@ -71,6 +74,7 @@ class DecodeRows(PagedContext):
     mapping: torch.Tensor
     bias: torch.Tensor
     extra_blocks: torch.Tensor | None = None
+    shared_bias: torch.Tensor | None = None
     attention: Attention | None = None
     layer_run: LayerRun | None = None
 
@@ -83,6 +87,7 @@ class RowAttention:
 
     token_rows = True
     as_operator = False
+    scores_shared = True
 
     def __init__(self, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or Kernels()
@@ -161,16 +166,23 @@ class RowAttention:
     # Decode.
 
     def _prepare_decode(self, paged: DecodeContext, dtype: torch.dtype) -> DecodeRows:
-        batch = paged.write_blocks.shape[0]
-        rows = torch.arange(batch, device=paged.owners.device, dtype=paged.owners.dtype)
+        batch, size = paged.write_blocks.shape[0], paged.cache.block_size
+        owners, shared_bias = paged.owners, None
+        rows = torch.arange(batch, device=owners.device, dtype=owners.dtype)
+        if paged.shared_filled is not None:
+            filled = paged.shared_filled.unsqueeze(-1)
+            seen = torch.arange(size, device=filled.device) < filled
+            shared_bias = torch.where(seen, 0.0, MASKED).view(batch, -1)
+            owners = torch.cat((owners, *[rows] * len(_parts(shared_bias.shape[1]))))
         return DecodeRows(
             paged.cache,
             paged.prefix_blocks,
-            paged.write_blocks * paged.cache.block_size + paged.write_offsets,
-            paged.owners,
-            (paged.owners[:, None] == rows).to(dtype),
+            paged.write_blocks * size + paged.write_offsets,
+            owners,
+            (owners[:, None] == rows).to(dtype),
             paged.bias,
             paged.extra_blocks,
+            shared_bias,
             self,
             paged.layer_run,
         )
@@ -189,21 +201,29 @@ class RowAttention:
         "Online normalizer calculation for softmax", 2018).
         """
         _, heads, batch, size = query.shape
-        kv_heads, block_size, n = keys.shape[1], paged.cache.block_size, paged.prefix_blocks
-        rows = (_bounded(query[0].transpose(0, 1)) * scale).reshape(batch, heads * size)
-        # Each block gets the query of its owner; a block without an owner gets zeros.
-        rows = torch.matmul(paged.mapping, rows).view(-1, kv_heads, heads // kv_heads, size)
+        kv_heads, block_size = keys.shape[1], paged.cache.block_size
+        queries = _bounded(query[0].transpose(0, 1)) * scale
+        num_pairs = paged.bias.shape[0]
         scored = []
-        if n:
-            prefix, bias = rows.narrow(0, 0, n), paged.bias.narrow(0, 0, n)
-            held, weighed = _prefix(keys, n, block_size), _prefix(values, n, block_size)
-            scored.append(_score_blocks(prefix, held, weighed, bias))
-        if (blocks := paged.extra_blocks) is not None:
-            extra = blocks.shape[0]
-            pairs, bias = rows.narrow(0, n, extra), paged.bias.narrow(0, n, extra)
-            held = _selected(keys, blocks, block_size)
-            weighed = _selected(values, blocks, block_size)
-            scored.append(_score_blocks(pairs, held, weighed, bias))
+        if num_pairs:
+            # Each block gets the query of its owner; a block without an owner gets zeros.
+            mapping = paged.mapping.narrow(0, 0, num_pairs)
+            rows = torch.matmul(mapping, queries.reshape(batch, heads * size))
+            rows = rows.view(-1, kv_heads, heads // kv_heads, size)
+            extra = 0 if paged.extra_blocks is None else paged.extra_blocks.shape[0]
+            if n := num_pairs - extra:
+                first = paged.prefix_blocks - n
+                prefix, bias = rows.narrow(0, 0, n), paged.bias.narrow(0, 0, n)
+                held, weighed = (_in_place(x, first, n, block_size) for x in (keys, values))
+                scored.append(_score_blocks(prefix, held, weighed, bias))
+            if paged.extra_blocks is not None:
+                pairs, bias = rows.narrow(0, n, extra), paged.bias.narrow(0, n, extra)
+                held = _selected(keys, paged.extra_blocks, block_size)
+                weighed = _selected(values, paged.extra_blocks, block_size)
+                scored.append(_score_blocks(pairs, held, weighed, bias))
+        if paged.shared_bias is not None:
+            grouped = queries.view(batch, kv_heads, heads // kv_heads, size)
+            scored += _score_shared(grouped, keys, values, paged.shared_bias)
         peak, sums, weighted = (
             parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
         )
@@ -239,9 +259,44 @@ def _score_blocks(
     return peak, weights.sum(-1, keepdim=True), weighted
 
 
-def _prefix(rows: torch.Tensor, num_blocks: int, block_size: int) -> torch.Tensor:
-    """The first blocks of a cache as ``[num_blocks, K, S, D]``, without a copy."""
-    return _blocks(rows.narrow(0, 0, num_blocks * block_size), block_size).transpose(1, 2)
+_SHARED_AT_ONCE = 4096
+"""Shared tokens that are scored by one product: more would be scores of 128 MB and above."""
+
+
+def _parts(num_tokens: int) -> list[tuple[int, int]]:
+    """First token and number of tokens of each product over shared tokens."""
+    starts = range(0, num_tokens, _SHARED_AT_ONCE)
+    return [(start, min(_SHARED_AT_ONCE, num_tokens - start)) for start in starts]
+
+
+def _score_shared(
+    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Partial softmax of ``rows`` ``[B, K, G, D]`` over the first tokens of the cache, in parts.
+
+    ``bias`` is ``[B, tokens]``. Each part is what `_score_blocks` returns, with B rows. A sequence
+    that attends to no token of a part has a maximum of `MASKED` there.
+    """
+    batch, kv_heads, group, size = rows.shape
+    queries = rows.transpose(0, 1).reshape(kv_heads, batch * group, size)
+    scored = []
+    for start, count in _parts(bias.shape[1]):
+        held, weighed = (x.narrow(0, start, count).transpose(0, 1) for x in (keys, values))
+        scores = torch.matmul(queries, held.transpose(1, 2)).float()
+        scores = scores.view(kv_heads, batch, group, count) + bias.narrow(1, start, count)[:, None]
+        peak = scores.amax(-1, keepdim=True)
+        weights = torch.exp(scores - peak)
+        products = weights.view(kv_heads, batch * group, count).to(values.dtype)
+        weighted = torch.matmul(products, weighed).float().view(kv_heads, batch, group, -1)
+        sums = weights.sum(-1, keepdim=True)
+        scored.append((peak.transpose(0, 1), sums.transpose(0, 1), weighted.transpose(0, 1)))
+    return scored
+
+
+def _in_place(rows: torch.Tensor, first: int, num_blocks: int, block_size: int) -> torch.Tensor:
+    """Blocks of a cache that follow each other as ``[num_blocks, K, S, D]``, without a copy."""
+    held = rows.narrow(0, first * block_size, num_blocks * block_size)
+    return _blocks(held, block_size).transpose(1, 2)
 
 
 def _selected(rows: torch.Tensor, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
