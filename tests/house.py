@@ -205,7 +205,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"loader"},
     ],
     "engine.runner": [
-        {"block_moves", "gumbel", "limits", "recorded_traffic", "shapes", "step"},
+        {"block_moves", "float_bits", "gumbel", "limits", "recorded_traffic", "shapes", "step"},
         {"executor", "grids", "host_swap", "logit_edits", "model_input", "sampling_rows"},
         {
             "background_warmup",

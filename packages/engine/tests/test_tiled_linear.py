@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import re
 import time
@@ -449,7 +450,7 @@ def test_int8_is_refused_where_most_weights_are_in_fused_experts(tmp_path: Path)
     )
     model = Qwen3MoeForCausalLM(config).bfloat16()
     with pytest.raises(ConfigError, match=r"would round \S+ of \S+ GiB of weights") as refusal:
-        CPUDevice().quantize(model)
+        CPUDevice().quantize(model, "int8")
     assert refusal.value.field == "quantization"
     assert not any(isinstance(module, Int8Linear) for module in model.modules())
 
@@ -466,12 +467,16 @@ class Routed(nn.Module):
 
 def test_int8_leaves_routers_and_gates_as_they_are() -> None:
     model = Routed()
-    CPUDevice().quantize(model)
+    CPUDevice().quantize(model, "int8")
     assert (type(model.router), type(model.gate)) == (nn.Linear, nn.Linear)
     assert {type(expert) for expert in model.experts} == {Int8Linear}
 
 
-@pytest.mark.parametrize("prepare", [CPUDevice.quantize, CPUDevice.optimize])
+@pytest.mark.parametrize(
+    "prepare",
+    [functools.partial(CPUDevice.quantize, quantization="int8"), CPUDevice.optimize],
+    ids=["quantize", "optimize"],
+)
 def test_loading_has_no_more_than_one_weight_twice(
     monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
 ) -> None:
@@ -535,5 +540,5 @@ def test_int8_without_bf16_or_the_kernel_is_refused(
 
 
 def test_int8_on_another_device_is_refused(tiny_model: Path, lazy_gaudi: object) -> None:
-    with pytest.raises(ConfigError, match="the device is hpu"):
+    with pytest.raises(ConfigError, match="int8 is not computed on hpu"):
         linears(tiny_model, device="hpu", quantization="int8")

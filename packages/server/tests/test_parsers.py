@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 
+import attrs
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from trencadis.server.parsers.registry import (
     find_tool_parser,
 )
 from trencadis.server.parsers.tool_parsers import HermesToolParser
+from trencadis.server.settings import ServerSettings
 
 TOOLS = {"get", "put"}
 
@@ -160,6 +162,16 @@ def test_a_stream_is_the_whole_answer_wherever_it_is_cut(text, parsers, position
     whole = parse(new_parser(*parsers), [text])
     assert parse(new_parser(*parsers), cut(text, positions)) == whole
     assert parse(new_parser(*parsers), text) == whole  # character by character
+
+
+def test_each_format_has_an_example_and_is_named_by_the_help_of_its_flag():
+    assert EXAMPLES.keys() == TOOL_PARSERS.keys()
+    for field, names in (
+        ("tool_call_parser", TOOL_PARSERS),
+        ("reasoning_parser", REASONING_PARSERS),
+    ):
+        text = attrs.fields_dict(ServerSettings)[field].metadata["help"]
+        assert not [name for name in names if name not in text]
 
 
 @pytest.mark.parametrize("name", EXAMPLES)

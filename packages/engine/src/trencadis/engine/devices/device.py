@@ -141,14 +141,15 @@ class Device(abc.ABC):
         self.synchronize()
         return max(0, before - self.free_memory())
 
-    def quantize(self, model: nn.Module) -> None:
-        """Round the weights of linear layers to int8 in place, before `optimize`.
+    def quantize(self, model: nn.Module, quantization: str) -> None:
+        """Round the weights of linear layers in place, before `optimize`.
 
-        Raises `ConfigError` where this device does not compute with them, or few weights are in
-        such layers.
+        ``quantization`` is `EngineConfig.quantization`. Raises `ConfigError` where this device does
+        not compute with such weights, or few weights are in such layers.
         """
         raise ConfigError(
-            f"quantization int8 is computed on cpu, and the device is {self.name}: leave it out",
+            f"quantization {quantization} is not computed on {self.name}: leave it out, or serve "
+            "on another device",
             "quantization",
         )
 

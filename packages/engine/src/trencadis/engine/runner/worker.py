@@ -128,8 +128,8 @@ class Worker:
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
-        if self.config.quantization == "int8":
-            self.device.quantize(self._model)
+        if self.config.quantization != "none":
+            self.device.quantize(self._model, self.config.quantization)
         self.device.optimize(self._model)
         self._attention = self.device.attention
         kind = self.device.name.upper()

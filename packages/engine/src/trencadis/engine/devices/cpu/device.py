@@ -124,7 +124,9 @@ class CPUDevice(Device):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         return PendingCopy(tensors, self.synchronize)
 
-    def quantize(self, model: nn.Module) -> None:
+    def quantize(self, model: nn.Module, quantization: str) -> None:
+        if quantization != "int8":
+            super().quantize(model, quantization)
         layers = _layers_to_round(model)
         _check_enough_is_rounded(model, [layer for _, _, layer in layers])
         try:
