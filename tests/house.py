@@ -166,7 +166,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine.devices.hpu": [
         {"bridge", "kernels"},
-        {"attention"},
+        {"attention", "experts"},
         {"device"},
     ],
     "engine.grammars": [

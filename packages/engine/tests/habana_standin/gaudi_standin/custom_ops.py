@@ -5,7 +5,8 @@ Their schemas are those of HabanaAI/gaudi-pytorch-bridge 1.19.0: ``scripts/hpu_o
 habana_frameworks/torch/hpex/kernels/RotaryPosEmbeddingHelper.py:107`` (rotary_pos_embedding).
 ``block_softmax_adjustment`` is newer than that release: vllm-project/vllm-gaudi 091bbad,
 ``vllm_gaudi/extension/ops.py:142-144``, which uses it from 1.22.0.494 on Gaudi 3
-(``extension/features.py:86-89``).
+(``extension/features.py:86-89``). ``mixture_of_experts`` here is its overload ``fused_weights``
+(``habana_kernels/kernels_register.cpp:2468``).
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ _SCHEMAS = (
     "sdpa_recomp_fwd(Tensor q, Tensor k, Tensor v, Tensor? attention_mask, float dropout_p, "
     "float scale, bool is_causal, bool requires_backward, str softmax_mode, Tensor? valid_seq_len, "
     "str seq_padding_type) -> (Tensor, Tensor, Tensor, Tensor)",
+    "mixture_of_experts(Tensor hidden_states, Tensor expert_routing_table, Tensor router_weights, "
+    "Tensor[] w12, Tensor[] w3, bool permuted_weights, str activation, int experts_min, "
+    "int experts_max) -> Tensor",
     "block_softmax_adjustment(Tensor block_max, Tensor block_sums, Tensor block_groups, "
     "SymInt batch_size, SymInt[] out_shape) -> Tensor",
 )
@@ -107,6 +111,32 @@ def _sdpa_recomp_fwd(
     if valid_seq_len is not None:
         out = torch.where(rows < lengths, out, 0.0)
     return out.to(q.dtype), top, inverse, torch.empty(0, dtype=torch.int32, device=q.device)
+
+
+def _mixture_of_experts(
+    hidden_states: torch.Tensor,
+    expert_routing_table: torch.Tensor,
+    router_weights: torch.Tensor,
+    w12: list[torch.Tensor],
+    w3: list[torch.Tensor],
+    permuted_weights: bool,
+    activation: str,
+    experts_min: int,
+    experts_max: int,
+) -> torch.Tensor:
+    """The fused weights' overload, for all experts: gate and up, then down."""
+    if not permuted_weights or (experts_min, experts_max) != (0, len(w12) - 1):
+        raise NotImplementedError("the stand-in computes all experts, with permuted weights")
+    if activation != "silu":
+        raise NotImplementedError(f"the stand-in computes silu, not {activation}")
+    if router_weights.dtype != hidden_states.dtype:
+        raise RuntimeError(f"moe: {router_weights.dtype} weights of {hidden_states.dtype} rows")
+    out = torch.zeros_like(hidden_states)
+    for number, (both, down) in enumerate(zip(w12, w3, strict=True)):
+        gate, up = (hidden_states @ both.t()).chunk(2, dim=-1)
+        share = (router_weights * (expert_routing_table == number)).sum(-1, keepdim=True)
+        out = out + (torch.nn.functional.silu(gate) * up) @ down.t() * share
+    return out
 
 
 def _block_softmax_adjustment(

@@ -30,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention_operator import forward_pass
-from trencadis.engine.models.layer_spec import LayerSpec, spec_of
+from trencadis.engine.models.layer_spec import LayerSpec, is_replaceable, spec_of
 from trencadis.engine.models.paged_context import (
     DecodeContext,
     LayerCaches,
@@ -61,7 +61,7 @@ class DecoderLayers:
         self.num_layers = len(layers)
         self._specs = [spec_of(layer) for layer in layers]
         self._weights = [tuple(_tensors(layer).values()) for layer in layers]
-        if any(spec.experts for spec in self._specs) and not _is_bf16(layers[0]):
+        if any(map(_sorts_tokens, layers)) and not _is_bf16(layers[0]):
             raise ModelError(
                 "layers with experts are compiled in bf16 alone, as PyTorch knows the shapes of "
                 "their products for no other type: serve this model without --compile, or with "
@@ -352,6 +352,12 @@ def _kind(layer: nn.Module) -> Any:
         if isinstance(value, (bool, int, float, str, type(None), LayerSpec)) and name != "layer_idx"
     )
     return type(layer), tensors, settings
+
+
+def _sorts_tokens(layer: nn.Module) -> bool:
+    """Whether transformers computes each expert with its own tokens, as the device has no way."""
+    experts: list[Any] = [module for module in layer.modules() if is_replaceable(module)]
+    return any(each.config._experts_implementation == "grouped_mm" for each in experts)
 
 
 def _is_bf16(layer: nn.Module) -> bool:

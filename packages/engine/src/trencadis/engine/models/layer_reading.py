@@ -22,7 +22,13 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.decoder_layers import decoder_layers
-from trencadis.engine.models.layer_spec import ATTENTION, FEATURES, LayerSpec, features_of
+from trencadis.engine.models.layer_spec import (
+    ATTENTION,
+    FEATURES,
+    LayerSpec,
+    features_of,
+    is_replaceable,
+)
 
 _READING = "trencadis_reading"
 """The name under which transformers knows what notes the calls of attention."""
@@ -107,8 +113,11 @@ def _calls(config: PreTrainedConfig, num_layers: int) -> list[list[LayerSpec]]:
             paged=calls,
         )
         for number, layer in enumerate(decoder_layers(model)[:num_layers]):
-            experts = _num_experts(layer)
-            calls[number] = [attrs.evolve(call, experts=experts) for call in calls[number]]
+            experts, replaceable = _num_experts(layer), any(map(is_replaceable, layer.modules()))
+            calls[number] = [
+                attrs.evolve(call, experts=experts, replaceable_experts=replaceable)
+                for call in calls[number]
+            ]
     return calls
 
 

@@ -37,6 +37,7 @@ class LayerSpec(LayerShape):
     field here.
 
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
+    ``replaceable_experts``: a device can compute them with its own products, see `is_replaceable`.
     ``arguments``: how the model's code asks for these features (`features_of`).
     """
 
@@ -50,6 +51,7 @@ class LayerSpec(LayerShape):
     calls: int = _feature("attends {} times", default=1)
     others: tuple[str, ...] = _feature("passes {} to attention", default=())
     experts: int = 0
+    replaceable_experts: bool = False
     arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
 
     @classmethod
@@ -106,6 +108,11 @@ def features_of(mask: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
             is_number = isinstance(value, (int, float))
             features[_FIELDS.get(name, name)] = value if is_number else True
     return features
+
+
+def is_replaceable(module: nn.Module) -> bool:
+    """Whether it has the experts of a layer and calls transformers' ``ExpertsInterface``."""
+    return hasattr(module, "_is_expert_parallel")
 
 
 def spec_of(module: nn.Module) -> LayerSpec:

@@ -19,6 +19,7 @@ from torch import fx, nn
 from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.bridge import LAZY_MODE, load_bridge
+from trencadis.engine.devices.hpu.experts import use_static_experts
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
 from trencadis.engine.devices.recorded import check_inputs, own_buffers
 from trencadis.engine.errors import DeviceError, GraphError
@@ -75,8 +76,8 @@ class HPUDevice(Device):
         self.sensor_indices = sensor_indices(os.environ)
 
     def supports(self, layer: LayerSpec) -> str | None:
-        # Transformers sorts tokens by expert, and shapes that depend on values are not compiled.
-        if layer.experts:
+        # Transformers sorts tokens by expert: shapes depend on values.
+        if layer.experts and not layer.replaceable_experts:
             return f"routes tokens to {layer.experts} experts, whose products hpu does not compute"
         return super().supports(layer)
 
@@ -128,6 +129,7 @@ class HPUDevice(Device):
         In lazy mode, end a recipe after each decoder layer: equal layers share one recipe, where a
         recipe of the whole model would be compiled for each bucket.
         """
+        use_static_experts(model, self.torch_device)
         kernels = use_fused_kernels(model, self.torch_device, self._softmax_mode)
         self.attention = RowAttention(kernels)
         if self._bridge.lazy:

@@ -182,10 +182,10 @@ def _usable_attention(
         return None
     fused = FusedPromptAttention(kernel, softmax_mode)
     small_slices = FusedPromptAttention(kernel, softmax_mode, sliced_from=12, slice_length=4)
-    if not _agrees("FusedSDPA", lambda: _attention_trial(fused, dtype, device), dtype):
+    if not agrees("FusedSDPA", lambda: _attention_trial(fused, dtype, device), dtype):
         return None
     what = "FusedSDPA in slices"
-    if not _agrees(what, lambda: _attention_trial(small_slices, dtype, device), dtype):
+    if not agrees(what, lambda: _attention_trial(small_slices, dtype, device), dtype):
         return FusedPromptAttention(kernel, softmax_mode, sliced_from=sys.maxsize)
     return fused
 
@@ -245,7 +245,7 @@ def _usable_adjustment(dtype: torch.dtype, device: torch.device) -> BlockAdjustm
         logger.info("block_softmax_adjustment is not available: PyTorch's operations are used")
         return None
     what = "block_softmax_adjustment"
-    if _agrees(what, lambda: _adjustment_trial(dtype, device), dtype):
+    if agrees(what, lambda: _adjustment_trial(dtype, device), dtype):
         return _fused_adjustment
     return None
 
@@ -310,7 +310,7 @@ def _use_norms(model: nn.Module) -> None:
         if type(norm) not in tried:
             what = f"FusedRMSNorm for {type(norm).__name__}"
             dtype = norm.weight.dtype
-            tried[type(norm)] = _agrees(what, functools.partial(_norm_trial, norm, fused), dtype)
+            tried[type(norm)] = agrees(what, functools.partial(_norm_trial, norm, fused), dtype)
         if tried[type(norm)]:
             setattr(parent, name, fused)
 
@@ -385,8 +385,8 @@ def _use_rotary(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
         own = own.replaced if isinstance(own, FusedRotary) else own
         fused = FusedRotary(kernel, own)
         what = f"{_ROTARY} for {module.__name__}"
-        agrees = _agrees(what, functools.partial(_rotary_trial, fused, dtype, device), dtype)
-        setattr(module, _ROTARY, fused if agrees else own)
+        usable = agrees(what, functools.partial(_rotary_trial, fused, dtype, device), dtype)
+        setattr(module, _ROTARY, fused if usable else own)
 
 
 def _modules_with_rotary(model: nn.Module) -> list[ModuleType]:
@@ -411,7 +411,7 @@ def _rotary_trial(
 # Trials.
 
 
-def _agrees(
+def agrees(
     what: str,
     trial: Callable[[], tuple[torch.Tensor, torch.Tensor]],
     dtype: torch.dtype,
