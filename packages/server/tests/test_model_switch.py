@@ -711,6 +711,35 @@ async def test_an_order_that_fails_to_drain_says_nothing_of_the_model(automatic,
     assert (await complete(automatic, "b")).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        ("a", None),
+        ("c", SwitchFailedError("2 requests still run after 0 s", "drain", "a")),
+        ("c", EngineRestarting("the core has died")),
+    ],
+    ids=["active", "drain", "restarting"],
+)
+async def test_orders_that_load_nothing_keep_no_request_waiting(engine, model, fault):
+    """The minimum stay of the active model goes on, however often they are repeated."""
+    async with client_of(
+        engine, auto_switch=True, min_model_stay=0.5, admin_rate_limit=100_000
+    ) as client:
+        assert (await client.post(SWITCH, json={"model": "b"})).status_code == 200
+        assert (await client.post(SWITCH, json={"model": "a"})).status_code == 200
+        waiting = asyncio.create_task(complete(client, "b"))
+        await until_waiting(client, 1)
+        for _ in range(600):
+            engine.fault = fault
+            await client.post(SWITCH, json={"model": model})
+            engine.fault = None
+            await asyncio.sleep(0.05)
+            if waiting.done():
+                break
+        assert waiting.done()
+        assert (await waiting).json()["model"] == "b"
+
+
 async def test_tokens_are_counted_for_a_model_that_is_not_active(automatic, client, engine):
     """As its tokenizer counts, and without a switch."""
     engine.tokenizers["b"].encode = lambda text, add_special_tokens=True: [0] * 7
