@@ -72,7 +72,7 @@ class SwitchControl:
             min_stay_s=settings.min_model_stay,
             max_waiting=settings.max_switch_waiting,
         )
-        metrics.num_waiting = lambda: len(self._queue)
+        metrics.num_waiting = self._queue.count_by_model
         self._served: dict[WaitingRequest, asyncio.Future[None]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._preparations: dict[str, asyncio.Task[float]] = {}

@@ -19,7 +19,8 @@ The rules of ``--auto-switch``:
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Mapping
 from typing import TypeAlias
 
 import attrs
@@ -83,6 +84,10 @@ class SwitchQueue:
 
     def __len__(self) -> int:
         return len(self._waiting)
+
+    def count_by_model(self) -> Mapping[str, int]:
+        """How many requests wait for each model; those for any wait for the active one."""
+        return Counter(request.alias or self.active for request in self._waiting)
 
     def arrive(self, request: WaitingRequest) -> bool:
         """Whether a request is served now; otherwise it waits. Raises `QueueFull`."""
