@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
@@ -63,8 +64,9 @@ class EngineCore:
     PyTorch's tracing changes ``torch.nn.Module`` for all threads. `AsyncEngine` gives each core a
     process.
 
-    ``executor`` and ``thermal`` replace those that ``config`` names. Raises `ModelError` or
-    `ConfigError` when the model cannot be served under ``config``.
+    ``executor`` and ``thermal`` replace those that ``config`` names. ``clock`` returns seconds for
+    the scheduler. Raises `ModelError` or `ConfigError` when the model cannot be served under
+    ``config``.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor | None = None,
         thermal: ThermalMonitor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.executor = executor or InProcessExecutor(config)
         device = self.executor.device_facts
         config = config.for_device(device.defaults)
@@ -133,6 +137,7 @@ class EngineCore:
             self.blocks,
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
+            clock=self._clock,
         )
         rng = random.Random(config.seed)
         eos_token_ids = self.spec.eos_token_ids

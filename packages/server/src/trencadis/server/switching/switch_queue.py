@@ -8,7 +8,7 @@ The rules of ``--auto-switch``:
   download may take hours.
 - A model stays active for ``min_stay_s``, counted from the end of its switch, and also after one
   that failed, once it had begun to load. So clients that alternate between models cannot make the
-  server spend its time on loading them. An order that loads nothing leaves the stay as it is.
+  server spend its time on loading them. An order that loads nothing does not prolong it.
 - A model that fails to load is tried again after twice that time, then after four times, up to an
   hour; after an hour at once where its load ended the core, because the restarts of a core are
   counted. Until then requests for it are rejected; parked ones wait. An engine that cannot switch
