@@ -14,7 +14,10 @@ from typing import Any, NamedTuple
 FILE = Path(__file__).parent.parent / "deploy" / "grafana" / "dashboard.json"
 
 SELECTED = '{instance=~"$instance", model_name=~"$model_name"}'
-"""The label matchers of every query; ``$S`` in `ROWS`."""
+"""The label matchers of metrics of a model; ``$S`` in `ROWS`."""
+
+SELECTED_DEVICES = '{instance=~"$instance"}'
+"""Those of metrics of the device or the engine, whichever model is active; ``$D`` in `ROWS`."""
 
 WIDTH, HEIGHT = 24, 8
 """Of a row and of a panel, in units of Grafana's grid."""
@@ -40,8 +43,8 @@ def _quantiles(metric: str) -> tuple[tuple[str, str], ...]:
     )
 
 
-def _rate(metric: str) -> str:
-    return f"sum(rate({metric}$S[$__rate_interval]))"
+def _rate(metric: str, selected: str = "$S") -> str:
+    return f"sum(rate({metric}{selected}[$__rate_interval]))"
 
 
 ROWS: dict[str, tuple[Panel, ...]] = {
@@ -110,8 +113,8 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Temperature",
             "celsius",
             (
-                ("max by (instance) (trencadis:temperature_celsius$S)", "{{instance}}"),
-                ("max by (instance) (trencadis:thermal_target_celsius$S)", "{{instance}} target"),
+                ("max by (instance) (trencadis:temperature_celsius$D)", "{{instance}}"),
+                ("max by (instance) (trencadis:thermal_target_celsius$D)", "{{instance}} target"),
             ),
         ),
         Panel(
@@ -127,9 +130,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Power",
             "watt",
             (
-                ("sum by (instance) (trencadis:power_watts$S)", "{{instance}}"),
+                ("sum by (instance) (trencadis:power_watts$D)", "{{instance}}"),
                 (
-                    "sum(trencadis:power_watts$S) / (sum(trencadis:running_seqs$S) > 0)",
+                    "sum(trencadis:power_watts$D) / (sum(trencadis:running_seqs$S) > 0)",
                     "per running sequence",
                 ),
             ),
@@ -144,9 +147,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "Sensors and policy",
             "short",
             (
-                ("max by (instance) (trencadis:sensor_health$S)", "{{instance}} sensor"),
-                (_rate("trencadis:thermal_policy_faults_total"), "policy faults/s"),
-                (_rate("trencadis:thermal_readings_rejected_total"), "rejected readings/s"),
+                ("max by (instance) (trencadis:sensor_health$D)", "{{instance}} sensor"),
+                (_rate("trencadis:thermal_policy_faults_total", "$D"), "policy faults/s"),
+                (_rate("trencadis:thermal_readings_rejected_total", "$D"), "rejected readings/s"),
             ),
             "Sensor: 0 current, 1 stale, 2 failed.",
         ),
@@ -233,8 +236,45 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "short",
             (
                 (_rate("trencadis:engine_steps_total"), "steps"),
-                ("sum(increase(trencadis:core_restarts_total$S[1h]))", "restarts in an hour"),
+                ("sum(increase(trencadis:core_restarts_total$D[1h]))", "restarts in an hour"),
             ),
+        ),
+    ),
+    "Models": (
+        Panel(
+            "Active model",
+            "short",
+            (
+                (
+                    "max by (instance, model_name) (trencadis:model_active$S)",
+                    "{{instance}} {{model_name}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Switches per second",
+            "short",
+            (
+                (_rate("trencadis:model_switches_total"), "succeeded"),
+                (_rate("trencadis:model_switch_failures_total"), "failed"),
+            ),
+        ),
+        Panel("Time of a switch", "s", _quantiles("trencadis:model_switch_seconds")),
+        Panel(
+            "Requests that wait for a switch",
+            "short",
+            (
+                (
+                    "sum by (model_name) (trencadis:num_requests_waiting_for_switch$S)",
+                    "{{model_name}}",
+                ),
+            ),
+        ),
+        Panel(
+            "Silence of the core",
+            "s",
+            (("max by (instance) (trencadis:core_silence_seconds$D)", "{{instance}}"),),
+            "A core is silent while it loads or compiles, and where it hangs.",
         ),
     ),
 }
@@ -282,7 +322,7 @@ def dashboard() -> dict[str, Any]:
 
 def _graph(panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
     targets = [
-        {"refId": chr(ord("A") + i), "expr": query.replace("$S", SELECTED), "legendFormat": legend}
+        {"refId": chr(ord("A") + i), "expr": _selected(query), "legendFormat": legend}
         for i, (query, legend) in enumerate(panel.queries)
     ]
     return {
@@ -295,6 +335,10 @@ def _graph(panel: Panel, grid: dict[str, int]) -> dict[str, Any]:
         "options": {"tooltip": {"mode": "multi", "sort": "desc"}},
         "targets": targets,
     }
+
+
+def _selected(query: str) -> str:
+    return query.replace("$S", SELECTED).replace("$D", SELECTED_DEVICES)
 
 
 def _variable(label: str) -> dict[str, Any]:

@@ -3,8 +3,7 @@
 The file that `SIGNAL_FILE` names holds the step and the number of the signal, 0 for an error. The
 core that follows it deletes it. Before a signal it waits for a file ``begun`` beside it, which the
 test creates once the front has read that the core has begun: what is not yet sent would be lost.
-Import this in a core alone: it replaces the steps, and a step may be silent no longer than a core
-that serves.
+Import this in a core alone: it replaces the steps.
 """
 
 from __future__ import annotations
@@ -42,5 +41,4 @@ def _signalled(name: str, step: reconfigure.Step) -> reconfigure.Step:
     return run
 
 
-reconfigure._STEP_SECONDS = reconfigure.BUSY_SECONDS = 0.0
 reconfigure.STEPS = tuple((name, _signalled(name, step)) for name, step in reconfigure.STEPS)

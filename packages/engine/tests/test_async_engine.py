@@ -350,6 +350,27 @@ def test_a_core_that_hangs_for_long_is_killed_and_restarted(long_model: Path) ->
     limited(body)
 
 
+def test_a_core_that_is_stopped_is_unhealthy_whatever_it_has_announced(tiny_model: Path) -> None:
+    async def body() -> None:
+        async with running(tiny_model, hang_timeout=2.0, hang_restart_timeout=0.0) as engine:
+            core = core_process()
+            core.suspend()
+            try:
+                await asyncio.sleep(0.1)  # its last messages are read
+                engine._core.busy = Busy("the engine core loads a model")
+                with pytest.raises(EngineUnresponsive, match=r"stopped .* SIGSTOP"):
+                    while True:
+                        await engine.check_health()
+                        await asyncio.sleep(0.05)
+                assert engine.stats.core_silence_s > 2.0
+            finally:
+                core.resume()
+            await until(lambda: engine.stats.core_silence_s < 2.0)
+            await engine.check_health()
+
+    limited(body)
+
+
 def test_a_core_that_compiles_or_may_hang_is_not_killed(tiny_model: Path) -> None:
     async def body() -> None:
         timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 5.0}

@@ -186,6 +186,9 @@ async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:
     with pytest.raises(InvalidRequest, match="no target temperature") as caught:
         await engine.control(BatchControl(target_temp_c=80))
     assert caught.value.field == "target_temp_c"
+    with pytest.raises(InvalidRequest, match="give force_evict, or leave hold_s out") as caught:
+        await engine.control(BatchControl(hold_s=5))
+    assert caught.value.field == "hold_s"
 
 
 async def an_order_is_not_waited_for_without_end(

@@ -13,11 +13,18 @@ import msgspec
 import pytest
 import zmq
 
-from trencadis.engine import EngineConfig, EngineDead, EngineRestarting, LogSettings
+from trencadis.engine import (
+    EngineConfig,
+    EngineDead,
+    EngineRestarting,
+    EngineStats,
+    LogSettings,
+    ThermalStats,
+)
 from trencadis.engine.front import core_supervisor
 from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
 from trencadis.engine.ipc import channel
-from trencadis.engine.ipc.messages import Ready
+from trencadis.engine.ipc.messages import Ready, StepDone
 
 READY = Ready(
     max_model_len=64,
@@ -110,3 +117,49 @@ def test_a_core_that_cannot_be_started_leaves_no_directory_behind(
     with pytest.raises(zmq.ZMQError):
         asyncio.run(body())
     assert not list(tmp_path.iterdir())
+
+
+class SilentCore(DeadCore):
+    """A core that sends what it is given, and then nothing more."""
+
+    is_alive = True
+    stopped_s = 0.0
+
+    def __init__(self, *messages: Any) -> None:
+        super().__init__()
+        self.messages = list(messages)
+
+    async def receive(self, *_: Any) -> Any:
+        if self.messages:
+            return self.messages.pop(0)
+        await asyncio.sleep(3600)
+        return None
+
+
+def test_temperatures_of_a_silent_core_are_stale_and_outlive_a_switch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An alert must neither take them for current nor begin again with the next model."""
+    reported = ThermalStats(hottest_c=71.0, num_policy_faults=2)
+    core: Any = SilentCore(StepDone((), EngineStats(num_steps=5, thermal=reported)))
+
+    async def ignore(_: Any) -> None: ...
+
+    async def body() -> None:
+        supervisor = CoreSupervisor(EngineConfig(model="m"), core, READY, LogSettings())
+        reading = asyncio.create_task(supervisor.run(ignore, lambda _: None))
+        while not supervisor.stats.num_steps:  # noqa: ASYNC110 - it is not an event
+            await asyncio.sleep(0.001)
+        monkeypatch.setattr(core_supervisor, "_STALE_SECONDS", 3600.0)
+        assert supervisor.stats.thermal == reported
+        supervisor.use_model(EngineConfig(model="other"), READY)
+        assert (supervisor.stats.thermal, supervisor.stats.num_steps) == (reported, 0)
+        assert supervisor.totals_of("m").num_steps == 5
+        monkeypatch.setattr(core_supervisor, "_STALE_SECONDS", 0.0)
+        thermal = supervisor.stats.thermal
+        assert thermal is not None
+        assert (thermal.sensor, thermal.hottest_c, thermal.num_policy_faults) == ("stale", 71.0, 2)
+        assert "has reported no temperature for" in thermal.fault
+        reading.cancel()
+
+    asyncio.run(asyncio.wait_for(body(), 60))

@@ -10,17 +10,19 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForMaskedLM, T5Config, T5ForConditionalGeneration
 
-from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices import DEVICES, CPUDevice
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models import gguf
 from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
+from trencadis.engine.settings.engine_config import EngineConfig
 
 CPU = torch.device("cpu")
 
@@ -129,10 +131,22 @@ def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:
     torch.testing.assert_close(PackedLinear(plain)(rows), plain(rows), atol=2e-2, rtol=2e-2)
 
 
-def test_dtype_auto_is_the_checkpoints_or_the_devices(tiny_model: Path) -> None:
-    spec = inspect_model(str(tiny_model))
-    assert resolve_dtype("auto", spec, torch.bfloat16) is torch.bfloat16
-    assert resolve_dtype("float32", spec, torch.bfloat16) is torch.float32
+@pytest.mark.parametrize(
+    ("stored", "served"),
+    [("bfloat16", "bfloat16"), ("float16", "float16"), ("float32", "bfloat16")],
+)
+def test_dtype_auto_is_what_the_help_says(
+    tiny_model: Path, tmp_path: Path, stored: str, served: str
+) -> None:
+    directory = Path(shutil.copytree(tiny_model, tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": stored}))
+    spec = inspect_model(str(directory))
+    words = attrs.fields(EngineConfig).dtype.metadata["default"]
+    assert words == "auto: the checkpoint's if bf16 or fp16, else the device's, which is bf16"
+    assert {device.preferred_dtype for device in DEVICES.values()} == {torch.bfloat16}
+    assert resolve_dtype("auto", spec, CPUDevice.preferred_dtype) is getattr(torch, served)
+    assert resolve_dtype("float32", spec, CPUDevice.preferred_dtype) is torch.float32
 
 
 class TestConversion:

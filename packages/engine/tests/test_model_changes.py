@@ -40,6 +40,7 @@ class Core:
     """Keeps what it is sent; a test gives the answers."""
 
     is_alive = True
+    stopped_s = 0.0
 
     def __init__(self) -> None:
         self.messages: list[Any] = []

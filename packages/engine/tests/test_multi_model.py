@@ -400,6 +400,52 @@ async def a_conversation_is_rendered_to_its_end_while_its_model_leaves(
         await engine.tokenizer_of("third")
 
 
+def test_every_token_that_clients_got_is_in_the_totals_of_its_model(
+    models: tuple[ModelEntry, ModelEntry], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also those just before a switch, and before the death of a core."""
+    monkeypatch.setattr(core_supervisor, "_MAX_BACKOFF_SECONDS", 0.01)
+
+    async def body() -> None:
+        got = {"first": 0, "second": 0}
+        async with running(models) as engine:
+
+            def counted() -> dict[str, int]:
+                return {alias: engine.totals_of(alias).num_generation_tokens for alias in got}
+
+            async def serve() -> None:
+                alias = engine.active
+                for deltas in await asyncio.gather(*(collect(engine, **SHORT) for _ in range(3))):
+                    got[alias] += len(tokens(deltas))
+
+            for alias in ("second", "first", "second", "first"):
+                await serve()
+                await engine.switch_model(alias)
+                assert counted() == got
+                assert engine.stats.num_generation_tokens == got[alias], "no step back at first"
+            await serve()
+            await engine.sleep(2)
+            await engine.wake_up()
+            assert counted() == got
+            (aborted,) = await begun(engine, LONG)
+            await engine.switch_model("second", running="abort", drain_timeout_s=0)
+            got["first"] += len(tokens(await aborted))
+            assert counted()["first"] >= got["first"], "the core may have been a step ahead"
+            got = counted()
+            await engine.switch_model("first")
+            core_process().kill()
+            while engine.is_alive:  # noqa: ASYNC110 - it is not an event
+                await asyncio.sleep(0.01)
+            await engine.wait_until_recovered()
+            assert counted() == got
+            await serve()
+            await engine.switch_model("second")
+            assert counted() == got
+            assert engine.stats.num_core_restarts == 1
+
+    limited(body)
+
+
 @pytest.mark.slow
 def test_a_core_that_is_killed_before_it_begins_a_switch_says_nothing_of_the_new_model(
     models: tuple[ModelEntry, ModelEntry], monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineCore,
     EngineOverloaded,
+    EngineStats,
     GenerateRequest,
     SamplingParams,
     StructuredOutput,
@@ -328,6 +329,53 @@ def test_a_fault_in_any_step_brings_the_previous_model_back(
         assert serve(core) == alone[0], step
     switch(switcher, second, stash_bytes)
     assert serve(core) == alone[1]
+
+
+TOTALS = [field.name for field in attrs.fields(EngineStats) if field.metadata.get("is_total")]
+
+
+def totals(core: EngineCore) -> list[float]:
+    return [getattr(core.stats, name) for name in TOTALS]
+
+
+@pytest.mark.parametrize("stash_bytes", [STASH_BYTES, NO_STASH])
+def test_totals_of_a_model_go_on_over_switches_sleeps_and_failures(
+    first: EngineConfig,
+    second: EngineConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    stash_bytes: int,
+) -> None:
+    """Counters never fall, and count everything once, also of workers that wait in the stash."""
+    core, switcher = started(first)
+    serve(core)
+    of_one_run = totals(core)
+    generated = len(PROMPTS) * 10
+    assert core.stats.num_generation_tokens == generated
+    for step, _ in STEPS:
+        with monkeypatch.context() as patch:
+            patch.setattr(reconfigure, "STEPS", tuple(failing(step, after=True)))
+            with pytest.raises(SwitchFailedError):
+                switch(switcher, second, stash_bytes)
+        assert core.stats.num_generation_tokens == generated
+    for level in (1, 2):
+        before = totals(core)
+        switcher.sleep(level)
+        assert totals(core) == before
+        switcher.wake_up()
+        assert totals(core) == before
+    before = totals(core)
+    switch(switcher, second, stash_bytes)
+    assert core.stats.num_generation_tokens == 0
+    serve(core)
+    switch(switcher, first, stash_bytes)
+    assert totals(core) == before
+    serve(core)
+    again = dict(zip(TOTALS, totals(core), strict=True))
+    for name, once in zip(TOTALS, of_one_run, strict=True):
+        if name.endswith(("_tokens", "num_steps")) and "padded" not in name:
+            assert again[name] == 2 * once, name
+    switch(switcher, second, stash_bytes)
+    assert core.stats.num_generation_tokens == generated
 
 
 @pytest.mark.parametrize(

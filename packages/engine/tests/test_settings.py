@@ -411,9 +411,9 @@ def test_the_core_fills_every_statistic() -> None:
         for node in ast.walk(tree)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "EngineStats"
     ]
-    (call,) = calls
+    (call,) = [call for call in calls if call.keywords]  # the others stand for no totals
     filled = {keyword.arg for keyword in call.keywords}
-    counted_by_the_front = {"num_core_restarts"}
+    counted_by_the_front = {"num_core_restarts", "core_silence_s"}
     assert filled == {field.name for field in attrs.fields(EngineStats)} - counted_by_the_front
 
 

@@ -35,10 +35,13 @@ VALUES = {
     "swap_space": ("1.5", 3 << 29),
     "seed": ("5", 5),
     "thermal_policy": ("power", "power"),
-    "thermal_options": ("x=1", {"x": 1}),
+    "thermal_options": ("target_temp_c=60", {"target_temp_c": 60}),
     "ambient_c": ("20", 20.0),
 }
 """The text of a flag, and the value it gives its field."""
+
+NEEDED = {"thermal_options": ("--thermal-policy", "proportional")}
+"""Flags without which another is rejected."""
 
 NO_SETTING = {"-h", "--help", "--model", "--trace", "--rate-scale", "--num-requests"}
 NO_SETTING |= {"--json", "--plot", "--version"}
@@ -101,10 +104,12 @@ def test_flags_reach_the_simulation(capsys: pytest.CaptureFixture[str], tmp_path
 @pytest.mark.parametrize(("name", "flag"), FLAGS)
 def test_a_flag_reaches_its_setting(name: str, flag: str) -> None:
     text, value = VALUES[name]
+    needed = NEEDED.get(name, ())
     given = (flag,) if text is None else (flag, text)
-    args = flag_parser().parse_args(arguments(*given))
-    config = SimulationConfig.from_env({}, **given_flags(args, SimulationConfig))
-    default = SimulationConfig(device="gaudi3")
+    default, config = (
+        SimulationConfig.from_env({}, **given_flags(args, SimulationConfig))
+        for args in map(flag_parser().parse_args, (arguments(*needed), arguments(*needed, *given)))
+    )
     assert config == attrs.evolve(default, **{name: value})
     assert config != default
 
@@ -130,6 +135,7 @@ def test_a_picture_is_a_png(tmp_path: Path) -> None:
         ({"trace": MODEL}, "name the one with the prompt length"),
         ({"device": "abacus"}, "device must be one of gaudi2, gaudi3"),
         ({"thermal-policy": "arctic"}, "thermal policy 'arctic'"),
+        ({"thermal-option": "target_temp_c=60"}, "has no policy: name one with --thermal-policy"),
         ({"rate-scale": "0"}, "rate_scale"),
         ({"swap-space": "-1"}, "swap_space"),
         ({"json": "/nowhere/report.json"}, "/nowhere/report.json"),

@@ -337,6 +337,7 @@ def test_sums_hold_under_any_load(
         ({"quantization": "int4"}, "quantization must be one of none, fp8, inc"),
         ({"kv_cache_dtype": "bf16"}, "kv_cache_dtype must be one of auto, fp8, fp8_inc"),
         ({"sampling": "nowhere"}, "sampling must be one of device, host"),
+        ({"thermal_options": {"target_temp_c": 60}}, "has no policy: name one"),
         ({"thermal_policy": "arctic"}, "thermal policy 'arctic'"),
         ({"thermal_policy": "proportional", "thermal_options": {"x": 1}}, "does not take"),
     ],

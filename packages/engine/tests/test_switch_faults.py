@@ -24,6 +24,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineDead,
     EngineRestarting,
+    EngineUnresponsive,
     GenerateRequest,
     LogSettings,
     ModelEntry,
@@ -141,7 +142,7 @@ async def begun(engine: MultiModelEngine) -> asyncio.Task[list[int]]:
 
 
 async def switched_while_parked(
-    engine: MultiModelEngine, signal_file: Path, alias: str = "second"
+    engine: MultiModelEngine, signal_file: Path, alias: str = "second", *, stops: bool = False
 ) -> tuple[asyncio.Task[list[int]], BaseException | object]:
     """A parked request, and what the caller of the switch gets."""
     parked = await begun(engine)
@@ -155,6 +156,12 @@ async def switched_while_parked(
     while not engine._changes.has_begun and not switching.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
     signal_file.with_name("begun").touch()
+    if stops:  # however long the step may take that the core has announced
+        with pytest.raises(EngineUnresponsive, match="process has been stopped"):
+            while not switching.done():
+                await engine.check_health()
+                await asyncio.sleep(0.1)
+        assert engine.stats.core_silence_s > engine.config.hang_timeout
     (outcome,) = await asyncio.gather(
         asyncio.wait_for(switching, CALL_SECONDS), return_exceptions=True
     )
@@ -171,7 +178,9 @@ def test_a_core_that_dies_or_hangs_in_any_step_is_replaced_and_parked_requests_g
             undisturbed = await collect(engine, **LONG)
             for step in ("sleep", "load", "resume"):
                 tell(signal_file, step, number)
-                parked, outcome = await switched_while_parked(engine, signal_file)
+                parked, outcome = await switched_while_parked(
+                    engine, signal_file, stops=number == signal.SIGSTOP
+                )
                 assert was_followed(signal_file), step
                 assert isinstance(outcome, SwitchFailedError), (step, outcome)
                 assert (outcome.step, outcome.active) == ("core", "first")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -23,6 +23,7 @@ from trencadis.scheduler import (
     Scheduler,
     SchedulerConfig,
     ThermalGuard,
+    UnservableRequest,
 )
 from trencadis.scheduler.thermal import (
     VICTIM_ORDERS,
@@ -247,6 +248,122 @@ def test_requests_start_although_an_order_arrives_in_every_step() -> None:
         bench.scheduler.control(BatchControl(max_num_seqs=8))
         bench.steps(1)
     assert bench.scheduler.num_waiting == bench.scheduler.num_running == 0
+
+
+def eight_running(**fields: Any) -> Bench:
+    bench = Bench.of(ProportionalThermalPolicy(target_temp_c=90.0), **fields)
+    for name, length in zip("abcdefgh", (4, 40, 4, 4, 4, 4, 4, 4), strict=True):
+        bench.add(name, length, max_tokens=80)
+    bench.heat.hottest_c = 85.0
+    bench.steps(4)
+    assert bench.scheduler.num_running_seqs == 8
+    return bench
+
+
+def most_running(**order: Any) -> int:
+    """The most sequences that run in any of the steps after an order."""
+    bench = eight_running()
+    bench.order(**order)
+    counts = []
+    for _ in range(20):
+        bench.steps(1)
+        counts.append(bench.scheduler.num_running_seqs)
+    return max(counts)
+
+
+def longest_prefill(**order: Any) -> int:
+    """The most prompt tokens of a step after an order."""
+    bench = eight_running(max_num_seqs=16)
+    bench.order(**order)
+    bench.add("long", 100, max_tokens=2)
+    tokens = []
+    for _ in range(60):
+        output, _ = bench.runner.step()
+        tokens.append(sum(len(chunk.token_ids) for chunk in output.prompts))
+    assert sum(tokens) >= 100
+    return max(tokens)
+
+
+def steps_held(**order: Any) -> int:
+    """How many steps the sequences that an order has evicted stay away."""
+    bench = eight_running(step_s=1.0)
+    bench.order(**order)
+    count = 0
+    while bench.scheduler.num_running_seqs < 8:
+        bench.steps(1)
+        count += 1
+    return count
+
+
+def target(**order: Any) -> float | None:
+    bench = eight_running()
+    bench.order(**order)
+    assert bench.guard is not None
+    return bench.guard.target_temp_c
+
+
+def evicted(**order: Any) -> tuple[str, ...]:
+    return eight_running().order(**order).evicted_request_ids
+
+
+def running_after(**order: Any) -> int:
+    bench = eight_running()
+    future = bench.scheduler.control(BatchControl(**order))
+    bench.steps(1)
+    future.result(timeout=0)
+    return bench.scheduler.num_running_seqs
+
+
+EFFECTS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], tuple[Any, Any]]] = {
+    "max_num_seqs": (most_running, {}, {"max_num_seqs": 5}, (8, 5)),
+    "max_prefill_tokens": (longest_prefill, {}, {"max_prefill_tokens": 7}, (56, 7)),
+    "force_evict": (most_running, {}, {"force_evict": 5}, (8, 3)),
+    "hold_s": (steps_held, {"force_evict": 5}, {"force_evict": 5, "hold_s": 17.0}, (5, 17)),
+    "target_temp_c": (target, {}, {"target_temp_c": 88.0}, (90.0, 88.0)),
+    "policy": (
+        evicted,
+        {"force_evict": 1},
+        {"force_evict": 1, "policy": "largest_kv"},
+        (("a",), ("b",)),
+    ),
+    "dry_run": (running_after, {"force_evict": 5}, {"force_evict": 5, "dry_run": True}, (3, 8)),
+}
+"""What shows the effect of each field, orders without and with it, and what they show."""
+
+
+@pytest.mark.parametrize("field", [field.name for field in attrs.fields(BatchControl)])
+def test_every_field_of_an_order_has_an_effect(field: str) -> None:
+    measure, without, with_it, expected = EFFECTS[field]
+    assert (measure(**without), measure(**with_it)) == expected
+
+
+def test_a_limit_that_an_order_raises_holds_for_what_may_be_added() -> None:
+    """Admission, the queues and the limit have the same settings."""
+    bench = Bench.of(max_num_seqs=4)
+    with pytest.raises(UnservableRequest, match="max_num_seqs is 4"):
+        bench.add("wide", n=6, max_tokens=10)
+    bench.order(max_num_seqs=6)
+    bench.add("wide", n=6, max_tokens=10)
+    bench.steps(2)
+    assert bench.scheduler.num_running_seqs == 6
+    bench.order(max_num_seqs=2)
+    bench.add("later", n=4, max_tokens=10)  # it waits until an order raises the limit again
+    bench.order(max_num_seqs=6)
+    bench.runner.run()
+    assert not bench.scheduler.has_work
+
+
+@pytest.mark.parametrize("fields", [{}, {"force_evict": 0}, {"max_num_seqs": 4}])
+def test_a_hold_without_an_eviction_is_rejected_and_nothing_changes(fields: Any) -> None:
+    bench = eight_running()
+    for dry_run in (True, False):
+        answer = bench.scheduler.control(BatchControl(hold_s=5.0, dry_run=dry_run, **fields))
+        bench.steps(1)
+        with pytest.raises(ControlError, match="give force_evict, or leave hold_s out") as caught:
+            answer.result(timeout=0)
+        assert caught.value.field == "hold_s"
+    bench.steps(3)
+    assert bench.scheduler.num_running_seqs == 8
 
 
 ORDERS = st.builds(

@@ -151,6 +151,7 @@ class StandInEngine:
             num_ready_buckets=30,
             is_warming_up=True,
             num_graphs=25,
+            core_silence_s=0.75,
             num_preemptions=3,
             num_swaps=1,
             num_recomputes=2,

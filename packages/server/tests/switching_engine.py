@@ -13,6 +13,7 @@ from trencadis.engine import (
     EngineConfig,
     EngineRequest,
     EngineSleeping,
+    EngineStats,
     ModelEntry,
     ModelNotActiveError,
     SwitchFailedError,
@@ -52,6 +53,8 @@ class SwitchingStandIn(StandInEngine):
         self.sleep_fault: Exception | None = None
         self.wake_fault: Exception | None = None
         self.parks = 0
+        self.totals: dict[str, EngineStats] = {}
+        """Those of models that are not active."""
         self.switches: list[tuple[str, str, float]] = []
         self.served: list[str] = []
 
@@ -79,6 +82,9 @@ class SwitchingStandIn(StandInEngine):
     @property
     def entry(self) -> ModelEntry:
         return self.entries[self.active]
+
+    def totals_of(self, alias: str) -> EngineStats:
+        return self.stats if alias == self.active else self.totals.get(alias, EngineStats())
 
     def entry_of(self, alias: str) -> ModelEntry:
         return self.entries[alias]

@@ -31,6 +31,7 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 from server_process import ServerProcess, save_tiny_model, wait_until
 from stand_in_engine import StandInEngine
+from switching_engine import SwitchingStandIn
 
 from trencadis.engine import EngineConfig, ThermalStats
 from trencadis.server import create_app
@@ -85,15 +86,27 @@ def metric_names(query: str) -> set[str]:
 
 
 def label_names(query: str) -> set[str]:
-    grouped = ",".join(re.findall(r"\b(?:by|on|without) \(([^)]*)\)", query))
-    matched = re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"', query)
+    """The labels that all metrics of a query need: those that it groups by or shows."""
     shown = re.findall(r"{{\s*(?:\$labels\.)?(\w+)\s*}}", query)
-    return {name.strip() for name in grouped.split(",") if name.strip()} | {*matched, *shown}
+    return {*listed_labels(query, "by|on"), *shown}
+
+
+def listed_labels(query: str, keywords: str) -> set[str]:
+    lists = ",".join(re.findall(rf"\b(?:{keywords}) \(([^)]*)\)", query))
+    return {name.strip() for name in lists.split(",") if name.strip()}
+
+
+def matched_labels(query: str) -> dict[str, set[str]]:
+    """The labels in the braces after each metric."""
+    return {
+        name: set(re.findall(r'(\w+)\s*(?:=~|!~|!=|=)\s*"', braces))
+        for name, braces in re.findall(r"\b((?:vllm|trencadis):\w+)({[^}]*})", query)
+    }
 
 
 async def served_labels() -> dict[str, set[str]]:
     """The labels of each series in the answer of ``/metrics``, by its name."""
-    engine = StandInEngine()
+    engine = SwitchingStandIn()
     engine.thermal = ThermalStats(hottest_c=70.0, power_w=400.0, target_temp_c=80.0)
     transport = httpx.ASGITransport(create_app(engine))
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
@@ -114,6 +127,10 @@ def test_every_query_names_metrics_and_labels_that_are_served() -> None:
         assert names <= set(served), query
         for name in names:
             assert label_names(query) <= served[name] | OF_PROMETHEUS, (query, name)
+            matched = matched_labels(query).get(name, set())
+            assert matched <= served[name] | OF_PROMETHEUS, (query, name)
+        summed = listed_labels(query, "without")
+        assert all(any(label in served[name] for name in names) for label in summed), query
 
 
 def test_most_metrics_are_on_the_dashboard() -> None:
@@ -159,6 +176,74 @@ def test_every_alert_says_who_is_woken_and_what_to_do() -> None:
 )
 def test_promtool_accepts(arguments: tuple[str, ...]) -> None:
     done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+SWITCH_SAMPLES = 2
+"""Every so many samples another model is active: with 15 s between them every 30 s."""
+
+OF_HISTOGRAMS = ("_bucket", "_sum", "_count")
+
+
+def expanded(values: str) -> list[float]:
+    """The samples of a series in promtool's notation, such as ``0+2x3 7``."""
+    samples: list[float] = []
+    for part in values.split():
+        match = re.fullmatch(r"(-?[\d.]+)(?:([+-][\d.]+)x(\d+))?", part)
+        assert match, part
+        first, step, count = float(match[1]), float(match[2] or 0), int(match[3] or 0)
+        samples += [first + step * number for number in range(count + 1)]
+    return samples
+
+
+def of_two_models(name: str, values: list[float]) -> dict[str, str]:
+    """The same samples, as a server has them whose active model alternates, by model.
+
+    A gauge is that of the active model; a counter has a series of each model, which goes on.
+    """
+    is_counter = name.endswith(("_total", *OF_HISTOGRAMS))
+    totals, series = {"a": 0.0, "b": 0.0}, {"a": [], "b": []}
+    for number, value in enumerate(values):
+        active = "ab"[number // SWITCH_SAMPLES % 2]
+        totals[active] += value - (values[number - 1] if number else 0)
+        for model, samples in series.items():
+            gauge = value if model == active else "stale"
+            samples.append(str(round(totals[model], 6) if is_counter else gauge))
+    return {model: " ".join(samples) for model, samples in series.items()}
+
+
+def alternating(test: dict[str, Any], of_models: set[str]) -> dict[str, Any]:
+    """A test of the rules, with the series of a server that goes back and forth between models."""
+    inputs = []
+    for given in test["input_series"]:
+        name = re.match(r"[\w:]+", given["series"])[0]
+        if name not in of_models or "model_name" in given["series"]:
+            inputs.append(given)
+            continue
+        for model, values in of_two_models(name, expanded(given["values"])).items():
+            series = given["series"].replace("{", f'{{model_name="{model}", ', 1)
+            inputs.append({"series": series, "values": values})
+    # A rule about each model may fire for both.
+    checks = [
+        {**check, "expr": check["expr"].replace("count by", "group by")}
+        for check in test["promql_expr_test"]
+    ]
+    return {**test, "input_series": inputs, "promql_expr_test": checks}
+
+
+@needs_promtool
+def test_every_alert_fires_as_well_while_models_alternate(tmp_path: Path) -> None:
+    served = asyncio.run(served_labels())
+    of_models = {name for name, labels in served.items() if "model_name" in labels}
+    rules = yaml.safe_load(RULE_TESTS.read_text())
+    tests = [alternating(test, of_models) for test in rules["tests"]]
+    assert sum('model_name="b"' in str(test) for test in tests) > len(tests) / 2
+    shutil.copy(RULES, tmp_path)
+    file = tmp_path / RULE_TESTS.name
+    file.write_text(yaml.safe_dump({**rules, "tests": tests}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", str(file)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -311,10 +396,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     heat = directory / "heat.csv"
     lines = [f"{second},0,{70 + second % 2 / 10},600" for second in range(3600)]
     heat.write_text("\n".join(["time_s,device,temperature_c,power_w", *lines]))
+    models = directory / "models.yaml"
+    names = {alias: str(save_tiny_model(directory / alias)) for alias in ("first", "second")}
+    entries = {alias: {"model": model, "dtype": "float32"} for alias, model in names.items()}
+    models.write_text(yaml.safe_dump({"default_model": "first", "models": entries}))
     server = ServerProcess(
-        *(str(save_tiny_model(directory / "model")), "--dtype", "float32", "--warmup", "none"),
+        *("--multi-model-config", str(models), "--warmup", "none", "--admin-rate-limit", "1000"),
         *("--block-size", "8", "--num-gpu-blocks-override", "800", "--swap-space", "0.1"),
         *("--temperature-source", f"recorded:{heat}", "--thermal-policy", "proportional"),
+        environ={"VLLM_SERVER_DEV_MODE": "1"},
     )
     try:
         server.url = server.wait_for(r" at (http://\S+) ", 600)[1]
@@ -383,8 +473,11 @@ def send_traffic(url: str, num_requests: int) -> None:
     def send(_: int) -> int:
         return httpx.post(f"{url}/v1/completions", json=body, timeout=300).status_code
 
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(send, range(num_requests))) == {200}
+    for model in ("second", "first"):
+        with ThreadPoolExecutor(4) as pool:
+            assert set(pool.map(send, range(num_requests))) == {200}
+        switched = httpx.post(f"{url}/v1/models/switch", json={"model": model}, timeout=300)
+        assert switched.status_code == 200, switched.text
 
 
 def ranged(client: httpx.Client, query: str, begin_s: float) -> list[dict[str, Any]]:

@@ -19,9 +19,11 @@ from trencadis.engine import (
     ConfigError,
     EngineRestarting,
     EngineSleeping,
+    EngineStats,
     EngineUnresponsive,
     SwitchFailedError,
     SwitchInProgressError,
+    ThermalStats,
 )
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.cli import flag_parser, multi_model_config, server_settings
@@ -66,7 +68,8 @@ async def until_waiting(client, count):
     name = "trencadis:num_requests_waiting_for_switch"
     for _ in range(6000):
         text = (await client.get("/metrics")).text
-        if float(re.search(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)[1]) == count:
+        found = re.findall(rf"^{name}{{.*}} (\S+)$", text, re.MULTILINE)
+        if sum(map(float, found)) == count:
             return
         await asyncio.sleep(0.01)
     pytest.fail(f"{count} requests never waited")
@@ -450,6 +453,55 @@ async def test_metrics_tell_of_switches_and_name_the_model_of_each_request(clien
     assert samples["vllm:num_requests_running", "b", None] == 0
 
 
+async def series(client, name):
+    """The labels and the value of each series of a metric."""
+    return [
+        (sample.labels, sample.value)
+        for family in text_string_to_metric_families((await client.get("/metrics")).text)
+        for sample in family.samples
+        if sample.name == name
+    ]
+
+
+async def test_counters_of_a_model_stay_while_another_is_active(client, engine):
+    """What was generated between the last scrape and the switch would be lost otherwise."""
+    name = "vllm:generation_tokens_total"
+    before = {labels["model_name"]: value for labels, value in await series(client, name)}
+    assert before == {"a": 13, "b": 0, "c": 0}, "series begin at 0, so that no increase is lost"
+    engine.totals["a"] = EngineStats(num_generation_tokens=20)
+    await client.post(SWITCH, json={"model": "b"})
+    after = {labels["model_name"]: value for labels, value in await series(client, name)}
+    assert after == {"a": 20, "b": 13, "c": 0}
+    running = await series(client, "vllm:num_requests_running")
+    assert [labels["model_name"] for labels, _ in running] == ["b"], "gauges are of the active one"
+
+
+async def test_series_of_the_device_go_on_when_the_model_changes(client, engine):
+    """An alert with ``for`` begins again with each new series."""
+    engine.thermal = ThermalStats(hottest_c=95.0, sensor="failed")
+    before = [await series(client, f"trencadis:{name}") for name in DEVICE_METRICS]
+    await client.post(SWITCH, json={"model": "b"})
+    assert [await series(client, f"trencadis:{name}") for name in DEVICE_METRICS] == before
+    assert all(labels == {"engine": "0"} for metric in before for labels, _ in metric)
+
+
+DEVICE_METRICS = ("temperature_celsius", "sensor_health", "core_silence_seconds")
+
+
+async def test_requests_that_wait_for_a_switch_are_counted_by_their_model(engine, soon):
+    engine.may_switch.clear()
+    async with client_of(engine, auto_switch=True) as client:
+        waiting = [asyncio.create_task(complete(client, model)) for model in ("b", "b", "c", "a")]
+        await until_waiting(client, 4)
+        name = "trencadis:num_requests_waiting_for_switch"
+        found = {labels["model_name"]: value for labels, value in await series(client, name)}
+        assert found == {"a": 1, "b": 2, "c": 1}
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        engine.may_switch.set()
+
+
 async def test_sleep_has_the_levels_of_vllm(client, engine):
     assert (await client.get("/is_sleeping")).json() == {"is_sleeping": False}
     asleep = (await client.post("/sleep?level=2")).json()
@@ -709,6 +761,35 @@ async def test_an_order_that_fails_to_drain_says_nothing_of_the_model(automatic,
     engine.fault = SwitchFailedError("2 requests still run after 0 s", "drain", "a")
     assert (await automatic.post(SWITCH, json={"model": "b"})).status_code == 500
     assert (await complete(automatic, "b")).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("model", "fault"),
+    [
+        ("a", None),
+        ("c", SwitchFailedError("2 requests still run after 0 s", "drain", "a")),
+        ("c", EngineRestarting("the core has died")),
+    ],
+    ids=["active", "drain", "restarting"],
+)
+async def test_orders_that_load_nothing_keep_no_request_waiting(engine, model, fault):
+    """The minimum stay of the active model goes on, however often they are repeated."""
+    async with client_of(
+        engine, auto_switch=True, min_model_stay=0.5, admin_rate_limit=100_000
+    ) as client:
+        assert (await client.post(SWITCH, json={"model": "b"})).status_code == 200
+        assert (await client.post(SWITCH, json={"model": "a"})).status_code == 200
+        waiting = asyncio.create_task(complete(client, "b"))
+        await until_waiting(client, 1)
+        for _ in range(600):
+            engine.fault = fault
+            await client.post(SWITCH, json={"model": model})
+            engine.fault = None
+            await asyncio.sleep(0.05)
+            if waiting.done():
+                break
+        assert waiting.done()
+        assert (await waiting).json()["model"] == "b"
 
 
 async def test_tokens_are_counted_for_a_model_that_is_not_active(automatic, client, engine):

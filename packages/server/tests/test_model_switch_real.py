@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import threading
 import time
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -276,6 +279,105 @@ def test_a_core_that_is_stopped_in_a_switch_is_replaced(models):
             assert text_of(http, "first", "tell me") == before
     finally:
         server.kill()
+
+
+class Exporter(ThreadingHTTPServer):
+    """An exporter whose one device is as hot as the test says."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        self.temp_c = 60
+        super().__init__(("127.0.0.1", 0), ExporterPage)
+        threading.Thread(target=self.serve_forever, daemon=True).start()
+
+
+class ExporterPage(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f'DCGM_FI_DEV_GPU_TEMP{{gpu="0"}} {self.server.temp_c}\n'.encode())
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@contextmanager
+def load(http, num_clients=6):
+    """Clients that ask the active model without an end."""
+    is_over = threading.Event()
+
+    def ask() -> None:
+        while not is_over.is_set():
+            body = {"prompt": "tell me", "max_tokens": 20, "ignore_eos": True}
+            http.post("/v1/completions", json=body)  # 503 during a switch
+
+    clients = [threading.Thread(target=ask) for _ in range(num_clients)]
+    for client in clients:
+        client.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        for client in clients:
+            client.join()
+
+
+@pytest.mark.slow
+def test_a_hot_sensor_limits_the_batch_after_a_switch_a_sleep_and_a_failed_switch(models, tmp_path):
+    """Time of a policy goes on: as long as the first scheduler ran, its limit would not rise."""
+    (tmp_path / "two").mkdir()
+    for file in (models.parent / "two").iterdir():
+        shutil.copy(file, tmp_path / "two")
+    one, two = models.parent / "one", models.parent / "two"
+    file = tmp_path / "models.yaml"
+    entries = {"one": str(one), "two": str(two), "broken": str(tmp_path / "two")}
+    file.write_text(json.dumps({"models": {alias: {"model": m} for alias, m in entries.items()}}))
+    exporter = Exporter()
+    policy = json.dumps({"target_temp_c": 80, "dwell_s": 0.2})
+    server = started(
+        file,
+        *("--temperature-source", f"exporter:http://127.0.0.1:{exporter.server_port}/metrics"),
+        *("--thermal-policy", "proportional", "--thermal-policy-config", policy),
+        VLLM_ADMIN_TOKEN="boss",
+    )
+
+    def limit() -> int:
+        answer = http.get("/v1/admin/state").json()["stats"]
+        assert answer["thermal"]["policy_active"], answer
+        return answer["max_running_seqs"]
+
+    def serves(num_tokens: int) -> bool:
+        return http.get("/v1/admin/state").json()["stats"]["num_generation_tokens"] > num_tokens
+
+    def change(kind: str) -> None:
+        if kind == "switch":
+            assert switch(http, "two", running="abort", drain_timeout_s=0).status_code == 200
+        elif kind == "sleep":
+            assert http.post("/sleep").status_code == 200
+            assert http.post("/wake_up").status_code == 200
+        else:
+            failed = switch(http, "broken", running="abort", drain_timeout_s=0)
+            assert failed.status_code == 500, failed.text
+
+    boss = {"Authorization": "Bearer boss"}
+    try:
+        with httpx.Client(base_url=server.url, timeout=300, headers=boss) as http, load(http):
+            wait_until(lambda: serves(100))
+            (tmp_path / "two" / "model.safetensors").write_bytes(b"cut off")
+            time.sleep(70)  # longer than the limit of a wait for what the policy does
+            for kind in ("switch", "sleep", "failure"):
+                exporter.temp_c = 92
+                wait_until(lambda: limit() == 1)
+                change(kind)
+                before = http.get("/v1/admin/state").json()["stats"]["num_generation_tokens"]
+                wait_until(lambda before=before: serves(before + 60))
+                assert limit() == 1, f"as hot as before the {kind}"
+                exporter.temp_c = 50
+                wait_until(lambda: limit() == 4)
+            assert http.get("/v1/admin/state").json()["stats"]["thermal"]["num_policy_faults"] == 0
+    finally:
+        server.kill()
+        exporter.shutdown()
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ ENGINE_VALUES = {
     "trencadis:cold_forwards_total": 21,
     "trencadis:compilations_total": 22,
     "trencadis:core_restarts_total": 4,
+    "trencadis:core_silence_seconds": 0.75,
 }
 
 
@@ -229,14 +230,36 @@ async def test_latencies_are_measured_by_the_clock(engine):
     assert value("vllm:e2e_request_latency_seconds_sum", labels) == 4.0
 
 
-async def test_every_series_names_the_model_as_vllm_does(client):
+OF_THE_DEVICE = {
+    "trencadis:temperature_celsius",
+    "trencadis:thermal_target_celsius",
+    "trencadis:power_watts",
+    "trencadis:sensor_health",
+    "trencadis:thermal_policy_active",
+    "trencadis:thermal_policy_faults",
+    "trencadis:thermal_readings_rejected",
+    "trencadis:core_silence_seconds",
+    "trencadis:core_restarts",
+}
+"""Metrics without the label ``model_name``: an alert about them must not begin again when the model
+is switched."""
+
+
+async def test_every_series_names_the_model_as_vllm_does_unless_it_is_of_the_device(client, engine):
+    engine.thermal = ThermalStats(hottest_c=70.0, power_w=400.0, target_temp_c=80.0)
     text = (await client.get("/metrics")).text
-    for family in text_string_to_metric_families(text):
-        if family.name.startswith(("vllm:", "trencadis:")):
-            assert family.samples, family.name
-            for sample in family.samples:
-                assert sample.labels["model_name"] == "stand-in"
-                assert sample.labels["engine"] == "0"
+    own = [
+        family
+        for family in text_string_to_metric_families(text)
+        if family.name.startswith(("vllm:", "trencadis:"))
+    ]
+    assert {family.name for family in own} >= OF_THE_DEVICE
+    for family in own:
+        assert family.samples, family.name
+        expected = None if family.name in OF_THE_DEVICE else "stand-in"
+        for sample in family.samples:
+            assert sample.labels.get("model_name") == expected, family.name
+            assert sample.labels["engine"] == "0"
 
 
 @pytest.mark.parametrize(

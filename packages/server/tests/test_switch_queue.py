@@ -15,7 +15,7 @@ MIN_STAY = 10.0
 
 EVENTS = st.lists(
     st.tuples(
-        st.sampled_from([*MODELS, None, "leave"]),
+        st.sampled_from([*MODELS, None, "leave", "order"]),
         st.sampled_from([0.0, 0.1, 3.0, 11.0]),  # seconds until the next event
     ),
     min_size=1,
@@ -59,6 +59,12 @@ class Driver:
             self.ends_s = self.now + self.switch_s
         self.now = end
 
+    def order_active(self) -> None:
+        """An administrator's order for the active model, which loads nothing."""
+        if self.ends_s is None:
+            self.queue.begin(self.queue.active)
+            assert not self.queue.end(self.queue.active, self.now, has_loaded=False)
+
     def arrive(self, alias: str | None) -> bool:
         request = WaitingRequest(alias)
         if self.queue.arrive(request):
@@ -72,7 +78,9 @@ class Driver:
 def test_no_model_starves_no_stay_is_cut_and_no_queue_grows(events, max_waiting, switch_s):
     driver = Driver(max_waiting, switch_s)
     for event, seconds in events:
-        if event == "leave":
+        if event == "order":
+            driver.order_active()
+        elif event == "leave":
             for request in list(driver.waiting)[:1]:
                 driver.queue.leave(request)
                 del driver.waiting[request]
@@ -92,6 +100,16 @@ def test_no_model_starves_no_stay_is_cut_and_no_queue_grows(events, max_waiting,
     assert driver.longest_wait <= len(MODELS)
     for begun, ended in zip(driver.begun[1:], driver.ended, strict=False):
         assert begun - ended >= MIN_STAY - 1e-9
+
+
+def test_orders_that_load_nothing_delay_no_switch():
+    driver = Driver(10, 1.0)
+    driver.queue.end("a", 0.0)
+    driver.arrive("b")
+    for _ in range(100):
+        driver.advance(MIN_STAY / 4)
+        driver.order_active()
+    assert driver.begun == [MIN_STAY]
 
 
 def test_the_request_that_waits_longest_chooses_the_model():

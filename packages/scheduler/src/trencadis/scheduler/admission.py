@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Collection, Sequence
 
-from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.config import SettingsInForce
 from trencadis.scheduler.errors import DuplicateRequest, QueueFull, UnservableRequest
 from trencadis.scheduler.fair_share import RESERVE, Client
 from trencadis.scheduler.group import SequenceGroup, SequenceStatus
@@ -44,9 +44,10 @@ class AdmissionControl:
     """
 
     def __init__(
-        self, config: SchedulerConfig, states: GroupStates, group_blocks: GroupBlocks
+        self, settings: SettingsInForce, states: GroupStates, group_blocks: GroupBlocks
     ) -> None:
-        self._config = config
+        self._settings = settings
+        self._first_max_num_seqs = settings.config.max_num_seqs
         self._states = states
         self._group_blocks = group_blocks
         self._pending_prefixes = PendingPrefixes(group_blocks)
@@ -65,7 +66,7 @@ class AdmissionControl:
     def check_queue(self, client: str, others: Sequence[str] = ()) -> None:
         """Raises `QueueFull` where ``client`` may have no request wait, beside ``others``."""
         num_waiting = len(self._states.waiting) + len(others)
-        limit = self._config.max_waiting
+        limit = self._settings.config.max_waiting
         if num_waiting >= limit and not self._states.shares.may_wait(client, limit, others):
             raise QueueFull(
                 f"{num_waiting} requests are waiting and max_waiting is {limit}: try again later"
@@ -134,7 +135,9 @@ class AdmissionControl:
     def has_urgent_group(self) -> bool:
         """Whether a waiting group of a higher priority could preempt the last running one."""
         states = self._states
-        first = states.waiting.first(1, self._config.max_num_seqs) if states.running else ()
+        first = (
+            states.waiting.first(1, self._settings.config.max_num_seqs) if states.running else ()
+        )
         return any(group.priority < states.running.last().queue_key.priority for group in first)
 
     def next_group(self, queue: GroupQueue, step: SchedulingStep) -> SequenceGroup | None:
@@ -156,7 +159,7 @@ class AdmissionControl:
 
     def _check_size(self, request: Request) -> None:
         """Raises `UnservableRequest` for one that could not run to its end even alone."""
-        length, config = request.num_prompt_tokens, self._config
+        length, config = request.num_prompt_tokens, self._settings.config
         if length == 0:
             raise UnservableRequest("the prompt is empty: give at least one token")
         if length >= config.max_model_len:
@@ -164,10 +167,12 @@ class AdmissionControl:
                 f"the prompt has {length} tokens, max_model_len is {config.max_model_len} "
                 "and the output needs at least one: shorten the prompt or raise max_model_len"
             )
-        if request.num_seqs > config.max_num_seqs:
+        # Above a limit that a control request has lowered it waits: another one may raise it.
+        most_seqs = max(config.max_num_seqs, self._first_max_num_seqs)
+        if request.num_seqs > most_seqs:
             raise UnservableRequest(
                 f"the request runs {request.num_seqs} sequences at once, max_num_seqs is "
-                f"{config.max_num_seqs}: lower n, best_of or the beam width"
+                f"{most_seqs}: lower n, best_of or the beam width"
             )
         num_needed = self._group_blocks.max_num_blocks(request, config.max_model_len)
         num_total = self._group_blocks.pool.num_usable_blocks
@@ -189,7 +194,7 @@ class AdmissionControl:
         """Start groups of a queue in its order; with ``is_ahead`` while that holds for the first,
         and only those for which it holds."""
         while queue and step.token_budget > 0 and (num_free := self._num_free_seqs(step)) > 0:
-            candidates = self._next_groups(queue, step, self._config.lookahead)
+            candidates = self._next_groups(queue, step, self._settings.config.lookahead)
             first = candidates[0] if candidates else None
             if is_ahead is not None:
                 if first is None or not is_ahead(first):

@@ -88,3 +88,14 @@ class SchedulerConfig:
                 f"{self.max_num_seqs}, so a full decode batch does not fit in a step: "
                 "raise the first or lower the second"
             )
+
+
+@attrs.define(eq=False)
+class SettingsInForce:
+    """The settings of one scheduler, which control requests change.
+
+    Every part of the scheduler has this object and reads a setting when it needs it, so a change
+    holds everywhere from the same step on. Only `ControlHandler` changes it.
+    """
+
+    config: SchedulerConfig

@@ -14,7 +14,7 @@ from typing import TypeGuard
 
 import attrs
 
-from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.config import SchedulerConfig, SettingsInForce
 from trencadis.scheduler.errors import ControlError, SchedulerError
 from trencadis.scheduler.group import SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_states import GroupStates
@@ -118,11 +118,13 @@ class ControlHandler:
 
     def __init__(
         self,
+        settings: SettingsInForce,
         states: GroupStates,
         preemptor: Preemptor,
         limit: RunningLimit,
         thermal: ThermalGuard | None,
     ) -> None:
+        self._settings = settings
         self._states = states
         self._preemptor = preemptor
         self._limit = limit
@@ -202,7 +204,7 @@ class ControlHandler:
         num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
             step.carries_out_order = self._was_carried_out = True
-            self._limit.config = config
+            self._settings.config = config
             self._limit.policy_limit = policy_limit
             if ends_hold:
                 self._limit.end_hold()
@@ -223,7 +225,13 @@ class ControlHandler:
 
     def _config_under(self, control: BatchControl) -> SchedulerConfig:
         """The settings in force after a control request. Raises `ControlError`."""
-        config = self._limit.config
+        if control.hold_s is not None and not control.force_evict:
+            raise ControlError(
+                f"hold_s {control.hold_s:g} is for how long force_evict holds, and this order has "
+                "none: give force_evict, or leave hold_s out",
+                "hold_s",
+            )
+        config = self._settings.config
         max_prefill_tokens = control.max_prefill_tokens or config.max_prefill_tokens
         if max_prefill_tokens is not None and max_prefill_tokens >= config.max_num_batched_tokens:
             max_prefill_tokens = None

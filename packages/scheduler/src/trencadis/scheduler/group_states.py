@@ -10,7 +10,7 @@ from operator import attrgetter, itemgetter
 from typing import Any
 
 from trencadis.scheduler.beams import BeamSearchState
-from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.config import SettingsInForce
 from trencadis.scheduler.fair_share import Client, ClientShares
 from trencadis.scheduler.group import QueueKey, Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.request import FinishReason, Request
@@ -138,7 +138,7 @@ class GroupStates:
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
 
-    def __init__(self, config: SchedulerConfig, block_size: int) -> None:
+    def __init__(self, settings: SettingsInForce, block_size: int) -> None:
         self.waiting = GroupQueue()
         self.running = SortedGroups(_queue_key)
         self.resume_queue = GroupQueue()
@@ -151,7 +151,7 @@ class GroupStates:
         self.num_preempted = 0
         self.num_scored = 0
         self.num_finished_seqs = 0
-        self._config = config
+        self._settings = settings
         self._block_size = block_size
         self._arrivals = count()
         self._seq_ids = count()
@@ -170,7 +170,7 @@ class GroupStates:
         group.added_at_s = now_s
         search = request.beam_search
         if search is not None:
-            max_output = self._config.max_model_len - request.num_prompt_tokens
+            max_output = self._settings.config.max_model_len - request.num_prompt_tokens
             max_output = min(request.max_tokens, max_output)
             group.beam_state = BeamSearchState(request, search, max_output)
         for _ in range(1 if search is not None else request.num_seqs):
@@ -224,7 +224,7 @@ class GroupStates:
 
     def is_overdue(self, group: SequenceGroup) -> bool:
         """Whether a group has been bypassed ``max_bypasses`` times."""
-        return group.num_bypasses >= self._config.max_bypasses
+        return group.num_bypasses >= self._settings.config.max_bypasses
 
     def count_bypass(self, group: SequenceGroup) -> None:
         """Count a bypass of a group in a queue other than ``running``; it may become overdue."""
@@ -280,8 +280,8 @@ class GroupStates:
         group.finish_reason = results[0].finish_reason
 
     def _key(self, request: Request, arrival: int, num_bypasses: int) -> QueueKey:
-        is_overdue = num_bypasses >= self._config.max_bypasses
-        return QueueKey.of(request, arrival, self._config.policy, is_overdue=is_overdue)
+        is_overdue = num_bypasses >= self._settings.config.max_bypasses
+        return QueueKey.of(request, arrival, self._settings.config.policy, is_overdue=is_overdue)
 
     def _finish(self, group: SequenceGroup) -> None:
         group.transition_to(SequenceStatus.FINISHED)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 
-from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.config import SettingsInForce
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.group_states import GroupStates
 from trencadis.scheduler.output import SchedulingStep
@@ -29,20 +29,18 @@ class RunningLimit:
     The prefill limit is the minimum of ``max_prefill_tokens``, the thermal policy's and the token
     budget. It is at least 1, so every step with prefill to do computes some of it.
 
-    ``config`` has the settings in force; control requests change its ``max_num_seqs`` and
-    ``max_prefill_tokens``. ``policy_limit`` is the last limit of the thermal policy; None without
-    one.
+    ``policy_limit`` is the last limit of the thermal policy; None without one.
     """
 
     def __init__(
         self,
-        config: SchedulerConfig,
+        settings: SettingsInForce,
         states: GroupStates,
         preemptor: Preemptor,
         thermal: ThermalGuard | None,
     ) -> None:
-        self.config = config
         self.policy_limit: int | None = None
+        self._settings = settings
         self._states = states
         self._preemptor = preemptor
         self._thermal = thermal
@@ -63,7 +61,9 @@ class RunningLimit:
     def hold(self, now: float, seconds: float | None = None) -> None:
         """Limit the batch to its present size; None: for ``force_evict_hold_s`` seconds."""
         self._hold_limit = self._states.num_running_seqs
-        self._hold_until_s = now + (self.config.force_evict_hold_s if seconds is None else seconds)
+        self._hold_until_s = now + (
+            self._settings.config.force_evict_hold_s if seconds is None else seconds
+        )
 
     def end_hold(self) -> None:
         """The newest order decides: a later ``max_num_seqs`` replaces the hold."""
@@ -114,8 +114,8 @@ class RunningLimit:
         step.max_running_seqs = self.value(step.now)
         step.max_group_seqs = self._ordered_limit(step.now)
         policy_limit = None if self._thermal is None else self._thermal.prefill_limit
-        limits = (self.config.max_prefill_tokens, policy_limit)
-        budget = self.config.max_num_batched_tokens
+        limits = (self._settings.config.max_prefill_tokens, policy_limit)
+        budget = self._settings.config.max_num_batched_tokens
         most_tokens = min([budget, *(limit for limit in limits if limit is not None)])
         step.max_prefill_tokens = step.prefill_budget = most_tokens
         excess = self._states.num_started_seqs - step.max_running_seqs
@@ -135,7 +135,7 @@ class RunningLimit:
 
     def warn_if_stalled(self) -> None:
         """Warn, once, if nothing runs because each request is wider than ``max_num_seqs``."""
-        states, limit = self._states, self.config.max_num_seqs
+        states, limit = self._states, self._settings.config.max_num_seqs
         queues = (states.resume_queue, states.waiting)
         is_stalled = (
             bool(states.groups)
@@ -154,8 +154,8 @@ class RunningLimit:
     def _ordered_limit(self, now: float) -> int:
         """The limit without that of the thermal policy."""
         if self._hold_limit is None or now >= self._hold_until_s:
-            return self.config.max_num_seqs
-        return min(self.config.max_num_seqs, self._hold_limit)
+            return self._settings.config.max_num_seqs
+        return min(self._settings.config.max_num_seqs, self._hold_limit)
 
     def _policy_victims(self, num_seqs: int) -> list[SequenceGroup]:
         running = list(self._states.running)

@@ -23,7 +23,7 @@ from trencadis.kvcache import BlockManager, Defragmenter, Direction
 from trencadis.scheduler.admission import AdmissionControl
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
-from trencadis.scheduler.config import SchedulerConfig
+from trencadis.scheduler.config import SchedulerConfig, SettingsInForce
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlHandler
 from trencadis.scheduler.errors import InvalidResults, StepOrderError, UnservableRequest
 from trencadis.scheduler.fair_share import Client
@@ -76,20 +76,22 @@ class Scheduler:
         if costs is not None:
             instance_of(PreemptionCosts).checked("costs", costs)
         self.costs = costs or PreemptionCosts()
-        self._config = config
+        self._settings = settings = SettingsInForce(config)
         self._blocks = blocks
         self._defragmenter = defragmenter
         self._clock = SteadyClock(clock)
         self._now = 0.0
-        self._states = states = GroupStates(config, blocks.config.block_size)
+        self._states = states = GroupStates(settings, blocks.config.block_size)
         self._group_blocks = group_blocks = GroupBlocks(blocks)
         self._completion_rate = CompletionRate()
-        self._admission = AdmissionControl(config, states, group_blocks)
+        self._admission = AdmissionControl(settings, states, group_blocks)
         self._preemptor = Preemptor(
             states, group_blocks, self.costs, self._completion_rate, self._admission
         )
-        self._running_limit = RunningLimit(config, states, self._preemptor, thermal)
-        self._control = ControlHandler(states, self._preemptor, self._running_limit, thermal)
+        self._running_limit = RunningLimit(settings, states, self._preemptor, thermal)
+        self._control = ControlHandler(
+            settings, states, self._preemptor, self._running_limit, thermal
+        )
         self._results = StepResultProcessor(states, group_blocks, blocks, config.max_model_len)
         self._num_prefill_tokens = 0
         self._num_deferrals = 0
@@ -106,7 +108,7 @@ class Scheduler:
     def scheduler_config(self) -> SchedulerConfig:
         """The settings in force; control requests change ``max_num_seqs`` and
         ``max_prefill_tokens``."""
-        return self._running_limit.config
+        return self._settings.config
 
     @property
     def now_s(self) -> float:
@@ -141,7 +143,7 @@ class Scheduler:
         """
         states = self._states
         groups = [group for group in states.running if _has_no_token(group)]
-        oldest = states.waiting.oldest(self._config.max_num_seqs)
+        oldest = states.waiting.oldest(self._settings.config.max_num_seqs)
         groups += () if oldest is None else (oldest,)
         return max((self._now - group.added_at_s for group in groups), default=0.0)
 
@@ -291,8 +293,8 @@ class Scheduler:
         step = SchedulingStep(
             self._step,
             self._now,
-            self._config.max_num_batched_tokens,
-            self._config.max_chunk_tokens,
+            self._settings.config.max_num_batched_tokens,
+            self._settings.config.max_chunk_tokens,
             self._blocks,
             is_ahead=bool(self._in_flight),
         )
@@ -306,7 +308,7 @@ class Scheduler:
         if not step.is_ahead:
             self._control.apply(step, self)
         self._running_limit.enforce(step)
-        if self._config.policy == "priority" and not step.carries_out_order:
+        if self._settings.config.policy == "priority" and not step.carries_out_order:
             self._preemptor.preempt_for_priority(step)
         self._append_slots(step)
         if self._defragmenter is not None and not step.is_ahead:
@@ -334,7 +336,7 @@ class Scheduler:
 
     def _reasons_to_wait(self) -> abc.Iterator[tuple[bool, str]]:
         """Each possible reason while a step is in flight, and whether it holds."""
-        limit = self._config.max_steps_in_flight
+        limit = self._settings.config.max_steps_in_flight
         yield len(self._in_flight) >= limit, f"max_steps_in_flight is {limit}"
         yield self._in_flight[-1].is_empty, "it computes nothing"
         yield self._in_flight[-1].branches, "it has beams, or samples that fork"
@@ -343,7 +345,7 @@ class Scheduler:
         yield self._running_limit.is_exceeded(self._now), "the running limit is exceeded"
         if self._defragmenter is not None:
             yield self._defragmenter.is_due(), "blocks are to be defragmented"
-        if self._config.policy == "priority":
+        if self._settings.config.policy == "priority":
             yield self._admission.has_urgent_group(), "a request of higher priority waits"
 
     def discard_step(self) -> None:
@@ -440,7 +442,7 @@ class Scheduler:
             self._num_deferrals = 0
             return
         above_share: set[Client] = set()
-        if self._num_deferrals < self._config.max_bypasses:
+        if self._num_deferrals < self._settings.config.max_bypasses:
             above_share = self._admission.clients_above_share(step)
 
         def order(group: SequenceGroup) -> tuple[float, bool]:

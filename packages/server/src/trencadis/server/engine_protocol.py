@@ -140,6 +140,12 @@ class SwitchingEngine(ServingEngine, Protocol):
     async def tokenizer_of(self, alias: str) -> ServingTokenizer:
         """The tokenizer of a model, active or not. Raises `UnknownModelError` or `ModelError`."""
 
+    def totals_of(self, alias: str) -> EngineStats:
+        """The totals of a model since the start, active or not; its other values have no meaning.
+
+        Those of the active model are those of ``stats``.
+        """
+
     @property
     def is_switching(self) -> bool:
         """Whether a switch is under way and prepared: new requests are rejected meanwhile."""
@@ -272,3 +278,11 @@ class InspectableEngine(Protocol):
 def as_switching(engine: ServingEngine) -> SwitchingEngine | None:
     """The engine, if it has several models."""
     return engine if isinstance(engine, SwitchingEngine) else None
+
+
+def totals_by_model(engine: ServingEngine) -> Mapping[str, EngineStats]:
+    """The totals of each model since the start; only these values of the statistics count."""
+    switching = as_switching(engine)
+    if switching is None:
+        return {engine.model_name: engine.stats}
+    return {alias: switching.totals_of(alias) for alias in switching.aliases}

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import attrs
+
+StatsT = TypeVar("StatsT", "EngineStats", "ThermalStats")
 
 FinishReason = Literal["stop", "length", "abort"]
 """``stop``: end-of-sequence token, stop token or stop string. ``length``: the token limit.
@@ -66,6 +68,11 @@ class CompletionDelta:
     embedding: bytes | None = None
 
 
+def _total(default: Any = 0) -> Any:
+    """A field that counts since the start."""
+    return attrs.field(default=default, metadata={"is_total": True})
+
+
 @attrs.frozen
 class ThermalStats:
     """Temperatures, power and the thermal policy.
@@ -88,8 +95,8 @@ class ThermalStats:
     policy: str = ""
     policy_active: bool = False
     target_temp_c: float | None = None
-    num_policy_faults: int = 0
-    num_rejected_readings: int = 0
+    num_policy_faults: int = _total()
+    num_rejected_readings: int = _total()
 
 
 @attrs.frozen
@@ -113,8 +120,10 @@ class EngineStats:
       compiled. ``is_warming_up``: whether a warm-up in the background has some left.
     - ``num_graphs``: captured graphs.
     - ``thermal``: None if no temperature is measured.
+    - ``core_silence_s``: seconds since the last message of a core in another process. An idle one
+      sends one each second; all other values are as old.
 
-    Totals since the start
+    Totals of the active model since the start
 
     - ``num_preemptions``: preemptions. ``num_swaps`` of them swapped the KV cache out,
       ``num_recomputes`` freed it.
@@ -133,8 +142,7 @@ class EngineStats:
     - ``num_cold_forwards``: forward passes in a shape that neither warm-up nor traffic had
       compiled.
     - ``num_compilations``: compilations while serving.
-    - ``num_core_restarts``: restarts of the core. The other totals count since the last
-      one, or since the last switch of models.
+    - ``num_core_restarts``: restarts of the core, whichever model it served.
     """
 
     num_running_reqs: int = 0
@@ -154,26 +162,51 @@ class EngineStats:
     is_warming_up: bool = False
     num_graphs: int = 0
     thermal: ThermalStats | None = None
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    num_recomputes: int = 0
-    num_swap_out_bytes: int = 0
-    num_swap_in_bytes: int = 0
-    swap_seconds: float = 0.0
-    num_steps: int = 0
-    num_prompt_tokens: int = 0
-    num_prefix_query_tokens: int = 0
-    num_prefix_hit_tokens: int = 0
-    num_defragmented_blocks: int = 0
-    num_prefill_tokens: int = 0
-    num_generation_tokens: int = 0
-    num_padded_tokens: int = 0
-    num_bucket_misses: int = 0
-    num_cold_forwards: int = 0
-    num_compilations: int = 0
+    core_silence_s: float = 0.0
+    num_preemptions: int = _total()
+    num_swaps: int = _total()
+    num_recomputes: int = _total()
+    num_swap_out_bytes: int = _total()
+    num_swap_in_bytes: int = _total()
+    swap_seconds: float = _total(0.0)
+    num_steps: int = _total()
+    num_prompt_tokens: int = _total()
+    num_prefix_query_tokens: int = _total()
+    num_prefix_hit_tokens: int = _total()
+    num_defragmented_blocks: int = _total()
+    num_prefill_tokens: int = _total()
+    num_generation_tokens: int = _total()
+    num_padded_tokens: int = _total()
+    num_bucket_misses: int = _total()
+    num_cold_forwards: int = _total()
+    num_compilations: int = _total()
     num_core_restarts: int = 0
 
     @property
     def cache_usage(self) -> float:
         """Share of KV blocks in use, 0 to 1."""
         return self.num_used_blocks / self.num_total_blocks if self.num_total_blocks else 0.0
+
+
+def plus_totals(stats: StatsT, earlier: StatsT) -> StatsT:
+    """Statistics with their totals and those of ``earlier``, a process or a scheduler before."""
+    changes = {name: getattr(stats, name) + getattr(earlier, name) for name in _totals_of(stats)}
+    return attrs.evolve(stats, **changes)
+
+
+def with_totals(stats: StatsT, totals: StatsT) -> StatsT:
+    """Statistics with the totals of ``totals`` in place of their own."""
+    return attrs.evolve(stats, **{name: getattr(totals, name) for name in _totals_of(totals)})
+
+
+def totals_since(stats: StatsT, base: StatsT) -> StatsT:
+    """The totals alone, less those of ``base``; 0 where these are higher."""
+    changes = {
+        name: max(type(value := getattr(stats, name))(0), value - getattr(base, name))
+        for name in _totals_of(stats)
+    }
+    return attrs.evolve(type(stats)(), **changes)
+
+
+def _totals_of(stats: EngineStats | ThermalStats) -> list[str]:
+    return [field.name for field in attrs.fields(type(stats)) if field.metadata.get("is_total")]

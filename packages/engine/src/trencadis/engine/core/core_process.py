@@ -140,6 +140,7 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
                     continue
                 last_call = message.number
                 _refuse_orders(channel, orders)
+                channel.send(StepDone((), core.stats))  # the last totals of this model, if it goes
                 channel.send(Busy("the engine core changes its model", number=message.number))
                 channel.send(_change_model(core, switcher, message))
             else:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import functools
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 
 from trencadis.engine.api.inspection import MAX_MAP_CELLS, EngineInspection
-from trencadis.engine.api.outputs import EngineStats
+from trencadis.engine.api.outputs import EngineStats, plus_totals, totals_since, with_totals
 from trencadis.engine.api.requests import EngineRequest, check_is_request, check_request_id
 from trencadis.engine.core.request_table import RequestTable
 from trencadis.engine.core.step_sampling import StepSampling
@@ -63,8 +64,9 @@ class EngineCore:
     PyTorch's tracing changes ``torch.nn.Module`` for all threads. `AsyncEngine` gives each core a
     process.
 
-    ``executor`` and ``thermal`` replace those that ``config`` names. Raises `ModelError` or
-    `ConfigError` when the model cannot be served under ``config``.
+    ``executor`` and ``thermal`` replace those that ``config`` names. ``clock`` returns seconds for
+    the scheduler. Raises `ModelError` or `ConfigError` when the model cannot be served under
+    ``config``.
     """
 
     def __init__(
@@ -72,7 +74,9 @@ class EngineCore:
         config: EngineConfig,
         executor: Executor | None = None,
         thermal: ThermalMonitor | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.executor = executor or InProcessExecutor(config)
         device = self.executor.device_facts
         config = config.for_device(device.defaults)
@@ -86,6 +90,10 @@ class EngineCore:
         self.executor.on_cold = lambda shape: self.on_busy(
             f"the engine core compiles {shape}", BUSY_SECONDS
         )
+        self._totals: dict[str, EngineStats] = {}
+        """The totals of each model, up to when what counts them last began again at 0."""
+        self._counted_before = EngineStats()
+        """What the present counters said then: those of a model in the stash are not 0."""
         self.executor.load(config)
         self._serve(self.executor.plan_memory())
         self._thermal.start()
@@ -129,6 +137,7 @@ class EngineCore:
             self.blocks,
             thermal=self._thermal.guard,
             defragmenter=self._defragmenter,
+            clock=self._clock,
         )
         rng = random.Random(config.seed)
         eos_token_ids = self.spec.eos_token_ids
@@ -140,18 +149,24 @@ class EngineCore:
     def rebuild(self, facts: ModelFacts) -> None:
         """Serve another model, which the executor has made ready, instead of the present one.
 
-        Scheduler, block pool, prefix cache, request table, grammars and totals are new; requests
-        that are still in the old ones end without a message. The thermal policy stays, because the
-        device is as hot as before.
+        Scheduler, block pool, prefix cache, request table and grammars are new; requests that are
+        still in the old ones end without a message. The thermal policy stays, because the device is
+        as hot as before. Call `abort_all` while the executor still has the previous model.
         """
         self._grammars.close()
         self._serve(facts)
+        self._counted_before = self._counted()
 
     def abort_all(self) -> None:
-        """End every request without a message, so that nothing refers to KV blocks."""
+        """End every request without a message, so that nothing refers to KV blocks.
+
+        The totals of the model are kept: what counts them may be replaced next.
+        """
         self.requests.abort_all()
         self.scheduler.abort_admitted()
         self._in_flight.clear()
+        counted = self._counted()
+        self._totals[self.config.name], self._counted_before = self._since_start(counted), counted
 
     @property
     def is_asleep(self) -> bool:
@@ -174,6 +189,16 @@ class EngineCore:
     @property
     def stats(self) -> EngineStats:
         """A snapshot of the counters and of the state after the last step."""
+        counted = self._counted()
+        return with_totals(counted, self._since_start(counted))
+
+    def _since_start(self, counted: EngineStats) -> EngineStats:
+        """The totals of the model, with what is counted now."""
+        earlier = self._totals.get(self.config.name, EngineStats())
+        return plus_totals(totals_since(counted, self._counted_before), earlier)
+
+    def _counted(self) -> EngineStats:
+        """The state after the last step, and what its counters say."""
         executor = self.executor.counters()
         requests = self.requests.count_by_state()
         return EngineStats(

@@ -16,8 +16,9 @@ from collections.abc import Awaitable, Callable
 from multiprocessing.process import BaseProcess
 
 import attrs
+import psutil
 
-from trencadis.engine.api.outputs import EngineStats
+from trencadis.engine.api.outputs import EngineStats, ThermalStats, plus_totals, with_totals
 from trencadis.engine.core.core_process import LogSettings, run_core
 from trencadis.engine.errors import (
     ConfigError,
@@ -49,6 +50,10 @@ _RECOVERY_POLL_SECONDS = 0.05
 _LONG_WARMUP_SECONDS = 10.0
 """Who waits for a restart is told of a warm-up that takes as long."""
 
+_STALE_SECONDS = 5.0
+"""Silence of the core after which its last temperatures are stale, as those of a sensor are
+(`ReaderConfig.stale_after_s`)."""
+
 _MAX_BACKOFF_SECONDS = 30.0
 """Longest wait before a restart of the core: 1 s before the first, then twice as long each time."""
 
@@ -56,8 +61,8 @@ _MAX_BACKOFF_SECONDS = 30.0
 class CoreSupervisor:
     """A core that is restarted after its death, ``config.engine_restarts`` times in all.
 
-    ``config`` is that of the model that it serves, with which it is restarted; ``ready`` and
-    ``stats`` are what it last reported. ``busy`` is its last message, if it says that what it
+    ``config`` is that of the model that it serves, with which it is restarted; ``ready`` is what it
+    last reported of it. ``busy`` is its last message, if it says that what it
     does may take minutes, and ``restarting`` why it died, while it is being restarted. ``failure``
     says why no request can be served any more.
     """
@@ -71,7 +76,12 @@ class CoreSupervisor:
         self.restarting = ""
         self.failure: str | None = None
         self._num_restarts = 0
-        self.stats = self._first_stats()
+        self._totals: dict[str, EngineStats] = {}
+        """What each model's last message said, with the totals of the cores before."""
+        self._of_earlier_cores: dict[str, EngineStats] = {}
+        self._thermal: ThermalStats | None = None
+        self._thermal_of_earlier_cores = ThermalStats()
+        self._stats = self._first_stats()
         self._core = core
         self._log = log
         self._last_message_s = time.monotonic()
@@ -138,7 +148,29 @@ class CoreSupervisor:
     def use_model(self, config: EngineConfig, ready: Ready) -> None:
         """The core serves the model of ``config`` now, also after a restart."""
         self.config, self.ready = config, ready
-        self.stats = self._first_stats()
+        self._stats = self._first_stats()
+
+    @property
+    def stats(self) -> EngineStats:
+        """What the core last reported, and for how long it has been silent since.
+
+        Totals count since the start of the first core.
+        """
+        silence_s, thermal = self.silence_s, self._thermal
+        if thermal is not None and thermal.sensor == "fresh" and silence_s > _STALE_SECONDS:
+            fault = f"the engine core has reported no temperature for {silence_s:.0f} s"
+            thermal = attrs.evolve(thermal, sensor="stale", fault=thermal.fault or fault)
+        return attrs.evolve(
+            self._stats,
+            core_silence_s=silence_s,
+            num_core_restarts=self._num_restarts,
+            thermal=thermal,
+        )
+
+    def totals_of(self, model: str) -> EngineStats:
+        """The totals of a model; 0 before it was active. Other values are those of no model."""
+        known = self._totals.get(model, EngineStats())
+        return with_totals(EngineStats(), known)
 
     @property
     def is_alive(self) -> bool:
@@ -173,6 +205,12 @@ class CoreSupervisor:
             raise EngineRestarting(
                 f"{reason}: it is being restarted, {self._restart_length()}", is_refusal=True
             )
+        stopped_s = self._core.stopped_s
+        if stopped_s > self.config.hang_timeout:
+            raise EngineUnresponsive(
+                f"the engine core's process has been stopped for {stopped_s:.0f} s, as by SIGSTOP: "
+                "continue it with SIGCONT, or restart the server"
+            )
         limit_s = max(self.config.hang_timeout, self._busy_s)
         if self.silence_s > limit_s:
             what = "the engine core hangs" if self.busy is None else self.busy.reason
@@ -193,7 +231,8 @@ class CoreSupervisor:
     async def _restart(self) -> None:
         """Start another core, after a wait. Where that fails, the reason is the new one."""
         await self._core.end()
-        self.stats = self._first_stats()
+        self._keep_totals()
+        self._stats = self._first_stats()
         delay_s = min(2.0**self._num_restarts, _MAX_BACKOFF_SECONDS)
         self._num_restarts += 1
         logger.error(
@@ -219,20 +258,20 @@ class CoreSupervisor:
             return
         self.restarting, self.busy = "", None
         self._last_message_s = time.monotonic()
-        self.stats = self._first_stats()
+        self._stats = self._first_stats()
         logger.info("The engine core serves again")
 
     async def _read(self, on_message: Callable[[FromCore], Awaitable[None]]) -> str:
         """Pass on each message of the core; returns why there are no more."""
         try:
             while True:
-                message = await self._core.receive(self.patience_s)
+                message = await self._core.receive(self.patience_s, self._stopped_patience_s)
                 self._last_message_s = time.monotonic()
                 self.busy = message if isinstance(message, Busy) else None
                 if isinstance(message, Failed):
                     raise EngineDead(message.message)
                 if isinstance(message, StepDone) and message.stats is not None:
-                    self.stats = attrs.evolve(message.stats, num_core_restarts=self._num_restarts)
+                    self._note_stats(message.stats)
                 await on_message(message)
         except EngineError as error:
             return str(error)
@@ -241,13 +280,32 @@ class CoreSupervisor:
             logger.exception("The front cannot read the engine core's messages")
             return f"{type(error).__name__}: {error}"
 
+    def _note_stats(self, reported: EngineStats) -> None:
+        name = self.config.name
+        earlier = self._of_earlier_cores.get(name, EngineStats())
+        self._stats = self._totals[name] = plus_totals(reported, earlier)
+        self._thermal = reported.thermal
+        if reported.thermal is not None:
+            self._thermal = plus_totals(reported.thermal, self._thermal_of_earlier_cores)
+
+    def _keep_totals(self) -> None:
+        """The next core counts from 0. Safe to call twice in a row."""
+        self._of_earlier_cores = dict(self._totals)
+        self._thermal_of_earlier_cores = self._thermal or self._thermal_of_earlier_cores
+
     @property
     def patience_s(self) -> float | None:
         """Seconds of silence after which the core is killed; None: it never is."""
+        patience_s = self._stopped_patience_s
+        return None if patience_s is None else max(patience_s, self._busy_s)
+
+    @property
+    def _stopped_patience_s(self) -> float | None:
+        """The same for a core whose process is stopped, whatever it has said that it does."""
         config = self.config
         if not config.hang_restart_timeout:
             return None
-        return max(config.hang_restart_timeout, config.hang_timeout, self._busy_s)
+        return max(config.hang_restart_timeout, config.hang_timeout)
 
     @property
     def _busy_s(self) -> float:
@@ -256,13 +314,13 @@ class CoreSupervisor:
 
     def _first_stats(self) -> EngineStats:
         """The stats before the core has sent its own."""
-        return EngineStats(
+        stats = EngineStats(
             num_total_blocks=self.ready.num_blocks - 1,
             block_size=self.ready.block_size,
             max_running_seqs=self.config.max_num_seqs,
             max_prefill_tokens=token_budget(self.config),
-            num_core_restarts=self._num_restarts,
         )
+        return with_totals(stats, self.totals_of(self.config.name))
 
 
 class CoreClient:
@@ -272,6 +330,8 @@ class CoreClient:
     """
 
     def __init__(self, config: EngineConfig, log: LogSettings) -> None:
+        self.stopped_s = 0.0
+        """Seconds for which the process has been seen stopped, as by SIGSTOP."""
         self._channel = FrontChannel()
         self.send = self._channel.send
         self._process: BaseProcess = multiprocessing.get_context("spawn").Process(
@@ -316,23 +376,39 @@ class CoreClient:
                 )
         raise EngineDead(f"the engine core was not ready within {_START_SECONDS:.0f} s")
 
-    async def receive(self, patience_s: float | None = None) -> FromCore:
+    async def receive(
+        self, patience_s: float | None = None, stopped_patience_s: float | None = None
+    ) -> FromCore:
         """The core's next message.
 
-        Raises `EngineDead` once the process has ended, or after ``patience_s`` seconds of silence
-        (None: however long). They are counted in polls, so a pause of this process is none of the
-        core.
+        Raises `EngineDead` once the process has ended, after ``patience_s`` seconds of silence, and
+        after ``stopped_patience_s`` seconds in which it was stopped (None: however long). They are
+        counted in polls, so a pause of this process is none of the core.
         """
         silent_s = 0.0
         while True:
             message = await self._channel.receive(_POLL_SECONDS)
             if message is not None:
+                self.stopped_s = 0.0
                 return message
             if not self.is_alive:
                 raise EngineDead(f"the engine core ended with exit code {self._process.exitcode}")
             silent_s += _POLL_SECONDS
+            self.stopped_s = self.stopped_s + _POLL_SECONDS if self._is_stopped() else 0.0
+            if stopped_patience_s is not None and self.stopped_s >= stopped_patience_s:
+                raise EngineDead(
+                    f"the engine core's process has been stopped for {self.stopped_s:.0f} s"
+                )
             if patience_s is not None and silent_s >= patience_s:
                 raise EngineDead(f"the engine core hangs: no message for {silent_s:.0f} s")
+
+    def _is_stopped(self) -> bool:
+        """Whether a signal or a debugger keeps the process from running: it says nothing then."""
+        try:
+            status = psutil.Process(self._process.pid).status()
+        except psutil.Error:  # it has ended, which is seen elsewhere
+            return False
+        return status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
 
     async def end(self, patience_seconds: float = 0.0) -> None:
         """Wait for the process to end by itself, then kill it and every process it started."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import attrs
 
+from trencadis.engine.api.outputs import EngineStats
 from trencadis.engine.core.core_process import LogSettings
 from trencadis.engine.errors import (
     ConfigError,
@@ -71,8 +72,7 @@ class SwitchReport:
 class MultiModelEngine(EngineFront):
     """Serves the active one of several models. Create it with `start`, end it with `stop`.
 
-    What it shares with `AsyncEngine` is that of the active model; totals of the statistics count
-    since the last switch.
+    What it shares with `AsyncEngine` is that of the active model.
     """
 
     def __init__(
@@ -132,6 +132,13 @@ class MultiModelEngine(EngineFront):
     def entry_of(self, alias: str) -> ModelEntry:
         """The entry of a model. Raises `UnknownModelError`, which names those that there are."""
         return self._models.entry_of(alias)
+
+    def totals_of(self, alias: str) -> EngineStats:
+        """The totals of a model since the start, active or not; its other values have no meaning.
+
+        Raises `UnknownModelError`.
+        """
+        return self._core.totals_of(self.entry_of(alias).alias)
 
     @property
     def is_switching(self) -> bool:

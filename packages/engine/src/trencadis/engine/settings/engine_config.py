@@ -184,7 +184,7 @@ class EngineConfig(CapacitySettings):
         "--dtype",
         group=MODEL,
         help="type of weights and KV cache",
-        default="auto, the checkpoint's own",
+        default="auto: the checkpoint's if bf16 or fp16, else the device's, which is bf16",
     )
     runner: Runner = setting_field(
         "generate",

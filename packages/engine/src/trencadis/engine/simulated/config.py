@@ -8,6 +8,7 @@ from typing import Any
 import attrs
 
 from trencadis.bucketing import BucketingConfig
+from trencadis.engine.errors import ConfigError, shown
 from trencadis.engine.settings.capacity_settings import (
     DEFAULT_SWAP_SPACE,
     HEAT,
@@ -161,6 +162,14 @@ class SimulationConfig(CapacitySettings):
         group=HEAT,
         help="temperature of the air before the heat sink, in degrees C",
     )
+
+    def __attrs_post_init__(self) -> None:
+        if self.thermal_options and self.thermal_policy == "none":
+            raise ConfigError(
+                f"thermal_options {shown(dict(self.thermal_options))} has no policy: name one with "
+                "--thermal-policy, or leave it out",
+                "thermal_options",
+            )
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str], **settings: Any) -> SimulationConfig:

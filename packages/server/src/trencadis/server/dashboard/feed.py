@@ -19,7 +19,12 @@ from typing import Any
 import attrs
 
 from trencadis.engine import EngineError, EngineInspection
-from trencadis.server.engine_protocol import InspectableEngine, ServingEngine, as_switching
+from trencadis.server.engine_protocol import (
+    InspectableEngine,
+    ServingEngine,
+    as_switching,
+    totals_by_model,
+)
 from trencadis.server.errors import ApiError, as_api_error, server_stopping
 from trencadis.server.metrics.percentiles import RecentPercentiles
 from trencadis.server.metrics.serving_metrics import ServingMetrics
@@ -54,7 +59,7 @@ class HistoryPoint:
     """What the charts over time show of a second. Names are those of `EngineStats`.
 
     ``time_s``: seconds since the Unix epoch. ``num_waiting_reqs``: all requests that do not run.
-    ``num_prefill_tokens``, ``num_generation_tokens``: totals.
+    ``num_prefill_tokens``, ``num_generation_tokens``: totals of all models.
     """
 
     time_s: float
@@ -193,6 +198,7 @@ class DashboardFeed:
     def _point(self) -> HistoryPoint:
         stats = self._engine.stats
         thermal = stats.thermal
+        totals = totals_by_model(self._engine).values()
         return HistoryPoint(
             time_s=round(time.time(), 3),
             hottest_c=None if thermal is None else thermal.hottest_c,
@@ -204,8 +210,8 @@ class DashboardFeed:
             + stats.num_swapped_reqs
             + stats.num_preempted_reqs,
             cache_usage=round(stats.cache_usage, 4),
-            num_prefill_tokens=stats.num_prefill_tokens,
-            num_generation_tokens=stats.num_generation_tokens,
+            num_prefill_tokens=sum(each.num_prefill_tokens for each in totals),
+            num_generation_tokens=sum(each.num_generation_tokens for each in totals),
         )
 
     def _columns(self) -> dict[str, Any]:

@@ -24,7 +24,8 @@ class EngineMetric:
     """A metric that is read from the engine's latest statistics when Prometheus asks for it.
 
     ``read`` returns None if there is no value now; the metric is left out then. ``labels``: further
-    labels, with their values.
+    labels, with their values. ``is_of_device``: of the device or the engine, whichever model is
+    active; it has no label ``model_name``, so that its series goes on when the model changes.
     """
 
     kind: Literal["gauge", "counter"]
@@ -32,6 +33,13 @@ class EngineMetric:
     help: str
     read: ReadStats
     labels: Callable[[EngineStats], Mapping[str, object]] = lambda stats: {}
+    is_of_device: bool = False
+
+
+def _of_device(
+    kind: Literal["gauge", "counter"], name: str, about: str, read: ReadStats
+) -> EngineMetric:
+    return EngineMetric(kind, name, about, read, is_of_device=True)
 
 
 def _gauge(name: str, about: str, read: ReadStats) -> EngineMetric:
@@ -119,37 +127,44 @@ ENGINE_METRICS = (
         lambda s: float(s.is_warming_up),
     ),
     _gauge("trencadis:graphs", "Captured graphs.", lambda s: s.num_graphs),
-    _gauge(
+    _of_device(
+        "gauge",
         "trencadis:temperature_celsius",
         "Temperature of the hottest device, degrees C.",
         _thermal(lambda t: t.hottest_c),
     ),
-    _gauge(
+    _of_device(
+        "gauge",
         "trencadis:thermal_target_celsius",
         "Target temperature of the thermal policy, degrees C.",
         _thermal(lambda t: t.target_temp_c),
     ),
-    _gauge(
+    _of_device(
+        "gauge",
         "trencadis:power_watts",
         "Power of all devices together, watts.",
         _thermal(lambda t: t.power_w),
     ),
-    _gauge(
+    _of_device(
+        "gauge",
         "trencadis:sensor_health",
         "State of the temperature readings. 0: current, 1: stale, 2: failed.",
         _thermal(lambda t: SENSOR_HEALTH.index(t.sensor)),
     ),
-    _gauge(
+    _of_device(
+        "gauge",
         "trencadis:thermal_policy_active",
         "1 if a thermal policy limits the running sequences. 0 without one, and while it fails.",
         _thermal(lambda t: t.policy_active),
     ),
-    _counter(
+    _of_device(
+        "counter",
         "trencadis:thermal_policy_faults",
         "Failures of the thermal policy. Its last limit stays.",
         _thermal(lambda t: t.num_policy_faults),
     ),
-    _counter(
+    _of_device(
+        "counter",
         "trencadis:thermal_readings_rejected",
         "Readings that were neither temperature nor power. They do not raise the running limit.",
         _thermal(lambda t: t.num_rejected_readings),
@@ -219,9 +234,16 @@ ENGINE_METRICS = (
         "Forward passes in a shape that neither warm-up nor traffic had compiled.",
         lambda s: s.num_cold_forwards,
     ),
-    _counter(
+    _of_device(
+        "gauge",
+        "trencadis:core_silence_seconds",
+        "Time since the last message of the engine core. An idle one sends one each second.",
+        lambda s: s.core_silence_s,
+    ),
+    _of_device(
+        "counter",
         "trencadis:core_restarts",
-        "Restarts of the engine core. Other counters of the core start again at 0.",
+        "Restarts of the engine core.",
         lambda s: s.num_core_restarts,
     ),
     _counter("trencadis:compilations", "Compilations while serving.", lambda s: s.num_compilations),
@@ -384,7 +406,7 @@ MODEL_ACTIVE = SwitchMetric(
 SWITCH_WAITING = SwitchMetric(
     "gauge",
     "trencadis:num_requests_waiting_for_switch",
-    "Requests that wait until their model is active (--auto-switch).",
+    "Requests that wait until their model is active, by that model (--auto-switch).",
 )
 SWITCH_METRICS = (MODEL_SWITCHES, FAILED_SWITCHES, SWITCH_SECONDS, MODEL_ACTIVE, SWITCH_WAITING)
 SWITCH_SECONDS_BUCKETS = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 1000.0)

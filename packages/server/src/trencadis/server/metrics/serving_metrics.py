@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import get_args
 
 import attrs
@@ -14,7 +14,12 @@ from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.registry import Collector
 
 from trencadis.engine import CompletionDelta, RequestStatus, SwitchReport
-from trencadis.server.engine_protocol import ServingEngine, SwitchingEngine, as_switching
+from trencadis.server.engine_protocol import (
+    ServingEngine,
+    SwitchingEngine,
+    as_switching,
+    totals_by_model,
+)
 from trencadis.server.metrics.metric_tables import (
     ENGINE_METRICS,
     FAILED_SWITCHES,
@@ -40,6 +45,7 @@ from trencadis.server.metrics.metric_tables import (
 from trencadis.server.metrics.tracing import RequestTracer
 
 LABELS = ("model_name", "engine")
+DEVICE_LABELS = ("engine",)
 _NUMBERS = {row.name: number for number, row in enumerate(REQUEST_METRICS)}
 ENGINE_NUMBER = "0"
 _LONGEST_CONTEXT = 131_072
@@ -174,8 +180,8 @@ class SwitchMetrics(Collector):
 
     def __init__(self, engine: SwitchingEngine, registry: CollectorRegistry) -> None:
         self._engine = engine
-        self.num_waiting: Callable[[], int] = lambda: 0
-        """How many requests wait for a switch."""
+        self.num_waiting: Callable[[], Mapping[str, int]] = dict
+        """How many requests wait for a switch to each model."""
         counters = [
             Counter(row.name, row.help, LABELS, registry=registry)
             for row in (MODEL_SWITCHES, FAILED_SWITCHES)
@@ -213,7 +219,9 @@ class SwitchMetrics(Collector):
             active.add_metric((alias, ENGINE_NUMBER), alias == self._engine.active)
         yield active
         waiting = GaugeMetricFamily(SWITCH_WAITING.name, SWITCH_WAITING.help, labels=LABELS)
-        waiting.add_metric((self._engine.active, ENGINE_NUMBER), self.num_waiting())
+        num_waiting = self.num_waiting()
+        for alias in self._engine.aliases:
+            waiting.add_metric((alias, ENGINE_NUMBER), num_waiting.get(alias, 0))
         yield waiting
 
 
@@ -302,21 +310,33 @@ class RequestTimeline:
 
 
 class _EngineCollector(Collector):
-    """Reads `ENGINE_METRICS` when Prometheus asks for them."""
+    """Reads `ENGINE_METRICS` when Prometheus asks for them.
+
+    Gauges are those of the active model. Counters have a series of each model: one that went away
+    with its model would lose what it has counted since Prometheus last asked.
+    """
 
     def __init__(self, engine: ServingEngine) -> None:
         self._engine = engine
 
     def collect(self) -> Iterable[Metric]:
         stats = self._engine.stats
+        totals = totals_by_model(self._engine)
         for row in ENGINE_METRICS:
             value = row.read(stats)
             if value is None:
                 continue
             labels = row.labels(stats)
-            family = _FAMILIES[row.kind](row.name, row.help, labels=(*LABELS, *labels))
-            model = self._engine.model_name
-            family.add_metric((model, ENGINE_NUMBER, *map(str, labels.values())), value)
+            names = (DEVICE_LABELS if row.is_of_device else LABELS) + tuple(labels)
+            own = (ENGINE_NUMBER, *map(str, labels.values()))
+            family = _FAMILIES[row.kind](row.name, row.help, labels=names)
+            if row.is_of_device:
+                family.add_metric(own, value)
+            elif row.kind == "counter":
+                for model, of_model in totals.items():
+                    family.add_metric((model, *own), row.read(of_model) or 0)
+            else:
+                family.add_metric((self._engine.model_name, *own), value)
             yield family
 
 

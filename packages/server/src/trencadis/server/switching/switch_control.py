@@ -72,7 +72,7 @@ class SwitchControl:
             min_stay_s=settings.min_model_stay,
             max_waiting=settings.max_switch_waiting,
         )
-        metrics.num_waiting = lambda: len(self._queue)
+        metrics.num_waiting = self._queue.count_by_model
         self._served: dict[WaitingRequest, asyncio.Future[None]] = {}
         self._driver: asyncio.Task[None] | None = None
         self._preparations: dict[str, asyncio.Task[float]] = {}
@@ -302,7 +302,7 @@ class SwitchControl:
         may_wake: bool = True,
     ) -> SwitchReport:
         """Switch, and serve the requests that waited for the model that is active then."""
-        parked, slept = None, self._is_asleep
+        parked, slept, has_loaded = None, self._is_asleep, False
         self._queue.begin(alias)
         try:
             if not may_wake:
@@ -317,8 +317,10 @@ class SwitchControl:
             )
             self._metrics.observe(report)
             parked = report.previous if report.parked else None
+            has_loaded = report.previous != report.active
             return report
-        except Exception:
+        except Exception as error:
+            has_loaded = _has_loaded(error)
             self._metrics.count_failure(alias)
             if self._is_asleep and not slept:  # the previous model could not be started again
                 self.idle.leave_to_requests()
@@ -326,9 +328,17 @@ class SwitchControl:
         finally:
             self.idle.note_request()  # an administrator wants the model, without a request so far
             active = self._engine.active
-            for request in self._queue.end(active, self._clock(), parked=parked):
+            ended = self._queue.end(active, self._clock(), parked=parked, has_loaded=has_loaded)
+            for request in ended:
                 if not (served := self._served[request]).done():
                     served.set_result(None)
+
+
+def _has_loaded(error: Exception) -> bool:
+    """Whether a switch with this error had begun to take the previous model off the device."""
+    if isinstance(error, SwitchFailedError):
+        return error.step not in ("prepare", "drain", "deserialise")
+    return not isinstance(error, EngineError)
 
 
 def _error_of(task: asyncio.Task[float]) -> Exception | None:

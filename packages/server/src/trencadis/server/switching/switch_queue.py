@@ -6,9 +6,9 @@ The rules of ``--auto-switch``:
 - The request that has waited longest chooses the next model. So each model is reached after at most
   as many switches as there are other models. A model that is still prepared is left out: its
   download may take hours.
-- A model stays active for ``min_stay_s``, counted from the end of its switch, and also after a
-  switch that failed. So clients that alternate between models cannot make the server spend its
-  time on loading them.
+- A model stays active for ``min_stay_s``, counted from the end of its switch, and also after one
+  that failed, once it had begun to load. So clients that alternate between models cannot make the
+  server spend its time on loading them. An order that loads nothing does not prolong it.
 - A model that fails to load is tried again after twice that time, then after four times, up to an
   hour; after an hour at once where its load ended the core, because the restarts of a core are
   counted. Until then requests for it are rejected; parked ones wait. An engine that cannot switch
@@ -19,7 +19,8 @@ The rules of ``--auto-switch``:
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections import Counter
+from collections.abc import Container, Mapping
 from typing import TypeAlias
 
 import attrs
@@ -84,6 +85,10 @@ class SwitchQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def count_by_model(self) -> Mapping[str, int]:
+        """How many requests wait for each model; those for any wait for the active one."""
+        return Counter(request.alias or self.active for request in self._waiting)
+
     def arrive(self, request: WaitingRequest) -> bool:
         """Whether a request is served now; otherwise it waits. Raises `QueueFull`."""
         if request.number is None:
@@ -135,14 +140,18 @@ class SwitchQueue:
         self.is_switching = True
         return target
 
-    def end(self, active: str, now_s: float, *, parked: str | None = None) -> list[WaitingRequest]:
+    def end(
+        self, active: str, now_s: float, *, parked: str | None = None, has_loaded: bool = True
+    ) -> list[WaitingRequest]:
         """A switch has ended with the model ``active``; returns the requests that it serves.
 
         ``parked``: the model of which requests were parked, None where there are none.
+        ``has_loaded``: whether it has begun to load a model, after which the active one stays.
         """
         self.is_switching = False
         self.active = active
-        self._stays_until_s = now_s + self._min_stay_s
+        if has_loaded:
+            self._stays_until_s = now_s + self._min_stay_s
         self._failures.pop(active, None)
         self._parked = [group for group in self._parked if group.alias != active]
         if parked is not None and parked not in (group.alias for group in self._parked):
