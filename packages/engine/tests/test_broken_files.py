@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.front.tokenizer import Tokenizer
@@ -62,6 +63,14 @@ def test_a_wrong_value_in_the_config_is_one_line(copy: Path, changes: dict[str, 
 def test_a_damaged_file_is_one_line(copy: Path, name: str, match: str, content: bytes) -> None:
     (copy / name).write_bytes(content)
     assert_one_line(copy, match)
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma", "gpt2"])
+def test_a_checkpoint_without_tokenizer_files_is_refused(tmp_path: Path, model_type: str) -> None:
+    """transformers makes a tokenizer of special tokens: every text was the client's fault."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"its vocabulary is empty.* Save tokenizer\.json there"):
+        Tokenizer.load(str(tmp_path))
 
 
 def test_weights_that_were_cut_are_one_line(copy: Path) -> None:

@@ -334,7 +334,7 @@ def test_a_fault_in_any_step_brings_the_previous_model_back(
     ("changes", "step", "message"),
     [
         ({"model": "/no/such/model"}, "load", "no directory"),
-        ({"num_blocks": 3}, "cache", "max_model_len"),
+        ({"num_blocks": 3}, "load", "max_model_len"),
         ({"max_model_len": 100_000}, "load", "max_model_len"),
         ({"cpu_threads": 7}, "deserialise", "setting of the device"),
     ],

@@ -20,9 +20,7 @@ from pathlib import Path
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
-
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""In the order in which transformers looks for them; each may be divided, with an index."""
+from trencadis.engine.models.weight_files import WEIGHT_FILES
 
 
 def main() -> None:
@@ -74,7 +72,7 @@ def _download(name: str) -> bool:
 def _has_weights(name: str, *, is_online: bool) -> bool:
     from transformers.utils.hub import get_checkpoint_shard_files  # noqa: PLC0415  (slow)
 
-    for file in _WEIGHT_FILES:
+    for file in WEIGHT_FILES:
         if _cached(name, file, is_online=is_online) is not None:
             return True
         index = _cached(name, f"{file}.index.json", is_online=is_online)

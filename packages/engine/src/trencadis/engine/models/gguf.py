@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
@@ -19,6 +18,7 @@ from safetensors import SafetensorError
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import reason_of
+from trencadis.engine.models.weight_files import has_all_tensors
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -123,25 +123,9 @@ def _locked(directory: Path, *, waits: bool) -> Generator[bool, None, None]:
 def _is_whole(target: Path) -> bool:
     """Whether no file is empty, and those of the weights have the sizes that their headers say."""
     return all(
-        file.stat().st_size > 0 and (file.suffix != ".safetensors" or _has_all_tensors(file))
+        file.stat().st_size > 0 and (file.suffix != ".safetensors" or has_all_tensors(file))
         for file in target.iterdir()
     )
-
-
-def _has_all_tensors(file: Path) -> bool:
-    """A safetensors file is the length of its header in 8 bytes, the header, and the tensors."""
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(8), "little")
-        size = file.stat().st_size
-        if length > size:
-            return False
-        try:
-            tensors = json.loads(content.read(length))
-            tensors.pop("__metadata__", None)
-            ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return False
-    return size == 8 + length + max(ends, default=0)
 
 
 def _convert(gguf: Path, target: Path) -> None:
