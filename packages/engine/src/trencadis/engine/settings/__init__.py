@@ -3,6 +3,7 @@
 The names here are public, for settings classes of other packages.
 """
 
+from trencadis.engine.settings.command_parser import CommandParser
 from trencadis.engine.settings.flags import (
     add_flags,
     environment_help,
@@ -23,6 +24,7 @@ from trencadis.engine.settings.flags import (
 )
 
 __all__ = [
+    "CommandParser",
     "add_flags",
     "environment_help",
     "flag_list",
