@@ -23,7 +23,6 @@ import attrs
 from trencadis.engine.errors import ConfigError as Refusal
 from trencadis.engine.errors import shown
 
-
 MAX_ITEMS = 1 << 24
 """Items of the longest list that is read: more than any model's context has tokens."""
 
