@@ -163,7 +163,7 @@ def test_a_flag_reaches_the_server(name, flag):
         return
     text, value = SERVER[name]
     settings = server_settings(parse(flag, *([text] if text else [])), {})
-    assert settings == attrs.evolve(ServerSettings(), **{name: value})
+    assert settings == ServerSettings(**{name: value})  # a default may depend on it
     assert settings != ServerSettings()
 
 
