@@ -20,6 +20,7 @@ from pathlib import Path
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
+from trencadis.engine.models.hub import why_unreachable
 from trencadis.engine.models.weight_files import WEIGHT_FILES
 
 
@@ -61,6 +62,11 @@ def _download(name: str) -> bool:
     """
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415  (slow)
 
+    unreachable = why_unreachable(name)
+    if unreachable:  # which each file would find out again, with retries
+        if _has_weights(name, is_online=False):
+            return True
+        raise OSError(unreachable)
     try:
         return _has_weights(name, is_online=True)
     except LocalEntryNotFoundError as error:  # no connection, or the hub is down
