@@ -170,7 +170,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"device"},
     ],
     "engine.grammars": [
-        {"grammar"},
+        {"finite_schemas", "grammar"},
         {"check_process", "checker", "matcher"},
         {"compiler"},
     ],

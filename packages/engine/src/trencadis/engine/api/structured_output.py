@@ -23,8 +23,22 @@ def _refusal(message: str, _: str) -> InvalidRequest:
 
 
 def _schema(value: str | Mapping[str, Any] | bool | None) -> str | None:
-    """A schema as JSON text, which is hashable and can be sent to the core."""
-    if value is None or isinstance(value, str):
+    """A schema as JSON text, which is hashable and can be sent to the core.
+
+    The schema true, which accepts any value, becomes an object that does the same.
+    """
+    if value is None or value == "":
+        return value
+    word = value.strip() if isinstance(value, str) else value
+    if word in (True, "true"):
+        return "{}"
+    if word in (False, "false"):
+        raise InvalidRequest("json_schema false accepts no value: give another schema", FIELD)
+    if isinstance(word, str):
+        if not word.startswith("{"):
+            raise InvalidRequest(
+                f"json_schema must be a JSON schema, which is an object, got {shown(value)}", FIELD
+            )
         return value
     if not isinstance(value, (Mapping, bool)):
         raise InvalidRequest(

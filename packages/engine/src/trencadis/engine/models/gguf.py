@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Generator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from safetensors import SafetensorError
@@ -151,7 +152,7 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
@@ -159,6 +160,7 @@ def _convert(gguf: Path, target: Path) -> None:
             output_loading_info=True,
             trust_remote_code=False,
         )
+        model, report = loaded
         _check_complete(gguf, report["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(
             gguf.parent, gguf_file=gguf.name, trust_remote_code=False
