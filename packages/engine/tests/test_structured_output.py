@@ -94,6 +94,8 @@ def test_a_schema_is_the_same_as_a_dict_and_as_text() -> None:
         {"json_object": True, "json_schema": {}},
         {"json_object": "yes"},
         {"json_schema": 7},
+        {"json_schema": 1},
+        {"json_schema": 0},
         {"json_schema": {"enum": [object()]}},
         {"json_schema": {"enum": [float("nan")]}},
         {"regex": ""},

@@ -27,20 +27,22 @@ def _schema(value: str | Mapping[str, Any] | bool | None) -> str | None:
 
     The schema true, which accepts any value, becomes an object that does the same.
     """
-    if value is None or value == "":
-        return value
-    word = value.strip() if isinstance(value, str) else value
-    if word in (True, "true"):
-        return "{}"
-    if word in (False, "false"):
-        raise InvalidRequest("json_schema false accepts no value: give another schema", FIELD)
-    if isinstance(word, str):
-        if not word.startswith("{"):
+    if value is None:
+        return None
+    if isinstance(value, str):
+        word = value.strip()
+        if word and word not in ("true", "false") and not word.startswith("{"):
             raise InvalidRequest(
                 f"json_schema must be a JSON schema, which is an object, got {shown(value)}", FIELD
             )
-        return value
-    if not isinstance(value, (Mapping, bool)):
+        if word not in ("true", "false"):
+            return value
+        value = word == "true"
+    if value is True:
+        return "{}"
+    if value is False:
+        raise InvalidRequest("json_schema false accepts no value: give another schema", FIELD)
+    if not isinstance(value, Mapping):
         raise InvalidRequest(
             f"json_schema must be a JSON schema as a dict or as text, got {shown(value)}", FIELD
         )
