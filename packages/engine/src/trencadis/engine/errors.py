@@ -115,13 +115,6 @@ class SwitchFailedError(EngineError):
         self.active = active
 
 
-def described(error: Exception) -> str:
-    """The message of an error for a terminal: of a file, its name and what is wrong with it."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename} cannot be used: {error.strerror}"
-    return str(error)
-
-
 class _ShortRepr(reprlib.Repr):
     def repr_int(self, x: int, _: int) -> str:
         # Python does not write an integer of more than 4300 digits.

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import attrs
 
 from trencadis.engine import ConfigError, EngineConfig
-from trencadis.engine.errors import described
 from trencadis.engine.settings import (
     CommandParser,
     add_flags,
+    described,
     environment_help,
     from_env,
     given_flags,

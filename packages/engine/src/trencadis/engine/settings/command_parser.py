@@ -44,3 +44,10 @@ class CommandParser(argparse.ArgumentParser):
         nearest = difflib.get_close_matches(flag, known, n=1, cutoff=_SIMILAR)
         nearest = nearest or sorted(each for each in known if each.startswith(flag))[:1]
         return f"{flag}: did you mean {nearest[0]}?" if nearest else flag
+
+
+def described(error: Exception) -> str:
+    """The message of an error for a terminal: of a file, its name and what is wrong with it."""
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} cannot be used: {error.strerror}"
+    return str(error)

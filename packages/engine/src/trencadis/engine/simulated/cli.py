@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 
 from trencadis.bucketing import BucketingError
 from trencadis.engine import __version__
-from trencadis.engine.errors import ConfigError, EngineError, described
-from trencadis.engine.settings.command_parser import CommandParser
+from trencadis.engine.errors import ConfigError, EngineError
+from trencadis.engine.settings.command_parser import CommandParser, described
 from trencadis.engine.settings.flags import add_flags, environment_help, given_flags
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.model_shape import read_model_shape

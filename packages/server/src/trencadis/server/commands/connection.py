@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 
-from trencadis.engine.errors import described
+from trencadis.engine.settings import described
 
 TIMEOUT = 600.0
 """Seconds without a byte of an answer, after which a request has failed."""
