@@ -170,7 +170,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"device"},
     ],
     "engine.grammars": [
-        {"grammar"},
+        {"finite_schemas", "grammar"},
         {"check_process", "checker", "matcher"},
         {"compiler"},
     ],
@@ -197,8 +197,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"channel"},
     ],
     "engine.models": [
-        {"broken_files", "chat_templates", "layer_spec", "pooling", "rotary"},
-        {"declared_modules", "gguf", "paged_context", "score_heads"},
+        {"broken_files", "chat_templates", "layer_spec", "pooling", "rotary", "weight_files"},
+        {"declared_modules", "gguf", "hub", "paged_context", "score_heads"},
         {"attention_operator", "block_attention", "checkpoint", "default_model"},
         {"checkpoint_process", "decoder_layers", "pair_prompts"},
         {"attention", "compiled_forward", "layer_reading"},

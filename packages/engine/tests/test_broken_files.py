@@ -6,12 +6,14 @@ import json
 import resource
 import shutil
 import signal
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.front.tokenizer import Tokenizer
@@ -64,6 +66,14 @@ def test_a_damaged_file_is_one_line(copy: Path, name: str, match: str, content: 
     assert_one_line(copy, match)
 
 
+@pytest.mark.parametrize("model_type", ["qwen2", "gemma", "gpt2"])
+def test_a_checkpoint_without_tokenizer_files_is_refused(tmp_path: Path, model_type: str) -> None:
+    """transformers makes a tokenizer of special tokens: every text was the client's fault."""
+    AutoConfig.for_model(model_type).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"its vocabulary is empty.* Save tokenizer\.json there"):
+        Tokenizer.load(str(tmp_path))
+
+
 def test_weights_that_were_cut_are_one_line(copy: Path) -> None:
     file = copy / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
@@ -82,6 +92,47 @@ def test_a_damaged_generation_config_is_ignored_with_a_warning(
 def test_an_end_of_sequence_that_is_no_token_is_one_line(copy: Path) -> None:
     (copy / "generation_config.json").write_text('{"eos_token_id": "x"}')
     assert_one_line(copy, "eos_token_id")
+
+
+def gguf_text(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def gguf_header(**sizes: int) -> bytes:
+    """A GGUF file of a Llama without tensors and tokenizer: version, counts, metadata."""
+    architecture = gguf_text("general.architecture") + struct.pack("<I", 8) + gguf_text("llama")
+    numbers = [
+        gguf_text(f"llama.{name.replace('__', '.')}") + struct.pack("<II", 4, value)
+        for name, value in sizes.items()
+    ]
+    header = b"GGUF" + struct.pack("<IQQ", 3, 0, 1 + len(numbers))
+    return b"".join([header, architecture, *numbers])
+
+
+WITHOUT_TENSORS = gguf_header(
+    **{"block_count": 1, "embedding_length": 32, "feed_forward_length": 32, "context_length": 64},
+    attention__head_count=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "is not a GGUF file, which begins with GGUF"),
+        (b'{"model_type": "llama"}', "is not a GGUF file, which begins with GGUF"),
+        (b"GGUF", "cannot be read as a GGUF model: .*download it again"),
+        (WITHOUT_TENSORS[:-6], "cannot be read as a GGUF model: .*download it again"),
+        (WITHOUT_TENSORS, r"lacks \d+ weights of its model, such as \w+"),
+    ],
+    ids=["empty", "a config", "its beginning", "cut off", "no weights"],
+)
+def test_a_broken_gguf_is_called_one(tmp_path: Path, content: bytes, reason: str) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    with pytest.raises(ModelError, match=reason) as refusal:
+        gguf.convert_gguf(file, cache=tmp_path / "cache")
+    assert "\n" not in str(refusal.value)
+    assert not any((tmp_path / "cache").glob("*")), "nothing is kept of it"
 
 
 class TestConversion:

@@ -276,13 +276,18 @@ def test_the_policy_none_needs_no_sensor_and_what_nothing_uses_is_refused() -> N
             ThermalMonitor.from_config(EngineConfig(model="m", **unused))
 
 
-def test_only_the_devices_that_serve_count(tmp_path: Path) -> None:
+def test_only_the_devices_that_serve_count(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
     recording = tmp_path / "readings.csv"
     rows = [f"{second},{device},{40 + 30 * device}," for second in (0, 900) for device in range(2)]
     recording.write_text("\n".join(["time_s,device,temperature_c,power_w", *rows]))
     source = f"recorded:{recording}"
     for settings, own_source, hottest_c in (
         ({"temperature_source": source}, None, 70),
+        ({"temperature_source": source}, "hlml", 70),
+        ({"temperature_source": source}, "recorded", 40),
         ({"temperature_source": source, "thermal_devices": (0,)}, None, 40),
         ({}, source, 40),
         ({"thermal_devices": (1,)}, source, 70),
@@ -293,6 +298,9 @@ def test_only_the_devices_that_serve_count(tmp_path: Path) -> None:
         monitor._reader.poll()
         assert monitor.stats is not None
         assert monitor.stats.hottest_c == hottest_c
+        named = "of device" if hottest_c == 40 or "thermal_devices" in settings else "of every"
+        assert f"Temperatures of {source}: {named}" in caplog.text
+        caplog.clear()
 
 
 def test_an_order_cools_an_engine_that_was_started_without_a_policy(

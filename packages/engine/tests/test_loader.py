@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,30 @@ def test_hub_id_out_of_reach_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ModelError, match="nobody/nothing is neither") as caught:
         inspect_model("nobody/nothing")
     assert "\n" not in str(caught.value)
+
+
+def test_a_hub_that_does_not_answer_is_one_line_without_retries(tmp_path: Path) -> None:
+    """Each file was tried for half a minute, in two processes, with a line for each try."""
+    environ = {
+        **os.environ,
+        **{"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0", "NO_PROXY": "127.0.0.1"},
+        "HF_HUB_CACHE": str(tmp_path),
+    }
+    code = (
+        "import asyncio, sys\n"
+        "from trencadis.engine import AsyncEngine, EngineConfig, ModelError\n"
+        "try:\n"
+        "    asyncio.run(AsyncEngine.start(EngineConfig(model='nobody/nothing')))\n"
+        "except ModelError as error:\n"
+        "    sys.exit(str(error))\n"
+    )
+    command = [sys.executable, "-c", code]
+    ran = subprocess.run(
+        command, check=False, env=environ, capture_output=True, text=True, timeout=300
+    )
+    assert "http://127.0.0.1:9 does not answer (" in ran.stderr
+    assert ran.stderr.startswith("nobody/nothing is neither a local checkpoint nor a hub id that")
+    assert ran.stderr.count("\n") == 1
 
 
 def test_directory_without_config_and_plain_file_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
+import math
 import os
 import shutil
 import signal
@@ -15,7 +17,9 @@ from typing import Any
 
 import attrs
 import pytest
+import torch
 from child_processes import children, core_process
+from safetensors.torch import load_file, save_file
 
 from trencadis.engine import (
     CompletionDelta,
@@ -135,14 +139,64 @@ async def switch_at_once(engine: MultiModelEngine, alias: str, running: str) -> 
     core = core_process()
     core.suspend()
     try:
-        switching = asyncio.create_task(
-            engine.switch_model(alias, running=running, drain_timeout_s=0)
-        )
-        while not engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                engine._changes, "check", no_check
+            )  # for which the core would have to run
+            switching = asyncio.create_task(
+                engine.switch_model(alias, running=running, drain_timeout_s=0)
+            )
+            while not engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
     finally:
         core.resume()
     return await switching
+
+
+async def no_check(_: EngineConfig) -> None: ...
+
+
+def copied(source: Path, target: Path) -> Path:
+    return Path(shutil.copytree(source, target))
+
+
+def change_config(directory: Path, **changes: object) -> None:
+    file = directory / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def change_head(directory: Path, value: float | None) -> None:
+    """Set each weight of the head; None: the head is missing."""
+    file = directory / "model.safetensors"
+    tensors = load_file(file)
+    head = tensors.pop("lm_head.weight")
+    if value is not None:
+        tensors["lm_head.weight"] = torch.full_like(head, value)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def divide_weights(directory: Path) -> None:
+    """Into two files by an index, of which one is missing."""
+    file = directory / "model.safetensors"
+    files = {"a": "model-1.safetensors", "b": "model-2.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+    file.rename(directory / "model-1.safetensors")
+
+
+def cut_off(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-10])
+
+
+BROKEN: dict[str, Callable[[Path], object]] = {
+    "no weights": lambda directory: (directory / "model.safetensors").unlink(),
+    "a shard is missing": divide_weights,
+    "weights that were cut off": lambda directory: cut_off(directory / "model.safetensors"),
+    "an encoder": lambda directory: change_config(directory, architectures=["BertModel"]),
+    "no architecture": lambda directory: change_config(directory, model_type="nobody"),
+    "no head": lambda directory: change_head(directory, None),
+    "head of NaN": lambda directory: change_head(directory, math.nan),
+}
+"""What makes a copy of a checkpoint that cannot be served, by alias."""
 
 
 @pytest.mark.parametrize(
@@ -152,21 +206,25 @@ def test_life_of_an_engine_with_several_models(
     models: tuple[ModelEntry, ModelEntry], tmp_path: Path, is_whole: bool
 ) -> None:
     """One engine for all of it: the start of a core takes seconds."""
-    source = shutil.copytree(models[1].config.model, tmp_path / "copy")
-    no_model = attrs.evolve(models[1].config, model=str(source))
+    config = models[1].config
+    source = Path(config.model)
     entries = (
         *models,
-        ModelEntry("no model", no_model),
-        ModelEntry(
-            "no cache", attrs.evolve(models[1].config, num_blocks=3), chat_template="{{ messages }}"
+        ModelEntry("no cache", attrs.evolve(config, num_blocks=3)),
+        ModelEntry("too long", attrs.evolve(config, max_model_len=100_000)),
+        *(
+            ModelEntry(alias, attrs.evolve(config, model=str(copied(source, tmp_path / alias))))
+            for alias in BROKEN
         ),
-        ModelEntry("plain", models[1].config, chat_template="{{ messages[0].content }}"),
+        ModelEntry("plain", config, chat_template="{{ messages[0].content }}"),
     )
 
     async def body() -> None:
         async with running(entries) as engine:
-            (source / "model.safetensors").write_bytes(b"cut off")
+            for alias, break_checkpoint in BROKEN.items():
+                break_checkpoint(tmp_path / alias)
             parts = [
+                a_model_that_cannot_be_served_costs_no_request,
                 each_model_answers_with_its_own_tokenizer_template_and_limits,
                 parked_requests_go_on_with_the_same_tokens,
                 one_switch_at_a_time_and_requests_that_run_may_end,
@@ -196,7 +254,7 @@ def test_life_of_an_engine_with_several_models(
 async def each_model_answers_with_its_own_tokenizer_template_and_limits(
     engine: MultiModelEngine,
 ) -> None:
-    assert engine.aliases == ("first", "second", "no model", "no cache", "plain")
+    assert engine.aliases == ("first", "second", "no cache", "too long", *BROKEN, "plain")
     answers = {"first": tokens(await collect(engine, model="first", **SHORT))}
     report = await engine.switch_model("second")
     assert (report.previous, report.active) == ("first", "second")
@@ -324,11 +382,31 @@ async def a_parked_request_ends_with_its_client(engine: MultiModelEngine) -> Non
     assert len(tokens(await kept)) == LONG["max_tokens"]
 
 
+async def a_model_that_cannot_be_served_costs_no_request(engine: MultiModelEngine) -> None:
+    """Settings and files tell it before anything of the active model is touched."""
+    undisturbed = tokens(await collect(engine, **LONG))
+    refused = {
+        "no cache": "raise num_blocks",
+        "too long": "max_model_len 100000 is above the model's context",
+        "no weights": "has no weights",
+        "a shard is missing": "lacks the weight file model-2.safetensors",
+        "weights that were cut off": "was cut off",
+        "an encoder": "not a decoder-only language model",
+        "no architecture": "config.json .* cannot be used",
+    }
+    for alias, reason in refused.items():
+        (running,) = await begun(engine, LONG)
+        with pytest.raises(SwitchFailedError, match=f"first is still active.*{reason}") as raised:
+            await engine.switch_model(alias, running="abort", drain_timeout_s=0)
+        assert raised.value.step == "prepare"
+        assert tokens(await running) == undisturbed
+
+
 async def a_failed_switch_leaves_the_previous_model_and_its_parked_requests(
     engine: MultiModelEngine,
 ) -> None:
     undisturbed = tokens(await collect(engine, **LONG))
-    for alias, step in (("no model", "load"), ("no cache", "cache")):
+    for alias, step in (("no head", "load"), ("head of NaN", "cache")):
         (parked,) = await begun(engine, LONG)
         with pytest.raises(SwitchFailedError, match="first is still active") as raised:
             await switch_at_once(engine, alias, "park")
@@ -337,7 +415,7 @@ async def a_failed_switch_leaves_the_previous_model_and_its_parked_requests(
         assert not engine.is_switching
         assert tokens(await parked) == undisturbed
         assert tokens(await collect(engine, model="first", **LONG)) == undisturbed
-    renderer = (await engine.tokenizer_of("no cache"))._renderer
+    renderer = (await engine.tokenizer_of("head of NaN"))._renderer
     deadline = time.monotonic() + 120
     while renderer._quick._process is not None:  # a model that is not active renders nothing
         assert time.monotonic() < deadline
@@ -459,11 +537,13 @@ def test_a_core_that_is_killed_before_it_begins_a_switch_says_nothing_of_the_new
             (parked,) = await begun(engine, LONG)
             core = core_process()
             core.send_signal(signal.SIGSTOP)  # so that it has not read the call when it dies
-            switching = asyncio.create_task(
-                engine.switch_model("second", running="park", drain_timeout_s=0)
-            )
-            while not engine._changes.is_calling:  # noqa: ASYNC110 - it is not an event
-                await asyncio.sleep(0.01)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(engine._changes, "check", no_check)
+                switching = asyncio.create_task(
+                    engine.switch_model("second", running="park", drain_timeout_s=0)
+                )
+                while not engine._changes.is_calling:  # noqa: ASYNC110 - it is not an event
+                    await asyncio.sleep(0.01)
             core.kill()
             with pytest.raises(EngineRestarting):
                 await switching
@@ -489,7 +569,9 @@ def test_parked_requests_go_on_when_a_model_that_could_not_return_wakes_up(
     first, second = models
     copy = shutil.copytree(first.config.model, tmp_path / "copy")
     first = attrs.evolve(first, config=attrs.evolve(first.config, model=str(copy)))
-    second = attrs.evolve(second, config=attrs.evolve(second.config, num_blocks=3))
+    broken = copied(Path(second.config.model), tmp_path / "broken")
+    change_head(broken, math.nan)
+    second = attrs.evolve(second, config=attrs.evolve(second.config, model=str(broken)))
 
     async def body() -> None:
         async with running((first, second), model_stash_gib=0) as engine:

@@ -411,7 +411,7 @@ def test_the_next_conversion_removes_what_a_killed_one_has_left_and_not_what_ano
     """Each stop in a conversion left as many bytes in the cache as the model has."""
     cache = tmp_path / "cache"
     for name in ("first", "next"):
-        (tmp_path / f"{name}.gguf").write_bytes(name.encode())
+        (tmp_path / f"{name}.gguf").write_bytes(b"GGUF" + name.encode())
     code = (
         "import pathlib, sys, time; from trencadis.engine.models import gguf; "
         "gguf._convert = lambda *_: print(flush=True) or time.sleep(600); "

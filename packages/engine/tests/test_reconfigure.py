@@ -382,7 +382,7 @@ def test_totals_of_a_model_go_on_over_switches_sleeps_and_failures(
     ("changes", "step", "message"),
     [
         ({"model": "/no/such/model"}, "load", "no directory"),
-        ({"num_blocks": 3}, "cache", "max_model_len"),
+        ({"num_blocks": 3}, "load", "max_model_len"),
         ({"max_model_len": 100_000}, "load", "max_model_len"),
         ({"cpu_threads": 7}, "deserialise", "setting of the device"),
     ],

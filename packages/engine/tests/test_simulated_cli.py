@@ -165,6 +165,18 @@ def test_an_empty_trace_and_a_model_too_large_are_one_line(
     assert "gaudi3 has 126.2 GiB: choose a smaller model" in capsys.readouterr().err
 
 
+def test_a_file_that_is_not_there_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments(trace="nope.csv")) == 2
+    expected = "trencadis-simulate: nope.csv cannot be used: No such file or directory\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_flag_is_not_abbreviated(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(arguments("--num-req", "3"))
+    assert "--num-req: did you mean --num-requests?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("value", ["target_temp_c", "=60"])
 def test_a_malformed_option_is_a_usage_error(value: str) -> None:
     with pytest.raises(SystemExit) as stop:

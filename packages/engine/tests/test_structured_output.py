@@ -94,6 +94,8 @@ def test_a_schema_is_the_same_as_a_dict_and_as_text() -> None:
         {"json_object": True, "json_schema": {}},
         {"json_object": "yes"},
         {"json_schema": 7},
+        {"json_schema": 1},
+        {"json_schema": 0},
         {"json_schema": {"enum": [object()]}},
         {"json_schema": {"enum": [float("nan")]}},
         {"regex": ""},
@@ -157,6 +159,49 @@ def ambiguous_rules(count: int) -> str:
     return "\n".join([f"start: {start}", *(f'x{i}: "a" | "b" start' for i in range(count))])
 
 
+def alternatives(*schemas: dict[str, str]) -> StructuredOutput:
+    properties = {"a": {"anyOf": list(schemas)}}
+    return StructuredOutput(
+        json_schema={"type": "object", "properties": properties, "required": ["a"]}
+    )
+
+
+def recursive(*, required: list[str]) -> StructuredOutput:
+    """An object that has its own schema in a property, at a place that is not ``$defs``."""
+    node = {
+        "type": "object",
+        "properties": {"a": {"$ref": "#/components/a~1b/0"}, "b": {"type": "string"}},
+        "required": required,
+    }
+    schema = {"components": {"a/b": [node]}, "allOf": [{"$ref": "#/components/a~1b/0"}]}
+    return StructuredOutput(json_schema=schema)
+
+
+ENDLESS = {
+    "a property that is required": recursive(required=["a"]),
+    "a property of two types": StructuredOutput(
+        json_schema={"type": ["object", "array"], "properties": {"a": {"$ref": "#"}}}
+        | {"required": ["a"], "minItems": 1, "items": {"$ref": "#"}}
+    ),
+    "the items of an array": StructuredOutput(
+        json_schema={"type": "array", "minItems": 2, "items": {"$ref": "#"}}
+        | {"prefixItems": [{"type": "string"}]}
+    ),
+    "each alternative": alternatives({"$ref": "#"}, {"$ref": "#"}),
+}
+ENDING = {
+    "another property is required": recursive(required=["b"]),
+    "an alternative": alternatives({"$ref": "#"}, {"type": "null"}),
+    "an array that may be empty": StructuredOutput(
+        json_schema={"type": "object", "properties": {"a": {"type": "array"}}, "required": ["a"]}
+        | {"$defs": {"x": {"type": "array", "items": {"$ref": "#"}}}}
+    ),
+    "first items that end": StructuredOutput(
+        json_schema={"type": "array", "minItems": 1, "items": {"$ref": "#"}}
+        | {"prefixItems": [{"type": "string"}]}
+    ),
+    "any value": StructuredOutput(json_schema=True),
+}
 REFUSED = {
     "text that is not JSON": StructuredOutput(json_schema='{"type":'),
     "unknown type": StructuredOutput(json_schema={"type": "strng"}),
@@ -223,6 +268,27 @@ def test_a_bad_or_hostile_grammar_is_refused(checker: GrammarChecker, name: str)
     assert len(str(refusal.value)) < 400
     assert checker.recall(YES_NO) is False
     checker.check(DIGITS)  # the process still answers
+
+
+@needs_llguidance
+@pytest.mark.parametrize("name", ENDLESS)
+def test_a_schema_that_recurs_for_ever_is_refused(checker: GrammarChecker, name: str) -> None:
+    with pytest.raises(InvalidRequest, match="no finite value matches it"):
+        checker.check(ENDLESS[name])
+
+
+@needs_llguidance
+@pytest.mark.parametrize("name", ENDING)
+def test_a_schema_that_may_end_is_served(checker: GrammarChecker, name: str) -> None:
+    checker.check(ENDING[name])
+
+
+def test_true_is_a_schema_and_other_text_than_an_object_is_not() -> None:
+    for value in (True, "true", " true\n"):
+        assert StructuredOutput(json_schema=value) == StructuredOutput(json_schema={})
+    for value, reason in ((False, "accepts no value"), ("false", "accepts no"), ("12", "'12'")):
+        with pytest.raises(InvalidRequest, match=reason):
+            StructuredOutput(json_schema=value)
 
 
 @needs_llguidance

@@ -147,7 +147,7 @@ async def switched_while_parked(
     """A parked request, and what the caller of the switch gets."""
     parked = await begun(engine)
     switching = asyncio.create_task(engine.switch_model(alias, running="park", drain_timeout_s=0))
-    while not engine._changes.is_calling and not switching.done():  # noqa: ASYNC110
+    while not (engine.is_switching and engine._changes.is_calling) and not switching.done():  # noqa: ASYNC110
         await asyncio.sleep(0)
     with pytest.raises(SwitchInProgressError):
         await engine.sleep()

@@ -292,7 +292,7 @@ def test_warm_up_runs_each_program_once(
     core = EngineCore(config(tiny_model, compile=True, bucketing=None, device=Tracing()))
     monkeypatch.setattr(ForwardRunner, "_run", noted)
     core.warm_up()
-    assert sorted(min(tokens, 2) for tokens in ran) == [1, 2]
+    assert sorted(min(tokens, 2) for tokens in ran[:-1]) == [1, 2], "before the probe"
     assert core.stats.num_ready_buckets == core.stats.num_buckets > 2
     assert serve(core) == expected
     assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)

@@ -16,6 +16,7 @@ from trencadis.engine import (
     AsyncEngine,
     BatchControl,
     CompletionDelta,
+    ConfigError,
     EngineConfig,
     GenerateRequest,
     InvalidRequest,
@@ -55,6 +56,18 @@ def served(tiny_model: Path) -> Generator[Served, None, None]:
     yield run
     loop.run_until_complete(engine.stop())
     loop.close()
+
+
+@pytest.mark.parametrize("size", [10**12, 10**30])
+def test_a_list_that_no_memory_holds_is_refused(size: int) -> None:
+    for prompt in (range(size), (token for token in range(size))):
+        with pytest.raises(InvalidRequest, match="at most 16777216 token ids") as refusal:
+            GenerateRequest(prompt, SHORT)
+        assert refusal.value.field == "prompt"
+    with pytest.raises(InvalidRequest, match="stop_token_ids"):
+        SamplingParams(stop_token_ids=range(size))
+    with pytest.raises(ConfigError, match="thermal_devices"):
+        EngineConfig(model="m", thermal_devices=range(size))
 
 
 async def collect(engine: AsyncEngine, prompt: list[int], **params) -> list[CompletionDelta]:

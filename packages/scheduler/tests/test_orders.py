@@ -25,6 +25,7 @@ from trencadis.scheduler import (
     ThermalGuard,
     UnservableRequest,
 )
+from trencadis.scheduler.telemetry import Reading, TemperatureReader, TemperatureSource
 from trencadis.scheduler.thermal import (
     VICTIM_ORDERS,
     NoThermalPolicy,
@@ -58,6 +59,7 @@ class Bench:
         thermal: SchedulerThermalPolicy | None = None,
         *,
         senses: bool = True,
+        guard: ThermalGuard | None = None,
         num_blocks: int = 200,
         step_s: float = 0.1,
         **fields: Any,
@@ -66,7 +68,8 @@ class Bench:
         blocks = BlockManager(
             CacheConfig(num_blocks=num_blocks, block_size=4, num_host_blocks=200, watermark=0.0)
         )
-        guard = ThermalGuard(thermal, lambda: heat) if senses else None
+        if guard is None and senses:
+            guard = ThermalGuard(thermal, lambda: heat)
         values = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 128, **fields}
         scheduler = Scheduler(
             SchedulerConfig(**values), blocks, thermal=guard, clock=lambda: next(ticks) * step_s
@@ -238,6 +241,81 @@ def test_a_control_loop_does_not_end_on_a_stale_reading() -> None:
     bench.heat.may_raise_cap = True
     bench.order()
     assert not bench.guard.runs_control_loop
+
+
+class Node(TemperatureSource):
+    """Devices by index and their temperatures."""
+
+    def __init__(self) -> None:
+        self.celsius = {0: 60.0, 3: 61.0}
+
+    @property
+    def name(self) -> str:
+        return "node"
+
+    def read(self) -> list[Reading]:
+        return [Reading(device, celsius) for device, celsius in self.celsius.items()]
+
+
+def test_a_device_that_was_removed_throttles_until_an_order_forgets_it() -> None:
+    node, now_s = Node(), [0.0]
+    reader = TemperatureReader(node, clock=lambda: now_s[0])
+    guard = ThermalGuard(
+        ProportionalThermalPolicy(target_temp_c=80.0, hysteresis_c=3.0, dwell_s=0.1),
+        reader.state,
+        forget=reader.forget,
+    )
+    bench = Bench.of(guard=guard)
+
+    def passes(seconds: int) -> None:
+        for _ in range(seconds):
+            now_s[0] += 1.0
+            node.celsius[0] = 60.0 + now_s[0] % 3
+            reader.poll()
+
+    def rejected(device: int) -> str:
+        order = bench.scheduler.control(BatchControl(forget_device=device))
+        bench.steps(2)
+        message, field = answer_of(order)
+        assert field == "forget_device"
+        return str(message)
+
+    for name in "abcdefgh":
+        bench.add(name)
+    passes(5)
+    bench.steps(4)
+    assert bench.scheduler.num_running_seqs == 8
+    assert "device 3 answers" in rejected(3)
+    del node.celsius[3]
+    passes(100)
+    bench.steps(4)
+    assert bench.scheduler.num_running_seqs == 1
+    assert "device 3: its sensor does not answer" in reader.state().fault
+    assert "the devices are 0, 3" in rejected(2)
+    bench.scheduler.control(BatchControl(forget_device=3, dry_run=True))
+    bench.steps(2)
+    assert reader.state().hottest_c == 95.0
+    bench.order(forget_device=3)
+    bench.steps(60)
+    assert bench.scheduler.num_running_seqs == 8
+    assert reader.state().temperatures_c.keys() == {0}
+    node.celsius[3] = 70.0  # it is back
+    passes(1)
+    assert reader.state().hottest_c == 70.0
+    del node.celsius[3]
+    passes(100)
+    reader.forget(3)
+    node.celsius.clear()
+    reader.poll()
+    now_s[0] += 100.0
+    assert "device 0 is the only one" in rejected(0)
+
+
+def test_without_temperatures_no_device_can_be_forgotten() -> None:
+    for bench, reason in ((Bench.of(senses=False), "none are read"), (Bench.of(), "no source")):
+        order = bench.scheduler.control(BatchControl(forget_device=0))
+        bench.steps(1)
+        assert reason in str(order.exception(timeout=0))
 
 
 def test_requests_start_although_an_order_arrives_in_every_step() -> None:

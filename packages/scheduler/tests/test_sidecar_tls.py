@@ -17,7 +17,7 @@ pytest.importorskip("trustme")
 import trustme
 
 from trencadis.scheduler.errors import ConfigError
-from trencadis.scheduler.telemetry import Reading, SensorError, TemperatureSource
+from trencadis.scheduler.telemetry import Reading, SensorError, TemperatureSource, open_source
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
 from trencadis.scheduler.telemetry.sidecar.client import SidecarSource
 from trencadis.scheduler.telemetry.sidecar.config import SidecarConfig
@@ -82,7 +82,11 @@ def sidecar(certificates: Certificates, mutual: bool) -> Iterator[int]:
 def answer(port: int, tls: ClientTls | None, until: Callable[[str], bool]) -> str:
     """The first result of a client that satisfies ``until``: "readings", or a fault."""
     backoff = Backoff(initial_s=0.02, max_s=0.1)
-    source = SidecarSource(f"localhost:{port}", tls=tls, backoff=backoff)
+    return result_of(SidecarSource(f"localhost:{port}", tls=tls, backoff=backoff), until)
+
+
+def result_of(source: TemperatureSource, until: Callable[[str], bool]) -> str:
+    """The first result of a source that satisfies ``until``; the source is closed."""
     deadline_s = time.monotonic() + 120.0
     try:
         while True:
@@ -150,6 +154,20 @@ def test_mutual_tls_serves_only_clients_of_its_authority(
         )
         assert answer(port, other, refused)
         assert answer(port, ClientTls(authority=certificates.authority), refused)
+
+
+def test_a_sidecar_with_mutual_tls_is_named_by_a_line(
+    certificates: Certificates, other_certificates: Certificates
+) -> None:
+    with sidecar(certificates, mutual=True) as port:
+        certificate, key = certificates.client
+        line = f"sidecar:localhost:{port}#authority={certificates.authority},"
+        line += f"certificate={certificate},key={key}"
+        assert result_of(open_source(line), served)
+        other = line.replace(str(certificates.authority), str(other_certificates.authority))
+        assert result_of(open_source(other), refused)
+        with pytest.raises(ConfigError, match=r"'ca=x' is not NAME=VALUE of authority, cert"):
+            open_source(f"sidecar:localhost:{port}#ca=x")
 
 
 def test_missing_files_and_a_certificate_without_key_are_errors(

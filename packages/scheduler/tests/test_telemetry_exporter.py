@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -84,6 +86,46 @@ def exporter() -> Iterator[Exporter]:
         yield Exporter(server)
         server.shutdown()
         thread.join()
+
+
+def test_a_page_with_its_own_authority_is_named_by_a_line(
+    exporter: Exporter, tmp_path: Path
+) -> None:
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    certificate, pem = authority.issue_cert("127.0.0.1"), tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(pem)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    certificate.configure_cert(context)
+    exporter.server.socket = context.wrap_socket(exporter.server.socket, server_side=True)
+    exporter.shows(DCGM_PAGE)
+    line = f"exporter:{exporter.url.replace('http:', 'https:')}"
+    assert len(seen(open_source(f"{line}#authority={pem}"))) == 2
+    assert len(seen(open_source(f"{line}#authority={pem},sensor=memory"))) == 1
+    with pytest.raises(SensorError, match="CERTIFICATE_VERIFY_FAILED"):
+        open_source(line).read()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("authority=/nowhere.pem", "/nowhere.pem cannot be used"),
+        (f"authority={__file__}", "cannot be used as PEM files"),
+        ("certificate=a.pem", "needs its key"),
+        ("ca=a.pem", "'ca=a.pem' is not NAME=VALUE of authority"),
+        ("label=gpu,label=id", "each once"),
+        ("label", "'label' is not NAME=VALUE"),
+        ("sensor=core", "sensor 'core' is unknown"),
+    ],
+)
+def test_a_wrong_option_is_named(options: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        open_source(f"exporter:https://localhost/metrics#{options}")
+
+
+def test_certificates_are_for_https_alone() -> None:
+    with pytest.raises(ConfigError, match="is not https: leave out authority"):
+        open_source("exporter:http://localhost/metrics#authority=ca.pem")
 
 
 def seen(source: Any) -> list[tuple[int, float, float | None]]:

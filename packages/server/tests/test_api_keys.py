@@ -268,11 +268,20 @@ async def test_a_key_fills_half_of_the_places_before_the_tokenizer_at_most(
 
 
 @pytest.mark.asyncio
-async def test_without_a_fair_share_all_requests_are_of_one_client(engine, key_file):
-    async with connect(engine, api_key_file=key_file()) as client:
+@pytest.mark.parametrize(
+    ("settings", "clients"),
+    [
+        ({}, ["ann", "bob"]),
+        ({"fair_share": "none"}, ["", ""]),
+        ({"api_key_file": None, "api_keys": tuple(KEYS.values())}, ["", ""]),
+    ],
+)
+async def test_a_fair_share_is_the_default_of_named_keys(engine, key_file, settings, clients):
+    async with connect(engine, **{"api_key_file": key_file(), **settings}) as client:
         for key in KEYS.values():
-            await client.post("/v1/completions", json=BODY, headers=bearer(key))
-    assert engine.clients == ["", ""]
+            response = await client.post("/v1/completions", json=BODY, headers=bearer(key))
+            assert response.status_code == 200
+    assert engine.clients == clients
 
 
 @pytest.mark.asyncio

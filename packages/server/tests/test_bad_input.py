@@ -180,6 +180,7 @@ CHAT = [
     ({"audio": {"voice": "alloy"}}, "audio"),
     ({"reasoning_effort": "high"}, "reasoning_effort"),
     ({"guided_json": 7}, "guided_json"),
+    ({"guided_json": False}, "guided_json"),
     ({"use_beam_search": "yes"}, "use_beam_search"),
     ({"use_beam_search": True, "temperature": 0.7}, "temperature"),
     ({"use_beam_search": True, "stop": "a"}, "stop"),

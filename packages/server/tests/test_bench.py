@@ -147,7 +147,7 @@ async def test_what_cannot_be_measured_is_one_line(serving, capsys, flags, messa
 
 def test_a_server_that_is_not_there_is_one_line(capsys):
     assert main(["bench", "--url", "http://127.0.0.1:9/v1"]) == 1
-    assert capsys.readouterr().err.startswith("engine-serve bench: error: Connection error")
+    assert capsys.readouterr().err.startswith("engine-serve bench: error: no server answers at")
 
 
 @pytest.mark.asyncio

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import math
 import os
 import re
 import shutil
@@ -404,7 +403,7 @@ async def test_a_right_key_without_a_client_certificate_is_refused_and_logged(
 
     caplog.set_level("INFO")
     for certificate, reason in ((None, "did not return a certificate"), ("stranger.pem", "verify")):
-        LoggedHandshake._last_logged_s = -math.inf
+        LoggedHandshake.log_unlogged()  # as if a second had passed
         with pytest.raises(httpx.TransportError):
             await call(certificate)
         lines = [record.message for record in caplog.records if "TLS client" in record.message]
@@ -415,7 +414,14 @@ async def test_a_right_key_without_a_client_certificate_is_refused_and_logged(
     assert (await call("operator.pem")).status_code == 200
     assert len(engine.orders) == 1
     assert not [record for record in caplog.records if "TLS client" in record.message]
+    LoggedHandshake.log_unlogged()
+    for _ in range(8):
+        with pytest.raises(httpx.TransportError):
+            await call(None)
     await run.end()
+    lines = [record.message for record in caplog.records if "TLS client" in record.message]
+    more = [int(line.split()[0]) for line in lines if "more TLS clients are rejected" in line]
+    assert len(lines) - len(more) + sum(more) == 8, "each is in a line, or counted"
 
 
 async def test_an_engine_that_fails_for_good_ends_the_server_with_its_reason(starting, engine):

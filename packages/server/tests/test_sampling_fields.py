@@ -132,6 +132,7 @@ FORMS = [
         {"json_schema": SCHEMA},
     ),
     ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"guided_json": True}, {"json_schema": {}}),
     ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),

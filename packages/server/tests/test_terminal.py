@@ -87,4 +87,15 @@ async def test_reasoning_is_shown_and_not_sent_back(engine, serving, capsys, typ
 @pytest.mark.parametrize("command", [("complete", "x"), ("chat",)])
 async def test_a_server_that_is_not_there_is_one_line(capsys, command):
     assert await run("http://127.0.0.1:9", *command) == 1
-    assert capsys.readouterr().err.startswith("engine-serve: error: Connection error")
+    error = capsys.readouterr().err
+    assert error.startswith("engine-serve: error: no server answers at http://127.0.0.1:9/v1 (")
+    assert error.endswith("start engine-serve, or name its address with --url\n")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("complete", "x"), ("chat",), ("bench",)])
+async def test_an_address_without_v1_is_told(url, capsys, command):
+    assert await asyncio.to_thread(main, [*command, "--url", url]) == 1
+    assert (
+        f"{url} is not the address of an API: name {url}/v1 with --url" in capsys.readouterr().err
+    )

@@ -14,6 +14,7 @@ import operator
 import sys
 from collections.abc import Callable, Collection
 from functools import partial
+from itertools import islice
 from numbers import Integral, Real
 from typing import Any, TypeGuard
 
@@ -21,6 +22,9 @@ import attrs
 
 from trencadis.engine.errors import ConfigError as Refusal
 from trencadis.engine.errors import shown
+
+MAX_ITEMS = 1 << 24
+"""Items of the longest list that is read: more than any model's context has tokens."""
 
 
 def plain_number(value: Any) -> Any:
@@ -113,8 +117,24 @@ def one_of(choices: Collection[Any], **options: Any) -> Validator:
 
 
 def items_of(value: Any) -> tuple[Any, ...] | None:
-    """The items of a list or another iterable; None for a text, and for what has no items."""
+    """The items of a list or another iterable.
+
+    None for a text, for what has no items, and for more than `MAX_ITEMS`, such as a range that
+    would fill the memory.
+    """
     try:
-        return None if isinstance(value, (str, bytes)) else tuple(value)
+        if isinstance(value, (str, bytes)) or _is_too_long(value):
+            return None
+        items = tuple(islice(value, MAX_ITEMS + 1))
     except TypeError:  # also from a tensor without dimensions, which claims to be iterable
         return None
+    return items if len(items) <= MAX_ITEMS else None
+
+
+def _is_too_long(value: Any) -> bool:
+    try:
+        return len(value) > MAX_ITEMS
+    except OverflowError:  # of a range
+        return True
+    except TypeError:  # a generator has no length
+        return False

@@ -77,6 +77,12 @@ class BatchControl:
         "Order in which running groups are chosen as victims; with target_temp_c also "
         "of those that the thermal policy preempts later.",
     )
+    forget_device: int | None = setting(
+        None,
+        integer(0, _INT64_MAX, optional=True),
+        "Index of a device that no longer answers and is no longer to count as hot; it counts "
+        "again once it answers.",
+    )
     dry_run: bool = setting(
         False, boolean(), "Answer what the request would do, and change nothing."
     )
@@ -195,6 +201,7 @@ class ControlHandler:
         """Decide, then change the limits and preempt. Raises `ControlError` before any change."""
         config = self._config_under(control)
         max_num_seqs = config.max_num_seqs
+        self._forget(control, dry_run=True)
         policy_limit = self._policy_limit(control, config, view)
         num_to_evict = control.force_evict or 0
         ends_hold = control.max_num_seqs is not None and not num_to_evict
@@ -204,6 +211,7 @@ class ControlHandler:
         num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
             step.carries_out_order = self._was_carried_out = True
+            self._forget(control)
             self._settings.config = config
             self._limit.policy_limit = policy_limit
             if ends_hold:
@@ -269,6 +277,17 @@ class ControlHandler:
         return self._thermal.retarget(
             control.target_temp_c, control.policy, changed, dry_run=control.dry_run
         )
+
+    def _forget(self, control: BatchControl, *, dry_run: bool = False) -> None:
+        if control.forget_device is None:
+            return
+        if self._thermal is None:
+            raise ControlError(
+                f"forget_device {control.forget_device} needs temperatures and none are read: "
+                "leave it out",
+                "forget_device",
+            )
+        self._thermal.forget(control.forget_device, dry_run=dry_run)
 
     def _preempt(self, groups: list[SequenceGroup], step: SchedulingStep) -> None:
         for group in groups:

@@ -18,7 +18,9 @@ import attrs
 
 from trencadis.engine import ConfigError, EngineConfig
 from trencadis.engine.settings import (
+    CommandParser,
     add_flags,
+    described,
     environment_help,
     from_env,
     given_flags,
@@ -120,7 +122,7 @@ def _warm_up(argv: Sequence[str]) -> int:
 
 def warmup_parser() -> argparse.ArgumentParser:
     """The flags of ``engine-serve warmup``: those of `EngineConfig`, and what to do."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="engine-serve warmup",
         description="Compile what engine-serve would compile with the same flags, without serving. "
         "A server that is started with --compile-cache DIR then compiles nothing.",
@@ -144,7 +146,7 @@ def warmup_parser() -> argparse.ArgumentParser:
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of `EngineConfig` and `ServerSettings`, and those that are settings of neither."""
     environment = environment_help(EngineConfig, ServerSettings)
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="engine-serve",
         description="Serve a language model over the OpenAI API.",
         epilog=f"environment:\n{environment}\n{_EXAMPLES}",
@@ -276,7 +278,7 @@ def engine_config(args: argparse.Namespace, environ: Mapping[str, str]) -> Engin
 
 
 def _run_batch(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="engine-serve run-batch",
         description="Answer a file of requests, in the form of OpenAI's Batch API.",
     )
@@ -312,7 +314,7 @@ def _run_batch(argv: Sequence[str]) -> int:
         config = engine_config(args, os.environ)
         counts = asyncio.run(run_batch(config, settings, source, target, log))
     except (EngineError, OSError) as error:
-        print(f"engine-serve run-batch: error: {error}", file=sys.stderr)
+        print(f"engine-serve run-batch: error: {described(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

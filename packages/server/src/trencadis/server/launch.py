@@ -228,6 +228,7 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await super().shutdown(sockets)
+        LoggedHandshake.log_unlogged()
         # uvicorn cancels requests without waiting for their answers, after a second signal not even
         # that.
         tasks = list(self.server_state.tasks)

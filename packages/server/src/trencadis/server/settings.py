@@ -98,12 +98,14 @@ class ServerSettings:
         default="none",
     )
     fair_share: str = setting_field(
-        "none",
+        # Named keys are of different clients, of which one could make the others wait for minutes.
+        attrs.Factory(lambda self: "none" if self.api_key_file is None else "key", takes_self=True),
         one_of(("none", "key")),
         "--fair-share",
         group=SERVER,
         help="key: of the API keys whose requests wait, the one that got the fewest tokens is "
         "served next; none: keys do not change the order of requests",
+        default="key with --api-key-file, otherwise none",
     )
     max_requests_per_key: int | None = setting_field(
         None,

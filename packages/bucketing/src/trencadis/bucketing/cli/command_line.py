@@ -21,7 +21,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         options.run(options)
     except (BucketingError, OSError) as error:
-        print(f"trencadis-buckets: {error}", file=sys.stderr)
+        reason = str(error)
+        if isinstance(error, OSError) and error.filename is not None:
+            reason = f"{error.filename} cannot be used: {error.strerror}"
+        print(f"trencadis-buckets: {reason}", file=sys.stderr)
         return 2
     return 0
 
@@ -39,6 +42,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_show(commands: Any) -> None:
     show = commands.add_parser(
         "show",
+        allow_abbrev=False,
         help="print the grids and log lines of the VLLM_* settings",
         epilog=_variables_help(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,7 +83,9 @@ def _add_show(commands: Any) -> None:
 
 
 def _add_fit(commands: Any) -> None:
-    fit = commands.add_parser("fit", help="compare strategies on a trace, write a bucket file")
+    fit = commands.add_parser(
+        "fit", allow_abbrev=False, help="compare strategies on a trace, write a bucket file"
+    )
     fit.set_defaults(run=fit_trace)
     _add_trace_options(fit)
     fit.add_argument(
@@ -101,7 +107,9 @@ def _add_fit(commands: Any) -> None:
 
 
 def _add_plot(commands: Any) -> None:
-    plot = commands.add_parser("plot", help="draw lengths, bucket edges and hits as a PNG")
+    plot = commands.add_parser(
+        "plot", allow_abbrev=False, help="draw lengths, bucket edges and hits as a PNG"
+    )
     plot.set_defaults(run=plot_trace)
     _add_trace_options(plot)
     plot.add_argument("--output", required=True, help="PNG to write")

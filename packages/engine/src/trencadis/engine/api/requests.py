@@ -13,7 +13,7 @@ import attrs
 
 from trencadis.engine.api.sampling_params import MAX_TOKEN_ID, SamplingParams
 from trencadis.engine.errors import InvalidRequest, shown
-from trencadis.engine.validators import is_text, items_of, plain_number
+from trencadis.engine.validators import MAX_ITEMS, is_text, items_of, plain_number
 
 MAX_CACHE_SALT = 1024
 """Most characters of a cache salt."""
@@ -34,7 +34,9 @@ def _token_ids(prompt: Iterable[int]) -> tuple[int, ...]:
         )
     token_ids = items_of(prompt)
     if token_ids is None:
-        raise InvalidRequest(f"the prompt must be token ids, got {shown(prompt)}", "prompt")
+        raise InvalidRequest(
+            f"the prompt must be at most {MAX_ITEMS} token ids, got {shown(prompt)}", "prompt"
+        )
     if not set(map(type, token_ids)) <= {int}:
         token_ids = tuple(map(plain_number, token_ids))
         wrong = [token for token in token_ids if type(token) is not int]

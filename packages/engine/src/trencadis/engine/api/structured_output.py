@@ -23,10 +23,26 @@ def _refusal(message: str, _: str) -> InvalidRequest:
 
 
 def _schema(value: str | Mapping[str, Any] | bool | None) -> str | None:
-    """A schema as JSON text, which is hashable and can be sent to the core."""
-    if value is None or isinstance(value, str):
-        return value
-    if not isinstance(value, (Mapping, bool)):
+    """A schema as JSON text, which is hashable and can be sent to the core.
+
+    The schema true, which accepts any value, becomes an object that does the same.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        word = value.strip()
+        if word and word not in ("true", "false") and not word.startswith("{"):
+            raise InvalidRequest(
+                f"json_schema must be a JSON schema, which is an object, got {shown(value)}", FIELD
+            )
+        if word not in ("true", "false"):
+            return value
+        value = word == "true"
+    if value is True:
+        return "{}"
+    if value is False:
+        raise InvalidRequest("json_schema false accepts no value: give another schema", FIELD)
+    if not isinstance(value, Mapping):
         raise InvalidRequest(
             f"json_schema must be a JSON schema as a dict or as text, got {shown(value)}", FIELD
         )

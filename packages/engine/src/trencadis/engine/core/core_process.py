@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import threading
 import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
@@ -25,12 +26,14 @@ from trencadis.engine.ipc.messages import (
     Add,
     AddPooling,
     Busy,
+    CheckModel,
     Control,
     Controlled,
     Failed,
     Finish,
     Inspect,
     Inspected,
+    ModelChecked,
     Preempt,
     Preempted,
     Ready,
@@ -62,6 +65,9 @@ _STATS_SECONDS = 0.1
 
 _WARMING_SECONDS = 0.1
 """Period in which an idle core checks whether the next bucket can be warmed up."""
+
+_CHECKING_SECONDS = 0.02
+"""Period in which an idle core looks for the result of a check of another model."""
 
 
 @attrs.frozen
@@ -127,11 +133,12 @@ def _ready(core: EngineCore, warmup_seconds: float) -> Ready:
 
 def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwitcher) -> None:
     orders: _Orders = {}
+    checks: _Checks = {}
     last_call = -1
     channel.send(StepDone((), core.stats))
     stats_due_s = 0.0
     while os.getppid() == front:
-        for message in channel.receive(_receive_timeout(core)):
+        for message in channel.receive(_receive_timeout(core, is_checking=bool(checks))):
             if isinstance(message, Stop):
                 return
             if isinstance(message, (Reconfigure, Sleep, WakeUp)):
@@ -143,8 +150,11 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
                 channel.send(StepDone((), core.stats))  # the last totals of this model, if it goes
                 channel.send(Busy("the engine core changes its model", number=message.number))
                 channel.send(_change_model(core, switcher, message))
+            elif isinstance(message, CheckModel):
+                checks[message.number] = _begin_check(switcher, message)
             else:
                 _handle(core, channel, message, orders)
+        _send_checked(checks, channel)
         if core.executor.is_warming_up:
             channel.send(Busy("the engine core warms up"))
             core.advance_warm_up()
@@ -162,15 +172,48 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
     logger.warning("The front process has ended: the engine core stops")
 
 
-def _receive_timeout(core: EngineCore) -> float:
+def _receive_timeout(core: EngineCore, *, is_checking: bool) -> float:
     """Seconds to wait for the next message."""
     if core.has_work:
         return core.pause_s
+    if is_checking:
+        return _CHECKING_SECONDS
     return _WARMING_SECONDS if core.executor.is_warming_up else _IDLE_SECONDS
 
 
 _Orders = dict[int, Future[BatchControlResult]]
 """Results of orders that were not sent yet, by order number."""
+
+
+_Checks = dict[int, "Future[str]"]
+"""Errors of models that are checked, by the numbers of the calls."""
+
+
+def _begin_check(switcher: ModelSwitcher, message: CheckModel) -> Future[str]:
+    """Check a model beside the steps: reading a checkpoint's files may take seconds."""
+    result: Future[str] = Future()
+
+    def check() -> None:
+        try:
+            switcher.check(message.config)
+        except (ConfigError, ModelError) as error:
+            result.set_result(str(error))
+        except Exception as error:
+            logger.exception("A model could not be checked")
+            result.set_result(f"{type(error).__name__}: {error}")
+        else:
+            result.set_result("")
+
+    # A daemon, since what it reads may be on a file system that no longer answers.
+    threading.Thread(target=check, name="check-model", daemon=True).start()
+    return result
+
+
+def _send_checked(checks: _Checks, channel: CoreChannel) -> None:
+    for number, result in tuple(checks.items()):
+        if result.done():
+            del checks[number]
+            channel.send(ModelChecked(number, result.result()))
 
 
 def _handle(

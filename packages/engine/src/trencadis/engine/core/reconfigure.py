@@ -72,6 +72,15 @@ class ModelSwitcher:
         self._core = core
         self._stop = stop
 
+    def check(self, payload: bytes) -> None:
+        """Raise `ConfigError` or `ModelError` where the model of a payload cannot be served.
+
+        As far as that is known before anything is loaded. Changes nothing, and may be called in
+        another thread while steps run.
+        """
+        core = self._core
+        core.executor.check(_config_of(payload, core))
+
     def reconfigure_engine(self, payload: bytes, stash_bytes: int) -> SwitchResult:
         """Serve the model of the configuration in ``payload``. Requests end without a message.
 
@@ -176,9 +185,7 @@ class ModelSwitcher:
 
 def deserialise(switch: _Switch) -> None:
     """Read the configuration of the new model. Raises `ConfigError`."""
-    config = config_of_payload(switch.payload)
-    _check_same_device(switch.previous, config)
-    switch.config = config.for_device(switch.core.executor.device_facts.defaults)
+    switch.config = _config_of(switch.payload, switch.core)
 
 
 def pause_scheduling(switch: _Switch) -> None:
@@ -237,6 +244,13 @@ STEPS: tuple[tuple[str, Step], ...] = (
     ("resume", resume),
 )
 """The steps by the names that `SwitchFailedError` has."""
+
+
+def _config_of(payload: bytes, core: EngineCore) -> EngineConfig:
+    """The configuration of another model for the device of ``core``. Raises `ConfigError`."""
+    config = config_of_payload(payload)
+    _check_same_device(core.config, config)
+    return config.for_device(core.executor.device_facts.defaults)
 
 
 def _check_same_device(previous: EngineConfig, config: EngineConfig) -> None:

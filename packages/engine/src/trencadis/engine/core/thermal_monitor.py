@@ -41,7 +41,9 @@ class ThermalMonitor:
     ) -> None:
         self._reader = reader
         self._name = name or type(policy).__name__ if policy is not None else ""
-        self.guard = None if reader is None else ThermalGuard(policy, reader.state)
+        self.guard = None
+        if reader is not None:
+            self.guard = ThermalGuard(policy, reader.state, forget=reader.forget)
 
     @classmethod
     def from_config(
@@ -54,8 +56,10 @@ class ThermalMonitor:
 
         ``own_source`` is the device's temperature source, and ``own_devices`` its devices there
         (None: all). It is used where ``config`` names no source; without a policy only if it can be
-        read. Raises `ConfigError` for an unknown source or policy, for a policy without a source,
-        and for settings of a policy or devices that nothing uses.
+        read. Where ``config`` names no devices, those of ``own_devices`` count of that source, in
+        any form such as ``hlml:hottest``, and all of another one. Raises `ConfigError` for an
+        unknown source or policy, for a policy without a source, and for settings of a policy or
+        devices that nothing uses.
         """
         name = None if config.thermal_policy == NO_POLICY else config.thermal_policy
         source = config.temperature_source or own_source
@@ -79,7 +83,7 @@ class ThermalMonitor:
             )
         is_optional = not (name or config.temperature_source or config.thermal_devices)
         devices = config.thermal_devices
-        if devices is None and source == own_source:
+        if devices is None and _kind(source) == _kind(own_source):
             devices = own_devices
         try:
             policy = load_thermal_policy(name, **config.thermal_policy_config) if name else None
@@ -88,6 +92,7 @@ class ThermalMonitor:
             reader = TemperatureReader(open_source(source), ReaderConfig(devices=devices))
         except SchedulerError as error:
             raise ConfigError(str(error)) from error
+        _announce(source, devices)
         return cls(reader, policy, name or "")
 
     def start(self) -> None:
@@ -121,6 +126,21 @@ class ThermalMonitor:
             num_policy_faults=guard.num_faults if guard is not None else 0,
             num_rejected_readings=guard.num_rejected_readings if guard is not None else 0,
         )
+
+
+def _kind(source: str | None) -> str | None:
+    return None if source is None else source.partition(":")[0]
+
+
+def _announce(source: str, devices: tuple[int, ...] | None) -> None:
+    if devices is not None:
+        logger.info("Temperatures of %s: of device %s", source, ", ".join(map(str, devices)))
+        return
+    logger.info(
+        "Temperatures of %s: of every device that it shows, also where another engine uses it. "
+        "--thermal-devices names this engine's",
+        source,
+    )
 
 
 def _can_read(source: str) -> bool:

@@ -141,17 +141,25 @@ class Device(abc.ABC):
         self.synchronize()
         return max(0, before - self.free_memory())
 
-    def quantize(self, model: nn.Module, quantization: str) -> None:
-        """Round the weights of linear layers in place, before `optimize`.
+    def check_quantization(self, quantization: str) -> None:
+        """Raise `ConfigError` where this device does not compute with weights of this format.
 
-        ``quantization`` is `EngineConfig.quantization`. Raises `ConfigError` where this device does
-        not compute with such weights, or few weights are in such layers.
+        ``quantization`` is `EngineConfig.quantization`.
         """
         raise ConfigError(
             f"quantization {quantization} is not computed on {self.name}: leave it out, or serve "
             "on another device",
             "quantization",
         )
+
+    def quantize(self, model: nn.Module, quantization: str) -> None:
+        """Round the weights of linear layers in place, before `optimize`.
+
+        Raises the error of `check_quantization`, and `ConfigError` where few weights are in such
+        layers.
+        """
+        del model
+        self.check_quantization(quantization)
 
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""

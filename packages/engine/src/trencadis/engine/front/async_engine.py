@@ -50,6 +50,7 @@ from trencadis.engine.ipc.messages import (
     FromCore,
     Inspect,
     Inspected,
+    ModelChecked,
     Preempt,
     Preempted,
     Ready,
@@ -392,7 +393,7 @@ class EngineFront:
         elif isinstance(message, RequestError):
             kind = BucketMiss if message.bucket_miss else RequestFailed
             self._requests.end_with(message.key, kind(message.message))
-        elif isinstance(message, (Reconfigured, ReconfigureFailed, Slept)):
+        elif isinstance(message, (Reconfigured, ReconfigureFailed, ModelChecked, Slept)):
             self._changes.answer(message)
         elif isinstance(message, Controlled):
             self._changes.refuse(message.number, InvalidRequest(message.message))

@@ -41,7 +41,7 @@ from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import items_of
+from trencadis.engine.validators import MAX_ITEMS, items_of
 
 ItemT = TypeVar("ItemT")
 
@@ -290,7 +290,9 @@ class LLM:
 def _listed(values: Iterable[ItemT], name: str) -> list[ItemT]:
     items = None if isinstance(values, Mapping) else items_of(values)
     if items is None:
-        raise InvalidRequest(f"{name} must be a list, got {shown(values)}", name)
+        raise InvalidRequest(
+            f"{name} must be a list of at most {MAX_ITEMS}, got {shown(values)}", name
+        )
     return list(items)
 
 

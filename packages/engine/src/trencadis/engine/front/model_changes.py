@@ -17,12 +17,15 @@ from trencadis.engine.errors import (
     EngineError,
     EngineSleeping,
     InvalidRequest,
+    ModelError,
     SwitchFailedError,
     SwitchInProgressError,
 )
 from trencadis.engine.front.core_supervisor import CoreSupervisor
 from trencadis.engine.front.open_requests import OpenRequests
 from trencadis.engine.ipc.messages import (
+    CheckModel,
+    ModelChecked,
     Reconfigure,
     Reconfigured,
     ReconfigureFailed,
@@ -36,6 +39,10 @@ from trencadis.engine.validators import integer
 
 if TYPE_CHECKING:
     from trencadis.engine.front.tokenizer import Tokenizer
+
+
+_CHECK_SECONDS = 600.0
+"""Longest check of a model: of a GGUF file it reads every byte."""
 
 
 @attrs.frozen(eq=False)
@@ -112,6 +119,25 @@ class ModelChanges:
         if self.is_sleeping:
             await self._call(WakeUp)
 
+    async def check(self, config: EngineConfig) -> None:
+        """Raise `ModelError` where the core cannot serve the model of ``config``.
+
+        As far as that is known before anything is loaded; requests are served meanwhile. Raises
+        `ConfigError` for a configuration that cannot be sent, and the errors of
+        `AsyncEngine.check_health`.
+        """
+        payload = config_payload(config)
+        checking = self._call(lambda number: CheckModel(number, payload))
+        try:
+            checked: ModelChecked = await asyncio.wait_for(checking, _CHECK_SECONDS)
+        except asyncio.TimeoutError:
+            raise ModelError(
+                f"{config.model} could not be read within {_CHECK_SECONDS:.0f} s: check its disk, "
+                "or the network"
+            ) from None
+        if checked.error:
+            raise ModelError(checked.error)
+
     async def reconfigure(
         self, config: EngineConfig, tokenizer: Tokenizer, stash_bytes: int
     ) -> Reconfigured:
@@ -149,7 +175,7 @@ class ModelChanges:
         if number is not None and number == max(self._calls, default=None):
             self.has_begun = True
 
-    def answer(self, message: Reconfigured | ReconfigureFailed | Slept) -> None:
+    def answer(self, message: Reconfigured | ReconfigureFailed | ModelChecked | Slept) -> None:
         """End the call that a message of the core answers."""
         call = self._calls.pop(message.number, None)
         if call is None:

@@ -167,7 +167,8 @@ class MultiModelEngine(EngineFront):
     ) -> SwitchReport:
         """Make ``alias`` the active model; returns when it serves.
 
-        First the model is prepared, see `prepare_model`; the active one is served meanwhile. Then
+        First the model is prepared, see `prepare_model`, and checked: the active one is served
+        meanwhile, and stays where settings and files already tell that the other cannot be. Then
         requests that run may end within ``drain_timeout_s`` seconds; new ones are rejected with
         `SwitchInProgressError`. ``running`` says what happens to those that are left then:
 
@@ -204,6 +205,7 @@ class MultiModelEngine(EngineFront):
             await self.check_health()
             with self._preparing():
                 tokenizer = await self._models.prepare(alias)
+                await self._changes.check(self._models.config_of(alias))
                 await asyncio.to_thread(tokenizer.start_renderer)
             await self.check_health()
             self._changes.switching = (

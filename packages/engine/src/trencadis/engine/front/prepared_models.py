@@ -28,6 +28,7 @@ from trencadis.engine.front.async_engine import load_tokenizer
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.line_process import LineProcess
 from trencadis.engine.models.checkpoint import check_checkpoint, locate
+from trencadis.engine.models.weight_files import WEIGHT_FILES
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.engine.validators import is_text
 
@@ -104,7 +105,13 @@ class PreparedModels:
         or conversion ends when each of them was cancelled. Raises the errors of `tokenizer_of`.
         """
         await self._fetched(alias)
-        return await self.tokenizer_of(alias)
+        tokenizer = await self.tokenizer_of(alias)
+        if alias not in self._sources:
+            raise ModelError(
+                f"the hub has no weights of {self.config_of(alias).model}: neither "
+                f"{' nor '.join(WEIGHT_FILES)}, nor an index of several such files"
+            )
+        return tokenizer
 
     def release_all_but(self, active: str) -> None:
         """End the processes that render the chat templates of other models."""

@@ -110,6 +110,7 @@ class Tokenizer:
             raise ModelError(
                 f"{source} has a slow tokenizer only: save its fast form (tokenizer.json) there"
             )
+        _check_vocabulary(tokenizer, source)
         if chat_template is not None:
             tokenizer.chat_template = template_text(chat_template)
             _check_syntax(tokenizer)
@@ -408,6 +409,20 @@ def _without_padding(token_ids: list[int], pad_token_id: int | None) -> list[int
     while end > 1 and token_ids[end - 1] == pad_token_id:
         end -= 1
     return token_ids[:end]
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, source: str) -> None:
+    """Raise `ModelError` for a tokenizer of special tokens alone, which encodes no text.
+
+    transformers makes one for several architectures where the checkpoint has no tokenizer files.
+    """
+    added = tokenizer.added_tokens_decoder.values()
+    special = {str(token.content) for token in added if token.special}
+    if tokenizer.get_vocab().keys() <= special | set(tokenizer.all_special_tokens):
+        raise ModelError(
+            f"{source} has no usable tokenizer: its vocabulary is empty, as without tokenizer "
+            "files. Save tokenizer.json there"
+        )
 
 
 def _check_syntax(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 
 from trencadis.engine.api.structured_output import StructuredOutput
+from trencadis.engine.grammars.finite_schemas import accepts_finite
 from trencadis.engine.grammars.grammar import matcher_error, new_matcher
 
 CPU_SECONDS = 3.0
@@ -91,6 +92,9 @@ def _check(tokenizer: LLTokenizer, structured_output: StructuredOutput) -> str:
     """Why a grammar cannot be served; "" if it can."""
     try:
         matcher = new_matcher(tokenizer, structured_output)
+        schema = structured_output.json_schema
+        if schema is not None and not accepts_finite(json.loads(schema)):
+            return "it requires itself within itself, so that no finite value matches it"
     except (ValueError, RecursionError) as error:
         return str(error)
     except MemoryError:

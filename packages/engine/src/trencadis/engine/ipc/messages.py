@@ -101,6 +101,13 @@ class Reconfigure(msgspec.Struct, frozen=True, tag=True):
     stash_bytes: int
 
 
+class CheckModel(msgspec.Struct, frozen=True, tag=True):
+    """Whether the model of ``config`` can be served. The core answers with `ModelChecked`."""
+
+    number: int
+    config: bytes
+
+
 class Sleep(msgspec.Struct, frozen=True, tag=True):
     """Release device memory. The core answers with `Slept` or `ReconfigureFailed`."""
 
@@ -159,6 +166,14 @@ class ReconfigureFailed(msgspec.Struct, frozen=True, tag=True):
     number: int
     step: str
     message: str
+
+
+class ModelChecked(msgspec.Struct, frozen=True, tag=True):
+    """The answer to `CheckModel`. ``error``: why the model cannot be served; empty if none is known
+    without loading it."""
+
+    number: int
+    error: str = ""
 
 
 class Slept(msgspec.Struct, frozen=True, tag=True):
@@ -272,6 +287,7 @@ ToCore = (
     | Control
     | Preempt
     | Inspect
+    | CheckModel
     | Reconfigure
     | Sleep
     | WakeUp
@@ -281,6 +297,7 @@ FromCore = (
     Ready
     | Reconfigured
     | ReconfigureFailed
+    | ModelChecked
     | Slept
     | Failed
     | Rejected

@@ -6,19 +6,23 @@ from pathlib import Path
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.gguf import convert_gguf
+from trencadis.engine.models.hub import check_hub
 
 
 def locate(name: str) -> str:
     """A directory or hub id that transformers can load for ``name``.
 
     A ``.gguf`` file is converted on the first call. Raises `ModelError` for a path that is not a
-    checkpoint.
+    checkpoint, and for a hub id where neither the cache has it nor the hub answers.
     """
     check_checkpoint(name)
     path = Path(name).expanduser()
     if path.is_file():
         return str(convert_gguf(path))
-    return str(path) if path.is_dir() else name
+    if path.is_dir():
+        return str(path)
+    check_hub(name)
+    return name
 
 
 def check_checkpoint(name: str) -> None:

@@ -20,9 +20,8 @@ from pathlib import Path
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.checkpoint import locate
-
-_WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-"""In the order in which transformers looks for them; each may be divided, with an index."""
+from trencadis.engine.models.hub import why_unreachable
+from trencadis.engine.models.weight_files import WEIGHT_FILES
 
 
 def main() -> None:
@@ -63,6 +62,11 @@ def _download(name: str) -> bool:
     """
     from huggingface_hub.errors import LocalEntryNotFoundError  # noqa: PLC0415  (slow)
 
+    unreachable = why_unreachable(name)
+    if unreachable:  # which each file would find out again, with retries
+        if _has_weights(name, is_online=False):
+            return True
+        raise OSError(unreachable)
     try:
         return _has_weights(name, is_online=True)
     except LocalEntryNotFoundError as error:  # no connection, or the hub is down
@@ -74,7 +78,7 @@ def _download(name: str) -> bool:
 def _has_weights(name: str, *, is_online: bool) -> bool:
     from transformers.utils.hub import get_checkpoint_shard_files  # noqa: PLC0415  (slow)
 
-    for file in _WEIGHT_FILES:
+    for file in WEIGHT_FILES:
         if _cached(name, file, is_online=is_online) is not None:
             return True
         index = _cached(name, f"{file}.index.json", is_online=is_online)

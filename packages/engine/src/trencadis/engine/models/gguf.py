@@ -5,25 +5,28 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import json
 import logging
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 from safetensors import SafetensorError
 
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.broken_files import reason_of
+from trencadis.engine.models.weight_files import has_all_tensors
 
 logger = logging.getLogger("trencadis.engine")
 
 _FORMAT = 1
 """Version of the conversion. Increase it to invalidate older conversions."""
+
+_MAGIC = b"GGUF"
 
 _SCRATCH_NAME = re.compile(r"\..+-[0-9a-f]{16}-[a-z0-9_]{8}")
 """A dot, the name of the conversion with its fingerprint, and what `tempfile.mkdtemp` adds."""
@@ -44,6 +47,7 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
     file, or the conversion cannot be written.
     """
     parent = cache if cache is not None else cache_directory()
+    _check_magic(gguf)
     try:
         target = parent / f"{name or gguf.stem}-{_fingerprint(gguf)}"
     except OSError as error:
@@ -63,6 +67,20 @@ def convert_gguf(gguf: Path, name: str | None = None, cache: Path | None = None)
             "free space there, or name another cache directory with XDG_CACHE_HOME"
         ) from error
     return target
+
+
+def _check_magic(gguf: Path) -> None:
+    """Raise `ModelError` for a file of another form, which transformers takes for a config file."""
+    try:
+        with gguf.open("rb") as file:
+            beginning = file.read(len(_MAGIC))
+    except OSError as error:
+        raise ModelError(f"{gguf} cannot be read: {error.strerror}") from error
+    if beginning != _MAGIC:
+        raise ModelError(
+            f"{gguf} is not a GGUF file, which begins with GGUF: download it again, or name a "
+            "checkpoint's directory"
+        )
 
 
 def _convert_to(target: Path, gguf: Path) -> None:
@@ -123,25 +141,9 @@ def _locked(directory: Path, *, waits: bool) -> Generator[bool, None, None]:
 def _is_whole(target: Path) -> bool:
     """Whether no file is empty, and those of the weights have the sizes that their headers say."""
     return all(
-        file.stat().st_size > 0 and (file.suffix != ".safetensors" or _has_all_tensors(file))
+        file.stat().st_size > 0 and (file.suffix != ".safetensors" or has_all_tensors(file))
         for file in target.iterdir()
     )
-
-
-def _has_all_tensors(file: Path) -> bool:
-    """A safetensors file is the length of its header in 8 bytes, the header, and the tensors."""
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(8), "little")
-        size = file.stat().st_size
-        if length > size:
-            return False
-        try:
-            tensors = json.loads(content.read(length))
-            tensors.pop("__metadata__", None)
-            ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
-        except (ValueError, LookupError, TypeError, AttributeError):
-            return False
-    return size == 8 + length + max(ends, default=0)
 
 
 def _convert(gguf: Path, target: Path) -> None:
@@ -150,24 +152,41 @@ def _convert(gguf: Path, target: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig  # noqa: PLC0415
 
     try:
-        model = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             gguf.parent,
             gguf_file=gguf.name,
             quantization_config=GgufConfig(dequantize=True),
             dtype=torch.bfloat16,
+            output_loading_info=True,
             trust_remote_code=False,
         )
+        model, report = loaded
+        _check_complete(gguf, report["missing_keys"])
         tokenizer = AutoTokenizer.from_pretrained(
             gguf.parent, gguf_file=gguf.name, trust_remote_code=False
         )
+    except ModelError:
+        raise
     except ImportError as error:
         raise ModelError(
             f"reading GGUF files needs pip install 'trencadis-engine[gguf]': {error}"
         ) from error
     except Exception as error:  # a broken file makes the reader raise errors of any type
-        raise ModelError(f"{gguf} cannot be read as a GGUF model: {error}") from error
+        raise ModelError(
+            f"{gguf} cannot be read as a GGUF model: {reason_of(error)}. Where it is damaged, "
+            "download it again"
+        ) from error
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)
+
+
+def _check_complete(gguf: Path, missing: Collection[str]) -> None:
+    """Raise `ModelError` for missing weights, which transformers draws at random."""
+    if missing:
+        raise ModelError(
+            f"{gguf} lacks {len(missing)} weights of its model, such as {min(missing)}: download "
+            "it again"
+        )
 
 
 def _publish(scratch: Path, target: Path) -> None:

@@ -44,6 +44,7 @@ from trencadis.engine.models.score_heads import (
     is_classifier,
     keep_tokens,
 )
+from trencadis.engine.models.weight_files import check_directory
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -128,6 +129,16 @@ def _inspect_pooling(
         max_seq_length=read_max_seq_length(spec.source),
         text_prompts=read_prompts(spec.source) if scoring is None else TextPrompts(),
     )
+
+
+def check_weight_files(spec: ModelSpec) -> None:
+    """Raise `ModelError` where `load_model` would find weight files missing or cut off.
+
+    Those of a hub id are in the hub's cache, which checks them.
+    """
+    source = Path(spec.source)
+    if source.is_dir() and not getattr(spec.config, "transformers_weights", None):
+        check_directory(source)
 
 
 def resolve_dtype(

@@ -64,6 +64,10 @@ class CacheSizing:
         """Bytes of one KV block in all layers."""
         return bytes_per_block(self._layers, block_size=self._config.block_size, dtype=self._dtype)
 
+    def check_settings(self) -> None:
+        """Raise `ConfigError` where one sequence would not fit if all memory were free."""
+        self.num_blocks(self._plan_memory(self._device.total_memory()))
+
     def profile(
         self, model: nn.Module, prompts: Sequence[PromptShape | RaggedShape], read: DecodeRead
     ) -> MemoryPlan:

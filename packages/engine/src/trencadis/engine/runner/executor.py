@@ -87,6 +87,12 @@ class Executor(Protocol):
 
     # A model, from its checkpoint to its first step.
 
+    def check(self, config: EngineConfig) -> None:
+        """Raise the error of a `load` that would fail, as far as settings and files tell.
+
+        Changes nothing, and may be called in another thread while steps are executed.
+        """
+
     def load(self, config: EngineConfig) -> bool:
         """Load the model's weights; returns whether they were still in host memory."""
 
@@ -118,7 +124,8 @@ class Executor(Protocol):
         """
 
     def probe(self) -> None:
-        """Run the smallest forward pass. Raises if the device has failed."""
+        """Run the smallest forward pass. Raises if the device has failed or the model computes
+        NaN."""
 
     def counters(self) -> ExecutorCounters:
         """The counters now."""

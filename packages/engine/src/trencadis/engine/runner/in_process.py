@@ -105,6 +105,10 @@ class InProcessExecutor:
 
     # A model, from its checkpoint to its first step.
 
+    def check(self, config: EngineConfig) -> None:
+        if not self.has_weights(config):
+            Worker(config, self.device, records=False)
+
     def load(self, config: EngineConfig) -> bool:
         worker, self._following = self._following, None
         if worker is not None:

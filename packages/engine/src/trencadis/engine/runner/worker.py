@@ -23,6 +23,7 @@ from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.layer_reading import check_layers
 from trencadis.engine.models.loader import (
     ModelSpec,
+    check_weight_files,
     inspect_model,
     load_model,
     move_weights,
@@ -101,6 +102,10 @@ class Worker:
         self._max_model_len = self._resolve_max_model_len()
         layers = [layer.within(self._max_model_len) for layer in self.spec.layers]
         check_layers(layers, device.supports, self.spec.source)
+        check_weight_files(self.spec)
+        if config.quantization != "none":
+            device.check_quantization(config.quantization)
+        self._check_policy_of_misses()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
             config,
@@ -110,6 +115,7 @@ class Worker:
             self._max_model_len,
             captures_graphs=self.captures_graphs,
         )
+        self._sizing.check_settings()
         self._choice = GridChoice(config, device, self._max_model_len)
         # A grid of sequence lengths is there before the cache whose size the others depend on.
         self.grids = self._choice.sequence_grids()
@@ -232,7 +238,8 @@ class Worker:
         """Warm up before serving, as ``config.warmup`` says.
 
         Returns None where the rest is warmed up in the background, or nothing is. ``stop`` is
-        polled before each bucket; True ends the warm-up.
+        polled before each bucket; True ends the warm-up. Raises `ModelError` for weights that
+        compute NaN.
         """
         report = None
         if self.grids is not None and self.config.warmup == "full":
@@ -252,6 +259,7 @@ class Worker:
         if self._compiled:
             # Compilers leave cycles that refer to the KV cache: it would outlive its release.
             gc.collect()
+        self.runner.probe()
         if self.background is None:
             self.device.end_warm_up()
         self.runner.forward_runner.start_serving()
@@ -280,15 +288,17 @@ class Worker:
             warm_up_sampler(sampler, sampler_batch_sizes(*buckets))
         return report
 
-    def _set_policy_of_misses(self, forward_runner: ForwardRunner) -> None:
-        """What becomes of a batch in a shape that was not warmed up."""
-        policy = self.config.on_bucket_miss
-        if policy == "eager" and not self.device.dynamic_shapes:
+    def _check_policy_of_misses(self) -> None:
+        if self.config.on_bucket_miss == "eager" and not self.device.dynamic_shapes:
             raise ConfigError(
                 f"on_bucket_miss eager needs a device that runs a new shape uncompiled, and "
                 f"{self.device.name} compiles each: choose compile or refuse",
                 "on_bucket_miss",
             )
+
+    def _set_policy_of_misses(self, forward_runner: ForwardRunner) -> None:
+        """What becomes of a batch in a shape that was not warmed up."""
+        policy = self.config.on_bucket_miss
         without_warmup = self.config.warmup == "none" or self.grids is None
         forward_runner.compile_cold = policy == "compile" or (policy == "auto" and without_warmup)
         forward_runner.refuse_cold = policy == "refuse"

@@ -3,6 +3,7 @@
 The names here are public, for settings classes of other packages.
 """
 
+from trencadis.engine.settings.command_parser import CommandParser, described
 from trencadis.engine.settings.flags import (
     add_flags,
     environment_help,
@@ -23,7 +24,9 @@ from trencadis.engine.settings.flags import (
 )
 
 __all__ = [
+    "CommandParser",
     "add_flags",
+    "described",
     "environment_help",
     "flag_list",
     "format_size",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from trencadis.bucketing import BucketingError
 from trencadis.engine import __version__
 from trencadis.engine.errors import ConfigError, EngineError
+from trencadis.engine.settings.command_parser import CommandParser, described
 from trencadis.engine.settings.flags import add_flags, environment_help, given_flags
 from trencadis.engine.simulated.config import SimulationConfig
 from trencadis.engine.simulated.model_shape import read_model_shape
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if plot is not None:
             plot(report, options.plot)
     except (EngineError, BucketingError, OSError) as error:
-        print(f"trencadis-simulate: {error}", file=sys.stderr)
+        print(f"trencadis-simulate: {described(error)}", file=sys.stderr)
         return 2
     print(f"simulated in {elapsed_s:.1f} s, {report.steps / elapsed_s:,.0f} steps/s")
     return 0
@@ -73,7 +74,7 @@ def _config(options: argparse.Namespace) -> SimulationConfig:
 
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of `SimulationConfig`, and the files that a run reads and writes."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="trencadis-simulate",
         description="Serve a recorded trace on a simulated accelerator and show how it went.",
         epilog=f"environment:\n{environment_help(SimulationConfig)}\n{_EXAMPLE}",

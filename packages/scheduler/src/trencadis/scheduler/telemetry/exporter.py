@@ -20,8 +20,16 @@ from trencadis.scheduler.telemetry.exporter_metrics import (
     ROCM_PREFIX,
     ExporterMetrics,
 )
-from trencadis.scheduler.telemetry.source import Reading, Sensor, TemperatureSource, import_extra
+from trencadis.scheduler.telemetry.source import (
+    Reading,
+    Sensor,
+    TemperatureSource,
+    import_extra,
+    split_options,
+)
 from trencadis.scheduler.validators import instance_of, number
+
+_TLS_OPTIONS = ("authority", "certificate", "key")
 
 MAX_BYTES = 16 << 20
 """Largest page that is read. A node with eight devices has a few hundred kilobytes."""
@@ -70,6 +78,25 @@ class ExporterSource(TemperatureSource):
         self._families = parser.text_string_to_metric_families
         self._opener = urllib.request.build_opener(
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=tls)
+        )
+
+    @classmethod
+    def from_argument(cls, argument: str) -> ExporterSource:
+        """The source ``exporter:url#name=value,...``.
+
+        Options: ``authority``, the PEM file of the authority that signed the page's certificate;
+        ``certificate`` and ``key``, PEM files of the client's own; ``label`` and ``sensor``, as in
+        the constructor.
+        """
+        url, options = split_options(argument, (*_TLS_OPTIONS, "label", "sensor"))
+        files = {name: options[name] for name in _TLS_OPTIONS if name in options}
+        if files and not url.startswith("https:"):
+            raise ConfigError(f"exporter url {url!r} is not https: leave out {', '.join(files)}")
+        return cls(
+            url,
+            sensor=Sensor.from_argument(options.get("sensor", "")),
+            label=options.get("label"),
+            tls=_tls_context(**files) if files else None,
         )
 
     @property
@@ -164,3 +191,19 @@ def _all_samples(families: Iterable[Any]) -> list[Any]:
 
 def _first(values: dict[str, float], names: tuple[str, ...]) -> float | None:
     return next((values[name] for name in names if name in values), None)
+
+
+def _tls_context(
+    authority: str | None = None, certificate: str | None = None, key: str | None = None
+) -> ssl.SSLContext:
+    """Raises `ConfigError` for files that are not certificates."""
+    if (certificate is None) != (key is None):
+        raise ConfigError("a client certificate needs its key: give both, or neither")
+    try:
+        context = ssl.create_default_context(cafile=authority)
+        if certificate is not None:
+            context.load_cert_chain(certificate, key)
+    except OSError as error:  # ssl.SSLError is one
+        files = ", ".join(filter(None, (authority, certificate, key)))
+        raise ConfigError(f"{files} cannot be used as PEM files: {error}") from error
+    return context

@@ -10,6 +10,7 @@ from types import TracebackType
 import attrs
 
 from trencadis.scheduler.clock import Clock, SteadyClock
+from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.config import ReaderConfig
 from trencadis.scheduler.telemetry.errors import SensorError, TelemetryError
 from trencadis.scheduler.telemetry.plausibility import (
@@ -65,6 +66,7 @@ class TemperatureReader:
         self._snapshot = _Snapshot(records, steps)
         self._started_at_s = now_s
         self._logged_health = Health.FRESH
+        self._updating = threading.Lock()  # guards the change of _snapshot
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -74,6 +76,32 @@ class TemperatureReader:
         now_s, steps = self._clock.read()
         clock_fault = "the clock stepped back" if steps != snapshot.backward_steps else ""
         return assess(snapshot.records, now_s, self._config, clock_fault)
+
+    def forget(self, device: int, *, dry_run: bool = False) -> None:
+        """Drop a device that does not answer, for example one that was removed from the node.
+
+        It counts again once it answers. Thread-safe. A dry run only raises `ConfigError`: for a
+        device that is unknown, answers, or is the only one, without which no temperature is known.
+        """
+        with self._updating:
+            snapshot = self._snapshot
+            left = tuple(record for record in snapshot.records if record.device != device)
+            states = {each.device: each for each in self.state().devices}
+            if device not in states:
+                known = ", ".join(map(str, states)) or "none"
+                raise ConfigError(f"device {device} is unknown: the devices are {known}")
+            if states[device].health is Health.FRESH:
+                raise ConfigError(
+                    f"device {device} answers: to leave it out, name the devices that count with "
+                    "--thermal-devices (ReaderConfig.devices)"
+                )
+            if not left:
+                raise ConfigError(
+                    f"device {device} is the only one: without it no temperature is known"
+                )
+            if not dry_run:
+                self._snapshot = _Snapshot(left, snapshot.backward_steps)
+                logger.warning("Device %d does not count any more until it answers", device)
 
     def start(self) -> None:
         """Start the thread. Raises `TelemetryError` if it was started before."""
@@ -118,6 +146,11 @@ class TemperatureReader:
     def poll(self) -> None:
         """Read the source once and update the records. Never raises."""
         readings, fault = self._read()
+        with self._updating:
+            self._update(readings, fault)
+        self._log_change()
+
+    def _update(self, readings: list[Reading], fault: str) -> None:
         now_s, steps = self._clock.read()
         records = {record.device: record for record in self._snapshot.records}
         for reading in readings:
@@ -134,7 +167,6 @@ class TemperatureReader:
             records[device] = with_fault(records[device], fault or "its sensor does not answer")
         ordered = tuple(records[device] for device in sorted(records))
         self._snapshot = _Snapshot(ordered, steps)
-        self._log_change()
 
     def _read(self) -> tuple[list[Reading], str]:
         try:

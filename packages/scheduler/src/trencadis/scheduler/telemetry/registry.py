@@ -13,9 +13,9 @@ SOURCES: Mapping[str, str] = {
     "nvml": "trencadis.scheduler.telemetry.nvml:NvmlSource.from_argument",
     "hlml": "trencadis.scheduler.telemetry.hlml:HlmlSource.from_argument",
     "sensors": "trencadis.scheduler.telemetry.sensors:HostSensorSource.from_argument",
-    "exporter": "trencadis.scheduler.telemetry.exporter:ExporterSource",
+    "exporter": "trencadis.scheduler.telemetry.exporter:ExporterSource.from_argument",
     "recorded": "trencadis.scheduler.telemetry.recorded:RecordedSource",
-    "sidecar": "trencadis.scheduler.telemetry.sidecar.client:SidecarSource",
+    "sidecar": "trencadis.scheduler.telemetry.sidecar.client:SidecarSource.from_argument",
 }
 """The built-in sources, by kind: ``module:callable``.
 
@@ -30,9 +30,9 @@ def open_source(spec: str) -> TemperatureSource:
     """Open the source ``kind`` or ``kind:argument``. The kinds are the keys of `SOURCES`.
 
     Examples: ``nvml``, ``hlml:hottest``, ``sensors:coretemp,k10temp``,
-    ``exporter:http://localhost:9400/metrics``, ``recorded:day.csv``, ``sidecar:node7:50061``. A
-    sidecar with TLS, or an exporter with unusual labels, needs more than a line: construct a
-    `SidecarSource` or an `ExporterSource`.
+    ``exporter:http://localhost:9400/metrics``, ``recorded:day.csv``, ``sidecar:node7:50061``. An
+    exporter and a sidecar have options, as in ``sidecar:node7:50061#authority=ca.pem``: see their
+    ``from_argument``.
 
     Raises `ConfigError` for an unknown kind or a bad argument, `MissingExtra` for a missing
     library.

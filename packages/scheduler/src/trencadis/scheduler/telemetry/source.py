@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from enum import Enum
 from importlib import import_module
 from typing import Any
@@ -76,6 +77,24 @@ class TemperatureSource(ABC):
 
     def close(self) -> None:  # noqa: B027  most sources hold nothing
         """Release the resources of the source. It is not read afterwards."""
+
+
+def split_options(argument: str, known: Collection[str]) -> tuple[str, dict[str, str]]:
+    """The address and the options of ``address#name=value,name=value``.
+
+    Raises `ConfigError` for an option that is not ``known``, is given twice or has no value.
+    """
+    address, _, listed = argument.partition("#")
+    options: dict[str, str] = {}
+    for option in filter(None, listed.split(",")):
+        name, _, value = option.partition("=")
+        if name not in known or name in options or not value:
+            raise ConfigError(
+                f"temperature source option {option!r} is not NAME=VALUE of {', '.join(known)}, "
+                "each once: write them as in ADDRESS#NAME=VALUE,NAME=VALUE"
+            )
+        options[name] = value
+    return address, options
 
 
 def import_extra(module: str, *, library: str, extra: str) -> Any:

@@ -7,9 +7,9 @@ import logging
 from collections.abc import Callable, Sequence
 from itertools import islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, Protocol
 
-from trencadis.scheduler.errors import ControlError
+from trencadis.scheduler.errors import ConfigError, ControlError
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.continued_view import ContinuedView
 from trencadis.scheduler.thermal.policy import (
@@ -27,6 +27,12 @@ from trencadis.scheduler.validators import instance_of, is_integer
 logger = logging.getLogger(__name__)
 
 Alert = Callable[[str], None]
+
+
+class Forget(Protocol):
+    """Drops a device that does not answer, as `TemperatureReader.forget`."""
+
+    def __call__(self, device: int, *, dry_run: bool = False) -> None: ...
 
 
 class ThermalGuard:
@@ -47,6 +53,7 @@ class ThermalGuard:
     That starts a control loop: a `ProportionalThermalPolicy`, which is ``policy`` until it limits
     nothing any more and the hottest device is below the target by the hysteresis.
 
+    ``forget`` is called for a control request that drops a device; None: there can be none.
     ``alert`` (by default an error in the log) gets the first fault of each kind. ``num_faults`` and
     ``num_rejected_readings`` count them all.
     ``power_model`` is fitted to the measured power, with or without a policy that uses power.
@@ -58,6 +65,7 @@ class ThermalGuard:
         policy: SchedulerThermalPolicy | None,
         read: Callable[[], ThermalState],
         alert: Alert = logger.error,
+        forget: Forget | None = None,
     ) -> None:
         if policy is not None:
             instance_of(SchedulerThermalPolicy).checked("policy", policy)
@@ -67,6 +75,7 @@ class ThermalGuard:
         self.num_rejected_readings = 0
         self._read = read
         self._alert = alert
+        self._forget = forget
         self._cap: int | None = None
         self._prefill_limit: int | None = None
         self._state: ThermalState | None = None
@@ -143,6 +152,18 @@ class ThermalGuard:
         self._cap = self._cap_of(policy, scheduler, self._report)
         self._prefill_limit = self._prefill_limit_of(policy, scheduler)
         return self._cap
+
+    def forget(self, device: int, *, dry_run: bool = False) -> None:
+        """Drop a device that does not answer. Raises `ControlError` for one that cannot be."""
+        if self._forget is None:
+            raise ControlError(
+                f"device {device} cannot be forgotten: the readings have no source that can do so",
+                "forget_device",
+            )
+        try:
+            self._forget(device, dry_run=dry_run)
+        except ConfigError as error:
+            raise ControlError(str(error), "forget_device") from error
 
     def victims(self, running: Sequence[SequenceGroup], count: int) -> list[SequenceGroup]:
         """Groups to evict, with ``count`` or more sequences in total: the policy's choice first.

@@ -21,9 +21,15 @@ import attrs
 import openai
 
 from trencadis.engine import EngineError
+from trencadis.engine.settings import CommandParser
 from trencadis.engine.simulated import read_workload
 from trencadis.server.commands.bench_report import BenchReport, BenchResult, Targets
-from trencadis.server.commands.connection import add_connection_flags, client_options, first_of
+from trencadis.server.commands.connection import (
+    add_connection_flags,
+    client_options,
+    first_of,
+    reason_of,
+)
 
 WORDS = (
     *("the", "of", "and", "to", "in", "is", "that", "for", "it", "as", "was", "with", "be", "by"),
@@ -56,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         print("engine-serve bench: error: --plot needs matplotlib: install it", file=sys.stderr)
         return 1
     except (EngineError, OSError, ValueError, openai.OpenAIError) as error:
-        print(f"engine-serve bench: error: {error}", file=sys.stderr)
+        print(f"engine-serve bench: error: {reason_of(error, args.url)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -72,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of the command."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="engine-serve bench",
         description="Measure a running server of the OpenAI API with streamed completions.",
     )
@@ -225,7 +231,8 @@ class LoadGenerator:
         try:
             return attrs.evolve(await self._send(request), arrival_s=arrival_s)
         except openai.OpenAIError as error:
-            return BenchResult(arrival_s, error=str(error)[:200])
+            reason = reason_of(error, str(self._client.base_url))
+            return BenchResult(arrival_s, error=reason[:200])
 
     async def _send(self, request: BenchRequest) -> BenchResult:
         num_words = max(1, round(request.prompt_tokens / self._tokens_per_word))

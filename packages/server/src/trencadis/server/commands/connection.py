@@ -7,6 +7,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+import openai
+
+from trencadis.engine.settings import described
+
 TIMEOUT = 600.0
 """Seconds without a byte of an answer, after which a request has failed."""
 
@@ -36,6 +40,19 @@ def client_options(args: argparse.Namespace) -> dict[str, Any]:
         "timeout": TIMEOUT,
         "max_retries": 0,
     }
+
+
+def reason_of(error: Exception, url: str) -> str:
+    """Why a command failed, and for a server that was not reached, what to do."""
+    if isinstance(error, openai.APIConnectionError):
+        return (
+            f"no server answers at {url} ({error.__cause__ or error}): start engine-serve, or name "
+            "its address with --url"
+        )
+    address = url.rstrip("/")
+    if isinstance(error, openai.NotFoundError) and not address.endswith("/v1"):
+        return f"{url} is not the address of an API: name {address}/v1 with --url"
+    return described(error)
 
 
 def first_of(models: Sequence[str], url: str) -> str:

@@ -9,7 +9,13 @@ from typing import Any
 
 import openai
 
-from trencadis.server.commands.connection import add_connection_flags, client_options, first_of
+from trencadis.engine.settings import CommandParser
+from trencadis.server.commands.connection import (
+    add_connection_flags,
+    client_options,
+    first_of,
+    reason_of,
+)
 
 EXIT = "/exit"
 _DIM, _PLAIN = "\x1b[2m", "\x1b[0m"
@@ -34,7 +40,7 @@ def chat(argv: Sequence[str]) -> int:
 
 
 def _parser(name: str, description: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=f"engine-serve {name}", description=description)
+    parser = CommandParser(prog=f"engine-serve {name}", description=description)
     add_connection_flags(parser)
     parser.add_argument("--max-tokens", metavar="N", type=int, help="most tokens of an answer")
     parser.add_argument("--temperature", metavar="T", type=float, help="0 is greedy")
@@ -49,7 +55,7 @@ def _run(
             model = args.model or first_of([each.id for each in client.models.list()], args.url)
             work(client, model, args)
     except (openai.OpenAIError, ValueError) as error:
-        print(f"engine-serve: error: {error}", file=sys.stderr)
+        print(f"engine-serve: error: {reason_of(error, args.url)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print()
@@ -80,8 +86,8 @@ def _chat(client: openai.OpenAI, model: str, args: argparse.Namespace) -> None:
         asked = [*messages, {"role": "user", "content": question}]
         try:
             answer = _answer(client, model, asked, args)
-        except openai.APIStatusError as error:  # the conversation goes on without this question
-            print(f"error: {error.message}", file=sys.stderr)
+        except openai.APIError as error:  # the conversation goes on without this question
+            print(f"error: {reason_of(error, args.url)}", file=sys.stderr)
             continue
         messages = [*asked, {"role": "assistant", "content": answer}]
 

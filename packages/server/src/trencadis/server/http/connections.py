@@ -9,10 +9,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import resource
 import ssl
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,6 +29,9 @@ _RESERVED_DESCRIPTORS = 48
 
 _LOG_INTERVAL = 10.0
 """Seconds between two log lines about rejected connections."""
+
+_REJECTION_INTERVAL = 1.0
+"""Seconds in which failed handshakes are counted after one that was logged."""
 
 
 def raise_descriptor_limit() -> int:
@@ -162,13 +163,16 @@ def _refusal(limits: ConnectionLimits) -> bytes:
 
 
 class LoggedHandshake(ssl.SSLObject):
-    """The server's side of a TLS connection: logs why a handshake failed, at most once a second.
+    """The server's side of a TLS connection: logs why a handshake failed.
 
     Without it, a client that has a right key but no certificate (``--ssl-cert-reqs 2``) leaves no
-    line: asyncio drops errors of a handshake.
+    line: asyncio drops errors of a handshake. At most two lines a second: one for the first
+    failure, and one that counts those of the second after it.
     """
 
-    _last_logged_s = -math.inf
+    _num_unlogged = -1
+    """Failures within a second of the one that was logged; -1 where none was."""
+    _last_error = ""
 
     def do_handshake(self) -> None:
         try:
@@ -176,8 +180,24 @@ class LoggedHandshake(ssl.SSLObject):
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
             raise  # the handshake goes on
         except ssl.SSLError as error:
-            now_s = time.monotonic()
-            if now_s - LoggedHandshake._last_logged_s >= 1:
-                LoggedHandshake._last_logged_s = now_s
-                logger.warning("A TLS client is rejected: %s", error)
+            LoggedHandshake._log(str(error))
             raise
+
+    @classmethod
+    def _log(cls, error: str) -> None:
+        cls._num_unlogged += 1
+        cls._last_error = error
+        if cls._num_unlogged == 0:
+            logger.warning("A TLS client is rejected: %s", error)
+            asyncio.get_running_loop().call_later(_REJECTION_INTERVAL, cls.log_unlogged)
+
+    @classmethod
+    def log_unlogged(cls) -> None:
+        """Log how many failures were not logged, also where the server stops."""
+        if cls._num_unlogged > 0:
+            logger.warning(
+                "%d more TLS clients are rejected, the last one: %s",
+                cls._num_unlogged,
+                cls._last_error,
+            )
+        cls._num_unlogged = -1

@@ -124,11 +124,9 @@ class CPUDevice(Device):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         return PendingCopy(tensors, self.synchronize)
 
-    def quantize(self, model: nn.Module, quantization: str) -> None:
+    def check_quantization(self, quantization: str) -> None:
         if quantization != "int8":
-            super().quantize(model, quantization)
-        layers = _layers_to_round(model)
-        _check_enough_is_rounded(model, [layer for _, _, layer in layers])
+            super().check_quantization(quantization)
         try:
             load_linear_kernel(self._kernels, trusted=self._trusted, weights=torch.int8)
         except NoKernel as error:
@@ -137,6 +135,11 @@ class CPUDevice(Device):
                 f"have ({error}): leave it out",
                 "quantization",
             ) from error
+
+    def quantize(self, model: nn.Module, quantization: str) -> None:
+        layers = _layers_to_round(model)
+        _check_enough_is_rounded(model, [layer for _, _, layer in layers])
+        self.check_quantization(quantization)
         _replace(layers, Int8Linear)
 
     def optimize(self, model: nn.Module) -> None:

@@ -68,7 +68,9 @@ def _tls(options: argparse.Namespace) -> ServerTls | None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="thermal-sidecar", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="thermal-sidecar", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     parser.add_argument(
         "--source",

@@ -8,6 +8,8 @@ import threading
 import time
 from typing import Any
 
+import attrs
+
 from trencadis.scheduler.clock import Clock
 from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.telemetry.errors import MissingExtra, SensorError
@@ -15,7 +17,7 @@ from trencadis.scheduler.telemetry.sidecar import wire
 from trencadis.scheduler.telemetry.sidecar.backoff import Backoff
 from trencadis.scheduler.telemetry.sidecar.generated import temperature_pb2
 from trencadis.scheduler.telemetry.sidecar.tls import ClientTls, read_pem
-from trencadis.scheduler.telemetry.source import Reading, TemperatureSource
+from trencadis.scheduler.telemetry.source import Reading, TemperatureSource, split_options
 
 try:
     import grpc
@@ -68,6 +70,16 @@ class SidecarSource(TemperatureSource):
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="thermal-sidecar", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def from_argument(cls, argument: str) -> SidecarSource:
+        """The source ``sidecar:address#name=value,...``. The options are the fields of `ClientTls`.
+
+        With any of them the connection has TLS: with ``server_name`` alone, for a certificate that
+        the system's authorities have signed.
+        """
+        address, options = split_options(argument, attrs.fields_dict(ClientTls))
+        return cls(address, tls=ClientTls(**options) if options else None)
 
     @property
     def name(self) -> str:
