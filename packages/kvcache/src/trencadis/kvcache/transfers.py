@@ -57,8 +57,8 @@ class BandwidthGovernor:
         """Of ``num_blocks`` blocks, how many may be copied at time ``now`` (seconds).
 
         The granted bytes are spent. Each second of ``now`` is saved once: a clock that steps back
-        saves nothing until it is past the latest time of an earlier call. Raises `InvalidSetting` for a negative number of blocks or a time that is
-        not finite.
+        saves nothing until it is past the latest time of an earlier call. Raises `InvalidSetting`
+        for a negative number of blocks or a time that is not finite.
         """
         num_blocks = _NUM_BLOCKS.checked("num_blocks", num_blocks)
         now = TIME.checked("now", now)
