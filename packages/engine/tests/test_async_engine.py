@@ -127,7 +127,9 @@ def test_prompts_that_come_together_are_prefilled_together(tiny_model: Path) -> 
                 prompts = [list(range(3 * i + k, 3 * i + k + 12)) for k in range(3)]
                 await asyncio.gather(*(collect(engine, p, max_tokens=1) for p in prompts))
             prefill = (await engine.inspect()).grids[0]
-            hits = zip(itertools.product(prefill.rows, prefill.columns), prefill.num_hits)
+            hits = zip(
+                itertools.product(prefill.rows, prefill.columns), prefill.num_hits, strict=True
+            )
             assert {shape: count for shape, count in hits if count} == {(4, 16): 9}
 
     limited(body)
