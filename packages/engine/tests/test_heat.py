@@ -317,7 +317,7 @@ def test_an_order_cools_an_engine_that_was_started_without_a_policy(
     assert (thermal.policy, thermal.policy_active) == ("control loop", True)
     assert thermal.target_temp_c == 80.0
     sensor.degrees = 60.0
-    core.scheduler._control._thermal.policy.dwell_s = 0.02
+    core.scheduler._control._thermal._control_loop.dwell_s = 0.02
     while core.has_work:
         take(core, tokens)
     serve_until(core, lambda stats: stats.thermal.policy == "")
