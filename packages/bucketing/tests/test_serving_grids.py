@@ -132,7 +132,6 @@ def test_every_reachable_prompt_shape_has_a_bucket(
     assert grid.coverage_gaps([grid.values(axis)[-1] for axis in grid.axes]) == ()
     block, model_len = limits["block_size"], limits["max_model_len"]
     batches, queries, contexts = (grid.values(axis) for axis in grid.axes)
-    alone = least_at_or_above(batches, 1)
     for context in range(model_len):
         blocks = math.ceil(context / block)
         for query in range(1, min(queries[-1], model_len - context) + 1):
@@ -142,7 +141,7 @@ def test_every_reachable_prompt_shape_has_a_bucket(
             padded = least_at_or_above(queries, query) or 0
             for batch in range(1, batches[-1] + 1):
                 wide = least_at_or_above(batches, batch) or 0
-                fits = wide * padded <= limits["max_num_batched_tokens"] or wide == alone
+                fits = wide * padded <= limits["max_num_batched_tokens"] or wide == 1
                 assert (grid.find((batch, query, blocks)) is not None) == fits
 
 
@@ -310,7 +309,7 @@ def test_fit_keeps_to_the_budget_and_the_minimum() -> None:
     )
     grid = prompt_grid(config, traffic=recorded(), **LIMITS)
     assert grid.values("query")[0] >= 512
-    assert len(grid.values("batch")) * len(grid.values("query")) <= 4
+    assert len(grid) <= 4
     assert grid.values("context_blocks") == (32,)
 
 
@@ -471,10 +470,11 @@ def _grid_of_file(kept: Iterable[Bucket], limits: dict[str, int]) -> BucketGrid:
         return prompt_grid(BucketingConfig(bucket_file=path), **limits)
 
 
-def test_a_prompt_alone_keeps_the_only_bucket_that_holds_it(tmp_path: Path) -> None:
+def test_a_prompt_alone_keeps_the_length_of_the_only_bucket_that_holds_it(tmp_path: Path) -> None:
     # 4 × 512 padded tokens are over the budget of 1,024, but nothing else holds 129 tokens.
-    file = FromFile(tmp_path, "(1, 128, [0, 8])", "(4, 512, [0, 8])")
-    assert file.prompt().find((1, 129, 0)) == Bucket(file.prompt().axes, (4, 512, 0))
+    grid = FromFile(tmp_path, "(1, 128, [0, 8])", "(4, 512, [0, 8])").prompt()
+    assert grid.find((1, 129, 0)) == Bucket(grid.axes, (1, 512, 0))
+    assert grid.find((2, 129, 0)) is None
 
 
 def test_a_batch_is_not_padded_above_the_token_budget(tmp_path: Path) -> None:
@@ -568,6 +568,18 @@ def test_lists_of_blocks_have_no_bucket_that_no_batch_fills() -> None:
 def test_no_query_is_longer_than_the_model() -> None:
     grid = prompt_grid(BucketingConfig(), **{**LIMITS, "max_model_len": 1000})
     assert grid.values("query")[-1] == 1000
+
+
+def test_a_smallest_batch_above_one_keeps_to_the_token_budget(tmp_path: Path) -> None:
+    config = BucketingConfig.from_env({"VLLM_PROMPT_BS_BUCKET_MIN": "4"})
+    limits = {"max_model_len": 2048, "max_num_seqs": 16, "block_size": 128}
+    grid = prompt_grid(config, max_num_batched_tokens=2048, **limits)
+    assert grid.find((3, 512, 0)) == Bucket(grid.axes, (4, 512, 0))
+    assert grid.find((1, 2000, 0)) == Bucket(grid.axes, (1, 2048, 0))
+    assert grid.find((3, 2000, 0)) is None
+    assert grid.coverage_gaps() == ()
+    file = FromFile(tmp_path, "(4, [256, 4096], 0)")
+    assert [bucket.shape for bucket in file.prompt()] == [(1, 1024, 0), (4, 256, 0)]
 
 
 def test_sizes_of_a_file_that_are_lowered_are_told(

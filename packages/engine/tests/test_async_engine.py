@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -114,6 +115,24 @@ ENDLESS = {"max_model_len": LENGTH, "num_blocks": 2100}
 async def endless(engine: AsyncEngine) -> list[CompletionDelta]:
     """A request that runs for longer than a test needs to end its core."""
     return await collect(engine, [1, 2, 3], max_tokens=LENGTH - 3, ignore_eos=True, n=4)
+
+
+def test_prompts_that_come_together_are_prefilled_together(tiny_model: Path) -> None:
+    """Three prompts of one API request run in one bucket of batch 4, as seed 002 says."""
+
+    async def body() -> None:
+        settings = {"bucket_grid": "seq", "max_num_batched_tokens": 64}
+        async with running(tiny_model, **settings) as engine:
+            for i in range(9):
+                prompts = [list(range(3 * i + k, 3 * i + k + 12)) for k in range(3)]
+                await asyncio.gather(*(collect(engine, p, max_tokens=1) for p in prompts))
+            prefill = (await engine.inspect()).grids[0]
+            hits = zip(
+                itertools.product(prefill.rows, prefill.columns), prefill.num_hits, strict=True
+            )
+            assert {shape: count for shape, count in hits if count} == {(4, 16): 9}
+
+    limited(body)
 
 
 def test_life_of_an_engine(tiny_model: Path) -> None:

@@ -181,3 +181,18 @@ async def test_a_message_to_a_core_that_has_ended_is_an_error(ends_first: bool) 
         front.close()
     with pytest.raises(EngineDead, match="core ended"):
         await asyncio.wait_for(sending, 60)
+
+
+@pytest.mark.asyncio
+async def test_messages_of_one_iteration_of_the_loop_are_received_together_in_their_order() -> None:
+    """Also where the sender of the first gives up."""
+    async with both_ends() as (front, core):
+        for number in range(20):
+            messages = [*(Abort((f"{number}/{i}",)) for i in range(30)), GOOD, POOLED]
+            receiving = asyncio.create_task(asyncio.to_thread(core.receive, 60.0))
+            await asyncio.sleep(0.01)
+            sending = [asyncio.create_task(front.send(message)) for message in messages]
+            await asyncio.sleep(0)
+            sending[0].cancel()
+            await asyncio.gather(*sending, return_exceptions=True)
+            assert await receiving == messages

@@ -183,9 +183,6 @@ async def orders_that_cannot_be_obeyed_are_refused(engine: AsyncEngine) -> None:
     with pytest.raises(InvalidRequest, match="max_num_seqs 9 is above 8") as caught:
         await engine.control(BatchControl(max_num_seqs=9))
     assert caught.value.field == "max_num_seqs"
-    with pytest.raises(InvalidRequest, match="no target temperature") as caught:
-        await engine.control(BatchControl(target_temp_c=80))
-    assert caught.value.field == "target_temp_c"
     with pytest.raises(InvalidRequest, match="give force_evict, or leave hold_s out") as caught:
         await engine.control(BatchControl(hold_s=5))
     assert caught.value.field == "hold_s"

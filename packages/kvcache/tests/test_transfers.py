@@ -41,6 +41,16 @@ def test_a_clock_that_steps_back_earns_nothing() -> None:
     assert [governor.grant(9, now) for now in (5.0, 1.0, 5.0, 6.0)] == [2, 0, 0, 1]
 
 
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 9)), min_size=1))
+def test_no_second_is_earned_twice_whatever_the_clock_does(calls: list[tuple[int, int]]) -> None:
+    governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
+    granted = [governor.grant(num_blocks, float(now)) for now, num_blocks in calls]
+    latest = [max(now for now, _ in calls[: i + 1]) for i in range(len(calls))]
+    for first in range(len(calls)):
+        for last in range(first, len(calls)):
+            assert sum(granted[first : last + 1]) <= latest[last] - latest[first] + 2
+
+
 def test_the_default_is_the_limit_of_seed_003() -> None:
     governor = BandwidthGovernor(bytes_per_block=16 << 20)
     first = governor.grant(10**6, 0.0)

@@ -23,7 +23,7 @@ from trencadis.scheduler import (
     SequenceStatus,
     UnservableRequest,
 )
-from trencadis.scheduler.fair_share import OUTPUT_WEIGHT, ClientShares
+from trencadis.scheduler.fair_share import MAX_IDLE_CLIENTS, OUTPUT_WEIGHT, ClientShares
 
 LONGEST_PROMPT = 12
 MOST_OUTPUT = 6
@@ -175,6 +175,59 @@ def test_a_preempted_request_finishes_while_new_clients_never_stop_arriving(leng
         clients.runner.step()
     assert clients.runner.scheduler.num_preemptions
     assert all(outcome(group) == alone(group.request, 200) for group in large)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    max_bypasses=st.sampled_from([0, 1, 5, 16]),
+    max_num_seqs=st.sampled_from([1, 4, 9]),
+    num_requests=st.integers(1, 3),
+    policy=st.sampled_from(["fcfs", "priority"]),
+    seed=st.integers(0, 1000),
+)
+def test_a_client_of_much_service_waits_for_a_bounded_number_of_new_clients(
+    max_bypasses: int, max_num_seqs: int, num_requests: int, policy: str, seed: int
+) -> None:
+    """However many names arrive, each for the first time, and always some of them wait."""
+    clients = make(max_num_seqs=max_num_seqs, max_bypasses=max_bypasses, policy=policy)
+    rng, names = random.Random(seed), map("new {}".format, itertools.count())
+    new: list[SequenceGroup] = []
+
+    def fill() -> None:
+        while clients.runner.scheduler.num_waiting < 20:
+            new.append(clients.send(next(names), rng.randint(1, 12), rng.randint(1, 6)))
+
+    clients.send("much", 8, 150)
+    clients.runner.run()
+    fill()
+    clients.runner.step()
+    for _ in range(num_requests):
+        num_older = sum(group.finish_reason is None for group in new) + len(
+            [group for group in clients.groups["much"] if group.finish_reason is None]
+        )
+        request = clients.send("much", 4, 4)
+        while request.status is WAITING:
+            later = [group for group in new if group.arrival > request.arrival]
+            num_started = sum(group.status is not WAITING for group in later)
+            assert num_started <= (num_older + 1) * max_bypasses
+            fill()
+            clients.runner.step()
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(1, 1500), min_size=1, max_size=5), st.booleans())
+def test_the_names_of_clients_without_requests_take_no_memory_without_bound(
+    counts: list[int], charged: bool
+) -> None:
+    shares, names = ClientShares(), map(str, itertools.count())
+    for i, count in enumerate(counts):
+        clients = [shares.enter_queue(next(names), float(i), i) for _ in range(count)]
+        assert len(shares._clients) <= MAX_IDLE_CLIENTS + count
+        assert all(shares._clients[client.name] is client for client in clients)
+        for client in clients:
+            client.service += 50 * charged
+            shares.leave_queue(client)
+            shares.remove(client)
 
 
 def test_a_client_that_exceeds_its_share_does_not_get_what_is_left_to_others() -> None:
@@ -613,7 +666,7 @@ def test_the_counter_of_a_client_that_returns_never_falls_below_those_that_wait(
     level = 0
     for count, (name, operation) in enumerate(operations):
         if operation == "enter":
-            client = shares.enter_queue(name, 100.0 * count)
+            client = shares.enter_queue(name, 100.0 * count, count)
             waiting.append(name)
             assert client.service >= level
         elif operation == "leave" and name in waiting:

@@ -32,6 +32,7 @@ from trencadis.scheduler.thermal import (
     ProportionalThermalPolicy,
     SchedulerThermalPolicy,
 )
+from trencadis.scheduler.thermal.policy import SchedulerView
 
 Answer = BatchControlResult | tuple[str, str | None]
 
@@ -170,9 +171,16 @@ def test_the_limit_after_a_large_first_victim_is_that_of_those_who_are_left() ->
     assert answer.new_running == 2
 
 
+class Failing(NoThermalPolicy):
+    """A policy whose target cannot be set because of a fault."""
+
+    def retarget(self, target_temp_c: float) -> bool:
+        raise RuntimeError(target_temp_c)
+
+
 @pytest.mark.parametrize("senses", [True, False])
 def test_a_dry_run_gives_the_errors_of_the_order(senses: bool) -> None:
-    bench = Bench.of(NoThermalPolicy(), senses=senses)
+    bench = Bench.of(Failing(), senses=senses)
     for order in (BatchControl(target_temp_c=80.0), BatchControl(max_num_seqs=65)):
         dry = bench.scheduler.control(attrs.evolve(order, dry_run=True))
         real = bench.scheduler.control(order)
@@ -229,6 +237,89 @@ def test_a_target_without_a_policy_starts_a_control_loop_that_ends_below_it() ->
     bench.heat.hottest_c = 99.0
     bench.steps(20)
     assert bench.scheduler.num_running_seqs == 8, "the loop has ended: nothing is limited"
+
+
+class FixedTarget(NoThermalPolicy):
+    """As the example of seed 003, section 6: a target of its own, and no `retarget`."""
+
+    def __init__(self, target_c: float = 82.0, k_p: float = 0.5) -> None:
+        self._target_c, self._k_p, self._temp_c = target_c, k_p, 80.0
+
+    def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
+        self._temp_c = temp_c
+
+    def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
+        most = scheduler.scheduler_config.max_num_seqs
+        return max(1, most - max(0, int((self._temp_c - self._target_c) * self._k_p)))
+
+
+def test_the_order_of_the_seed_acts_beside_the_policy_of_the_seed() -> None:
+    bench = Bench.of(FixedTarget(), step_s=1.0)
+    guard = bench.guard
+    assert guard is not None
+    for i, name in enumerate("abcdefgh"):
+        bench.add(name, length=4 + 4 * i)
+    bench.heat.hottest_c = 84.0
+    bench.steps(3)
+    assert bench.scheduler.num_running_seqs == 7
+    answer = bench.order(target_temp_c=80.0, policy="largest_kv")
+    assert answer.new_running == 4
+    assert answer.evicted_request_ids[0] == "g"
+    assert (guard.runs_control_loop, guard.target_temp_c) == (True, 80.0)
+    bench.heat.hottest_c = 70.0
+    for _ in range(100):
+        bench.steps(1)
+        if not guard.runs_control_loop:
+            break
+    assert (guard.runs_control_loop, guard.target_temp_c) == (False, None)
+    bench.heat.hottest_c = 90.0
+    bench.steps(3)
+    assert bench.scheduler.num_running_seqs == 4, "the policy goes on alone"
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.floats(60, 99), st.booleans(), st.none() | st.floats(60, 95)), max_size=30
+    )
+)
+def test_the_lower_cap_of_policy_and_control_loop_holds(
+    steps: list[tuple[float, bool, float | None]],
+) -> None:
+    heat = Heat()
+    both, policy, loop = (
+        ThermalGuard(policy, lambda: heat) for policy in (FixedTarget(), FixedTarget(), None)
+    )
+    bench = Bench.of()
+    for heat.hottest_c, heat.may_raise_cap, target in steps:
+        guards = (both, policy, loop)
+        caps = [guard.cap(bench.scheduler) for guard in guards]
+        if target is not None:
+            dry = both.retarget(target, "lru", bench.scheduler, dry_run=True)
+            caps[0] = both.retarget(target, "lru", bench.scheduler)
+            caps[2] = loop.retarget(target, "lru", bench.scheduler)
+            assert dry == caps[0]
+        assert caps[0] == min(cap for cap in caps[1:] if cap is not None)
+        assert (both.runs_control_loop, both.target_temp_c) == (
+            loop.runs_control_loop,
+            loop.target_temp_c,
+        )
+        bench.steps(1)
+
+
+def test_a_fault_of_the_policy_does_not_stop_the_control_loop() -> None:
+    class Broken(FixedTarget):
+        def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
+            raise RuntimeError(temp_c)
+
+    bench = Bench.of(Broken())
+    for name in "abcdefgh":
+        bench.add(name)
+    bench.steps(1)
+    bench.order(target_temp_c=80.0)
+    bench.heat.hottest_c = 84.0
+    bench.steps(2)
+    assert bench.scheduler.num_running_seqs == 4
 
 
 def test_a_control_loop_does_not_end_on_a_stale_reading() -> None:
@@ -392,6 +483,23 @@ def running_after(**order: Any) -> int:
     return bench.scheduler.num_running_seqs
 
 
+def hottest(**order: Any) -> float | None:
+    """The hottest device after an order; device 3 was at 95 degrees C and has gone."""
+    node, now_s = Node(), [0.0]
+    reader = TemperatureReader(node, clock=lambda: now_s[0])
+    guard = ThermalGuard(ProportionalThermalPolicy(), reader.state, forget=reader.forget)
+    bench = Bench.of(guard=guard)
+    bench.add("a")
+    reader.poll()
+    del node.celsius[3]
+    for _ in range(100):
+        now_s[0] += 1.0
+        node.celsius[0] = 60.0 + now_s[0] % 3
+        reader.poll()
+    bench.order(**order)
+    return reader.state().hottest_c
+
+
 EFFECTS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], tuple[Any, Any]]] = {
     "max_num_seqs": (most_running, {}, {"max_num_seqs": 5}, (8, 5)),
     "max_prefill_tokens": (longest_prefill, {}, {"max_prefill_tokens": 7}, (56, 7)),
@@ -404,6 +512,7 @@ EFFECTS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, Any], tup
         {"force_evict": 1, "policy": "largest_kv"},
         (("a",), ("b",)),
     ),
+    "forget_device": (hottest, {}, {"forget_device": 3}, (95.0, 61.0)),
     "dry_run": (running_after, {"force_evict": 5}, {"force_evict": 5, "dry_run": True}, (3, 8)),
 }
 """What shows the effect of each field, orders without and with it, and what they show."""

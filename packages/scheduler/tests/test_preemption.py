@@ -35,7 +35,7 @@ from trencadis.scheduler import (
     ThermalGuard,
     UnservableRequest,
 )
-from trencadis.scheduler.thermal import NoThermalPolicy, ProportionalThermalPolicy
+from trencadis.scheduler.thermal import ProportionalThermalPolicy
 
 W, R, S, P, F = (
     SequenceStatus.WAITING,
@@ -314,12 +314,12 @@ def test_a_dry_run_answers_and_changes_nothing() -> None:
 
 
 def test_a_control_request_that_cannot_be_applied_fails_with_the_reason() -> None:
-    bench = make(policy=NoThermalPolicy())
-    wrong_policy = bench.scheduler.control(BatchControl(target_temp_c=80.0, max_num_seqs=1))
+    bench = make()
+    no_sensor = bench.scheduler.control(BatchControl(target_temp_c=80.0, max_num_seqs=1))
     too_many = bench.scheduler.control(BatchControl(max_num_seqs=33))
     bench.step()
-    with pytest.raises(ControlError, match="NoThermalPolicy has no target") as temperature:
-        wrong_policy.result(timeout=0)
+    with pytest.raises(ControlError, match="needs temperatures and none are read") as temperature:
+        no_sensor.result(timeout=0)
     above = "max_num_seqs 33 is above max_num_batched_tokens 32"
     with pytest.raises(ControlError, match=above) as limit:
         too_many.result(timeout=0)
@@ -327,11 +327,6 @@ def test_a_control_request_that_cannot_be_applied_fails_with_the_reason() -> Non
     assert bench.scheduler.scheduler_config.max_num_seqs == 8, (
         "a request that fails changes nothing"
     )
-    without = make()
-    answer = without.scheduler.control(BatchControl(target_temp_c=80.0))
-    without.step()
-    with pytest.raises(ControlError, match="needs temperatures and none are read"):
-        answer.result(timeout=0)
 
 
 def test_target_temperature_reaches_the_policy() -> None:

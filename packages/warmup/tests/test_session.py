@@ -104,6 +104,8 @@ def test_log_lines_are_those_of_the_plugin(caplog: pytest.LogCaptureFixture) -> 
     lines = lines_of_the_plugin(caplog)
     assert lines[0] == "[Warmup][Prompt][1/24] batch_size:4 seq_len:1024 free_mem:79.16 GiB"
     assert lines[23].startswith("[Warmup][Prompt][24/24] batch_size:1 seq_len:128 free_mem:")
+    assert lines[69].startswith("[Warmup][Decode][46/48] batch_size:1 seq_len:256 free_mem:")
+    assert lines[70].startswith("[Warmup][Decode][47/48] batch_size:2 seq_len:128 free_mem:")
     assert lines[71].startswith("[Warmup][Decode][48/48] batch_size:1 seq_len:128 free_mem:")
     assert lines[72] == "Warmup finished in 72 secs, allocated 72 MiB of device memory"
 

@@ -56,9 +56,9 @@ class BandwidthGovernor:
     def grant(self, num_blocks: int, now: float) -> int:
         """Of ``num_blocks`` blocks, how many may be copied at time ``now`` (seconds).
 
-        The granted bytes are spent. A clock that steps back saves nothing until it is past its
-        former maximum. Raises `InvalidSetting` for a negative number of blocks or a time that is
-        not finite.
+        The granted bytes are spent. Each second of ``now`` is saved once: a clock that steps back
+        saves nothing until it is past the latest time of an earlier call. Raises `InvalidSetting`
+        for a negative number of blocks or a time that is not finite.
         """
         num_blocks = _NUM_BLOCKS.checked("num_blocks", num_blocks)
         now = TIME.checked("now", now)

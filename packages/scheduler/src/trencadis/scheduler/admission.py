@@ -32,11 +32,15 @@ class AdmissionControl:
     running limit, or an order to preempt it, stops it.
 
     A group that starts because its client got less service bypasses none of another client: these
-    clients come first as soon as its own was charged for it. Where the first group of the queue
-    cannot start and that of another client does, the first is bypassed, too. While there are
-    several clients, the last eighth of the running limit is for those that run less than their
-    part of it, so that their requests need not wait for those of others to end. An overdue group
-    may have it, too, and one whose priority precedes that of the last running group.
+    clients come first as soon as its own was charged for it. But the first group of a client does
+    bypass the oldest group of the queue if the client came after that group, and after the last
+    start of its client. So before a group that waits behind k older ones, and whose client starts
+    none meanwhile, at most ``(k + 1) * max_bypasses`` of the clients that come after it are served,
+    however many names there are. Where the first group of the queue cannot start and that of
+    another client does, the first is bypassed, too. While there are several clients, the last
+    eighth of the running limit is for those that run less than their part of it, so that their
+    requests need not wait for those of others to end. An overdue group may have it, too, and one
+    whose priority precedes that of the last running group.
 
     A group with more sequences than a thermal limit allows runs alone: it starts, in its order or
     when it is overdue, once nothing else runs. One with more than ``max_num_seqs``, or than a
@@ -214,6 +218,7 @@ class AdmissionControl:
                     self._states.shares.serve_in_turn(group.client)
                 num_cached = group.allocated_seqs[0].num_cached_tokens
                 group.client.service += group.request.num_prompt_tokens - num_cached
+                group.client.last_start = self._states.num_arrivals
 
     def _start_first(
         self,
@@ -297,8 +302,9 @@ class AdmissionControl:
         bypassed = []
         for queue in (self._states.resume_queue, self._states.waiting):
             oldest = queue.oldest(step.max_group_seqs)
-            is_earlier = oldest is not None and oldest.arrival < started.arrival
-            if oldest is not None and is_earlier and not _has_fairer_share(started, oldest):
+            if oldest is None or oldest.arrival > started.arrival:
+                continue
+            if _is_newcomer(started, oldest) or not _has_fairer_share(started, oldest):
                 bypassed.append(oldest)
         is_unfinished = first.finish_reason is None  # a group that fails to start is aborted
         if first.client is not started.client and is_unfinished and first not in bypassed:
@@ -386,6 +392,16 @@ def _has_fairer_share(group: SequenceGroup, other: SequenceGroup) -> bool:
     """Whether a group starts before another because its client got less service."""
     is_equal = group.queue_key.priority == other.queue_key.priority
     return is_equal and group.client.service < other.client.service
+
+
+def _is_newcomer(group: SequenceGroup, other: SequenceGroup) -> bool:
+    """Whether a group is the first of a client that came while another one was the next of its own.
+
+    Clients that waited when the other's client was last served have their turn before it.
+    """
+    client, last_start = group.client, other.client.last_start
+    came_later = client.first_arrival > other.arrival
+    return came_later and client.last_start is None and client.first_arrival >= (last_start or 0)
 
 
 def _needs_prefill(group: SequenceGroup) -> bool:

@@ -68,8 +68,9 @@ class BatchControl:
     target_temp_c: float | None = setting(
         None,
         number(0, MAX_TARGET_C, exclusive_low=True, optional=True),
-        "New target of the thermal policy, degrees C; null: unchanged. Without a "
-        "policy it starts a control loop, which ends once the devices stay below the target.",
+        "New target of the thermal policy, degrees C; null: unchanged. Without a policy, or "
+        "beside one whose target cannot be set, it starts a control loop, which ends once the "
+        "devices stay below the target.",
     )
     policy: str = setting(
         "lru",

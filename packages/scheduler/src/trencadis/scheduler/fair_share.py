@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from operator import attrgetter
 
 import attrs
 
@@ -27,6 +28,9 @@ RESERVE = 8
 RECENT_S = 60.0
 """How long a client without requests counts as one that may return, in seconds."""
 
+MAX_IDLE_CLIENTS = 1024
+"""Most clients without requests whose service is remembered."""
+
 
 @attrs.define(eq=False)
 class Client:
@@ -34,6 +38,8 @@ class Client:
 
     ``service``: its counter. ``num_waiting``: its groups that have not been admitted.
     ``num_groups``: its groups that have not finished. ``seen_s``: when its last request came.
+    ``first_arrival``: the number of its first request, counting those of all clients;
+    ``last_start``: how many had come when a group of it was last admitted; None before that.
     """
 
     name: str = ""
@@ -41,6 +47,8 @@ class Client:
     num_waiting: int = 0
     num_groups: int = 0
     seen_s: float = -math.inf
+    first_arrival: int = 0
+    last_start: int | None = None
 
 
 class ClientShares:
@@ -49,6 +57,9 @@ class ClientShares:
     While two clients wait, the service that each gets differs by at most twice that of the largest
     batch: ``2 * max(longest prompt, OUTPUT_WEIGHT * output tokens of all running sequences)`` (the
     paper's theorem 4.8, without preemption and priorities).
+
+    Of the clients without a request at most `MAX_IDLE_CLIENTS` are remembered, those that came
+    last, however many names there are. One that is forgotten begins anew.
     """
 
     def __init__(self) -> None:
@@ -58,14 +69,14 @@ class ClientShares:
         self._last_waiting = Client()
         """The client whose last waiting group left the queue most recently."""
 
-    def enter_queue(self, name: str, now_s: float) -> Client:
-        """A group of the client ``name`` begins to wait."""
+    def enter_queue(self, name: str, now_s: float, arrival: int) -> Client:
+        """A group of the client ``name`` begins to wait: request number ``arrival`` of all."""
         client = self._clients.get(name)
         if client is None or not client.num_waiting:
             level = self._level()
             if client is None:
                 self._forget_idle(level, now_s)
-                client = self._clients[name] = Client(name)
+                client = self._clients[name] = Client(name, first_arrival=arrival)
             client.service = max(client.service, level)
         client.num_waiting += 1
         client.num_groups += 1
@@ -112,7 +123,10 @@ class ClientShares:
         return max(self._floor, lowest)
 
     def _forget_idle(self, level: int, now_s: float) -> None:
-        """Forget clients that are not active and whose counter would be ``level`` on return."""
+        """Forget clients that are not active and whose counter would be ``level`` on return.
+
+        Of the others without requests the half that came first, once there are `MAX_IDLE_CLIENTS`.
+        """
         idle = [
             name
             for name, client in self._clients.items()
@@ -120,6 +134,11 @@ class ClientShares:
         ]
         for name in idle:
             del self._clients[name]
+        rest = [client for client in self._clients.values() if not client.num_groups]
+        if len(rest) >= MAX_IDLE_CLIENTS:  # half of them, so that the next names cost no sorting
+            rest.sort(key=attrgetter("seen_s"))
+            for client in rest[: MAX_IDLE_CLIENTS // 2]:
+                del self._clients[client.name]
 
 
 def _is_active(client: Client, now_s: float) -> bool:

@@ -135,6 +135,7 @@ class GroupStates:
     - ``num_preempted``: PREEMPTED groups.
     - ``num_scored``: groups whose results need more than a token: log-probabilities to rank
       samples, or candidates of beams.
+    - ``num_arrivals``: groups since the start.
     - ``num_finished_seqs``: sequences that finished since the start, without aborted ones.
     """
 
@@ -153,7 +154,7 @@ class GroupStates:
         self.num_finished_seqs = 0
         self._settings = settings
         self._block_size = block_size
-        self._arrivals = count()
+        self.num_arrivals = 0
         self._seq_ids = count()
 
     @property
@@ -163,9 +164,10 @@ class GroupStates:
 
     def add(self, request: Request, now_s: float) -> SequenceGroup:
         """Create the group of a request that comes now, and put it into the waiting queue."""
-        arrival = next(self._arrivals)
+        arrival = self.num_arrivals
+        self.num_arrivals += 1
         key = self._key(request, arrival, 0)
-        client = self.shares.enter_queue(request.client, now_s)
+        client = self.shares.enter_queue(request.client, now_s, arrival)
         group = SequenceGroup(request, arrival, self._block_size, key, client)
         group.added_at_s = now_s
         search = request.beam_search

@@ -108,12 +108,12 @@ def warm_up(
 
 
 def largest_first(buckets: Iterable[Bucket]) -> list[Bucket]:
-    """The order in which buckets are executed (seed 000).
+    """Most tokens first, of as many the longest: the order in which buckets run (seed 000).
 
     The allocator reserves its largest segments while memory is not fragmented, and smaller shapes
     reuse them.
     """
-    return sorted(buckets, key=lambda bucket: bucket.shape, reverse=True)
+    return capture_order("min_tokens")(buckets, lambda bucket: 0.0)[::-1]
 
 
 @attrs.define

@@ -73,7 +73,8 @@ def prompt_grid(
     A bucket holds `batch` sequences with `query` new tokens each, after `context_blocks` blocks of
     tokens that are in the KV cache already. The engine adds prompts to a batch while `find` has a
     bucket for it: while the padded tokens, `batch * query`, are within `max_num_batched_tokens`.
-    A single prompt always has a bucket.
+    A single prompt always has a bucket: where the smallest batch of the settings would exceed that
+    limit, one of batch 1.
 
     Args:
         config: the user's settings.
@@ -109,10 +110,17 @@ def prompt_grid_of(
     """The prompt grid with these sizes of (batch, query, context_blocks), within the limits.
 
     Prompts are batched only while `find` has a bucket, so a batch above the largest one is not a
-    gap of the grid's coverage.
+    gap of the grid's coverage. A smallest batch above 1 is not used for prompts of which it would
+    exceed `max_num_batched_tokens`: these get buckets of batch 1.
     """
+    smallest, budget = values["batch"][0], limits.max_num_batched_tokens
+    if smallest * values["query"][-1] > budget and smallest > 1:
+        values = {**values, "batch": (1, *values["batch"])}
     return BucketGrid(
         values,
+        filters=(
+            lambda bucket: bucket["batch"] >= smallest or smallest * bucket["query"] > budget,
+        ),
         reachable=limits.reachable,
         limits=(values["batch"][-1], *limits.largest[1:]),
         cost=limits.cost,
@@ -255,7 +263,10 @@ def _prompt_grid_of_file(
 
     grid = grid_of(_lowered(listed, limits.largest))
     used = _used_shapes("prompt", config, grid, listed, limits.largest)
-    return grid if len(used) == len(grid) else grid_of(used)
+    budget = limits.max_num_batched_tokens
+    # A bucket above the budget is used because a prompt alone needs it.
+    fitting = {(b if b * query <= budget else 1, query, rest) for b, query, rest in used}
+    return grid if fitting == {bucket.shape for bucket in grid} else grid_of(fitting)
 
 
 def _lowered(shapes: Iterable[Shape], limits: Shape) -> set[Shape]:

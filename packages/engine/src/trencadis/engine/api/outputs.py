@@ -80,10 +80,10 @@ class ThermalStats:
     ``hottest_c``: temperature of the hottest device, degrees C; None before the first reading.
     ``power_w``: power of all devices together, watts; None if it is not measured.
     ``sensor``: how current the readings are. ``fault``: the error of the sensors or of the policy,
-    "" for none. ``policy``: name of the policy, "" for none, "control loop" while an order's target
-    temperature is in force without a policy. ``policy_active``: whether the policy limits the
-    running sequences; False while it fails, and its last limit stays. ``target_temp_c``: target of
-    the policy, degrees C; None if it has none.
+    "" for none. ``policy``: name of the policy, "" for none; with "control loop" while one runs for
+    an order. ``policy_active``: whether the policy limits the
+    running sequences; False while it fails, and its last limit stays. ``target_temp_c``: the lower
+    target of policy and control loop, degrees C; None without one.
     ``num_policy_faults``, ``num_rejected_readings``: steps in which the policy failed, and readings
     that were neither a temperature nor a power, since the start.
     """

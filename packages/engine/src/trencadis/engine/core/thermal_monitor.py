@@ -113,14 +113,15 @@ class ThermalMonitor:
         state = self._reader.state()
         guard = self.guard
         policy_fault = guard.fault if guard is not None else ""
-        has_policy = guard is not None and guard.policy is not None
         runs_control_loop = guard is not None and guard.runs_control_loop
+        has_policy = runs_control_loop or (guard is not None and guard.policy is not None)
+        names = (self._name, CONTROL_LOOP if runs_control_loop else "")
         return ThermalStats(
             hottest_c=state.hottest_c,
             power_w=state.power_w,
             sensor=_HEALTH[state.health],
             fault=policy_fault or state.fault,
-            policy=CONTROL_LOOP if runs_control_loop else self._name,
+            policy=", ".join(filter(None, names)),
             policy_active=has_policy and not policy_fault,
             target_temp_c=guard.target_temp_c if guard is not None else None,
             num_policy_faults=guard.num_faults if guard is not None else 0,

@@ -60,11 +60,14 @@ class CoreChannel:
         self._outbox.send(content)
 
     def receive(self, timeout_seconds: float) -> list[ToCore | Undecodable]:
-        """All queued messages; waits up to ``timeout_seconds`` for the first."""
+        """All queued messages; waits up to ``timeout_seconds`` for the first.
+
+        What the front sent together is received together.
+        """
         messages: list[ToCore | Undecodable] = []
         timeout = int(timeout_seconds * 1000)
         while self._inbox.poll(timeout):
-            messages.append(self._decode(self._inbox.recv()))
+            messages.extend(map(self._decode, self._inbox.recv_multipart()))
             timeout = 0
         return messages
 
@@ -88,7 +91,9 @@ class CoreChannel:
 class FrontChannel:
     """The front's end of the channel, for one event loop.
 
-    The endpoints are in a directory that only this user can read.
+    The endpoints are in a directory that only this user can read. Messages of tasks that run in the
+    same iteration of the loop are sent together, as the parts of one: the core then adds all
+    prompts of an API request before its next step, and computes them in one batch.
     """
 
     def __init__(self) -> None:
@@ -104,6 +109,8 @@ class FrontChannel:
             raise
         self._encoder = _encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
+        self._queued: list[bytes] = []
+        self._sending: asyncio.Task[None] | None = None
 
     async def send(self, message: ToCore) -> None:
         """Queue a message for the core.
@@ -115,8 +122,16 @@ class FrontChannel:
             content = self._encoder.encode(message)
         except (ValueError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"this cannot be sent to the engine core: {error}") from error
+        self._queued.append(content)
+        if self._sending is None:
+            self._sending = asyncio.create_task(self._send_queued())
+        await asyncio.shield(self._sending)  # a caller that gives up ends no other's message
+
+    async def _send_queued(self) -> None:
+        """Send what was queued until now. Runs in the iteration of the loop after the first."""
+        contents, self._queued, self._sending = self._queued, [], None
         try:
-            await self._outbox.send(content)
+            await self._outbox.send_multipart(contents)
         except (zmq.ZMQError, asyncio.CancelledError) as error:
             if not self._context.closed:
                 raise

@@ -50,8 +50,9 @@ class ThermalGuard:
     the least recently scheduled ones.
 
     Without a policy (None) nothing is limited until a control request names a target temperature.
-    That starts a control loop: a `ProportionalThermalPolicy`, which is ``policy`` until it limits
-    nothing any more and the hottest device is below the target by the hysteresis.
+    That starts a control loop, a `ProportionalThermalPolicy`, which ends once it limits nothing and
+    the hottest device is below the target by the hysteresis. Where the policy has no target that
+    can be set, the control loop runs beside it and the lower cap holds.
 
     ``forget`` is called for a control request that drops a device; None: there can be none.
     ``alert`` (by default an error in the log) gets the first fault of each kind. ``num_faults`` and
@@ -77,6 +78,7 @@ class ThermalGuard:
         self._alert = alert
         self._forget = forget
         self._cap: int | None = None
+        self._loop_cap: int | None = None
         self._prefill_limit: int | None = None
         self._state: ThermalState | None = None
         self._view = ContinuedView()
@@ -93,7 +95,7 @@ class ThermalGuard:
 
     @property
     def runs_control_loop(self) -> bool:
-        """Whether ``policy`` is the control loop of a control request."""
+        """Whether the control loop of a control request limits, too."""
         return self._control_loop is not None
 
     @property
@@ -103,55 +105,69 @@ class ThermalGuard:
 
     @property
     def target_temp_c(self) -> float | None:
-        """The target temperature of the policy, degrees C; None if it has none."""
-        target = getattr(self.policy, "target_temp_c", None)
-        return float(target) if is_temperature(target) else None
+        """The target temperature in force, degrees C; None without one.
+
+        The lower one of the policy's and the control loop's.
+        """
+        targets = (getattr(rule, "target_temp_c", None) for rule in self._policies)
+        return min((float(target) for target in targets if is_temperature(target)), default=None)
 
     def cap(self, scheduler: SchedulerView) -> int | None:
-        """The cap of this step; None before the first valid one, and without a policy."""
+        """The cap of this step; None where nothing has limited it yet."""
         scheduler = self._view.of(scheduler)
         try:
             self._may_raise = self._pass_readings(scheduler.num_running_seqs)
         except Exception as error:  # whatever a policy raises, serving continues
             self._report("get_max_running_seqs", error)
-            return self._cap
-        if self.policy is None:
-            self._prefill_limit = None
-            return None
-        self._cap = self._cap_of(self.policy, scheduler, self._report)
-        self._prefill_limit = self._prefill_limit_of(self.policy, scheduler)
+            self._may_raise = False
+            self._ask_loop(scheduler)
+            return self._lower_cap()
+        self._ask_policy(scheduler)
+        self._ask_loop(scheduler)
         loop = self._control_loop
         if loop is not None and loop.is_below_target and self._may_raise:
             logger.info("The control loop ends: all devices are below %g C", loop.target_temp_c)
-            self.policy = self._control_loop = self._cap = self._victim_order = None
-        return self._cap
+            self._control_loop = self._loop_cap = self._victim_order = None
+        return self._lower_cap()
 
     def retarget(
         self, target_temp_c: float, victims: str, scheduler: SchedulerView, *, dry_run: bool = False
     ) -> int | None:
         """Set a new target temperature, degrees C; returns the cap under it.
 
-        ``victims`` is the victim order from now on. A dry run asks a copy (`copy.deepcopy`) of the
-        policy and changes nothing. Raises `ControlError` if the policy cannot set the target, or
-        cannot be copied for a dry run, and `ConfigError` for an unknown victim order.
+        Of the policy, or of a control loop where it has none that can be set. ``victims`` is the
+        victim order from now on. A dry run asks copies (`copy.deepcopy`) and changes nothing.
+        Raises `ControlError` if the policy fails, or cannot be copied for a dry run, and
+        `ConfigError` for an unknown victim order.
         """
         victim_order(victims)
         scheduler = self._view.of(scheduler)
-        policy, is_loop = self.policy, False
-        if policy is None:
-            policy, is_loop = self._new_control_loop(target_temp_c), True
-        else:
+        policy, loop, is_set = self.policy, self._control_loop, False
+        if policy is not None and _has_target(policy):
             policy = self._copied(policy, target_temp_c) if dry_run else policy
-            self._set_target(policy, target_temp_c, counts=not dry_run)
+            is_set = self._set_target(policy, target_temp_c, counts=not dry_run)
+        if is_set:
+            loop = None  # the newest order decides
+        elif loop is None:
+            loop = self._new_control_loop(target_temp_c)
+        else:
+            loop = copy.deepcopy(loop) if dry_run else loop
+            loop.retarget(target_temp_c)
         if dry_run:
-            return self._cap_of(policy, scheduler, lambda method, error: None)
-        self.policy, self._victim_order = policy, victims
-        if is_loop and isinstance(policy, ProportionalThermalPolicy):
-            self._control_loop = policy
+            cap, loop_cap = self._cap, None
+            if policy is not None and is_set:
+                cap = self._cap_of(policy, scheduler, cap, _ignore)
+            if loop is not None:
+                loop_cap = self._cap_of(loop, scheduler, self._loop_cap, _ignore)
+            return _lower(cap, loop_cap)
+        if loop is not None and loop is not self._control_loop:
             logger.info("A control loop starts: target %g C", target_temp_c)
-        self._cap = self._cap_of(policy, scheduler, self._report)
-        self._prefill_limit = self._prefill_limit_of(policy, scheduler)
-        return self._cap
+        self._control_loop, self._victim_order = loop, victims
+        self._loop_cap = None if loop is None else self._loop_cap
+        if is_set:
+            self._ask_policy(scheduler)
+        self._ask_loop(scheduler)
+        return self._lower_cap()
 
     def forget(self, device: int, *, dry_run: bool = False) -> None:
         """Drop a device that does not answer. Raises `ControlError` for one that cannot be."""
@@ -188,12 +204,31 @@ class ThermalGuard:
         rest = [group for group in running if group not in selected]
         return selected + first_victims(lru, rest, left)
 
+    @property
+    def _policies(self) -> list[SchedulerThermalPolicy]:
+        """What limits now, the control loop first: a fault of the policy must not stop it."""
+        return [rule for rule in (self._control_loop, self.policy) if rule is not None]
+
+    def _lower_cap(self) -> int | None:
+        return _lower(self._cap, self._loop_cap)
+
+    def _ask_policy(self, scheduler: SchedulerView) -> None:
+        if self.policy is None:
+            self._cap = self._prefill_limit = None
+            return
+        self._cap = self._cap_of(self.policy, scheduler, self._cap, self._report)
+        self._prefill_limit = self._prefill_limit_of(self.policy, scheduler)
+
+    def _ask_loop(self, scheduler: SchedulerView) -> None:
+        if self._control_loop is not None:
+            self._loop_cap = self._cap_of(self._control_loop, scheduler, self._loop_cap, _ignore)
+
     def _new_control_loop(self, target_temp_c: float) -> ProportionalThermalPolicy:
         """A control loop that has seen the readings of this step."""
         loop = ProportionalThermalPolicy(target_temp_c=target_temp_c)
         if self._state is not None:
             for device, temp_c in _temperatures(self._state):
-                loop.on_temp_reading(device, temp_c)
+                loop.on_temp_reading(device, temp_c)  # which ignores what is not a temperature
         return loop
 
     def _copied(
@@ -211,8 +246,11 @@ class ThermalGuard:
 
     def _set_target(
         self, policy: SchedulerThermalPolicy, target_temp_c: float, *, counts: bool
-    ) -> None:
-        """Raises `ControlError` if the policy cannot. ``counts``: its exception is a fault."""
+    ) -> bool:
+        """False if the policy has no target that can be set. Raises `ControlError` if it fails.
+
+        ``counts``: its exception is a fault.
+        """
         name = type(policy).__name__
         try:
             is_set = bool(policy.retarget(target_temp_c))
@@ -226,32 +264,28 @@ class ThermalGuard:
             ) from error
         if counts:
             self._faults.pop("retarget", None)
-        if not is_set:
-            raise ControlError(
-                f"{name} has no target temperature to set to {target_temp_c}: "
-                "use the proportional policy, or set max_num_seqs",
-                "target_temp_c",
-            )
+        return is_set
 
     def _cap_of(
         self,
         policy: SchedulerThermalPolicy,
         scheduler: SchedulerView,
+        last: int | None,
         report: Callable[[str, Exception], None],
     ) -> int | None:
-        """The cap that a policy allows now; the last one if its answer is none."""
+        """The cap that a policy allows now; the ``last`` one if its answer is none."""
         try:
             cap = self._checked(policy.get_max_running_seqs(scheduler))
         except Exception as error:  # as above
             report("get_max_running_seqs", error)
-            return self._cap
+            return last
         if cap < 1:
             report("get_max_running_seqs", ValueError(f"the limit must be at least 1, got {cap}"))
             cap = 1
         elif report == self._report:
             self._faults.pop("get_max_running_seqs", None)
-        may_change = self._cap is None or self._may_raise or cap < self._cap
-        return cap if may_change else self._cap
+        may_change = last is None or self._may_raise or cap < last
+        return cap if may_change else last
 
     def _prefill_limit_of(
         self, policy: SchedulerThermalPolicy, scheduler: SchedulerView
@@ -274,23 +308,27 @@ class ThermalGuard:
         return last if is_rise and not self._may_raise else limit
 
     def _pass_readings(self, num_running: int) -> bool:
-        """Pass the newest readings to the policy. Returns whether the cap may rise."""
-        state = self._read()
+        """Pass the newest readings to what limits. Returns whether the cap may rise."""
+        self._state = state = self._read()
         power_w = state.power_w
         is_plausible = True
         if power_w is not None:
             if is_power(power_w):
                 self.power_model.observe(power_w, num_running)
-                if self.policy is not None:
-                    self.policy.on_power_reading(power_w)
             else:
                 is_plausible = self._reject("power", power_w, "watts")
+                power_w = None
+        temperatures: list[tuple[int, float]] = []
         for device, temp_c in _temperatures(state):
-            if not is_temperature(temp_c):
+            if is_temperature(temp_c):
+                temperatures.append((device, temp_c))
+            else:
                 is_plausible = self._reject("temperature", temp_c, "degrees C")
-            elif self.policy is not None:
-                self.policy.on_temp_reading(device, temp_c)
-        self._state = state
+        for policy in self._policies:
+            if power_w is not None:
+                policy.on_power_reading(power_w)
+            for device, temp_c in temperatures:
+                policy.on_temp_reading(device, temp_c)
         return is_plausible and bool(state.may_raise_cap)
 
     def _reject(self, kind: str, value: Any, unit: str) -> bool:
@@ -324,6 +362,20 @@ class ThermalGuard:
         if kind not in self._alerted:
             self._alerted.add(kind)
             self._alert(message)
+
+
+def _lower(cap: int | None, other: int | None) -> int | None:
+    """The lower of two limits, each None for no limit."""
+    return min((limit for limit in (cap, other) if limit is not None), default=None)
+
+
+def _has_target(policy: SchedulerThermalPolicy) -> bool:
+    """Whether the policy's class has a `retarget` of its own."""
+    return type(policy).retarget is not SchedulerThermalPolicy.retarget
+
+
+def _ignore(method: str, error: Exception) -> None:
+    """In place of a report: of a dry run, and of the control loop, which has no faults."""
 
 
 def _temperatures(state: ThermalState) -> list[tuple[int, Any]]:

@@ -100,6 +100,9 @@ class SchedulerThermalPolicy(ABC):
         """Called in every step with the sum of all devices' power, watts, if it is known."""
 
     def retarget(self, target_temp_c: float) -> bool:
-        """Set a new target temperature, degrees C. Returns False if the policy has no target."""
+        """Set a new target temperature, degrees C. Returns False if the policy has no target.
+
+        A control loop with that target then runs beside it.
+        """
         del target_temp_c
         return False

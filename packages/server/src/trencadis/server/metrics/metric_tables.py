@@ -136,7 +136,7 @@ ENGINE_METRICS = (
     _of_device(
         "gauge",
         "trencadis:thermal_target_celsius",
-        "Target temperature of the thermal policy, degrees C.",
+        "Target temperature of the thermal policy or of an order, the lower one, degrees C.",
         _thermal(lambda t: t.target_temp_c),
     ),
     _of_device(
