@@ -272,17 +272,18 @@ FLOORS: dict[str, list[set[str]]] = {
         {"prompts"},
     ],
     "server.http": [
-        {"api_keys", "connections", "paths"},
+        {"api_keys", "paths"},
         {"error_response"},
         {
             "allowed_hosts",
             "auth",
             "cancelled_requests",
+            "connections",
             "error_handlers",
             "key_limit",
             "request_body",
         },
-        {"admin_calls", "admin_signatures", "event_stream"},
+        {"admin_calls", "admin_signatures", "event_stream", "tls"},
     ],
     "server.metrics": [
         {"metric_tables", "tracing"},
