@@ -129,7 +129,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "engine": [
         {"errors"},
-        {"line_process", "validators"},
+        {"fair_thread", "line_process", "validators"},
         {"api"},
         {"models"},
         {"devices"},

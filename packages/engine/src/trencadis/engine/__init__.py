@@ -41,6 +41,7 @@ from trencadis.engine.errors import (
     InvalidRequest,
     ModelError,
     ModelNotActiveError,
+    ProcessUnresponsive,
     RequestFailed,
     SlowConversation,
     SwitchFailedError,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
     from trencadis.engine.devices import Device, Graph
+    from trencadis.engine.fair_thread import FairThread
     from trencadis.engine.front.async_engine import AsyncEngine
     from trencadis.engine.front.llm import LLM, Completion, Generation
     from trencadis.engine.front.multi_model_config import (
@@ -85,6 +87,7 @@ _LOADED_ON_USE = {
     "Embedding": ".front.pooled_results",
     "EngineCore": ".core.engine_core",
     "EngineInspection": ".api.inspection",
+    "FairThread": ".fair_thread",
     "Generation": ".front.llm",
     "Graph": ".devices",
     "GridUsage": ".api.inspection",
@@ -129,6 +132,7 @@ __all__ = [
     "EngineSleeping",
     "EngineStats",
     "EngineUnresponsive",
+    "FairThread",
     "FinishReason",
     "GenerateRequest",
     "Generation",
@@ -145,6 +149,7 @@ __all__ = [
     "PairPrompt",
     "PoolingRequest",
     "PositionLogprobs",
+    "ProcessUnresponsive",
     "RequestFailed",
     "RequestFields",
     "RequestStatus",
