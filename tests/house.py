@@ -272,7 +272,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"prompts"},
     ],
     "server.http": [
-        {"api_keys", "paths"},
+        {"api_keys", "json_decoder", "paths"},
         {"error_response"},
         {
             "allowed_hosts",
@@ -280,6 +280,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "cancelled_requests",
             "connections",
             "error_handlers",
+            "json_body",
             "key_limit",
             "request_body",
         },

@@ -52,6 +52,10 @@ class Prompt:
     answer: AnswerPlan | None = None
 
 
+class _LongConversation(Exception):
+    """Tools and arguments make a conversation longer than `_LONG`."""
+
+
 class PromptEncoder:
     """Tokenises prompts in worker threads, so that a long prompt does not block the event loop.
 
@@ -223,12 +227,6 @@ class PromptEncoder:
     async def _conversation(
         self, request: ChatCompletionRequest, model: ServedModel, client: str
     ) -> list[int]:
-        messages = messages_for_template(
-            request.messages,
-            text_arguments=model.traits.text_arguments,
-            has_thinking=model.traits.has_thinking,
-            has_thinking_alone=model.traits.has_thinking_alone,
-        )
         # Without them where no call is wanted: no model calls a tool that it does not know.
         may_call = request.choice_of_tools.mode != "none"
         tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
@@ -240,6 +238,15 @@ class PromptEncoder:
             generation_prompt = not continues
 
         def render(quick: bool | None) -> list[int]:
+            messages = messages_for_template(
+                request.messages,
+                text_arguments=model.traits.text_arguments,
+                has_thinking=model.traits.has_thinking,
+                has_thinking_alone=model.traits.has_thinking_alone,
+            )
+            work = (messages, tools, request.chat_template_kwargs)
+            if quick and sum(len(str(part)) for part in work) > _LONG:
+                raise _LongConversation
             return model.tokenizer.render_chat(
                 messages,
                 add_generation_prompt=generation_prompt,
@@ -251,11 +258,12 @@ class PromptEncoder:
 
         length = sum(len(message.content or "") for message in request.messages)
         _check_length(length, "messages", model)
-        work = (messages, tools, request.chat_template_kwargs)
-        if sum(len(str(part)) for part in work) > _LONG:
+        if length > _LONG:
             return await self._run(lambda: render(None), self._render_long, client)
         try:
             return await self._run(lambda: render(True), self._render, client)
+        except _LongConversation:
+            return await self._run(lambda: render(None), self._render_long, client)
         except SlowConversation:
             return await self._run(lambda: render(False), self._render_long, client)
 
