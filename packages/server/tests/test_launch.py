@@ -418,7 +418,7 @@ async def test_connections_above_the_limit_are_for_probes_until_one_closes(start
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert "too many connections" in refused.json()["error"]["message"]
-        silent = [await connection(url) for _ in range(50)]
+        silent = [await connection(url) for _ in range(200)]
         for path in ("/health", "/ready", "/live", "/metrics"):
             probe = await client.get(path)
             assert probe.status_code == 200

@@ -23,7 +23,11 @@ from trencadis.engine.api.requests import (
     PoolingRequest,
     RequestFields,
 )
-from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.sampling_params import (
+    MAX_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from trencadis.engine.api.scoring import PairPrompt, Scoring
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.api.text_prompts import TextPrompts
@@ -108,7 +112,9 @@ _LOADED_ON_USE = {
 
 __all__ = [
     "LLM",
+    "MAX_BIASES",
     "MAX_CACHE_SALT",
+    "MAX_STOP_TOKEN_IDS",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",

@@ -7,6 +7,7 @@ last, so that every connection is answered. The engine's core process always end
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 import os
@@ -47,6 +48,11 @@ logger = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 
 BACKLOG = 2048
+"""Connections that the system keeps for the server."""
+
+ACCEPTED_AT_ONCE = 32
+"""How many the event loop accepts before it reads from those that it has accepted."""
+
 ANSWER_TIMEOUT = 1.0
 """Longest wait, in seconds, until the requests that were cancelled have been answered."""
 
@@ -219,7 +225,7 @@ class _Server(uvicorn.Server):
             ws="none",  # no route has WebSockets, and they would leave these limits
             log_config=None,
             access_log=settings.access_log,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
@@ -236,10 +242,19 @@ class _Server(uvicorn.Server):
             self.config.http_protocol_class = partial(  # type: ignore[assignment]
                 TlsHandshake, limits=self._limits, context=context
             )
+        # A full collection visits all that was imported, and the event loop waits for it: 0.3 s and
+        # more, in the middle of a long body. What is there now stays.
+        gc.collect()
+        gc.freeze()
+        # How long the event loop waits for another thread that works in Python; by default 5 ms,
+        # after each call of the system.
+        sys.setswitchinterval(0.001)
         try:
             await super().startup(sockets)
         except OSError as error:  # another process took the port while the model was loading
             raise LaunchError(f"cannot listen: {error.strerror}") from None
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has one number for both
         handler = quiet_accept_errors(logger.error)
         asyncio.get_running_loop().set_exception_handler(handler)
         self._on_listening()

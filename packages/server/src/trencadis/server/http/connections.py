@@ -28,8 +28,8 @@ from trencadis.server.http.paths import is_probe
 logger = logging.getLogger("trencadis.server")
 
 MAX_CONNECTIONS = 16_384
-PROBE_CONNECTIONS = 16
-"""Connections above the limit, for probes alone."""
+PROBE_CONNECTIONS = 128
+"""Connections above the limit, for probes alone: more than are accepted before they are read."""
 
 _RESERVED_DESCRIPTORS = 48 + PROBE_CONNECTIONS
 """For files, pipes and sockets that the server opens later."""
@@ -40,7 +40,7 @@ _LOG_INTERVAL = 10.0
 _LEAST_SENT_BYTES = 65_536
 """What a client has to receive of a large answer within ``send_timeout``."""
 
-_MOST_SPARED = 64
+_MOST_SPARED = 256
 """How many are looked at for the one to close."""
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import partial
@@ -32,9 +33,15 @@ Checked: TypeAlias = Annotated[ModelT, SkipValidation]
 _SHORT_BYTES = 16_384
 """A body that is checked at once: a millisecond, or few where it is hostile."""
 
+_LONG_BYTES = 262_144
+"""A longer body has a thread that other bodies do not wait for."""
+
+_PAUSE_SECONDS = 0.001
+"""After each millisecond of decoding."""
+
 
 class JsonBodies:
-    """Checks long bodies in a thread, those of API keys in rotation.
+    """Checks long bodies in threads, those of API keys in rotation.
 
     At most ``max_bytes`` of bodies wait for it, and half of them are of one key; a further body
     raises `EngineOverloaded`.
@@ -43,12 +50,14 @@ class JsonBodies:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._thread = FairThread("bodies")
+        self._long = FairThread("bodies-long")
         self._waiting: Counter[str] = Counter()
         """Bytes that wait, by the name of the API key."""
 
     def close(self) -> None:
-        """End the thread. Requests that wait for it are cancelled."""
+        """End the threads. Requests that wait for them are cancelled."""
         self._thread.close()
+        self._long.close()
 
     @property
     def route_class(self) -> type[APIRoute]:
@@ -87,8 +96,9 @@ class JsonBodies:
             raise EngineOverloaded("too many long requests are being read: try again later")
         self._waiting[client] += len(content)
         try:
-            work = partial(_checked, content, model, decoded)
-            return await asyncio.wrap_future(self._thread.submit(client, work))
+            work = partial(_checked, content, model, _decoded_with_pauses)
+            thread = self._long if len(content) > _LONG_BYTES else self._thread
+            return await asyncio.wrap_future(thread.submit(client, work))
         finally:
             self._waiting[client] -= len(content)
             if not self._waiting[client]:
@@ -115,6 +125,10 @@ class _CheckedRequest(Request):
 
     async def json(self) -> BaseModel:
         return self._checked
+
+
+def _decoded_with_pauses(content: bytes) -> Any:
+    return decoded(content, partial(time.sleep, _PAUSE_SECONDS))
 
 
 def _checked(content: bytes, model: type[ModelT], decode: Callable[[bytes], Any]) -> ModelT:

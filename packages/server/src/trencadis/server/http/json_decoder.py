@@ -1,14 +1,16 @@
-"""Decodes JSON in many short steps, so that other threads run meanwhile.
+"""Decodes JSON with pauses, in which other threads run.
 
-``json.loads`` holds the interpreter until its end: half a second for 4 MB of keys. A long body is
-decoded here in a thread, whose time between two steps is that of one string, or of some thousand
-whole numbers. The values are those of ``json.loads``.
+``json.loads`` holds the interpreter until its end: half a second for 4 MB of keys. A thread that
+merely lets others have it does not suffice: an event loop gives it up in each call of the system,
+such as ``send``, and would wait for it after each of a hundred. So this decoder works for about a
+millisecond and then pauses. The values are those of ``json.loads``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 from trencadis.engine import InvalidRequest
@@ -17,27 +19,31 @@ MAX_VALUES = 131_072
 """Most values of a long body, without whole numbers in lists (token ids). Each takes microseconds.
 8,192 messages of five content parts have fewer."""
 
+_VALUES_PER_PAUSE = 256
+"""About a millisecond."""
+
 _SPACE = re.compile(r"[ \t\n\r]*")
 _AFTER_NUMBER = ", \t\n\r"
 _WHOLE_NUMBERS = re.compile(r"(?:-?[0-9]{1,18}[ \t\n\r]*,[ \t\n\r]*){1,4096}")
-"""A part of a list. Milliseconds of ``json.loads``."""
+"""A part of a list: less than a millisecond of ``json.loads``."""
 
 
-def decoded(body: bytes) -> Any:
-    """The value of a text in JSON.
+def decoded(body: bytes, pause: Callable[[], None]) -> Any:
+    """The value of a text in JSON. ``pause`` is called after each millisecond or so.
 
     Raises ``json.JSONDecodeError``, `InvalidRequest` for more than `MAX_VALUES`, and as
     ``json.loads`` ``ValueError`` for other encodings and numbers of too many digits, and
     ``RecursionError``.
     """
-    return _Decoder(body.decode(json.detect_encoding(body), "surrogatepass")).whole()
+    return _Decoder(body.decode(json.detect_encoding(body), "surrogatepass"), pause).whole()
 
 
 class _Decoder:
     """Methods take a position in the text and return a value with the position after it."""
 
-    def __init__(self, text: str) -> None:
+    def __init__(self, text: str, pause: Callable[[], None]) -> None:
         self._text = text
+        self._pause = pause
         self._scalar = json.JSONDecoder().raw_decode
         self._num_values = 0
         self._keys: dict[str, str] = {}
@@ -56,6 +62,8 @@ class _Decoder:
                 f"the body has more than {MAX_VALUES} values, besides whole numbers in lists: send "
                 "less in one request"
             )
+        if self._num_values % _VALUES_PER_PAUSE == 0:
+            self._pause()
         first = self._text[start : start + 1]
         if first == "[":
             return self._array(start + 1)
@@ -84,6 +92,8 @@ class _Decoder:
             except json.JSONDecodeError:  # such as 01: the scanner of values says where
                 break
             start = run.end()
+            if len(run[0]) >= _VALUES_PER_PAUSE:
+                self._pause()
         return start
 
     def _object(self, start: int) -> tuple[dict[str, Any], int]:
