@@ -279,11 +279,10 @@ FLOORS: dict[str, list[set[str]]] = {
             "cancelled_requests",
             "connections",
             "error_handlers",
-            "json_body",
             "key_limit",
             "request_body",
         },
-        {"admin_calls", "admin_signatures", "event_stream", "tls"},
+        {"admin_calls", "admin_signatures", "event_stream", "json_body", "tls"},
     ],
     "server.metrics": [
         {"metric_tables", "tracing"},

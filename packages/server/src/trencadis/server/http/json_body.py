@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException
 from trencadis.engine import EngineError, EngineOverloaded, FairThread
 from trencadis.server.errors import ApiError
 from trencadis.server.http.api_keys import key_name
+from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.json_decoder import decoded
 
 T = TypeVar("T")
@@ -78,8 +79,12 @@ class JsonBodies:
                     require_json(request)
                     # Not request.body(), which would keep the bytes as long as the answer lasts.
                     content = b"".join([chunk async for chunk in request.stream()])
-                    body = await bodies.checked(content, model, key_name(request.scope))
                     is_long = len(content) > _SHORT_BYTES
+                    work = bodies.checked(content, model, key_name(request.scope))
+                    if is_long:  # it may wait for others, and its client may leave
+                        body = await unless_disconnected(request.receive, work)
+                    else:
+                        body = await work
                     return await handler(_CheckedRequest(request, body, is_long))
 
                 return checked
