@@ -15,8 +15,8 @@ import psutil
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from trencadis.engine import line_process
-from trencadis.engine.errors import RequestFailed
+from trencadis.engine.errors import ProcessUnresponsive, RequestFailed
+from trencadis.engine.front.chat_renderer import ChatRenderer
 from trencadis.engine.line_process import LineProcess
 
 WORKER = """
@@ -33,6 +33,7 @@ def main():
             time.sleep(question[0])
         print(json.dumps([number, question]), flush=True)
 """
+READY = "print('[0, null]', flush=True)\n"
 RENDERER = "trencadis.engine.front.template_process"
 
 
@@ -51,14 +52,14 @@ def conversation(
 def echo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LineProcess]:
     (tmp_path / "echo_worker.py").write_text(WORKER)
     monkeypatch.syspath_prepend(tmp_path)
-    process = LineProcess("echo_worker")
+    process = LineProcess("echo_worker", answer_s=60.0)
     yield process
     process.close()
 
 
 @pytest.fixture
 def renderer() -> Iterator[LineProcess]:
-    process = LineProcess(RENDERER)
+    process = LineProcess(RENDERER, answer_s=60.0)
     yield process
     process.close()
 
@@ -217,16 +218,49 @@ def test_a_question_after_the_end_starts_no_process(echo: LineProcess) -> None:
 
 
 @pytest.mark.parametrize("question", ["short", "long" * 100_000])
-def test_a_stopped_process_is_given_up_after_the_limit(
-    echo: LineProcess, monkeypatch: pytest.MonkeyPatch, question: str
-) -> None:
-    monkeypatch.setattr(line_process, "_ANSWER_SECONDS", 0.5)
-    echo.started()
-    with pytest.raises(RequestFailed, match="no answer within"):
-        os.kill(echo.started().pid, signal.SIGSTOP)
+def test_a_stopped_process_is_given_up_after_the_limit(echo: LineProcess, question: str) -> None:
+    echo.ask("warm")
+    echo._answer_s = 0.5
+    os.kill(echo.started().pid, signal.SIGSTOP)
+    with pytest.raises(ProcessUnresponsive, match="no answer within"):
         echo.ask(question)
-    monkeypatch.setattr(line_process, "_ANSWER_SECONDS", 60.0)
+    echo._answer_s = 60.0
     assert echo.ask(question) == question
+
+
+def test_the_limit_of_an_answer_is_not_that_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = "import time; time.sleep(5)\n"
+    (tmp_path / "slow_worker.py").write_text(slow + WORKER.replace("for", READY + "    for", 1))
+    monkeypatch.syspath_prepend(tmp_path)
+    process = LineProcess("slow_worker", answer_s=2.5)
+    assert process.ask("first") == "first"
+    process.close()
+
+
+@pytest.mark.parametrize("quick", [None, False])
+def test_a_stopped_renderer_fails_within_seconds_and_is_replaced(
+    quick: bool | None,
+) -> None:
+    renderer = ChatRenderer()
+    processes = (renderer._quick, renderer._patient)
+    _, arguments = conversation("hello")
+    try:
+        assert renderer.render(arguments, quick) == {"text": "hello"}
+        for child in psutil.Process().children(recursive=True):
+            if "template_process" in " ".join(child.cmdline()):
+                child.suspend()
+        for process in processes:
+            assert process._answer_s <= 30
+            process._answer_s = 0.5
+        with pytest.raises(ProcessUnresponsive):
+            renderer.render(arguments, quick)
+        for process in processes:
+            process._answer_s = 60.0
+        assert renderer.render(arguments, quick) == {"text": "hello"}
+    finally:
+        renderer.close()
 
 
 def test_a_process_that_ends_is_replaced(echo: LineProcess) -> None:

@@ -112,3 +112,39 @@ async def test_a_client_that_disconnects_while_sending_starts_no_request(serving
         async with httpx.AsyncClient(base_url=url) as client:
             assert (await client.get("/health")).status_code == 200
     assert not engine.requests
+
+
+async def test_bodies_that_are_not_complete_have_a_bound_together(serving):
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+    async with serving(max_body_size=1000) as url:
+        address = url.removeprefix("http://").split(":")
+        slow = [await asyncio.open_connection(*address) for _ in range(20)]
+        for _, writer in slow:
+            writer.write(head + b"Content-Length: 1000\r\n\r\n" + b" " * 900)
+            await asyncio.sleep(0.02)
+        for reader, writer in slow[:3]:  # 16 times the limit of one body are left
+            answer = await asyncio.wait_for(reader.read(), 60)
+            assert answer.startswith(b"HTTP/1.1 503")
+            assert b"retry-after: 1" in answer.lower()
+            writer.close()
+        async with httpx.AsyncClient(base_url=url) as client:
+            body = b'{"prompt": "a"}'.ljust(1000)
+            response = await client.post("/v1/completions", content=body, headers=JSON)
+            assert response.status_code == 200
+        reader, writer = slow[-1]
+        writer.write(b'{"prompt": "a"}'.rjust(100))
+        assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n"), 60)
+        for _, writer in slow[3:]:
+            writer.close()
+
+
+async def test_an_order_of_an_administrator_is_short(serving):
+    key = {"Authorization": "Bearer boss"}
+    async with (
+        serving(admin_keys=["boss"]) as url,
+        httpx.AsyncClient(base_url=url, headers=key) as client,
+    ):
+        for padding, status in ((65_000, 200), (70_000, 413)):
+            body = b'{"max_num_seqs": 3}'.ljust(padding)
+            response = await client.post("/v1/admin/batch", content=body)
+            assert response.status_code == status

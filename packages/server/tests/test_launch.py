@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import ssl
+from pathlib import Path
 from typing import ClassVar
 
 import httpx
@@ -21,10 +22,10 @@ from trencadis.engine import EngineConfig, EngineDead, ModelError
 from trencadis.server import LaunchError, ServerSettings, launch, serve
 from trencadis.server.http.connections import (
     MAX_CONNECTIONS,
-    LoggedHandshake,
     default_connection_limit,
     quiet_accept_errors,
 )
+from trencadis.server.http.tls import LoggedHandshake
 
 pytestmark = pytest.mark.asyncio
 
@@ -307,7 +308,99 @@ async def test_silent_connections_keep_nobody_out(starting, caplog):
     assert caplog.text.count("connections are open") == 1
 
 
-async def test_connections_above_the_limit_are_refused_until_one_closes(starting, engine, soon):
+UNREAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+"""Headers without an API key, of a body that the server need not read."""
+
+
+async def test_a_body_that_nobody_reads_has_a_time_limit(starting):
+    run = Run(api_keys=["secret"], body_timeout=0.3)
+    reader, writer = await connection(await run.url())
+    writer.write(UNREAD)
+    assert b"401" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+
+    async def drip():  # more bytes do not extend the time
+        while not writer.is_closing():
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+
+    dripping = asyncio.create_task(drip())
+    with contextlib.suppress(ConnectionError):
+        await asyncio.wait_for(reader.read(), 60)
+    dripping.cancel()
+    writer.close()
+    await run.end()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/v1/models"])
+async def test_a_client_that_reads_no_answers_is_disconnected(starting, path):
+    run = Run(send_timeout=0.3)
+    host, port = (await run.url()).removeprefix("http://").split(":")
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(client, (host, int(port)))
+        request = f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
+
+        async def flood():
+            while True:
+                await loop.sock_sendall(client, request * 100)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(flood(), 60)
+    await run.end()
+
+
+async def test_a_client_that_reads_slowly_gets_its_whole_answer(starting, engine, monkeypatch):
+    engine.model_name = "m" * 8_000_000  # of which the system buffers some
+    run = Run(send_timeout=0.2)
+    reader, writer = await connection(await run.url())
+    writer.transport.set_write_buffer_limits(0)
+    writer.write(b"GET /v1/models HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    received = 0
+    while part := await asyncio.wait_for(reader.read(400_000), 60):
+        received += len(part)
+        await asyncio.sleep(0.02)
+    assert received > 8_000_000
+    writer.close()
+    await run.end()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET /health HTTP/1.1\r\nHost:", UNREAD])
+async def test_clients_that_do_nothing_keep_nobody_out(starting, sent):
+    run = Run(max_connections=3, api_keys=["secret"])
+    url = await run.url()
+    idle = [await connection(url) for _ in range(6)]
+    for _, writer in idle:
+        writer.write(sent)
+    await asyncio.sleep(0.1)
+    key = {"Authorization": "Bearer secret"}
+    for path in ("/health", "/v1/models"):
+        async with httpx.AsyncClient(base_url=url, headers=key) as client:
+            assert (await client.get(path)).status_code == 200
+    for _, writer in idle:
+        writer.close()
+    await run.end()
+
+
+async def test_requests_that_come_at_once_close_none_of_each_other(starting):
+    run = Run(max_connections=4)
+    url = await run.url()
+    silent = [await connection(url) for _ in range(4)]
+    host, port = url.removeprefix("http://").split(":")
+    clients = [socket.create_connection((host, int(port))) for _ in range(16)]
+    for client in clients:  # all of them are sent before the server accepts the first
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    for client in clients:
+        reader, writer = await asyncio.open_connection(sock=client)
+        assert b"200 OK" in await asyncio.wait_for(reader.read(), 60)
+        writer.close()
+    for _, writer in silent:
+        writer.close()
+    await run.end()
+
+
+async def test_connections_above_the_limit_are_for_probes_until_one_closes(starting, engine, soon):
     engine.delay = 300.0
     run = Run(max_connections=2)
     url = await run.url()
@@ -320,19 +413,53 @@ async def test_connections_above_the_limit_are_refused_until_one_closes(starting
         )
     await soon(lambda: len(engine.running) == 2)
     async with httpx.AsyncClient(base_url=url) as client:
-        refused = await client.get("/health")
+        refused = await client.get("/v1/models")
         assert refused.status_code == 503
         assert refused.headers["retry-after"] == "1"
         assert "too many connections" in refused.json()["error"]["message"]
+        silent = [await connection(url) for _ in range(200)]
+        for path in ("/health", "/ready", "/live", "/metrics"):
+            probe = await client.get(path)
+            assert probe.status_code == 200
+            assert probe.headers["connection"] == "close"
+        for _, writer in silent:
+            writer.close()
         busy[0][1].close()
         await busy[0][1].wait_closed()
         for _ in range(3000):
-            if (await client.get("/health")).status_code == 200:
+            if (await client.get("/v1/models")).status_code == 200:
                 break
             await asyncio.sleep(0.02)
-        assert (await client.get("/health")).status_code == 200
+        assert (await client.get("/v1/models")).status_code == 200
+    assert len(engine.running) == 1
     busy[1][1].close()
     await run.end()
+
+
+async def test_what_is_not_http_after_the_answer_leaves_no_traceback(starting, caplog):
+    run = Run(api_keys=["secret"])
+    reader, writer = await connection(await run.url())
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+    assert b"401" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)
+    writer.write(b"not a chunk\r\n")
+    await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    await run.end()
+    assert [r.message for r in caplog.records if r.exc_info or r.levelname == "ERROR"] == []
+
+
+async def test_an_output_that_cannot_be_written_does_not_end_the_server(
+    starting, monkeypatch, caplog, soon
+):
+    with Path("/dev/full").open("w") as full:  # noqa: ASYNC230  a device
+        monkeypatch.setattr("sys.stdout", full)
+        task = asyncio.create_task(serve(CONFIG, ServerSettings(port=0)))
+        await soon(lambda: "cannot be written" in caplog.text or task.done())
+        url = re.search(r" at (http://\S+) ", caplog.text)[1]
+        async with httpx.AsyncClient(base_url=url) as client:
+            assert (await client.get("/health")).status_code == 200
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(task, 60)
 
 
 async def test_a_lack_of_descriptors_is_one_log_line_and_other_errors_stay_whole(caplog):
@@ -371,6 +498,47 @@ async def test_the_admin_api_has_a_port_of_its_own(starting):
         ("there", "/v1/admin/state"): 200,
         ("there", "/health"): 200,
     }
+
+
+@pytest.fixture
+def certificate(tmp_path):
+    """A certificate of this server, and the authority that signed it, as files."""
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "authority.pem")
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(
+        tmp_path / "server.pem"
+    )
+    return tmp_path / "server.pem", tmp_path / "authority.pem"
+
+
+async def tcp_connection(url):
+    return await connection(url.replace("https", "http"))
+
+
+async def test_tls_handshakes_have_a_time_limit(starting, certificate):
+    run = Run(ssl_certfile=str(certificate[0]), header_timeout=0.3)
+    reader, writer = await tcp_connection(await run.url())
+    with contextlib.suppress(ConnectionError):
+        assert await asyncio.wait_for(reader.read(), 30) == b""
+    writer.close()
+    await run.end()
+
+
+async def test_tls_handshakes_count_as_connections_and_keep_nobody_out(starting, certificate, soon):
+    run = Run(ssl_certfile=str(certificate[0]), max_connections=3)
+    url = await run.url()
+    silent = [await tcp_connection(url) for _ in range(8)]
+    context = ssl.create_default_context(cafile=certificate[1])
+    async with httpx.AsyncClient(base_url=url, verify=context) as client:
+        assert (await client.get("/health")).status_code == 200
+        posted = await client.post("/v1/completions", json={"prompt": "a" * 200})
+        assert posted.status_code == 200
+    for reader, writer in silent[:5]:
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(reader.read(), 30) == b""
+        writer.close()
+    await run.end()
 
 
 async def test_a_right_key_without_a_client_certificate_is_refused_and_logged(

@@ -8,8 +8,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from trencadis.engine import SlowConversation
-from trencadis.server.generation.prompts import PromptThread
+from trencadis.engine import FairThread, ProcessUnresponsive, SlowConversation
 
 
 def said(text):
@@ -44,9 +43,34 @@ async def test_a_conversation_that_takes_long_to_render_delays_no_other(
     assert sorted(slow_calls) == [False, False, True, True]
 
 
+@pytest.mark.asyncio
+async def test_a_stopped_template_process_delays_no_completion(client, engine, monkeypatch, soon):
+    began, may_end = threading.Event(), threading.Event()
+
+    def stopped(messages, **options):
+        began.set()
+        assert may_end.wait(30)
+        raise ProcessUnresponsive("the process has sent no answer within 10 s and was ended")
+
+    monkeypatch.setattr(engine.tokenizer, "render_chat", stopped)
+    waiting = asyncio.create_task(client.post("/v1/chat/completions", json=said("usual")))
+    try:
+        await soon(began.is_set)
+        for prompt in ("short", "long" * 20_000):
+            request = client.post("/v1/completions", json={"prompt": prompt, "max_tokens": 1})
+            assert (await asyncio.wait_for(request, 20)).status_code in (200, 400)
+        assert not waiting.done()
+    finally:
+        may_end.set()
+    response = await waiting
+    assert response.status_code == 503
+    assert response.headers["retry-after"] == "1"
+    assert response.json()["error"]["code"] == "process_unresponsive"
+
+
 @pytest.fixture
 def thread():
-    thread = PromptThread("test")
+    thread = FairThread("test")
     yield thread
     thread.close()
 

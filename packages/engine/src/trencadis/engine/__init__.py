@@ -23,7 +23,11 @@ from trencadis.engine.api.requests import (
     PoolingRequest,
     RequestFields,
 )
-from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.sampling_params import (
+    MAX_BIASES,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from trencadis.engine.api.scoring import PairPrompt, Scoring
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.api.text_prompts import TextPrompts
@@ -41,6 +45,7 @@ from trencadis.engine.errors import (
     InvalidRequest,
     ModelError,
     ModelNotActiveError,
+    ProcessUnresponsive,
     RequestFailed,
     SlowConversation,
     SwitchFailedError,
@@ -59,6 +64,7 @@ if TYPE_CHECKING:
     from trencadis.engine.core.core_process import LogSettings
     from trencadis.engine.core.engine_core import EngineCore
     from trencadis.engine.devices import Device, Graph
+    from trencadis.engine.fair_thread import FairThread
     from trencadis.engine.front.async_engine import AsyncEngine
     from trencadis.engine.front.llm import LLM, Completion, Generation
     from trencadis.engine.front.multi_model_config import (
@@ -85,6 +91,7 @@ _LOADED_ON_USE = {
     "Embedding": ".front.pooled_results",
     "EngineCore": ".core.engine_core",
     "EngineInspection": ".api.inspection",
+    "FairThread": ".fair_thread",
     "Generation": ".front.llm",
     "Graph": ".devices",
     "GridUsage": ".api.inspection",
@@ -105,7 +112,9 @@ _LOADED_ON_USE = {
 
 __all__ = [
     "LLM",
+    "MAX_BIASES",
     "MAX_CACHE_SALT",
+    "MAX_STOP_TOKEN_IDS",
     "AsyncEngine",
     "BatchControl",
     "BatchControlResult",
@@ -129,6 +138,7 @@ __all__ = [
     "EngineSleeping",
     "EngineStats",
     "EngineUnresponsive",
+    "FairThread",
     "FinishReason",
     "GenerateRequest",
     "Generation",
@@ -145,6 +155,7 @@ __all__ = [
     "PairPrompt",
     "PoolingRequest",
     "PositionLogprobs",
+    "ProcessUnresponsive",
     "RequestFailed",
     "RequestFields",
     "RequestStatus",

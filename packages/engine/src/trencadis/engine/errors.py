@@ -56,6 +56,13 @@ class RequestFailed(EngineError):
     """An internal error ended this request, and no other. The log has the traceback."""
 
 
+class ProcessUnresponsive(RequestFailed):
+    """A process that checks or renders requests has not answered in time, and was ended.
+
+    The next request starts another: send this one again later.
+    """
+
+
 class SlowConversation(EngineError):
     """A conversation takes longer than a quick attempt: render it with ``quick=False``."""
 

@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Callable
 from typing import IO, Any
 
-from trencadis.engine.errors import RequestFailed
+from trencadis.engine.errors import ProcessUnresponsive, RequestFailed
 
-_ANSWER_SECONDS = 60.0
-"""Longest wait for an answer to work that has a limit of processor time, on a busy machine."""
+_START_SECONDS = 60.0
+"""Longest wait for the first line of a process, which imports its modules on a busy machine."""
 
 _SLICE_SECONDS = 0.2
 """Period in which a question that waits notices that the process was closed."""
@@ -32,9 +32,9 @@ class LineProcess:
     A question is ``[number, question]`` and its answer ``[number, answer]``: an answer that no
     question waits for is never taken for that to another question. The process starts with the
     first question, and again after its end. ``first_line``, if any, is sent before the questions
-    and not answered. ``answer_s``: the longest wait for an answer, in seconds; by default that for
-    work with a limit of processor time. Not thread-safe, but for `close` and
-    `close_for_good`.
+    and not answered. ``answer_s``: the longest wait for an answer, in seconds. It counts from the
+    first line of the process, for which a module calls `announce_ready` when it has started. Not
+    thread-safe, but for `close` and `close_for_good`.
     """
 
     def __init__(
@@ -42,11 +42,13 @@ class LineProcess:
         module: str,
         first_line: Callable[[], object] | None = None,
         *,
-        answer_s: float | None = None,
+        answer_s: float,
     ) -> None:
         self._module = module
         self._answer_s = answer_s
         self._first_line = first_line
+        self._has_started = False
+        """Whether the process has written a line."""
         self._process: subprocess.Popen[bytes] | None = None
         self._number = 0
         self._asked: subprocess.Popen[bytes] | None = None
@@ -58,8 +60,9 @@ class LineProcess:
     def ask(self, question: object) -> Any:
         """The answer to a question.
 
-        Raises `RequestFailed` where the process cannot be started or does not answer, and as
-        ``json.dumps`` for what JSON cannot hold.
+        Raises `ProcessUnresponsive` where there is no answer within ``answer_s``, `RequestFailed`
+        where the process cannot be started or has ended, and as ``json.dumps`` for what JSON cannot
+        hold.
         """
         self._number += 1
         line = f"[{self._number}, {json.dumps(question)}]\n".encode()
@@ -69,6 +72,9 @@ class LineProcess:
                 return self._exchange(process, line, self._number)
             finally:
                 self._end_question(process)
+        except ProcessUnresponsive:
+            self.close()
+            raise
         except (OSError, ValueError, EOFError) as error:
             self.close()
             raise RequestFailed(
@@ -140,17 +146,18 @@ class LineProcess:
                 stderr=subprocess.DEVNULL,
                 start_new_session=True,
             )
-            self._process = process
+            self._process, self._has_started = process, False
             self._end = weakref.finalize(self, _kill, process)
         return process
 
     def _exchange(self, process: subprocess.Popen[bytes], line: bytes, number: int) -> Any:
         """Send a line and wait for the answer with its number.
 
-        Neither waits longer than the limit. Raises `EOFError` at the end of the process.
+        Neither waits longer than the limit, after which it raises `ProcessUnresponsive`. Raises
+        `EOFError` at the end of the process.
         """
         inbox, outbox = _pipes(process)
-        limit_s = _ANSWER_SECONDS if self._answer_s is None else self._answer_s
+        limit_s = self._answer_s if self._has_started else _START_SECONDS + self._answer_s
         deadline = time.monotonic() + limit_s
         unsent, received = memoryview(line), bytearray()
         # Not select(), which takes no descriptor above 1023: a busy server has more connections.
@@ -169,13 +176,19 @@ class LineProcess:
                     part = os.read(outbox.fileno(), _PART_BYTES)
                     if not part:
                         raise EOFError("it has ended")
+                    if not self._has_started:
+                        self._has_started, limit_s = True, self._answer_s
+                        deadline = time.monotonic() + limit_s
                     received += part
                     if b"\n" in part:
                         *answers, received = received.split(b"\n")
                         for answered, answer in map(json.loads, answers):
                             if answered == number:
                                 return answer
-        raise EOFError(f"no answer within {limit_s:.0f} s")
+        raise ProcessUnresponsive(
+            f"the process {self._module} has sent no answer within {limit_s:g} s and was ended: "
+            "send the request again"
+        )
 
     def _end_question(self, process: subprocess.Popen[bytes]) -> None:
         with self._lock:
@@ -183,6 +196,12 @@ class LineProcess:
             was_closed = self._process is not process
         if was_closed:
             _close_pipes(process)
+
+
+def announce_ready() -> None:
+    """Tell the `LineProcess` of this process that it has started. An answer to no question."""
+    sys.stdout.write("[0, null]\n")
+    sys.stdout.flush()
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -20,8 +20,9 @@ from trencadis.server.http.api_keys import ApiKeys
 from trencadis.server.http.auth import AdminCalls, BearerAuth
 from trencadis.server.http.cancelled_requests import CancelledRequests
 from trencadis.server.http.error_handlers import install_error_handlers
+from trencadis.server.http.json_body import JsonBodies
 from trencadis.server.http.key_limit import KeyLimit
-from trencadis.server.http.request_body import BodyLimit
+from trencadis.server.http.request_body import UNREAD_FACTOR, BodyLimit
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.metrics.tracing import RequestTracer
 from trencadis.server.routes.admin import admin_router
@@ -88,6 +89,7 @@ def _context(engine: ServingEngine, settings: ServerSettings, *, has_keys: bool)
         switching=switching,
         settings=settings,
         metrics=metrics,
+        bodies=JsonBodies(UNREAD_FACTOR * settings.max_body_size),
         encoder=encoder,
         models=models,
         switcher=switcher,
@@ -108,6 +110,7 @@ def _lifespan(
             context.switcher.idle.start()
         yield
         dashboard.close()
+        context.bodies.close()
         context.encoder.close()
         if context.switcher is not None:
             await context.switcher.close()
@@ -139,7 +142,13 @@ def _add_middleware(app: FastAPI, context: ServingContext, keys: ApiKeys) -> Non
     read."""
     settings = context.settings
     is_admin = AdminCalls(settings.server_dev_mode, has_admin_keys=bool(settings.admin_keys))
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_size, timeout=settings.body_timeout)
+    app.add_middleware(
+        BodyLimit,
+        max_bytes=settings.max_body_size,
+        timeout=settings.body_timeout,
+        retry_after=settings.retry_after,
+        is_order=is_admin,
+    )
     if settings.max_requests_per_key is not None:
         app.add_middleware(
             KeyLimit,

@@ -19,6 +19,7 @@ from trencadis.engine import (
     EngineUnresponsive,
     InvalidRequest,
     ModelNotActiveError,
+    ProcessUnresponsive,
     SwitchFailedError,
     SwitchInProgressError,
     UnknownModelError,
@@ -117,6 +118,7 @@ _UNAVAILABLE: tuple[tuple[type[EngineError], str, bool], ...] = (
     (EngineRestarting, "engine_restarting", True),
     (EngineUnresponsive, "engine_unresponsive", False),
     (EngineDead, "engine_dead", False),
+    (ProcessUnresponsive, "process_unresponsive", True),
     (BucketMiss, "bucket_miss", False),
     (RequestAbortedError, "request_aborted", True),
 )

@@ -7,13 +7,16 @@ last, so that every connection is answered. The engine's core process always end
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
+import os
 import signal
 import socket
 import ssl
+import sys
 from collections.abc import Callable, Coroutine, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -33,11 +36,11 @@ from trencadis.server.engine_protocol import as_switching
 from trencadis.server.http.connections import (
     ConnectionLimits,
     LimitedProtocol,
-    LoggedHandshake,
     default_connection_limit,
     quiet_accept_errors,
     raise_descriptor_limit,
 )
+from trencadis.server.http.tls import LoggedHandshake, TlsHandshake
 from trencadis.server.settings import ServerSettings
 
 logger = logging.getLogger("trencadis.server")
@@ -45,6 +48,11 @@ logger = logging.getLogger("trencadis.server")
 T = TypeVar("T")
 
 BACKLOG = 2048
+"""Connections that the system keeps for the server."""
+
+ACCEPTED_AT_ONCE = 32
+"""How many the event loop accepts before it reads from those that it has accepted."""
+
 ANSWER_TIMEOUT = 1.0
 """Longest wait, in seconds, until the requests that were cancelled have been answered."""
 
@@ -125,7 +133,12 @@ def check_address(settings: ServerSettings) -> None:
 
 
 def _print(text: str) -> None:
-    print(text, flush=True)  # not buffered, even into a pipe
+    try:
+        print(text, flush=True)  # not buffered, even into a pipe
+    except OSError as error:  # the disk is full, or what reads the pipe has ended
+        logger.warning("The standard output cannot be written (%s): %s", error, text)
+        with suppress(OSError, ValueError):  # so that Python does not try again at its end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 async def _stop_after_failure(engine: AsyncEngine | MultiModelEngine, server: _Server) -> str:
@@ -198,14 +211,21 @@ class _Server(uvicorn.Server):
         on_listening: Callable[[], None],
     ) -> None:
         limit = settings.max_connections or default_connection_limit(raise_descriptor_limit())
-        limits = ConnectionLimits(limit, settings.header_timeout, settings.retry_after)
+        self._limits = ConnectionLimits(
+            limit,
+            settings.header_timeout,
+            settings.body_timeout,
+            settings.send_timeout,
+            settings.retry_after,
+        )
         self._app = create_app(engine, settings)
         config = uvicorn.Config(
             self._app,
-            http=partial(LimitedProtocol, limits=limits),  # type: ignore[arg-type]
+            http=partial(LimitedProtocol, limits=self._limits),  # type: ignore[arg-type]
+            ws="none",  # no route has WebSockets, and they would leave these limits
             log_config=None,
             access_log=settings.access_log,
-            backlog=BACKLOG,
+            backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(settings.shutdown_timeout)),
             ssl_certfile=settings.ssl_certfile,
             ssl_keyfile=settings.ssl_keyfile,
@@ -216,12 +236,25 @@ class _Server(uvicorn.Server):
         self._on_listening = on_listening
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        if self.config.ssl is not None:
-            self.config.ssl.sslobject_class = LoggedHandshake
+        if (context := self.config.ssl) is not None:
+            context.sslobject_class = LoggedHandshake
+            self.config.ssl = None  # uvicorn listens for TCP, and `TlsHandshake` does the rest
+            self.config.http_protocol_class = partial(  # type: ignore[assignment]
+                TlsHandshake, limits=self._limits, context=context
+            )
+        # A full collection visits all that was imported, and the event loop waits for it: 0.3 s and
+        # more, in the middle of a long body. What is there now stays.
+        gc.collect()
+        gc.freeze()
+        # How long the event loop waits for another thread that works in Python; by default 5 ms,
+        # after each call of the system.
+        sys.setswitchinterval(0.001)
         try:
             await super().startup(sockets)
         except OSError as error:  # another process took the port while the model was loading
             raise LaunchError(f"cannot listen: {error.strerror}") from None
+        for listener in sockets or ():
+            listener.listen(BACKLOG)  # asyncio has one number for both
         handler = quiet_accept_errors(logger.error)
         asyncio.get_running_loop().set_exception_handler(handler)
         self._on_listening()

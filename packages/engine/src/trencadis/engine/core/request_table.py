@@ -149,7 +149,7 @@ class RequestTable:
             return
         if not request.is_resumed:
             self._check_queue(request.client)
-        grammar = self._grammars.compile(structured_output)
+        grammar = self._grammars.compile(structured_output, request.client)
         self.compiling[key] = _Compiling(request, running_limit, grammar)
         self.add_compiled()
 

@@ -215,7 +215,7 @@ class EngineFront:
         self._changes.check_admission()
         if request.params.structured_output is not None:
             num_models = self._changes.num_models
-            await self._grammars.check(request.params.structured_output)
+            await self._grammars.check(request.params.structured_output, request.client)
             await self.check_health()  # a check takes up to seconds
             self._changes.check_admission()
             if num_models != self._changes.num_models:

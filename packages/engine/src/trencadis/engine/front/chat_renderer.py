@@ -15,6 +15,10 @@ QUICK_SECONDS = 0.1
 PATIENT_SECONDS = 2.0
 """Processor time in which any conversation must be rendered. Megabytes take a tenth of it."""
 
+ANSWER_SECONDS = 10.0
+"""Longest wait for a conversation, of which a fork may also compile the template: several times its
+processor time, on a busy machine. A process that takes longer is stopped or broken."""
+
 
 class ChatRenderer:
     """Two processes: what the first does not render within `QUICK_SECONDS`, the second does.
@@ -25,7 +29,8 @@ class ChatRenderer:
 
     def __init__(self) -> None:
         module = "trencadis.engine.front.template_process"
-        self._quick, self._patient = LineProcess(module), LineProcess(module)
+        self._quick = LineProcess(module, answer_s=ANSWER_SECONDS)
+        self._patient = LineProcess(module, answer_s=2 * ANSWER_SECONDS)
         self._quick_lock, self._patient_lock = threading.Lock(), threading.Lock()
 
     def start(self) -> None:
@@ -40,8 +45,8 @@ class ChatRenderer:
         """``{"text": ...}`` or ``{"error": ...}``, for the arguments of ``render_jinja_template``.
 
         ``quick``: True for the first process alone, False for the second alone, None for one after
-        the other. Raises `SlowConversation` where the first has not sufficed, `RequestFailed` where
-        a process does not answer or was ended for good, and as ``json.dumps``.
+        the other. Raises `SlowConversation` where the first has not sufficed, `ProcessUnresponsive`
+        where a process does not answer, `RequestFailed` where it was ended, and as ``json.dumps``.
         """
         if quick is not False:
             with self._quick_lock:

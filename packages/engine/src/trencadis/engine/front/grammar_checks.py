@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.errors import EngineOverloaded
+from trencadis.engine.fair_thread import FairThread
 from trencadis.engine.grammars.checker import GrammarChecker
 
 _MAX_GRAMMAR_CHECKS = 64
@@ -15,29 +17,39 @@ _MAX_GRAMMAR_CHECKS = 64
 
 
 class GrammarChecks:
-    """A thread that checks one grammar at a time. ``tokenizer``: as `GrammarChecker` takes it."""
+    """A thread that checks one grammar at a time. ``tokenizer``: as `GrammarChecker` takes it.
+
+    It serves clients in rotation, and a client other than "" has at most half of the places.
+    """
 
     def __init__(self, tokenizer: Callable[[], str]) -> None:
         self._grammars = GrammarChecker(tokenizer)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar-checks")
-        self._num_waiting = 0
+        self._thread = FairThread("grammar-checks")
+        self._num_waiting: Counter[str] = Counter()
+        """Requests that wait, by client."""
 
-    async def check(self, structured_output: StructuredOutput) -> None:
+    async def check(self, structured_output: StructuredOutput, client: str = "") -> None:
         """Raise the errors of `GrammarChecker.check`, or `EngineOverloaded`."""
         if self._grammars.recall(structured_output):
             return
-        if self._num_waiting >= _MAX_GRAMMAR_CHECKS:
+        waiting = self._num_waiting
+        if waiting.total() >= _MAX_GRAMMAR_CHECKS:
             raise EngineOverloaded(
-                f"{self._num_waiting} requests wait until their grammars are checked: "
+                f"{waiting.total()} requests wait until their grammars are checked: try again later"
+            )
+        if client and waiting[client] >= _MAX_GRAMMAR_CHECKS // 2:
+            raise EngineOverloaded(
+                f"{waiting[client]} requests of this client wait until their grammars are checked: "
                 "try again later"
             )
-        self._num_waiting += 1
+        check = partial(self._grammars.check, structured_output)
+        waiting[client] += 1
         try:
-            loop = asyncio.get_running_loop()
-            check = self._grammars.check
-            await loop.run_in_executor(self._thread, check, structured_output)
+            await asyncio.wrap_future(self._thread.submit(client, check))
         finally:
-            self._num_waiting -= 1
+            waiting[client] -= 1
+            if not waiting[client]:
+                del waiting[client]
 
     def use_tokenizer(self, tokenizer: Callable[[], str]) -> None:
         """Check for another model from now on."""
@@ -46,5 +58,5 @@ class GrammarChecks:
 
     def close(self) -> None:
         """End the thread and its process."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         self._grammars.close(for_good=True)

@@ -23,6 +23,8 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from trencadis.engine.line_process import announce_ready
+
 COMPILE_SECONDS = 2.0
 """Processor time in which a template must be compiled, once in each fork.
 
@@ -46,6 +48,7 @@ def main() -> None:
     # The number of the question that the fork works on; 0 before and after. In shared memory, which
     # outlives a fork: what ends it between two questions must not be the answer to the next.
     current = memoryview(mmap.mmap(-1, 8)).cast("q")
+    announce_ready()
     while True:
         current[0] = 0
         fork = os.fork()

@@ -26,6 +26,7 @@ from llguidance import LLMatcher, LLTokenizer
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.grammars.finite_schemas import accepts_finite
 from trencadis.engine.grammars.grammar import matcher_error, new_matcher
+from trencadis.engine.line_process import announce_ready
 
 CPU_SECONDS = 3.0
 """Processor time in which a grammar must be compiled and pass the trial."""
@@ -49,6 +50,7 @@ def main() -> None:
         tokenizer = LLTokenizer(json.loads(sys.stdin.readline()))
     except ValueError as error:
         failure = f"llguidance cannot use this model's tokenizer: {error}"
+    announce_ready()
     for line in sys.stdin:
         number, fields = json.loads(line)
         if tokenizer is None:

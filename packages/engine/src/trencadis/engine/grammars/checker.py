@@ -15,6 +15,9 @@ from trencadis.engine.line_process import LineProcess
 _NUM_VERDICTS = 256
 """Grammars whose verdict is kept."""
 
+_ANSWER_SECONDS = 20.0
+"""Longest wait for a check: several times its processor time, on a busy machine."""
+
 
 class GrammarChecker:
     """Starts the process of `check_process` with the first grammar. Thread-safe.
@@ -23,7 +26,9 @@ class GrammarChecker:
     """
 
     def __init__(self, tokenizer: Callable[[], str]) -> None:
-        self._process = LineProcess("trencadis.engine.grammars.check_process", tokenizer)
+        self._process = LineProcess(
+            "trencadis.engine.grammars.check_process", tokenizer, answer_s=_ANSWER_SECONDS
+        )
         self._verdicts: dict[StructuredOutput, str] = {}
         self._lock = threading.Lock()
 
@@ -38,7 +43,8 @@ class GrammarChecker:
         """Raise `InvalidRequest` for a grammar that is not valid or too hard to serve.
 
         Takes up to seconds for a new grammar; do not call it in an event loop. Raises
-        `RequestFailed` where the process cannot be started or does not answer.
+        `ProcessUnresponsive` where the process does not answer, and `RequestFailed` where it cannot
+        be started.
         """
         require_llguidance()
         with self._lock:

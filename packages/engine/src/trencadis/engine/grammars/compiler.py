@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING
 
 from trencadis.engine.api.structured_output import StructuredOutput
+from trencadis.engine.fair_thread import FairThread
 from trencadis.engine.grammars.grammar import load_tokenizer, new_matcher, require_llguidance
 from trencadis.engine.grammars.matcher import CompiledGrammar, MaskThreads, StepMasks
 
@@ -21,6 +23,8 @@ _NUM_COMPILED = 16
 class GrammarCompiler:
     """Compiles structured outputs, one after the other, and keeps those that were used last.
 
+    It serves clients in rotation.
+
     ``tokenizer`` gives the text of the model's ``tokenizer.json``; ``vocab_size`` is the width of
     the logits. Nothing is loaded before the first grammar.
     """
@@ -32,11 +36,13 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._tokenizer: LLTokenizer | None = None
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammar-compiler")
+        self._thread = FairThread("grammar-compiler")
         self._threads: MaskThreads | None = None
         self._compiled: OrderedDict[StructuredOutput, Future[CompiledGrammar]] = OrderedDict()
 
-    def compile(self, structured_output: StructuredOutput) -> Future[CompiledGrammar]:
+    def compile(
+        self, structured_output: StructuredOutput, client: str = ""
+    ) -> Future[CompiledGrammar]:
         """The grammar, once it is compiled. The result raises ``ValueError`` for a bad one.
 
         Raises `InvalidRequest` where llguidance is not installed.
@@ -44,7 +50,7 @@ class GrammarCompiler:
         require_llguidance()
         compiled = self._compiled.get(structured_output)
         if compiled is None or (compiled.done() and compiled.exception() is not None):
-            compiled = self._thread.submit(self._compile, structured_output)
+            compiled = self._thread.submit(client, partial(self._compile, structured_output))
             self._compiled[structured_output] = compiled
         self._compiled.move_to_end(structured_output)
         if len(self._compiled) > _NUM_COMPILED:
@@ -59,7 +65,7 @@ class GrammarCompiler:
 
     def close(self) -> None:
         """End the threads."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
         if self._threads is not None:
             self._threads.close()
 

@@ -1,10 +1,10 @@
-"""Text of requests that UTF-8 can encode."""
+"""Text of requests that UTF-8 can encode, and lists of which one error is enough."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, TypeVar
 
-from pydantic import AfterValidator
+from pydantic import AfterValidator, Field
 
 from trencadis.engine import InvalidRequest
 
@@ -22,3 +22,8 @@ def check_characters(text: str) -> str:
 
 
 Text = Annotated[str, AfterValidator(check_characters)]
+
+T = TypeVar("T")
+
+Listed = Annotated[list[T], Field(fail_fast=True)]
+"""A list whose first wrong item is an error: without it, a list of a million has a million."""

@@ -18,7 +18,7 @@ from pydantic_core import PydanticCustomError
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
-from trencadis.server.api.characters import Text
+from trencadis.server.api.characters import Listed, Text
 from trencadis.server.api.tools import EarlierCall
 
 _UNSUPPORTED = ("function_call", "audio")
@@ -67,7 +67,7 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    tool_calls: list[EarlierCall] | None = None
+    tool_calls: Listed[EarlierCall] | None = None
     content: Annotated[
         Text | None,
         BeforeValidator(joined_text, str | list[dict[str, Any]] | None),

@@ -16,7 +16,7 @@ from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, SamplingParams
 from trencadis.server.api.attrs_fields import derived_field
-from trencadis.server.api.characters import Text, check_characters
+from trencadis.server.api.characters import Listed, Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage, joined_text
 from trencadis.server.api.protocol import MAX_MESSAGES, ChatCompletionRequest, RequestBody
 from trencadis.server.api.tools import (
@@ -281,7 +281,7 @@ class MessagesRequest(CountTokensRequest, RequestBody):
     """``POST /v1/messages``."""
 
     max_tokens: Annotated[int, derived_field(_PARAMETERS["max_tokens"], ...)]
-    stop_sequences: list[Text] | None = derived_field(_PARAMETERS["stop"], None)
+    stop_sequences: Listed[Text] | None = derived_field(_PARAMETERS["stop"], None)
     temperature: float | None = derived_field(_PARAMETERS["temperature"], None)
     top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
     top_k: int | None = derived_field(_PARAMETERS["top_k"], None)

@@ -28,14 +28,16 @@ from pydantic import (
 from typing_extensions import Self
 
 from trencadis.engine import (
+    MAX_BIASES,
     MAX_CACHE_SALT,
+    MAX_STOP_TOKEN_IDS,
     InvalidRequest,
     RequestFields,
     SamplingParams,
     StructuredOutput,
 )
 from trencadis.server.api.attrs_fields import derived_field
-from trencadis.server.api.characters import Text, check_characters
+from trencadis.server.api.characters import Listed, Text, check_characters
 from trencadis.server.api.chat_messages import ChatMessage
 from trencadis.server.api.structured_output import (
     ResponseFormat,
@@ -87,6 +89,8 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         return None
     if not isinstance(value, dict):
         raise InvalidRequest("must map token ids to numbers")
+    if len(value) > MAX_BIASES:
+        raise InvalidRequest(f"has {len(value)} entries, at most {MAX_BIASES} may be sent")
     biases: dict[int, float] = {}
     for token, bias in value.items():
         is_id = isinstance(token, int) or (token.isdecimal() and len(token) < 10)
@@ -207,12 +211,12 @@ class GenerationRequest(RequestBody):
     ] = _parameter("logit_bias")
     max_tokens: int | None = _parameter("max_tokens")
     min_tokens: int | None = _parameter("min_tokens")
-    stop: Annotated[list[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
+    stop: Annotated[Listed[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
         _parameter("stop")
     )
-    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] | None = _parameter(
-        "stop_token_ids"
-    )
+    stop_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None
+    ) = _parameter("stop_token_ids")
     ignore_eos: bool | None = _parameter("ignore_eos")
     include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
     skip_special_tokens: bool | None = _parameter("skip_special_tokens")
@@ -224,7 +228,7 @@ class GenerationRequest(RequestBody):
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Listed[str] | None = None
     guided_grammar: str | None = None
     _structured_output: StructuredOutput | None = PrivateAttr(default=None)
     _structured_output_field: str = PrivateAttr(default="")

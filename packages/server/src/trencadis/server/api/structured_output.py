@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validat
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, StructuredOutput
+from trencadis.server.api.characters import Listed
 
 Schema = SkipValidation[str | dict[str, Any] | bool]
 """A JSON schema, or its text. `StructuredOutput` checks it: pydantic would name a type of the union
@@ -57,7 +58,7 @@ class StructuredOutputs(BaseModel):
     json_schema: Schema | None = Field(default=None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Listed[str] | None = None
     grammar: str | None = None
 
     @model_validator(mode="after")

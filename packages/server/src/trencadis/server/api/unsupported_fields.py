@@ -7,6 +7,7 @@ has no effect, such as null or an empty list, is accepted.
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
@@ -104,9 +105,9 @@ def refuse_unsupported(
         accepted = unsupported.get(name)
         if accepted is not None and value is not None and value not in accepted:
             raise InvalidRequest(f"{name} is not supported by this server: leave it out", name)
-    unknown = [name for name in undeclared if name not in unsupported.keys() | _IGNORED]
-    if unknown:
-        logger.debug("ignored unknown request fields: %s", ", ".join(map(repr, unknown)))
+    if logger.isEnabledFor(logging.DEBUG):
+        unknown = [name for name in undeclared if name not in unsupported and name not in _IGNORED]
+        logger.debug("ignored unknown request fields: %s", reprlib.repr(unknown))
 
 
 def refuse_undeclared(

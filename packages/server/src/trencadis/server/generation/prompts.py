@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import attrs
 
-from trencadis.engine import EngineOverloaded, InvalidRequest, SlowConversation
+from trencadis.engine import EngineOverloaded, FairThread, InvalidRequest, SlowConversation
 from trencadis.server.api.chat_messages import messages_for_template
 from trencadis.server.api.protocol import ChatCompletionRequest, CompletionRequest
 from trencadis.server.engine_protocol import ServingTokenizer
@@ -54,11 +52,16 @@ class Prompt:
     answer: AnswerPlan | None = None
 
 
+class _LongConversation(Exception):
+    """Tools and arguments make a conversation longer than `_LONG`."""
+
+
 class PromptEncoder:
     """Tokenises prompts in worker threads, so that a long prompt does not block the event loop.
 
-    Long prompts, and conversations that take long to render, have a thread of their own, so that
-    others do not wait for them. At most ``max_pending`` requests wait; a further one raises
+    Long prompts have a thread of their own, so that others do not wait for them; so have
+    conversations, which wait for the process that renders them, and those that take long to render.
+    At most ``max_pending`` requests wait; a further one raises
     `EngineOverloaded`. Of these, a ``client`` other than "" has at most half, so that the others
     can be served while one floods the server. Each thread works for clients in rotation.
     """
@@ -69,8 +72,10 @@ class PromptEncoder:
         """Requests that wait, by client."""
         self._warned: set[str] = set()
         """The models of which the log says that they do not see tools."""
-        self._short = PromptThread("tokenizer")
-        self._long = PromptThread("tokenizer-long")
+        self._short = FairThread("tokenizer")
+        self._long = FairThread("tokenizer-long")
+        self._render = FairThread("template")
+        self._render_long = FairThread("template-long")
 
     async def chat(
         self, request: ChatCompletionRequest, model: ServedModel, client: str = ""
@@ -81,7 +86,7 @@ class PromptEncoder:
         `ApiError` if it leaves no token of the context for the output.
         """
         model.answers.check(request)
-        token_ids = await self._render(request, model, client)
+        token_ids = await self._conversation(request, model, client)
         _check(token_ids, "messages", model)
         return [Prompt(token_ids, answer=model.answers.plan(request, token_ids))]
 
@@ -93,7 +98,7 @@ class PromptEncoder:
         Raises `InvalidRequest` if the chat template rejects it, and `ApiError` if it has more
         characters than a context of any tokens.
         """
-        return len(await self._render(request, model, client))
+        return len(await self._conversation(request, model, client))
 
     async def completion(
         self, request: CompletionRequest, model: ServedModel, client: str = ""
@@ -189,19 +194,19 @@ class PromptEncoder:
 
         work = sum(lengths.values()) + _CHARACTERS_OF_RENDERING * len(pairs)
         if work > _LONG:
-            encoded = await self._run(lambda: encode(None), self._long, client)
+            encoded = await self._run(lambda: encode(None), self._render_long, client)
         else:
             try:
-                encoded = await self._run(lambda: encode(True), self._short, client)
+                encoded = await self._run(lambda: encode(True), self._render, client)
             except SlowConversation:
-                encoded = await self._run(lambda: encode(False), self._long, client)
+                encoded = await self._run(lambda: encode(False), self._render_long, client)
         for field, token_ids in zip(pairs, encoded, strict=True):
             _check(token_ids, field, model)
         return encoded
 
     def close(self) -> None:
         """End the threads. Requests that wait for them are cancelled."""
-        for thread in (self._short, self._long):
+        for thread in (self._short, self._long, self._render, self._render_long):
             thread.close()
 
     def _warn_of_unseen_tools(self, model: ServedModel) -> None:
@@ -219,15 +224,9 @@ class PromptEncoder:
             model.name,
         )
 
-    async def _render(
+    async def _conversation(
         self, request: ChatCompletionRequest, model: ServedModel, client: str
     ) -> list[int]:
-        messages = messages_for_template(
-            request.messages,
-            text_arguments=model.traits.text_arguments,
-            has_thinking=model.traits.has_thinking,
-            has_thinking_alone=model.traits.has_thinking_alone,
-        )
         # Without them where no call is wanted: no model calls a tool that it does not know.
         may_call = request.choice_of_tools.mode != "none"
         tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
@@ -239,6 +238,15 @@ class PromptEncoder:
             generation_prompt = not continues
 
         def render(quick: bool | None) -> list[int]:
+            messages = messages_for_template(
+                request.messages,
+                text_arguments=model.traits.text_arguments,
+                has_thinking=model.traits.has_thinking,
+                has_thinking_alone=model.traits.has_thinking_alone,
+            )
+            work = (messages, tools, request.chat_template_kwargs)
+            if quick and sum(len(str(part)) for part in work) > _LONG:
+                raise _LongConversation
             return model.tokenizer.render_chat(
                 messages,
                 add_generation_prompt=generation_prompt,
@@ -250,15 +258,16 @@ class PromptEncoder:
 
         length = sum(len(message.content or "") for message in request.messages)
         _check_length(length, "messages", model)
-        work = (messages, tools, request.chat_template_kwargs)
-        if sum(len(str(part)) for part in work) > _LONG:
-            return await self._run(lambda: render(None), self._long, client)
+        if length > _LONG:
+            return await self._run(lambda: render(None), self._render_long, client)
         try:
-            return await self._run(lambda: render(True), self._short, client)
+            return await self._run(lambda: render(True), self._render, client)
+        except _LongConversation:
+            return await self._run(lambda: render(None), self._render_long, client)
         except SlowConversation:
-            return await self._run(lambda: render(False), self._long, client)
+            return await self._run(lambda: render(False), self._render_long, client)
 
-    async def _run(self, work: Callable[[], T], thread: PromptThread, client: str) -> T:
+    async def _run(self, work: Callable[[], T], thread: FairThread, client: str) -> T:
         if self._pending.total() >= self._max_pending:
             raise EngineOverloaded(
                 f"{self._pending.total()} prompts are waiting to be tokenised: try again later"
@@ -275,51 +284,6 @@ class PromptEncoder:
             self._pending[client] -= 1
             if not self._pending[client]:
                 del self._pending[client]
-
-
-class PromptThread:
-    """Does one piece of work at a time: of the clients that wait, the next of each in rotation."""
-
-    def __init__(self, name: str) -> None:
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix=name)
-        self._waiting: dict[str, deque[tuple[Future[Any], Callable[[], Any]]]] = {}
-        """What each client waits for; the client that is next comes first."""
-        self._lock = threading.Lock()
-
-    def submit(self, client: str, work: Callable[[], T]) -> Future[T]:
-        """The result of ``work``, once it is done. Raises `RuntimeError` after `close`."""
-        future: Future[T] = Future()
-        with self._lock:
-            self._thread.submit(self._do_next)
-            self._waiting.setdefault(client, deque()).append((future, work))
-        return future
-
-    def close(self) -> None:
-        """End the thread after the present work, and cancel all other."""
-        with self._lock:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-            for client in self._waiting.values():
-                for future, _ in client:
-                    future.cancel()
-            self._waiting.clear()
-
-    def _do_next(self) -> None:
-        with self._lock:
-            if not self._waiting:  # closed
-                return
-            client = next(iter(self._waiting))
-            works = self._waiting.pop(client)
-            future, work = works.popleft()
-            if works:
-                self._waiting[client] = works
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result = work()
-        except BaseException as error:  # as in an executor, the caller that waits gets it
-            future.set_exception(error)
-        else:
-            future.set_result(result)
 
 
 def _beginning(text: str, max_tokens: int, min_num_tokens: Callable[[int], int]) -> str:

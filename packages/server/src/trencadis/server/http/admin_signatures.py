@@ -19,13 +19,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from trencadis.server.errors import ApiError
 from trencadis.server.http.auth import AdminCalls
 from trencadis.server.http.error_response import ErrorResponse
-from trencadis.server.http.request_body import BodyLimit, replay
+from trencadis.server.http.request_body import MAX_ORDER_BYTES, BodyLimit, replay
 
 TIME_HEADER = "x-admin-time"
 SCHEME = "signature"
-
-MAX_SIGNED_BYTES = 65_536
-"""Most bytes of a body, which is read before its sender is known. Orders are short."""
 
 _HOW = (
     "send X-Admin-Time, seconds since 1970, and 'Authorization: Signature HEX', the HMAC-SHA256 "
@@ -60,7 +57,7 @@ class AdminSignatures:
         self._window_s = window_s
         self._clock = clock
         self._began_s = began_s
-        self._verified = BodyLimit(self._verify, min(max_bytes, MAX_SIGNED_BYTES), timeout)
+        self._verified = BodyLimit(self._verify, min(max_bytes, MAX_ORDER_BYTES), timeout)
         self._seen: set[bytes] = set()
         self._expiries: list[tuple[float, bytes]] = []
         """A heap of the signatures in ``_seen`` by the time at which they are too old anyway."""

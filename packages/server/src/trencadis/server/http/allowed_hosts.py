@@ -9,10 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
 from trencadis.server.http.error_response import ErrorResponse
-from trencadis.server.http.paths import is_under
-
-_PROBES = ("/health", "/ready", "/live", "/metrics")
-"""Paths for monitoring, which addresses a server by its IP address."""
+from trencadis.server.http.paths import is_probe
 
 
 class AllowedHosts:
@@ -20,7 +17,8 @@ class AllowedHosts:
 
     ``*.example.com`` accepts the names below ``example.com``. A web page that makes its own name
     resolve to this machine (DNS rebinding) is kept out, because browsers send its name. Signed
-    admin calls need it, so that a call to another server with the same key is rejected.
+    admin calls need it, so that a call to another server with the same key is rejected. Monitoring
+    addresses a server by its IP address, so probes are accepted under any name.
     """
 
     def __init__(self, app: ASGIApp, hosts: Sequence[str]) -> None:
@@ -30,7 +28,7 @@ class AllowedHosts:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         app = self.app
-        if scope["type"] == "http" and not any(is_under(scope, path) for path in _PROBES):
+        if scope["type"] == "http" and not is_probe(scope):
             host = _without_port(Headers(scope=scope).get("host", "")).lower()
             if host not in self._hosts and not host.endswith(self._suffixes):
                 error = ApiError(

@@ -16,6 +16,9 @@ DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 _CLIENT_PATHS = ("/v1", "/v2", "/rerank", "/score")
 """The paths of clients: all that reach a model, and what else is under ``/v1``."""
 
+_PROBES = ("/health", "/ready", "/live", "/metrics")
+"""Paths for monitoring, which need no key and are answered while others are not."""
+
 MESSAGES_PATH = "/v1/messages"
 """The paths of the Anthropic API, whose errors have its form."""
 
@@ -29,6 +32,11 @@ def is_under(scope: Scope, prefix: str) -> bool:
 def is_of_clients(scope: Scope) -> bool:
     """Whether a request is for one of the paths of clients, which need an API key."""
     return any(is_under(scope, path) for path in _CLIENT_PATHS)
+
+
+def is_probe(scope: Scope) -> bool:
+    """Whether a request is for one of the paths for monitoring."""
+    return any(is_under(scope, path) for path in _PROBES)
 
 
 def path_of(scope: Scope) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import chat_completion as complete
 from openai.types.chat import chat_completion_chunk as chunk
@@ -17,7 +17,7 @@ from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, 
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.request_body import require_json
+from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ChunkWriter,
@@ -28,14 +28,16 @@ from trencadis.server.routes.generation_response import (
 
 def chat_router(context: ServingContext) -> APIRouter:
     """The route for conversations."""
-    router = APIRouter(tags=["chat"], dependencies=[Depends(require_json)])
+    router = APIRouter(tags=["chat"], route_class=context.bodies.route_class)
 
     @router.post(
         "/v1/chat/completions",
         response_model=None,
         responses=generation_responses(ChatCompletion),
     )
-    async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
+    async def create_chat_completion(
+        body: Checked[ChatCompletionRequest], request: Request
+    ) -> Response:
         """Answer a conversation, in one response or as a stream of chunks."""
         return await respond_to_chat(context, request, body, ChatWriter)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
@@ -13,7 +13,7 @@ from trencadis.engine import PositionLogprobs
 from trencadis.server.api.logprobs import TextOffset, completion_logprobs
 from trencadis.server.api.protocol import CompletionRequest
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
-from trencadis.server.http.request_body import require_json
+from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ChunkWriter,
@@ -24,14 +24,14 @@ from trencadis.server.routes.generation_response import (
 
 def completions_router(context: ServingContext) -> APIRouter:
     """The route for texts and token ids."""
-    router = APIRouter(tags=["completions"], dependencies=[Depends(require_json)])
+    router = APIRouter(tags=["completions"], route_class=context.bodies.route_class)
 
     @router.post(
         "/v1/completions",
         response_model=None,
         responses=generation_responses(Completion),
     )
-    async def create_completion(body: CompletionRequest, request: Request) -> Response:
+    async def create_completion(body: Checked[CompletionRequest], request: Request) -> Response:
         """Continue one or several prompts, in one response or as a stream of chunks."""
         encode = context.encoder.completion
         return await respond(context, request, body, encode, CompletionWriter)

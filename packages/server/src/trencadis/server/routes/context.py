@@ -11,6 +11,7 @@ from trencadis.server.engine_protocol import ServingEngine, SleepingEngine, Swit
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.prompts import PromptEncoder
 from trencadis.server.generation.served_model import ServedModel, ServedModels
+from trencadis.server.http.json_body import JsonBodies
 from trencadis.server.metrics.serving_metrics import ServingMetrics
 from trencadis.server.settings import ServerSettings
 from trencadis.server.switching.switch_control import SwitchControl
@@ -36,6 +37,7 @@ class ServingContext:
     switching: SwitchingEngine | None
     settings: ServerSettings
     metrics: ServingMetrics
+    bodies: JsonBodies
     encoder: PromptEncoder
     models: ServedModels
     switcher: SwitchControl | None

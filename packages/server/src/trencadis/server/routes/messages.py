@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from trencadis.server.api.error_responses import (
     BODY_ERRORS,
@@ -39,7 +39,7 @@ from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoi
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
 from trencadis.server.http.cancelled_requests import unless_disconnected
-from trencadis.server.http.request_body import require_json
+from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ResponseWriter,
@@ -57,30 +57,32 @@ _EVENTS = (
 
 def messages_router(context: ServingContext) -> APIRouter:
     """The routes for messages."""
-    router = APIRouter(tags=["messages"], dependencies=[Depends(require_json)])
+    router = APIRouter(tags=["messages"], route_class=context.bodies.route_class)
 
     @router.post(
         "/v1/messages",
         response_model=None,
         responses=generation_responses(MessageObject, _EVENTS, MessagesErrorResponse),
     )
-    async def create_message(body: MessagesRequest, request: Request) -> Response:
+    async def create_message(body: Checked[MessagesRequest], request: Request) -> Response:
         """Answer a conversation in Anthropic's form, in one response or as a stream of events."""
         with client_fields(CLIENT_FIELDS):
-            return await respond_to_chat(context, request, body.chat(), MessagesWriter)
+            chat = await context.bodies.translated(request, body.chat)
+            return await respond_to_chat(context, request, chat, MessagesWriter)
 
     @router.post(
         "/v1/messages/count_tokens",
         response_model=TokenCount,
         responses=error_responses(*BODY_ERRORS, 404, 415, 500, 503, model=MessagesErrorResponse),
     )
-    async def count_tokens(body: CountTokensRequest, request: Request) -> TokenCount:
+    async def count_tokens(body: Checked[CountTokensRequest], request: Request) -> TokenCount:
         """The tokens of a conversation as the model reads it, without an answer to it."""
         context.check_accepting()
         model = await context.model_to_count(body.model)
         with client_fields(CLIENT_FIELDS):
             client = client_of(request, context.settings)
-            work = context.encoder.count(body.chat(), model, client)
+            chat = await context.bodies.translated(request, body.chat)
+            work = context.encoder.count(chat, model, client)
             return TokenCount(input_tokens=await unless_disconnected(request.receive, work))
 
     return router

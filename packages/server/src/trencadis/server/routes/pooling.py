@@ -17,7 +17,7 @@ from typing import Any, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel
@@ -43,7 +43,7 @@ from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import Sender
 from trencadis.server.generation.embedding_run import embed_all
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.request_body import require_json
+from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import with_model
 
@@ -59,16 +59,16 @@ WriteScores: TypeAlias = Callable[[str, str, Sequence[float], PoolingUsage], Res
 
 def pooling_router(context: ServingContext) -> APIRouter:
     """The routes for embeddings and scores."""
-    router = APIRouter(tags=["embeddings"], dependencies=[Depends(require_json)])
+    router = APIRouter(tags=["embeddings"], route_class=context.bodies.route_class)
 
     @router.post("/v1/embeddings", response_model=None, responses=_responses(EmbeddingList))
-    async def create_embeddings(body: EmbeddingRequest, request: Request) -> Response:
+    async def create_embeddings(body: Checked[EmbeddingRequest], request: Request) -> Response:
         """The embeddings of one or several inputs, texts or token ids."""
         return await _respond(context, request, body, partial(_embeddings, body))
 
     @router.post("/v1/score", response_model=None, responses=_responses(ScoreList))
     @router.post("/score", response_model=None, responses=_responses(ScoreList))
-    async def create_scores(body: ScoreRequest, request: Request) -> Response:
+    async def create_scores(body: Checked[ScoreRequest], request: Request) -> Response:
         """How relevant texts are to others: by a reranker, or the cosines of their embeddings."""
         return await _respond_to_pairs(
             context, request, body, partial(_cosines_of_score, body), _scores
@@ -77,7 +77,7 @@ def pooling_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/rerank", response_model=None, responses=_responses(RerankList))
     @router.post("/v2/rerank", response_model=None, responses=_responses(RerankList))
     @router.post("/rerank", response_model=None, responses=_responses(RerankList))
-    async def rerank(body: RerankRequest, request: Request) -> Response:
+    async def rerank(body: Checked[RerankRequest], request: Request) -> Response:
         """Documents in the order of their relevance to a query."""
         return await _respond_to_pairs(
             context,

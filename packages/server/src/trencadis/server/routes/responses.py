@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.responses import (
@@ -40,7 +40,7 @@ from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.choice_stream import ChoiceStream, FinishedChoice, FinishReason
 from trencadis.server.generation.prompts import Prompt
 from trencadis.server.generation.served_model import ServedModel
-from trencadis.server.http.request_body import require_json
+from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
     ResponseWriter,
@@ -57,18 +57,19 @@ _EVENTS = (
 
 def responses_router(context: ServingContext) -> APIRouter:
     """The route for responses."""
-    router = APIRouter(tags=["responses"], dependencies=[Depends(require_json)])
+    router = APIRouter(tags=["responses"], route_class=context.bodies.route_class)
 
     @router.post(
         "/v1/responses",
         response_model=None,
         responses=generation_responses(ResponseObject, _EVENTS),
     )
-    async def create_response(body: ResponsesRequest, request: Request) -> Response:
+    async def create_response(body: Checked[ResponsesRequest], request: Request) -> Response:
         """Answer a conversation of items, in one response or as a stream of events."""
         with client_fields(CLIENT_FIELDS):
             writer = partial(ResponsesWriter, body)
-            return await respond_to_chat(context, request, body.chat(), writer)
+            chat = await context.bodies.translated(request, body.chat)
+            return await respond_to_chat(context, request, chat, writer)
 
     return router
 

@@ -16,7 +16,7 @@ from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.engine_protocol import SleepingEngine
 from trencadis.server.errors import ApiError
 from trencadis.server.http.auth import SLEEP_PATHS, SWITCH_PATH
-from trencadis.server.http.request_body import require_json
+from trencadis.server.http.json_body import require_json
 from trencadis.server.routes.context import ServingContext
 
 _SLEEP, _WAKE_UP, _IS_SLEEPING = SLEEP_PATHS
