@@ -3,9 +3,7 @@
 NumPy's integers are integers and its floats numbers, kept as Python's; a bool is neither.
 A rejection reads ``NAME must be an integer of at least 1, got 0: REMEDY``.
 
-These definitions stand in bucketing, kvcache and engine, and a test compares them: the first two
-know no other package, and the engine reads settings without NumPy, which both load. Warmup and
-scheduler have them from bucketing and kvcache. Each package raises an error of its own.
+A test compares these definitions in bucketing, kvcache and engine, which load without each other.
 """
 
 from __future__ import annotations
@@ -22,9 +20,6 @@ import attrs
 
 from trencadis.engine.errors import ConfigError as Refusal
 from trencadis.engine.errors import shown
-
-MAX_ITEMS = 1 << 24
-"""Items of the longest list that is read: more than any model's context has tokens."""
 
 
 def plain_number(value: Any) -> Any:
@@ -117,24 +112,12 @@ def one_of(choices: Collection[Any], **options: Any) -> Validator:
 
 
 def items_of(value: Any) -> tuple[Any, ...] | None:
-    """The items of a list or another iterable.
-
-    None for a text, for what has no items, and for more than `MAX_ITEMS`, such as a range that
-    would fill the memory.
-    """
+    """The items of an iterable; None for a text, for what has no items, and for more than 2**24."""
+    most = 1 << 24
     try:
-        if isinstance(value, (str, bytes)) or _is_too_long(value):
+        if isinstance(value, (str, bytes)) or operator.length_hint(value) > most:
             return None
-        items = tuple(islice(value, MAX_ITEMS + 1))
-    except TypeError:  # also from a tensor without dimensions, which claims to be iterable
+        items = tuple(islice(value, most + 1))
+    except (TypeError, OverflowError):  # also from a tensor without dimensions; from a range
         return None
-    return items if len(items) <= MAX_ITEMS else None
-
-
-def _is_too_long(value: Any) -> bool:
-    try:
-        return len(value) > MAX_ITEMS
-    except OverflowError:  # of a range
-        return True
-    except TypeError:  # a generator has no length
-        return False
+    return items if len(items) <= most else None
