@@ -170,6 +170,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"device"},
     ],
     "engine.grammars": [
+        {"exact_numbers"},
         {"grammar"},
         {"check_process", "checker", "matcher"},
         {"compiler"},
