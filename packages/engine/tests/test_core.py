@@ -383,6 +383,7 @@ def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_block
 def test_what_swaps_take_is_learned(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(num_host_blocks=64)))
     before = attrs.evolve(core.scheduler.costs)
+    assert (before.swap_out_s_per_block, before.swap_in_s_per_block) == (40e-6, 50e-6)
     core.add("a", GenerateRequest((1,) * 30, GREEDY))
     core.step()
     core.control(BatchControl(force_evict=9))

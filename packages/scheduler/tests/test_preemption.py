@@ -35,7 +35,12 @@ from trencadis.scheduler import (
     ThermalGuard,
     UnservableRequest,
 )
-from trencadis.scheduler.thermal import NoThermalPolicy, ProportionalThermalPolicy
+from trencadis.scheduler.thermal import (
+    NoThermalPolicy,
+    ProportionalThermalPolicy,
+    SchedulerThermalPolicy,
+    SchedulerView,
+)
 
 W, R, S, P, F = (
     SequenceStatus.WAITING,
@@ -270,6 +275,64 @@ def test_the_first_step_above_the_limit_preempts_nothing_where_waiting_is_shorte
     bench.state.hottest_c = 82.0
     assert bench.step().preempted_seq_ids == ()
     assert len(bench.step().preempted_seq_ids) == 2
+
+
+def test_the_first_step_above_the_limit_preempts_where_waiting_is_longer() -> None:
+    policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
+    bench = make(policy=policy)
+    for name in "abcdefgh":
+        bench.add(name, max_tokens=40)
+    bench.step()
+    bench.state.hottest_c = 82.0
+    assert len(bench.step(seconds=9.0).preempted_seq_ids) == 2
+
+
+class OwnPolicy(SchedulerThermalPolicy):
+    """A policy of another package: the three methods that it has to have."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[int, float]] = []
+        self.cap = 100
+
+    def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
+        self.readings.append((gpu_idx, temp_c))
+
+    def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
+        return self.cap
+
+    def select_victims(self, running: list, num_to_evict: int) -> list:
+        return running[-num_to_evict:]
+
+
+def test_a_policy_of_ones_own_is_asked_and_raises_no_limit() -> None:
+    bench = make(policy=(policy := OwnPolicy()), max_num_seqs=3)
+    for name in "abcd":
+        bench.add(name, max_tokens=40)
+    bench.step()
+    bench.step()
+    assert bench.scheduler.num_running_seqs == 3, "a cap of 100 is no more than max_num_seqs"
+    assert policy.readings[-1] == (0, 20.0)
+    policy.cap = 1
+    bench.step()
+    bench.step()
+    assert [group.request_id for group in bench.scheduler._states.running] == ["a"]
+
+
+def test_a_policy_below_its_target_changes_no_step() -> None:
+    def steps(policy: object) -> list[object]:
+        bench = make(policy=policy, max_num_seqs=3, max_num_batched_tokens=12)
+        bench.state.hottest_c = 79.0
+        outputs = []
+        for number in range(40):
+            if number < 8:
+                bench.add(f"r{number}", 3 + 5 * number % 17, max_tokens=6)
+            output = bench.step()
+            chunks = (*output.prompts, *output.decodes)
+            scheduled = [(chunk.seq_id, chunk.start, chunk.token_ids) for chunk in chunks]
+            outputs.append((scheduled, output.preempted_seq_ids))
+        return outputs
+
+    assert steps(ProportionalThermalPolicy(target_temp_c=80.0)) == steps(None)
 
 
 def test_a_lower_max_num_seqs_preempts_running_sequences() -> None:
