@@ -93,7 +93,7 @@ class Mutation:
 
 
 def load(file: Path) -> list[Mutation]:
-    """The mutations of a list; its name begins with that of the package, unless entries name one."""
+    """The mutations of a list: its name begins with that of the package, or entries name one."""
     package = file.stem.partition("_")[0]
     mutations = []
     for number, entry in enumerate(tomllib.loads(file.read_text("utf-8"))["mutation"], start=1):

@@ -64,7 +64,6 @@ def config(model: Path, **changes: object) -> EngineConfig:
     return EngineConfig(model=str(model), **settings)
 
 
-
 def test_the_sampler_is_warmed_up_on_logits_of_the_models_own_head(tiny_model: Path) -> None:
     core = EngineCore(config(tiny_model, warmup="full"))
     rows: list[int] = []
