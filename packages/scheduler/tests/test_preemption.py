@@ -277,6 +277,39 @@ def test_the_first_step_above_the_limit_preempts_nothing_where_waiting_is_shorte
     assert len(bench.step().preempted_seq_ids) == 2
 
 
+def test_a_group_resumes_only_where_there_are_blocks_for_the_slots_that_it_lacks() -> None:
+    """One block of its content, the next one, and a spare one for each of the two sequences."""
+    resumed = []
+    for num_blocks in (5, 6):
+        bench = make(num_blocks=num_blocks + 1)
+        group = bench.add("a", 4, max_tokens=8)
+        bench.add("b", 5, max_tokens=12)
+        bench.step()
+        bench.scheduler.abort_and_swap(["a"])
+        bench.step()
+        bench.step(seconds=6.0)
+        resumed.append(group.status is R)
+    assert resumed == [False, True], "b has two blocks"
+
+
+def test_a_group_without_blocks_waits_for_one_that_is_swapped_in() -> None:
+    """That one can be preempted once it runs; the running group would only be swapped, too."""
+    governor = BandwidthGovernor(1, 2.5, 0.4)
+    bench = make(num_blocks=12, governor=governor, force_evict_hold_s=0.3)
+    swapped = bench.add("a", 12, max_tokens=4)
+    bench.step()
+    running = bench.add("b", 4, max_tokens=28)
+    bench.step()
+    bench.scheduler.abort_and_swap(["a"])
+    bench.step()
+    num_without_block = 0
+    while swapped.status is S:
+        output = bench.step()
+        assert not output.preempted_seq_ids or swapped.status is R
+        num_without_block += swapped.status is S and output.is_empty and running.status is R
+    assert num_without_block > 3
+
+
 def test_the_first_step_above_the_limit_preempts_where_waiting_is_longer() -> None:
     policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
     bench = make(policy=policy)
