@@ -264,17 +264,18 @@ def test_the_running_limit_holds_within_two_steps_of_a_temperature_reading() -> 
     assert bench.scheduler.num_swapped == 3
 
 
-def test_the_first_step_above_the_limit_preempts_nothing_where_waiting_is_shorter() -> None:
+def test_the_first_step_above_the_limit_preempts_only_where_waiting_is_longer() -> None:
     slow = PreemptionCosts(swap_out_s_per_block=10.0, swap_in_s_per_block=10.0)
-    policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
-    bench = make(policy=policy, costs=slow, num_host_blocks=0)
-    slow.prefill_s_per_token = 100.0
-    for name in "abcdefgh":
-        bench.add(name, max_tokens=40)
-    bench.step()
-    bench.state.hottest_c = 82.0
-    assert bench.step().preempted_seq_ids == ()
-    assert len(bench.step().preempted_seq_ids) == 2
+    for costs, seconds, expected in ((slow, 0.1, (0, 2)), (None, 9.0, (2, 0))):
+        policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
+        bench = make(policy=policy, costs=costs, num_host_blocks=0 if costs else 64)
+        slow.prefill_s_per_token = 100.0
+        for name in "abcdefgh":
+            bench.add(name, max_tokens=40)
+        bench.step()
+        bench.state.hottest_c = 82.0
+        evicted = [len(bench.step(seconds=seconds).preempted_seq_ids) for _ in range(2)]
+        assert tuple(evicted) == expected
 
 
 def test_a_group_resumes_only_where_there_are_blocks_for_the_slots_that_it_lacks() -> None:
@@ -308,16 +309,6 @@ def test_a_group_without_blocks_waits_for_one_that_is_swapped_in() -> None:
         assert not output.preempted_seq_ids or swapped.status is R
         num_without_block += swapped.status is S and output.is_empty and running.status is R
     assert num_without_block > 3
-
-
-def test_the_first_step_above_the_limit_preempts_where_waiting_is_longer() -> None:
-    policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
-    bench = make(policy=policy)
-    for name in "abcdefgh":
-        bench.add(name, max_tokens=40)
-    bench.step()
-    bench.state.hottest_c = 82.0
-    assert len(bench.step(seconds=9.0).preempted_seq_ids) == 2
 
 
 class OwnPolicy(SchedulerThermalPolicy):
