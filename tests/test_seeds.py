@@ -56,8 +56,8 @@ NOT_BROKEN = {
     "server/tests/test_warm_up_real.py::test_a_server_on_a_gaudi_starts_with_the_lines_of_the_seed",
     "server/tests/test_warm_up_real.py::test_variables_of_the_plugin_act_on_a_server",
 }
-"""Tests of rows that no mutation breaks yet. Most start a server, take minutes or need promtool; the
-prefix cache is emptied by two steps of a switch, each of which is enough."""
+"""Tests of rows that no mutation breaks yet. Most start a server, take minutes or need promtool.
+The prefix cache is emptied by two steps of a switch, each of which is enough."""
 
 
 def test_the_mutations_break_what_the_rows_name() -> None:

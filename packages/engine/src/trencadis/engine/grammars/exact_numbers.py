@@ -1,4 +1,4 @@
-"""Refuses schemas whose numbers llguidance would read as other ones.
+"""Rejects schemas whose numbers llguidance would read as other ones.
 
 It keeps numbers as doubles and integers in 64 bits. So ``{"const": 9007199254740993}`` forces the
 answer ``9007199254740992``, and a minimum that is rounded down lets a smaller number through. A
@@ -55,7 +55,7 @@ def _schemas_in(grammar: str) -> Iterator[Any]:
     """The schemas after ``%json`` in a grammar of llguidance."""
     decoder = json.JSONDecoder()
     for keyword in re.finditer(r"%json\s*", grammar):
-        # What is no JSON is part of a literal, or an error that llguidance reports.
+        # What is not JSON is part of a literal, or an error that llguidance reports.
         with suppress(json.JSONDecodeError):
             yield decoder.raw_decode(grammar, keyword.end())[0]
 
