@@ -275,8 +275,8 @@ def test_repetition_penalty_is_that_of_transformers(
     given, ids = torch.tensor([logits]), torch.tensor([[*prompt, *output]])
     expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, given.clone())
     rows = [row(prompt=tuple(prompt), output=tuple(output), repetition_penalty=penalty)]
-    (words,) = (torch.from_numpy(words) for words in find_edits(rows).words(5, 8))
-    assert torch.allclose(apply_edits(given, words), expected)
+    (packed,) = find_edits(rows).packed(8)
+    assert torch.allclose(apply_edits(given, torch.from_numpy(packed)), expected)
 
 
 VALUES = {
