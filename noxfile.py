@@ -149,7 +149,7 @@ def tests_alone(session: nox.Session, package: str) -> None:
 
 @nox.session(venv_backend="none")
 def mutants(session: nox.Session) -> None:
-    """Breaks the four small libraries in listed places, and sees whether their tests notice."""
+    """Breaks the packages in listed places, and sees whether their tests notice."""
     make_shared_environment(session)
     run_shared(session, "tools/mutants.py", *session.posargs, env=ONE_THREAD)
 

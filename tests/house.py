@@ -170,7 +170,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"device"},
     ],
     "engine.grammars": [
-        {"finite_schemas", "grammar"},
+        {"exact_numbers", "finite_schemas"},
+        {"grammar"},
         {"check_process", "checker", "matcher"},
         {"compiler"},
     ],

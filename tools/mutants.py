@@ -3,12 +3,15 @@
     python tools/mutants.py                        # all lists, as a table
     python tools/mutants.py kvcache scheduler      # those of two packages
     python tools/mutants.py kvcache --only 3 17    # single mutations, by their number in the list
+    python tools/mutants.py seeds                  # those of docs/seeds.md
     python tools/mutants.py --jobs 2 --output table.md
 
 ``tests/mutations/PACKAGE*.toml`` lists the mutations as data. Each is applied to a copy of the
 package's source; the default tests of that package then run against the copy. A mutation is
 *killed* when a test fails. One that survives needs a new test, or, in the list, the reason why no
-caller can see it (``harmless``). The exit status is 1 where fewer than 90 % of a list are killed,
+caller can see it (``harmless``). ``tests/mutations/seeds.toml`` breaks requirements of the seeds,
+each in the package that it names: only the test that ``docs/seeds.md`` has for the requirement
+runs, and has to fail. The exit status is 1 where fewer than 90 % of a list are killed,
 or a survivor has no such reason.
 """
 
@@ -32,7 +35,7 @@ else:
 
 ROOT = Path(__file__).resolve().parent.parent
 LISTS = ROOT / "tests" / "mutations"
-KEYS = {"module", "effect", "old", "new", "tests", "harmless"}
+KEYS = {"module", "effect", "old", "new", "tests", "harmless", "package", "row"}
 TARGET = 0.9
 """Share of each list that the package's tests must kill."""
 
@@ -57,6 +60,8 @@ class Mutation:
     new: str
     tests: str = ""
     harmless: str = ""
+    row: str = ""
+    """The only test that runs, as ``docs/seeds.md`` names it."""
 
     @property
     def name(self) -> str:
@@ -88,20 +93,25 @@ class Mutation:
 
 
 def load(file: Path) -> list[Mutation]:
-    """The mutations of a list; its name begins with that of the package."""
+    """The mutations of a list: its name begins with that of the package, or entries name one."""
     package = file.stem.partition("_")[0]
     mutations = []
     for number, entry in enumerate(tomllib.loads(file.read_text("utf-8"))["mutation"], start=1):
         if unknown := entry.keys() - KEYS:
             raise MutationError(f"{file.stem} {number}: unknown keys {sorted(unknown)}")
-        mutations.append(Mutation(package, file.stem, number, **entry))
+        fields = {"package": package, **entry}
+        mutations.append(Mutation(list_name=file.stem, number=number, **fields))
     return mutations
 
 
 def load_all(packages: Sequence[str] = ()) -> list[Mutation]:
-    """The mutations of these packages, or of all."""
+    """The mutations of the lists of these packages, or of all."""
     mutations = [mutation for file in sorted(LISTS.glob("*.toml")) for mutation in load(file)]
-    return [mutation for mutation in mutations if not packages or mutation.package in packages]
+    return [
+        mutation
+        for mutation in mutations
+        if not packages or mutation.list_name.partition("_")[0] in packages
+    ]
 
 
 def is_killed(mutation: Mutation) -> bool:
@@ -111,13 +121,23 @@ def is_killed(mutation: Mutation) -> bool:
         copy = Path(name)
         shutil.copytree(directory / "src", copy / "src")
         mutation.apply(copy)
+        if mutation.row:
+            return _fails(copy, ["-n0", *_selected(mutation.row)])
         tests = directory / "tests"
         # The file that is named is tried alone first, because it usually decides.
         runs = [[tests / mutation.tests]] if mutation.tests else []
         return any(_fails(copy, paths) for paths in [*runs, [tests]])
 
 
-def _fails(copy: Path, tests: Iterable[Path]) -> bool:
+def _selected(row: str) -> list[str]:
+    """The arguments that run the test of a row, or its file where it is a part of other tests."""
+    file, _, name = row.partition("::")
+    if not name.startswith("test_"):
+        return [str(ROOT / "packages" / file)]
+    return ["-m", "slow or not slow", str(ROOT / "packages" / row)]
+
+
+def _fails(copy: Path, tests: Iterable[str | Path]) -> bool:
     other_packages = os.environ.get("PYTHONPATH", "")
     environment = {
         **os.environ,
@@ -178,7 +198,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("packages", nargs="*", help="packages whose lists are run; default: all")
+    parser.add_argument("packages", nargs="*", help="lists that are run; default: all")
     parser.add_argument("--only", nargs="+", type=int, default=(), help="numbers in the list")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="default: the cores")
     parser.add_argument("--output", type=Path, help="also write the table to this file")

@@ -32,6 +32,8 @@ from trencadis.engine import (
     InvalidRequest,
     LogSettings,
     ModelError,
+    ModelNotActiveError,
+    PoolingRequest,
     SamplingParams,
 )
 from trencadis.engine.core.core_process import _loop
@@ -147,6 +149,7 @@ def test_life_of_an_engine(tiny_model: Path) -> None:
             await stop_string_ends_the_stream_and_the_core_hears_of_it(engine)
             await bad_requests_are_refused_and_serving_goes_on(engine)
             await a_flood_of_one_client_does_not_delay_another(engine)
+            await a_request_to_another_model_is_refused(engine)
         with pytest.raises(EngineDead):
             await collect(engine, [1, 2])
 
@@ -163,6 +166,19 @@ async def streams_join_to_the_same_text(engine: AsyncEngine) -> None:
     assert [d.finish_reason for d in first[:-1]] == [None] * (len(first) - 1)
     assert first[-1].finish_reason in ("stop", "length")
     assert first[-1].num_prompt_tokens == len(prompt)
+
+
+async def a_request_to_another_model_is_refused(engine: AsyncEngine) -> None:
+    params = SamplingParams(max_tokens=2)
+    for call in (
+        lambda: anext(engine.generate(GenerateRequest((1, 2), params, model="other"))),
+        lambda: engine.embed(PoolingRequest((1, 2), model="other")),
+        lambda: engine.score("a", "b", model="other"),
+    ):
+        with pytest.raises(ModelNotActiveError, match=f"other is not active, {engine.model_name}"):
+            await call()
+    own = GenerateRequest((1, 2), params, model=engine.model_name)
+    assert [delta async for delta in engine.generate(own)]
 
 
 async def a_flood_of_one_client_does_not_delay_another(engine: AsyncEngine) -> None:

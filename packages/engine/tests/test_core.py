@@ -380,9 +380,28 @@ def test_swap_space(tiny_model: Path, changes: dict[str, object], num_host_block
     )
 
 
+def test_a_request_that_goes_on_counts_its_earlier_tokens_for_min_tokens(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings()))
+    free = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
+
+    def served(params: SamplingParams, output: tuple[int, ...] = ()) -> list[int]:
+        core.add("a", GenerateRequest((1, 2, 3), params, output_token_ids=output))
+        tokens = []
+        while core.has_work:
+            tokens += [token.token_id for token in core.step()]
+        return tokens
+
+    tokens = served(free)
+    end = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
+    stopping = attrs.evolve(free, stop_token_ids=(tokens[end],), min_tokens=end)
+    assert served(stopping) == tokens[: end + 1]
+    assert served(stopping, tuple(tokens[: end - 1])) == tokens[end - 1 : end + 1]
+
+
 def test_what_swaps_take_is_learned(tiny_model: Path) -> None:
     core = EngineCore(EngineConfig(model=str(tiny_model), **settings(num_host_blocks=64)))
     before = attrs.evolve(core.scheduler.costs)
+    assert (before.swap_out_s_per_block, before.swap_in_s_per_block) == (40e-6, 50e-6)
     core.add("a", GenerateRequest((1,) * 30, GREEDY))
     core.step()
     core.control(BatchControl(force_evict=9))

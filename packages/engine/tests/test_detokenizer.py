@@ -19,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models
 from transformers import PreTrainedTokenizerFast
 
+from trencadis.engine import LLM
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.errors import (
     ConfigError,
@@ -36,6 +37,21 @@ def tokenizer(tiny_model: Path) -> Iterator[Tokenizer]:
     tokenizer = Tokenizer.load(str(tiny_model))
     yield tokenizer
     tokenizer.close()
+
+
+BYTE = 5
+"""The token of byte 0 in `byte_fallback`."""
+
+
+@pytest.fixture(scope="module")
+def byte_fallback() -> Tokenizer:
+    """A vocabulary as that of Llama 2: a few pieces, and a token for each byte."""
+    spellings = ["<unk>", "\u2581", "\u2581a", "a", "\u00e9", *(f"<0x{n:02X}>" for n in range(256))]
+    vocabulary = {spelling: number for number, spelling in enumerate(spellings)}
+    backend = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
+    replaced = decoders.Replace("\u2581", " ")
+    backend.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
+    return Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
 
 
 def feed(
@@ -72,6 +88,63 @@ def test_the_end_of_a_prompt_is_no_part_of_the_answer(
     stream = IncrementalDetokenizer(tokenizer, SamplingParams(), tokenizer.encode(prompt))
     deltas = [stream.push(token)[0] for token in tokenizer.encode(answer)]
     assert "".join([*deltas, stream.finish()]) == answer
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=texts, split=st.integers(0, 40))
+def test_with_byte_fallback_a_text_continues_anywhere(
+    byte_fallback: Tokenizer, text: str, split: int
+) -> None:
+    ids = byte_fallback.encode(text)
+    spelled = b"".join(map(byte_fallback.token_bytes, ids[:split]))
+    whole = len(spelled.decode(errors="ignore"))
+    stream = IncrementalDetokenizer(byte_fallback, SamplingParams(), ids[:split])
+    answer = "".join([*(stream.push(token)[0] for token in ids[split:]), stream.finish()])
+    assert answer == text[whole:]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tokens=st.lists(st.sampled_from((2, 3, 4, *(BYTE + n for n in b"G\xc3\xa9\xe2\x82\xac\xff")))),
+    split=st.integers(0, 9),
+)
+def test_no_sequence_of_bytes_ends_an_answer(
+    byte_fallback: Tokenizer, tokens: list[int], split: int
+) -> None:
+    """The decoder of ``tokenizers`` raises where bytes make characters that it gave invalid."""
+    stream = IncrementalDetokenizer(byte_fallback, SamplingParams(), tokens[:split])
+    answer = "".join([*(stream.push(token)[0] for token in tokens[split:]), stream.finish()])
+    spelled = {2: " a", 3: "a", 4: "\u00e9"}
+    pieces = [spelled[token] for token in tokens[split:] if token in spelled]
+    position = 0
+    for piece in pieces:
+        position = answer.index(piece, position) + len(piece)
+
+
+def test_an_incomplete_character_before_a_letter_is_a_replacement(byte_fallback: Tokenizer) -> None:
+    stream = IncrementalDetokenizer(byte_fallback, SamplingParams(), ())
+    deltas = [stream.push(token)[0] for token in (BYTE + ord("G"), BYTE + 0xC3, 2, 3)]
+    assert deltas == ["G", "", "\ufffd a", "a"]
+
+
+def test_a_model_with_byte_fallback_may_answer_any_bytes(
+    make_tiny_model, tmp_path: Path, byte_fallback: Tokenizer
+) -> None:
+    model = make_tiny_model(tmp_path, vocab_size=261, bos_token_id=0, eos_token_id=260)
+    byte_fallback._tokenizer.save_pretrained(tmp_path)
+    llm = LLM(model, dtype="float32", max_model_len=256, warmup="none")
+    allowed = dict.fromkeys([3, *(BYTE + byte for byte in b"G\xc3\xa9\xe2\x82\xac")], 100.0)
+    params = [
+        SamplingParams(seed=seed, max_tokens=60, ignore_eos=True, logit_bias=allowed)
+        for seed in range(8)
+    ]
+    try:
+        for answer in llm.generate(["a"] * len(params), params):
+            completion = answer.completions[0]
+            assert completion.text.count("a") == completion.token_ids.count(3)
+            assert completion.finish_reason == "length"
+    finally:
+        llm.core.close()
 
 
 def test_a_character_that_begins_in_the_prompt_is_given_whole(tokenizer: Tokenizer) -> None:
@@ -183,14 +256,8 @@ def test_the_bytes_of_special_tokens_are_their_spelling_or_none(tokenizer: Token
     assert tokenizer.token_bytes(256, skip_special_tokens=True) == b""
 
 
-def test_the_bytes_of_a_vocabulary_with_byte_fallback() -> None:
-    spellings = ["<unk>", "\u2581", "\u2581a", "a", "\u00e9", *(f"<0x{n:02X}>" for n in range(256))]
-    vocabulary = {spelling: number for number, spelling in enumerate(spellings)}
-    backend = FastTokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True))
-    replaced = decoders.Replace("\u2581", " ")
-    backend.decoder = decoders.Sequence([replaced, decoders.ByteFallback(), decoders.Fuse()])
-    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
-    assert [tokenizer.token_bytes(token) for token in (2, 4, 5 + 0xC3)] == [
+def test_the_bytes_of_a_vocabulary_with_byte_fallback(byte_fallback: Tokenizer) -> None:
+    assert [byte_fallback.token_bytes(token) for token in (2, 4, BYTE + 0xC3)] == [
         b" a",
         "\u00e9".encode(),
         b"\xc3",

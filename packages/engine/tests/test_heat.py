@@ -24,6 +24,7 @@ from trencadis.engine import (
     SamplingParams,
 )
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
+from trencadis.engine.devices import CUDADevice, HPUDevice
 from trencadis.scheduler.telemetry import (
     ReaderConfig,
     Reading,
@@ -258,6 +259,7 @@ def test_a_policy_reads_the_sensors_of_its_device_where_no_others_are_named(tmp_
         assert watch.guard is not None
     finally:
         watch.stop()
+    assert (CUDADevice.temperature_source, HPUDevice.temperature_source) == ("nvml", "hlml")
     without = EngineConfig(model="m")
     assert ThermalMonitor.from_config(without, f"recorded:{recording}").stats is not None
     assert ThermalMonitor.from_config(without, "recorded:/no/such/file").stats is None

@@ -31,7 +31,7 @@ from trencadis.engine.devices import CPUDevice, HPUDevice, select_device
 from trencadis.engine.devices.hpu import bridge
 from trencadis.engine.devices.hpu import device as hpu_device
 from trencadis.engine.devices.hpu.attention import RowAttention
-from trencadis.engine.devices.hpu.device import own_module, sensor_indices
+from trencadis.engine.devices.hpu.device import HPUGraph, own_module, sensor_indices
 from trencadis.engine.devices.hpu.kernels import SLICED_FROM, FusedPromptAttention, FusedRotary
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.block_attention import BlockAttention
@@ -234,8 +234,12 @@ MIXED = [
     (range(10, 30), SamplingParams(temperature=0.8, seed=2, max_tokens=7)),
     (range(10, 34), SamplingParams(temperature=0, max_tokens=3)),
     (range(5, 6), SamplingParams(temperature=1, top_k=5, seed=1, max_tokens=9)),
+    (range(7, 12), SamplingParams(temperature=0, logprobs=2, max_tokens=4)),
+    (range(7, 13), SamplingParams(temperature=0, logit_bias={3: 2.0}, max_tokens=4)),
+    (range(7, 14), SamplingParams(use_beam_search=True, n=2, max_tokens=4)),
 ]
-"""Prompts of several lengths, two that share a beginning, sequences that end one after another."""
+"""Prompts of several lengths, two that share a beginning, sequences that end one after another, and
+each kind of sampling that has a program of its own."""
 
 
 def serve_mixed(checkpoint, device, **changes):
@@ -253,12 +257,25 @@ def serve_mixed(checkpoint, device, **changes):
     return found, core
 
 
-def test_a_warm_engine_replays_graphs_and_compiles_nothing(lazy_gaudi, tiny_model, caplog):
+def test_a_warm_engine_replays_graphs_and_compiles_nothing(
+    lazy_gaudi, tiny_model, caplog, monkeypatch
+):
     found, core = serve_mixed(tiny_model, "hpu")
     stats = core.stats
     assert (stats.num_compilations, stats.num_cold_forwards, stats.num_bucket_misses) == (0, 0, 0)
     assert "was not warmed up" not in caplog.text
     assert found == serve_mixed(tiny_model, "cpu")[0]
+    replayed, replay = [], HPUGraph.replay
+
+    def counted(graph, inputs):
+        replayed.append(graph)
+        return replay(graph, inputs)
+
+    monkeypatch.setattr(HPUGraph, "replay", counted)
+    core.add("more", GenerateRequest(range(6), SamplingParams(temperature=0, max_tokens=5)))
+    while core.has_work:
+        core.step()
+    assert len(replayed) >= 5, "a prompt and four decodes"
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])

@@ -66,15 +66,17 @@ def test_a_long_context_makes_the_cache_smaller(lazy_gaudi: Any, tiny_model: Pat
 
 def test_graphs_take_no_more_than_the_plan_reserves(lazy_gaudi: Any, tiny_model: Path) -> None:
     """The cache needs a thousandth of what is planned for it; the rest is not for graphs."""
-    core = gaudi(tiny_model, {"VLLM_GRAPH_RESERVED_MEM": "1e-4"}, max_model_len=48, max_num_seqs=2)
+    core = gaudi(tiny_model, {"VLLM_GRAPH_RESERVED_MEM": "1e-5"}, max_model_len=48, max_num_seqs=2)
     core.executor.device.synchronize()
     reserved = core.executor.worker._memory.graphs + 2 * core.executor.worker.block_bytes
     before = core.executor.device.free_memory()
     core.warm_up()
     core.executor.device.synchronize()
     num_graphs = core.stats.num_graphs
-    assert 0 < num_graphs < 2 * core.facts.num_buckets, "some do not fit"
     assert before - core.executor.device.free_memory() <= reserved
+    generous = gaudi(tiny_model, max_model_len=48, max_num_seqs=2)
+    generous.warm_up()
+    assert 0 < num_graphs < generous.stats.num_graphs, "some do not fit"
 
 
 def test_the_peak_of_a_run_on_the_cpu_is_that_of_its_process() -> None:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 
+import attrs
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import RepetitionPenaltyLogitsProcessor
 
 from trencadis.engine.api.sampling_params import SamplingParams
+from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.runner.logit_edits import _edits_of, apply_edits, find_edits
 from trencadis.engine.runner.sampler import argmax_in_blocks, rank_tokens, sample
 from trencadis.engine.runner.step import RowRequest, SampleSettings
 
@@ -255,3 +259,51 @@ def test_beams_rank_tokens_as_they_are_but_for_what_is_forbidden() -> None:
     )
     order = logits[1].argsort(descending=True).tolist()
     assert [token for token, _ in two] == order[1:5]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    logits=st.lists(st.floats(-30, 30, width=32), min_size=5, max_size=5),
+    prompt=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    output=st.lists(st.integers(0, 4), max_size=4),
+    penalty=st.sampled_from([0.5, 1.3, 2.0]),
+)
+def test_repetition_penalty_is_that_of_transformers(
+    logits: list[float], prompt: list[int], output: list[int], penalty: float
+) -> None:
+    """Negative logits are multiplied, positive ones divided."""
+    given, ids = torch.tensor([logits]), torch.tensor([[*prompt, *output]])
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(ids, given.clone())
+    rows = [row(prompt=tuple(prompt), output=tuple(output), repetition_penalty=penalty)]
+    (packed,) = find_edits(rows).packed(8)
+    assert torch.allclose(apply_edits(given, torch.from_numpy(packed)), expected)
+
+
+VALUES = {
+    **{"n": 2, "best_of": 2, "use_beam_search": True, "length_penalty": 2.0},
+    **{"early_stopping": True, "temperature": 0.5, "top_p": 0.5, "top_k": 2, "min_p": 0.5},
+    **{"seed": 1, "presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 2.0},
+    **{"max_tokens": 3, "min_tokens": 3, "stop": ("a",), "stop_token_ids": (2,)},
+    **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
+    **{"logprobs": 1, "logit_bias": {1: 1.0}},
+    "structured_output": StructuredOutput(regex="a"),
+}
+"""A value of each sampling parameter that differs from its default."""
+
+
+def test_the_rows_whose_logits_a_parameter_changes_are_looked_at() -> None:
+    """`SampleSettings.changes_logits` names the parameters that `logit_edits` reads."""
+    assert VALUES.keys() == {field.name for field in attrs.fields(SamplingParams)}
+    for name, value in VALUES.items():
+        others = {"use_beam_search": True, "n": 2} if name in BEAM_SEARCH else {}
+        asked = row(prompt=(1, 2), output=(3, 3), **{**others, name: value})
+        has_edits = bool(_edits_of(with_history(asked, (1, 2, 3, 3))))
+        assert has_edits <= asked.samples[0].changes_logits, name
+        assert bool(len(find_edits([asked]))) == has_edits, name
+
+
+def with_history(asked: RowRequest, tokens: tuple[int, ...]) -> RowRequest:
+    return asked._replace(samples=(attrs.evolve(asked.samples[0], history=tokens),))
+
+
+BEAM_SEARCH = ("length_penalty", "early_stopping")

@@ -118,6 +118,7 @@ def test_memory_that_the_cache_does_not_take_is_not_given_to_graphs(
 ) -> None:
     # Two sequences of 48 tokens need a few blocks of the gigabytes that are planned for the cache.
     messages = start(tiny_model, caplog, device="hpu")
+    assert any("(VLLM_GRAPH_RESERVED_MEM=0.1)" in message for message in messages)
     (reserved,) = (
         re.search(r"([\d.]+) ([KMG]iB) reserved for HPUGraphs", m)
         for m in messages

@@ -20,6 +20,7 @@ from trencadis.engine import (
     RequestFailed,
     SamplingParams,
 )
+from trencadis.engine.core.engine_core import _MAX_FAILED_STEPS
 from trencadis.engine.runner import sampler
 
 POISON = 200
@@ -223,6 +224,22 @@ def test_steps_that_fail_one_after_the_other_end_the_core(make_core, monkeypatch
     assert core.step() == []
     with pytest.raises(RuntimeError, match="defect in schedule"):
         core.step()
+
+
+def test_failed_steps_with_good_ones_between_them_end_no_core(
+    make_core, expected, monkeypatch
+) -> None:
+    core = make_core()
+    for _ in range(3 * _MAX_FAILED_STEPS):
+        core.add("c", GenerateRequest(PROMPTS["c"], GREEDY))
+        with monkeypatch.context() as patch:
+            patch.setattr(core, "_run_step", failing)
+            assert core.step() == []
+        assert serve(core, "c") == ({"c": expected["c"]}, set())
+
+
+def failing() -> None:
+    raise RuntimeError("a defect")
 
 
 def test_an_offline_batch_tells_which_prompt_failed_and_can_be_repeated(

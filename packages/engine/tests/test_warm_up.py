@@ -64,6 +64,21 @@ def config(model: Path, **changes: object) -> EngineConfig:
     return EngineConfig(model=str(model), **settings)
 
 
+def test_the_sampler_is_warmed_up_on_logits_of_the_models_own_head(tiny_model: Path) -> None:
+    core = EngineCore(config(tiny_model, warmup="full"))
+    rows: list[int] = []
+
+    def record(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        (hidden,) = inputs
+        if hidden.dim() == 2 and (not len(hidden) or hidden.abs().max() > 0):
+            rows.append(len(hidden))
+
+    core.executor.worker._model.get_output_embeddings().register_forward_pre_hook(record)
+    core.warm_up()
+    core.close()
+    assert {0, 1, 4} <= set(rows), "dummy hidden states of each batch size"
+
+
 def on_cpu(model: Path, cache: Path, **changes: object) -> EngineConfig:
     """Compiled, and counted, as the CPU does it."""
     return config(model, device="cpu", compile=True, compile_cache=str(cache), **changes)

@@ -128,6 +128,16 @@ def test_a_swap_out_needs_free_host_blocks() -> None:
     assert manager.host_pool.num_free_blocks == 2
 
 
+def test_content_that_the_host_has_already_needs_no_second_host_block() -> None:
+    manager = make(num_host_blocks=4)
+    compute(manager, 1, PROMPT)
+    compute(manager, 2, [*PROMPT[:8], 50, 51])
+    assert len(manager.swap_out([1])) == 3
+    assert manager.can_swap_out([2]), "its first two blocks are on the host, and one is free"
+    assert len(manager.swap_out([2])) == 1
+    assert manager.host_pool.num_free_blocks == 0
+
+
 def test_a_swap_in_needs_free_device_blocks_above_the_watermark() -> None:
     manager = make(num_blocks=9, watermark=0.25)
     compute(manager, 1, PROMPT)

@@ -590,6 +590,11 @@ def test_a_dry_run_answers_what_the_order_does(data: st.DataObject) -> None:
         bench.heat.may_raise_cap = data.draw(st.booleans())
         bench.steps(data.draw(st.integers(0, 4)))
         order = data.draw(ORDERS)
+        if data.draw(st.booleans()):
+            before = bench.scheduler.scheduler_config
+            bench.scheduler.control(attrs.evolve(order, dry_run=True))
+            bench.steps(1)
+            assert bench.scheduler.scheduler_config == before
         dry = bench.scheduler.control(attrs.evolve(order, dry_run=True))
         real = bench.scheduler.control(order)
         output = bench.scheduler.schedule()

@@ -35,7 +35,11 @@ from trencadis.scheduler import (
     ThermalGuard,
     UnservableRequest,
 )
-from trencadis.scheduler.thermal import ProportionalThermalPolicy
+from trencadis.scheduler.thermal import (
+    ProportionalThermalPolicy,
+    SchedulerThermalPolicy,
+    SchedulerView,
+)
 
 W, R, S, P, F = (
     SequenceStatus.WAITING,
@@ -259,17 +263,99 @@ def test_the_running_limit_holds_within_two_steps_of_a_temperature_reading() -> 
     assert bench.scheduler.num_swapped == 3
 
 
-def test_the_first_step_above_the_limit_preempts_nothing_where_waiting_is_shorter() -> None:
+def test_the_first_step_above_the_limit_preempts_only_where_waiting_is_longer() -> None:
     slow = PreemptionCosts(swap_out_s_per_block=10.0, swap_in_s_per_block=10.0)
-    policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
-    bench = make(policy=policy, costs=slow, num_host_blocks=0)
-    slow.prefill_s_per_token = 100.0
-    for name in "abcdefgh":
+    for costs, seconds, expected in ((slow, 0.1, (0, 2)), (None, 9.0, (2, 0))):
+        policy = ProportionalThermalPolicy(target_temp_c=80.0, k_p=1.0)
+        bench = make(policy=policy, costs=costs, num_host_blocks=0 if costs else 64)
+        slow.prefill_s_per_token = 100.0
+        for name in "abcdefgh":
+            bench.add(name, max_tokens=40)
+        bench.step()
+        bench.state.hottest_c = 82.0
+        evicted = [len(bench.step(seconds=seconds).preempted_seq_ids) for _ in range(2)]
+        assert tuple(evicted) == expected
+
+
+def test_a_group_resumes_only_where_there_are_blocks_for_the_slots_that_it_lacks() -> None:
+    """One block of its content, the next one, and a spare one for each of the two sequences."""
+    resumed = []
+    for num_blocks in (5, 6):
+        bench = make(num_blocks=num_blocks + 1)
+        group = bench.add("a", 4, max_tokens=8)
+        bench.add("b", 5, max_tokens=12)
+        bench.step()
+        bench.scheduler.abort_and_swap(["a"])
+        bench.step()
+        bench.step(seconds=6.0)
+        resumed.append(group.status is R)
+    assert resumed == [False, True], "b has two blocks"
+
+
+def test_a_group_without_blocks_waits_for_one_that_is_swapped_in() -> None:
+    """That one can be preempted once it runs; the running group would only be swapped, too."""
+    governor = BandwidthGovernor(1, 2.5, 0.4)
+    bench = make(num_blocks=12, governor=governor, force_evict_hold_s=0.3)
+    swapped = bench.add("a", 12, max_tokens=4)
+    bench.step()
+    running = bench.add("b", 4, max_tokens=28)
+    bench.step()
+    bench.scheduler.abort_and_swap(["a"])
+    bench.step()
+    num_without_block = 0
+    while swapped.status is S:
+        output = bench.step()
+        assert not output.preempted_seq_ids or swapped.status is R
+        num_without_block += swapped.status is S and output.is_empty and running.status is R
+    assert num_without_block > 3
+
+
+class OwnPolicy(SchedulerThermalPolicy):
+    """A policy of another package: the three methods that it has to have."""
+
+    def __init__(self) -> None:
+        self.readings: list[tuple[int, float]] = []
+        self.cap = 100
+
+    def on_temp_reading(self, gpu_idx: int, temp_c: float) -> None:
+        self.readings.append((gpu_idx, temp_c))
+
+    def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
+        return self.cap
+
+    def select_victims(self, running: list, num_to_evict: int) -> list:
+        return running[-num_to_evict:]
+
+
+def test_a_policy_of_ones_own_is_asked_and_raises_no_limit() -> None:
+    bench = make(policy=(policy := OwnPolicy()), max_num_seqs=3)
+    for name in "abcd":
         bench.add(name, max_tokens=40)
     bench.step()
-    bench.state.hottest_c = 82.0
-    assert bench.step().preempted_seq_ids == ()
-    assert len(bench.step().preempted_seq_ids) == 2
+    bench.step()
+    assert bench.scheduler.num_running_seqs == 3, "a cap of 100 is no more than max_num_seqs"
+    assert policy.readings[-1] == (0, 20.0)
+    policy.cap = 1
+    bench.step()
+    bench.step()
+    assert [group.request_id for group in bench.scheduler._states.running] == ["a"]
+
+
+def test_a_policy_below_its_target_changes_no_step() -> None:
+    def steps(policy: object) -> list[object]:
+        bench = make(policy=policy, max_num_seqs=3, max_num_batched_tokens=12)
+        bench.state.hottest_c = 79.0
+        outputs = []
+        for number in range(40):
+            if number < 8:
+                bench.add(f"r{number}", 3 + 5 * number % 17, max_tokens=6)
+            output = bench.step()
+            chunks = (*output.prompts, *output.decodes)
+            scheduled = [(chunk.seq_id, chunk.start, chunk.token_ids) for chunk in chunks]
+            outputs.append((scheduled, output.preempted_seq_ids))
+        return outputs
+
+    assert steps(ProportionalThermalPolicy(target_temp_c=80.0)) == steps(None)
 
 
 def test_a_lower_max_num_seqs_preempts_running_sequences() -> None:

@@ -100,6 +100,19 @@ def test_no_more_sequences_run_than_allowed() -> None:
     assert (scheduler.num_running_seqs, scheduler.num_waiting) == (2, 1)
 
 
+def test_running_requests_get_their_tokens_before_waiting_ones() -> None:
+    scheduler, _ = make(max_num_seqs=2, max_num_batched_tokens=8)
+    scheduler.add(request("a", 2, max_tokens=9))
+    run(scheduler)
+    for name in "bc":
+        scheduler.add(request(name, 20))
+    output, _ = run(scheduler)
+    assert ([len(chunk.token_ids) for chunk in output.prompts], len(output.decodes)) == ([7], 1)
+    for _ in range(3):
+        run(scheduler)
+    assert (scheduler.num_running_seqs, scheduler.num_waiting) == (2, 1), "max_num_seqs is 2"
+
+
 def test_first_come_is_first_served() -> None:
     scheduler, _ = make(max_num_seqs=1)
     for name in "abc":

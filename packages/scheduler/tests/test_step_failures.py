@@ -22,6 +22,7 @@ from trencadis.scheduler import (
     StepTiming,
     UnservableRequest,
 )
+from trencadis.scheduler.admission import PendingPrefixes
 
 
 class FaultyBlocks(BlockManager):
@@ -337,3 +338,22 @@ def test_a_refused_request_leaves_no_trace(wrong: Any) -> None:
     group = runner.add(request("a"))
     runner.run()
     assert_complete(group)
+
+
+def test_a_request_that_fails_after_it_was_scheduled_is_in_no_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    add = PendingPrefixes.add
+
+    def broken(pending: PendingPrefixes, group: SequenceGroup) -> None:
+        if group.request_id == "b":
+            raise RuntimeError("a defect")
+        add(pending, group)
+
+    monkeypatch.setattr(PendingPrefixes, "add", broken)
+    runner, _ = make()
+    for name in "abc":
+        runner.add(request(name))
+    output = runner.scheduler.schedule()
+    assert [failure.request_id for failure in output.failed] == ["b"]
+    assert len(output.prompts) == 2, "those of a and c"

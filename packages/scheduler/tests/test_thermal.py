@@ -176,7 +176,7 @@ def test_policies_of_other_packages_are_loaded_by_entry_point(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def entry_points(group: str) -> list[importlib.metadata.EntryPoint]:
-        assert group == ENTRY_POINT_GROUP
+        assert group == "trencadis.thermal_policies", "packages of others name it"
         paths = {"external": "trencadis.scheduler.thermal:NoThermalPolicy", "broken": "nowhere:X"}
         return [importlib.metadata.EntryPoint(name, path, group) for name, path in paths.items()]
 

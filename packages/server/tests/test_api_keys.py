@@ -268,6 +268,15 @@ async def test_a_key_fills_half_of_the_places_before_the_tokenizer_at_most(
 
 
 @pytest.mark.asyncio
+async def test_a_client_cannot_name_another_in_its_request(engine, key_file):
+    async with connect(engine, api_key_file=key_file(), fair_share="key") as client:
+        for body in (BODY, {**BODY, "client": "bob"}, {**BODY, "client": 7}):
+            answer = await client.post("/v1/completions", json=body, headers=bearer(KEYS["ann"]))
+            assert answer.status_code == 200
+    assert engine.clients == ["ann"] * 3
+
+
+@pytest.mark.asyncio
 @pytest.mark.parametrize(
     ("settings", "clients"),
     [

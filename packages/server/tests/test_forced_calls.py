@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from trencadis.engine.grammars.grammar import new_matcher
 from trencadis.server.parsers.answer_parser import AnswerParser
 from trencadis.server.parsers.events import CallArguments, CallBegin, Content, Reasoning
 from trencadis.server.parsers.forced_calls import Thought, after_thought, forced_calls
@@ -221,6 +222,20 @@ def test_properties_that_a_schema_allows_by_name_stay_allowed():
     text = '<tool_call>\n{"name": "f", "arguments": {"a": null}}\n</tool_call>'
     assert accepts(form, text)
     assert not accepts(form, text.replace("null", "1"))
+
+
+@pytest.mark.parametrize("name", TOOL_PARSERS)
+def test_an_argument_that_would_be_another_number_is_refused(name):
+    """Forced calls are checked as every grammar is, before their request reaches the core."""
+    tokenizer = llguidance.LLTokenizer("byte")
+    for number, is_kept in ((2**53, True), (2**53 + 1, False)):
+        schema = {"properties": {"id": {"enum": [number]}}, "required": ["id"]}
+        form = forced_calls({"find": schema}, find_tool_parser(name).call_format)
+        if is_kept:
+            new_matcher(tokenizer, form)
+        else:
+            with pytest.raises(ValueError, match=f"enum {number} would be {2**53}"):
+                new_matcher(tokenizer, form)
 
 
 def test_reasoning_is_not_a_call():

@@ -397,10 +397,19 @@ def test_auto_without_a_parser_names_the_flag(client, model):
 
 
 @needs_llguidance
-def test_a_tool_whose_arguments_cannot_be_guaranteed_is_a_bad_request(client, model):
-    unique = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
-    tool = {"type": "function", "function": {"name": "f", "parameters": unique}}
-    with pytest.raises(openai.BadRequestError, match="uniqueItems") as refusal:
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"enum": [9007199254740993]}, "enum 9007199254740993"),
+    ],
+)
+def test_a_tool_whose_arguments_cannot_be_guaranteed_is_a_bad_request(
+    client, model, argument, message
+):
+    parameters = {"type": "object", "properties": {"a": argument}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    with pytest.raises(openai.BadRequestError, match=message) as refusal:
         client.chat.completions.create(
             model=model, messages=QUESTION, tools=[tool], tool_choice="required"
         )
@@ -410,7 +419,8 @@ def test_a_tool_whose_arguments_cannot_be_guaranteed_is_a_bad_request(client, mo
 @needs_llguidance
 def test_a_schema_that_cannot_be_served_is_a_bad_request(client, model, http):
     chain = {f"d{i}": {"properties": {"x": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(800)}
-    for schema in ({"type": "strng"}, {"$defs": {**chain, "d800": {}}, "$ref": "#/$defs/d0"}):
+    deep = {"$defs": {**chain, "d800": {}}, "$ref": "#/$defs/d0"}
+    for schema in ({"type": "strng"}, deep, {"const": 9007199254740993}):
         wanted = {"name": "bad", "schema": schema, "strict": True}
         for stream in (False, True):
             with pytest.raises(openai.BadRequestError, match="cannot be served") as refusal:

@@ -320,6 +320,58 @@ def test_a_graph_above_its_share_is_released_if_the_other_phase_needs_its_own(
     assert device.released == [(Phase.PROMPT, make_bucket(1, 128))]
 
 
+Shape = tuple[int, int]
+
+
+@pytest.mark.parametrize(
+    ("prompts", "decodes", "total", "ratio", "captured"),
+    [
+        pytest.param(
+            *({(2, 512): 5, (4, 128): 30}, {(1, 128): 40}, 31, 0.7, [(4, 128)]),
+            id="a graph above its share displaces none that was kept for later",
+        ),
+        pytest.param(
+            *({(2, 256): 5, (4, 256): 17}, {(4, 128): 9}, 17, 0.5, [(2, 256), (4, 128)]),
+            id="nothing is released for a graph of unknown size",
+        ),
+        pytest.param(
+            {(1, 128): 1, (1, 512): 4, (2, 384): 6, (2, 512): 8, (4, 128): 4, (4, 256): 8},
+            *({(1, 128): 1, (4, 128): 4}, 29, 0.9),
+            [(1, 128), (4, 128), (1, 512), (2, 384), (4, 256), (4, 128), (1, 128)],
+            id="nor for one whose size is known inaccurately",
+        ),
+        pytest.param(
+            *({(2, 256): 4, (4, 128): 4, (4, 512): 16}, {(2, 128): 2}, 8, 0.3),
+            [(2, 128), (4, 128)],
+            id="of two graphs above their share, the first stays",
+        ),
+        pytest.param(
+            *({(2, 128): 3, (2, 384): 20}, {(2, 128): 3}, 26, 0.5),
+            [(2, 128), (2, 128), (2, 384)],
+            id="a graph that just fits beside the others is kept",
+        ),
+    ],
+)
+def test_which_graphs_are_kept_where_sizes_become_known_late(
+    graph_device: Any,
+    prompts: dict[Shape, int],
+    decodes: dict[Shape, int],
+    total: int,
+    ratio: float,
+    captured: list[Shape],
+) -> None:
+    sizes = {Phase.PROMPT: prompts, Phase.DECODE: decodes}
+    case = make_case(
+        *([make_bucket(*shape) for shape in shapes] for shapes in sizes.values()),
+        lambda phase, bucket: sizes[phase][bucket.shape] * MIB,
+        total * MIB,
+        ratio,
+    )
+    outcomes = run(graph_device(case.cost), case).report.outcomes
+    kept = [o.bucket.shape for o in outcomes if o.status is GraphStatus.CAPTURED]
+    assert kept == captured
+
+
 def test_an_empty_budget_captures_nothing(graph_device: Any) -> None:
     case = make_case(product((1,), (128, 256)), [], lambda *_: 5, 0)
     device = graph_device(case.cost)

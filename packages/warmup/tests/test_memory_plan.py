@@ -66,6 +66,7 @@ def test_no_graph_budget_if_free_memory_is_below_the_margin() -> None:
 def test_shares_add_up_to_the_budget(total: int, ratio: float) -> None:
     budget = GraphBudget(total=total, free=total, prompt_ratio=ratio)
     assert budget.prompt + budget.decode == total
+    assert budget.prompt == int(total * ratio)
     assert min(budget.prompt, budget.decode) >= 0
 
 

@@ -2,8 +2,6 @@
 
 NumPy's integers are integers and its floats numbers, kept as Python's; a bool is neither.
 A rejection reads ``NAME must be an integer of at least 1, got 0: REMEDY``.
-
-A test compares these definitions in bucketing, kvcache and engine, which load without each other.
 """
 
 from __future__ import annotations
@@ -100,6 +98,7 @@ integer = partial(Validator, "an integer", is_integer)
 number = partial(Validator, "a finite number", is_finite)
 boolean = partial(Validator, "True or False", lambda value: isinstance(value, bool))
 text = partial(Validator, "a text that UTF-8 can encode", is_text)
+MAX_ITEMS = 1 << 24  # more than any model's context has tokens
 
 
 def one_of(choices: Collection[Any], **options: Any) -> Validator:
@@ -112,12 +111,10 @@ def one_of(choices: Collection[Any], **options: Any) -> Validator:
 
 
 def items_of(value: Any) -> tuple[Any, ...] | None:
-    """The items of an iterable; None for a text, for what has no items, and for more than 2**24."""
-    most = 1 << 24
+    """The items of an iterable; None for a text, for others, and for more than `MAX_ITEMS`."""
     try:
-        if isinstance(value, (str, bytes)) or operator.length_hint(value) > most:
-            return None
-        items = tuple(islice(value, most + 1))
+        is_long = isinstance(value, (str, bytes)) or operator.length_hint(value) > MAX_ITEMS
+        items = () if is_long else tuple(islice(value, MAX_ITEMS + 1))
+        return None if is_long or len(items) > MAX_ITEMS else items
     except (TypeError, OverflowError):  # also from a tensor without dimensions; from a range
         return None
-    return items if len(items) <= most else None

@@ -397,7 +397,7 @@ def _has_fairer_share(group: SequenceGroup, other: SequenceGroup) -> bool:
 def _is_newcomer(group: SequenceGroup, other: SequenceGroup) -> bool:
     """Whether a group is the first of a client that came while another one was the next of its own.
 
-    Clients that waited when the other's client was last served have their turn before it.
+    Clients that waited when the other's client was last served precede it.
     """
     client, last_start = group.client, other.client.last_start
     came_later = client.first_arrival > other.arrival

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from tokenizers.decoders import DecodeStream
@@ -31,7 +32,7 @@ class IncrementalDetokenizer:
     ) -> None:
         self._tokenizer = tokenizer.backend
         self._skip_special = params.skip_special_tokens
-        self._context = list(prompt_token_ids[-_CONTEXT:])
+        self._context = _end_of_prompt(tokenizer, prompt_token_ids)
         self._stream: DecodeStream | None = None
         if not self._decode(self._context).endswith(_INCOMPLETE):
             self._stream = DecodeStream(self._context, self._skip_special)
@@ -48,7 +49,7 @@ class IncrementalDetokenizer:
         if self._stream is None:
             piece = self._leave_prompt(token_id)
         else:
-            piece = self._stream.step(self._tokenizer, token_id)
+            piece = self._next_piece(self._stream, token_id)
         if piece is None:
             self._pending_ids.append(token_id)
             return "", None
@@ -67,6 +68,18 @@ class IncrementalDetokenizer:
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=self._skip_special)
 
+    def _next_piece(self, stream: DecodeStream, token_id: int) -> str | None:
+        """The text that a token completes; None while its last character is incomplete."""
+        try:
+            return stream.step(self._tokenizer, token_id)
+        except Exception:
+            # "Invalid prefix", which has no class of its own: with byte fallback, a run of bytes
+            # that is not UTF-8 becomes replacement characters as a whole, also those that were
+            # text. What was given stays, so the tokens after it are decoded on their own.
+            token_ids = [*self._pending_ids, token_id]
+            self._stream = DecodeStream(token_ids, self._skip_special)
+            return self._decode(token_ids)
+
     def _leave_prompt(self, token_id: int) -> str | None:
         """As ``DecodeStream.step``, after a prompt that ends in a replacement character.
 
@@ -79,7 +92,14 @@ class IncrementalDetokenizer:
             return None
         self._stream = DecodeStream(token_ids, self._skip_special)
         prompt = self._decode(self._context)
-        return text[len(prompt) - (not text.startswith(prompt)) :]
+        same = takewhile(lambda pair: pair[0] == pair[1], zip(text, prompt, strict=False))
+        return text[max(len(list(same)), self._num_whole()) :]
+
+    def _num_whole(self) -> int:
+        """Characters of the prompt's tokens before its last, incomplete one."""
+        beginnings = (self._context[:end] for end in range(len(self._context), -1, -1))
+        texts = map(self._decode, beginnings)
+        return next(len(text) for text in texts if not text.endswith(_INCOMPLETE))
 
     def _release(self) -> tuple[str, str | None]:
         if not self._stop:
@@ -99,6 +119,20 @@ class IncrementalDetokenizer:
     def _first_stop(self) -> tuple[int, str] | None:
         hits = [(self._held.find(stop), stop) for stop in self._stop]
         return min((hit for hit in hits if hit[0] >= 0), default=None)
+
+
+def _end_of_prompt(tokenizer: Tokenizer, token_ids: Sequence[int]) -> list[int]:
+    """The last tokens of a prompt, from the beginning of a character on."""
+    start = max(0, len(token_ids) - _CONTEXT)
+    first = max(0, start - 3)  # a character has at most four bytes
+    while start > first and _is_inner_byte(tokenizer.token_bytes(token_ids[start])):
+        start -= 1
+    return list(token_ids[start:])
+
+
+def _is_inner_byte(content: bytes) -> bool:
+    """Whether a token begins with a byte of UTF-8 that begins no character."""
+    return len(content) > 0 and content[0] & 0xC0 == 0x80
 
 
 def _overlap(text: str, stop: str) -> int:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trencadis.engine.api.structured_output import FIELD, StructuredOutput
 from trencadis.engine.errors import InvalidRequest
+from trencadis.engine.grammars.exact_numbers import check_numbers
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -98,6 +99,15 @@ def new_matcher(tokenizer: LLTokenizer, structured_output: StructuredOutput) -> 
     Raises ``ValueError`` that says why a grammar is not valid, or beyond the limits.
     """
     from llguidance import LLMatcher, LLParserLimits  # noqa: PLC0415
+
+    try:
+        check_numbers(
+            tokenizer,
+            schema=structured_output.json_schema or "",
+            grammar=structured_output.grammar or "",
+        )
+    except RecursionError as error:
+        raise ValueError("it is nested too deep") from error
 
     limits = LLParserLimits(
         step_max_items=_STEP_MAX_ITEMS, max_lexer_states=_MAX_LEXER_STATES, verbose_errors=False
