@@ -7,11 +7,11 @@ last one, so that none is left out.
 
 from __future__ import annotations
 
+import argparse
 import fnmatch
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -74,4 +74,6 @@ def lay_out(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    lay_out(Path(sys.argv[1]))
+    parser = argparse.ArgumentParser(description="Lays out the documents as a site for mkdocs")
+    parser.add_argument("directory", type=Path)
+    lay_out(parser.parse_args().directory)
