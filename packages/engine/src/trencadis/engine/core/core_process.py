@@ -154,7 +154,8 @@ def _loop(core: EngineCore, channel: CoreChannel, front: int, switcher: ModelSwi
                 checks[message.number] = _begin_check(switcher, message)
             else:
                 _handle(core, channel, message, orders)
-        _send_checked(checks, channel)
+        if checks:
+            _send_checked(checks, channel)
         if core.executor.is_warming_up:
             channel.send(Busy("the engine core warms up"))
             core.advance_warm_up()
