@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import attrs
 import msgspec
@@ -19,9 +20,9 @@ from trencadis.engine import (
     Tokenizer,
     TokenLogprob,
 )
-from trencadis.engine.front.open_requests import OpenRequest
+from trencadis.engine.front.open_requests import OpenRequest, OpenRequests
 from trencadis.engine.front.request_stream import RequestStream
-from trencadis.engine.ipc.messages import NewToken
+from trencadis.engine.ipc.messages import Abort, Add, Finish, NewToken, StepDone
 
 
 @pytest.fixture(scope="module")
@@ -174,3 +175,50 @@ def test_a_request_that_brings_output_goes_on_after_all_of_it(tokenizer: Tokeniz
     resumed = OpenRequest(stream, asyncio.Queue(), {}).resumption(sample, token_ids)
     expected = attrs.evolve(request, output_token_ids=(first, second), is_resumed=True)
     assert resumed == expected
+
+
+class BusyCore:
+    """A request of it is aborted while the first message of a kind is sent."""
+
+    is_alive = True
+
+    def __init__(self, kind: type) -> None:
+        self.messages: list[Any] = []
+        self.kind = kind
+        self.requests = OpenRequests(self, itertools.count())  # type: ignore[arg-type]
+
+    def check_health(self) -> None:
+        pass
+
+    async def send(self, message: Any) -> None:
+        self.messages.append(message)
+        if isinstance(message, self.kind) and len(self.messages) == 1:
+            await self.requests.abort_all()
+
+
+def test_a_request_may_be_aborted_while_its_end_is_sent(tokenizer: Tokenizer) -> None:
+    core = BusyCore(Finish)
+    answers = [Answers(tokenizer, stop="b", max_tokens=9) for _ in range(2)]
+    for key, each in zip("xy", answers, strict=True):
+        core.requests.begin(key, each.stream, asyncio.Queue())
+    (token_id,) = tokenizer.encode("b")
+    tokens = tuple(NewToken(key, 0, token_id, None, 0) for key in "xy")
+    asyncio.run(core.requests.deliver(StepDone(tokens, None)))
+    assert core.messages == [Finish("x", 0), Abort(("y",))]
+    assert not core.requests.unfinished()
+
+
+def test_a_request_that_is_aborted_while_it_resumes_asks_the_core_for_nothing_more(
+    tokenizer: Tokenizer,
+) -> None:
+    core = BusyCore(Add)
+    answers = Answers(tokenizer, n=3, max_tokens=9)
+    core.requests.begin("x", answers.stream, asyncio.Queue())
+    answers.push(1, "a")
+    parked = core.requests.park()
+    asyncio.run(core.requests.resume(parked))
+    added, aborted = core.messages
+    assert isinstance(added, Add)
+    assert isinstance(aborted, Abort)
+    assert added.key in aborted.keys
+    assert not core.requests.unfinished()

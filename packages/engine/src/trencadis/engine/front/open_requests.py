@@ -129,12 +129,16 @@ class OpenRequests:
         for number, request in enumerate(waiting):
             self._parked.discard(request)
             try:
+                messages = []
                 for sample, token_ids in request.stream.to_resume().items():
-                    self._core.check_health()
                     key = f"{request.stream.request_id}/{next(self._numbers)}"
                     self._requests[key] = request
                     request.keys[key] = sample
-                    await self._core.send(add_message(key, request.resumption(sample, token_ids)))
+                    messages.append(add_message(key, request.resumption(sample, token_ids)))
+                for message in messages:
+                    if message.key in self._requests:  # it may be aborted between two messages
+                        self._core.check_health()
+                        await self._core.send(message)
             except EngineError as error:
                 for left in waiting[number:]:
                     self._parked.discard(left)
@@ -157,11 +161,12 @@ class OpenRequests:
             except Exception as error:  # only this request is concerned: the others are served
                 await self._fail(token.key, error)
                 continue
-            if stopped:  # by a stop string, which the core cannot see
-                await self._core.send(Finish(token.key, token.index))
             stream = request.stream
+            # Before anything is sent: meanwhile the request may be aborted, and its keys are gone.
             if stream.finished if sample is None else stream.has_ended(sample):
                 del self._requests[token.key], request.keys[token.key]
+            if stopped:  # by a stop string, which the core cannot see
+                await self._core.send(Finish(token.key, token.index))
 
     async def _fail(self, key: str, error: Exception) -> None:
         """End a request because of an unexpected error, which its caller gets."""
