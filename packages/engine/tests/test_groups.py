@@ -244,6 +244,21 @@ def test_a_request_in_any_state_is_aborted_whole(tiny_model: Path) -> None:
             assert core.stats.num_used_blocks == 0
 
 
+def test_the_last_token_tells_how_long_a_request_was_preempted(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **settings(num_host_blocks=64)))
+    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    for key in ("stays", "goes"):
+        core.add(key, GenerateRequest(PROMPT, params))
+    away: dict[str, list[float]] = {"stays": [], "goes": []}
+    while core.has_work:
+        for token in core.step():
+            away[token.key].append(token.away_s)
+        if len(away["goes"]) == 3:
+            core.abort_and_swap(["goes"])
+    assert set(away["stays"]) == {0.0}
+    assert away["goes"][0] == 0.0 < away["goes"][-1]
+
+
 @pytest.mark.parametrize("num_blocks", [16, 80])
 def test_samples_of_a_long_prompt_gather_no_more_than_was_profiled(
     tiny_model: Path, num_blocks: int

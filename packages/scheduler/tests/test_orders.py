@@ -22,6 +22,7 @@ from trencadis.scheduler import (
     Request,
     Scheduler,
     SchedulerConfig,
+    SequenceStatus,
     ThermalGuard,
     UnservableRequest,
 )
@@ -462,6 +463,18 @@ def steps_held(**order: Any) -> int:
         bench.steps(1)
         count += 1
     return count
+
+
+def test_the_time_that_a_request_is_evicted_adds_up() -> None:
+    bench = eight_running(step_s=1.0)
+    groups = list(bench.scheduler._states.groups.values())
+    for hold_s, total_s in ((17.0, 17.0), (5.0, 22.0)):
+        bench.order(force_evict=5, hold_s=hold_s)
+        evicted = [group for group in groups if group.status is not SequenceStatus.RUNNING]
+        while bench.scheduler.num_running_seqs < 8:
+            bench.steps(1)
+        assert max(group.away_s for group in evicted) == pytest.approx(total_s, abs=2.0)
+    assert min(group.away_s for group in groups) < 17.0
 
 
 def target(**order: Any) -> float | None:

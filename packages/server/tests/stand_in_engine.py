@@ -123,6 +123,7 @@ class StandInEngine:
         self.orders: list[BatchControl] = []
         self.thermal: ThermalStats | None = None
         self.request_status: RequestStatus = "normal"
+        self.away_s = 0.0
         self.queue_s: float | None = None
         self.failed = asyncio.Event()
         self.health: Exception | None = None
@@ -257,6 +258,7 @@ class StandInEngine:
                     num_cached_tokens=1,
                     request_status=self.request_status,
                     queue_s=self.queue_s if step == 1 else None,
+                    away_s=self.away_s,
                 )
 
     def _embedded(self, key: str, prompt: Sequence[int]) -> CompletionDelta:

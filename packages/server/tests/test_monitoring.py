@@ -199,11 +199,15 @@ async def test_requests_are_counted_by_how_they_ended(client, engine):
 
 
 async def test_the_time_to_first_token_of_swapped_requests_is_known(client, engine):
-    engine.request_status = "swapped"
+    await client.post("/v1/completions", json={"prompt": "abc"})
+    engine.request_status, engine.away_s = "swapped", 2.5
     await client.post("/v1/completions", json={"prompt": "abc"})
     after = await samples(client)
-    assert after["vllm:time_to_first_token_seconds_count", "swapped"] == 1
-    assert after["vllm:time_to_first_token_seconds_count", "normal"] == 0
+    for status in ("swapped", "normal"):
+        assert after["vllm:time_to_first_token_seconds_count", status] == 1
+    away = "trencadis:request_preempted_time_seconds"
+    assert (after[f"{away}_count", "swapped"], after[f"{away}_sum", "swapped"]) == (1, 2.5)
+    assert after[f"{away}_count", "normal"] == 0
 
 
 async def test_rejected_requests_are_not_counted_as_finished(client, engine):

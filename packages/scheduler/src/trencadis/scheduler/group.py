@@ -143,6 +143,7 @@ class SequenceGroup:
     - ``added_at_s``, ``started_at_s``: when the request came, and when the group last began to run,
       in seconds.
     - ``queue_s``: seconds from the request's arrival until the group first ran; None before that.
+    - ``away_s``: seconds that the group was preempted, until it last resumed.
     """
 
     request: Request
@@ -162,6 +163,8 @@ class SequenceGroup:
     added_at_s: float = 0.0
     started_at_s: float = 0.0
     queue_s: float | None = None
+    preempted_at_s: float = 0.0
+    away_s: float = 0.0
     last_scheduled_step: int = 0
 
     @property

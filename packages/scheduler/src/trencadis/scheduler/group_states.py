@@ -204,10 +204,12 @@ class GroupStates:
         self.running.add(group)
         self.num_running_seqs += group.num_seqs
         group.started_at_s = now
+        if status is not SequenceStatus.WAITING:
+            group.away_s += max(0.0, now - group.preempted_at_s)
         if group.queue_s is None:
             group.queue_s = max(0.0, now - group.added_at_s)
 
-    def preempt(self, group: SequenceGroup, *, swapped: bool) -> None:
+    def preempt(self, group: SequenceGroup, now: float, *, swapped: bool) -> None:
         """Change the status from RUNNING to SWAPPED, or to PREEMPTED for recomputation.
 
         Raises `IllegalTransition`.
@@ -215,6 +217,7 @@ class GroupStates:
         group.transition_to(SequenceStatus.SWAPPED if swapped else SequenceStatus.PREEMPTED)
         self.running.remove(group)
         self.num_running_seqs -= group.num_seqs
+        group.preempted_at_s = now
         self.resume_queue.add(group)
         self.num_preempted += not swapped
 

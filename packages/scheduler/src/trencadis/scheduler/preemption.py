@@ -36,7 +36,7 @@ class Preemptor:
         """Take a running group off the device."""
         step.preempted_seq_ids.extend(sequence.seq_id for sequence in group.allocated_seqs)
         swapped = self._should_swap(group)
-        self._states.preempt(group, swapped=swapped)
+        self._states.preempt(group, step.now, swapped=swapped)
         if swapped:
             self._group_blocks.swap_out(group, step.now)
             self.num_swaps += 1

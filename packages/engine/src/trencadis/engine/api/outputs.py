@@ -48,7 +48,8 @@ class CompletionDelta:
     or stop token that matched, otherwise None. ``num_cached_tokens``: prompt tokens that were
     prefix hits. ``request_status``: whether the request was preempted until then. ``queue_s``: with
     the first token of an answer, the seconds that it waited in the core until it first ran; None
-    for a request that was parked, which also waited for its model. ``embedding``: of an engine with
+    for a request that was parked, which also waited for its model. ``away_s``: the seconds that it
+    was preempted until then, without those that it was parked. ``embedding``: of an engine with
     the runner ``pooling``, the vector of the prompt, which has length 1, as float32 in little
     endian, or of one that scores the logit alone; such a request has one delta, without text and
     tokens.
@@ -66,6 +67,7 @@ class CompletionDelta:
     request_status: RequestStatus = "normal"
     queue_s: float | None = None
     embedding: bytes | None = None
+    away_s: float = 0.0
 
 
 def _total(default: Any = 0) -> Any:

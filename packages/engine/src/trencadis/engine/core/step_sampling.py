@@ -170,6 +170,7 @@ class StepSampling:
             is_complete and update.token_id not in self._eos_token_ids,
             sequence.group.queue_s if is_first and not entry.was_parked else None,
             result.embeddings.get(update.seq_id),
+            sequence.group.away_s,
         )
         if reason is not None:
             self._table.end_sample(entry, sample.index)
@@ -217,7 +218,10 @@ class StepSampling:
             yield NewToken(entry.key, index, token_id, None, cached, None, status, False, queue_s)
             queue_s = None
         reason = _finish_reason(result.finish_reason)
-        yield NewToken(entry.key, index, last, reason, cached, None, status, False, queue_s)
+        away_s = entry.groups[0].away_s
+        yield NewToken(
+            entry.key, index, last, reason, cached, None, status, False, queue_s, away_s=away_s
+        )
         self._table.end_sample(entry, index)
 
     def _count_prompt(self, entry: Entry, num_cached_tokens: int) -> None:

@@ -134,6 +134,7 @@ class RequestStream:
             last.num_cached_tokens,
             deltas[0].request_status,
             deltas[0].queue_s,
+            away_s=last.away_s,
         )
 
 
@@ -197,4 +198,5 @@ class SampleStream:
             token.num_cached_tokens,
             token.request_status,
             token.queue_s,
+            away_s=token.away_s,
         )

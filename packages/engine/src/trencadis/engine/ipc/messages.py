@@ -221,7 +221,7 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     belongs to the text, other than a stop token. ``queue_s``: with the first token of a sample, the
     seconds that it waited until it first ran. For beam search, ``index`` is the rank of the
     result, and all tokens come when the search ends. ``embedding``: the vector that the request
-    gets instead of a token, see `CompletionDelta`.
+    gets instead of a token, see `CompletionDelta`. ``away_s``: see there, too.
     """
 
     key: str
@@ -234,6 +234,7 @@ class NewToken(msgspec.Struct, frozen=True, array_like=True):
     completes_grammar: bool = False
     queue_s: float | None = None
     embedding: bytes | None = None
+    away_s: float = 0.0
 
 
 class Preempted(msgspec.Struct, frozen=True, tag=True):

@@ -259,6 +259,7 @@ class RequestEvent:
     first tokens of the request, ``is_last`` the last delta of the choice. ``request_status``:
     whether the request was preempted until then. ``queue_seconds`` and ``first_seconds``: the time
     until the request first ran, and until its first token; None while they are not known.
+    ``away_seconds``: the time that it was preempted.
     """
 
     seconds: float
@@ -270,6 +271,7 @@ class RequestEvent:
     request_status: RequestStatus = "normal"
     queue_seconds: float | None = None
     first_seconds: float | None = None
+    away_seconds: float = 0.0
 
 
 @attrs.frozen
@@ -309,7 +311,7 @@ _LATENCY_BUCKETS = (
 """vLLM's, for the latency of a request and its phases."""
 
 STATUS_LABEL = "request_status"
-"""Whether a request was preempted before its first token; its values are those of
+"""Whether a request was preempted until then; its values are those of
 `RequestStatus`. Sum over it for the metric without it."""
 
 REQUEST_METRICS = (
@@ -361,6 +363,13 @@ REQUEST_METRICS = (
         "Time of prefill and decode of a finished choice.",
         _LATENCY_BUCKETS,
         _between(lambda event: event.queue_seconds, lambda event: event.seconds),
+    ),
+    RequestMetric(
+        "trencadis:request_preempted_time_seconds",
+        "Time that a finished choice was preempted, by request_status: preempted, swapped.",
+        _LATENCY_BUCKETS,
+        lambda event: event.away_seconds if event.is_last and event.away_seconds else None,
+        has_status=True,
     ),
     RequestMetric(
         "vllm:request_prompt_tokens",

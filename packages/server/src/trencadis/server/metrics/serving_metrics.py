@@ -289,6 +289,7 @@ class RequestTimeline:
                 request_status=delta.request_status,
                 queue_seconds=self.queue_s,
                 first_seconds=self.first_token_s,
+                away_seconds=delta.away_s,
             )
         )
         if has_tokens:
