@@ -374,7 +374,7 @@ def test_a_core_that_hangs_for_long_is_killed_and_restarted(long_model: Path) ->
             task = asyncio.create_task(endless(engine))
             await until(lambda: engine.stats.num_running_seqs > 0)
             core.suspend()
-            with pytest.raises(EngineRestarting, match="hangs: no message for 5 s: this request"):
+            with pytest.raises(EngineRestarting, match="has been stopped for 5 s: this request"):
                 await task
             await until(lambda: engine.is_alive)
             assert not core.is_running()

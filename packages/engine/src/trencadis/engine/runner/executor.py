@@ -124,8 +124,7 @@ class Executor(Protocol):
         """
 
     def probe(self) -> None:
-        """Run the smallest forward pass. Raises if the device has failed or the model computes
-        NaN."""
+        """Run the smallest forward pass. Raises if the device has failed."""
 
     def counters(self) -> ExecutorCounters:
         """The counters now."""

@@ -213,18 +213,24 @@ class ModelRunner:
         return not self.forward_runner.needs_warmup or self.forward_runner.is_warm(padded)
 
     def probe(self) -> None:
-        """Run the smallest forward pass on the padding block. Raises if the device has failed, and
-        `ModelError` where the weights compute NaN."""
-        output = self.forward_runner.run(self.batches.smallest_dummy())
+        """Run the smallest forward pass on the padding block. Raises if the device has failed."""
+        self._probed()
+
+    def check_values(self) -> None:
+        """As `probe`. Raises `ModelError` where the weights compute NaN."""
         # On the host: a device that compiles each operation would compile this one.
-        has_nan = bool(output.logits.cpu().isnan().any())
-        self._device.synchronize()
-        self.device_is_idle = True
-        if has_nan:
+        if self._probed().cpu().isnan().any():
             raise ModelError(
                 "the model computes NaN for a first token: its weights are damaged, or too large "
                 "for the dtype. Check the checkpoint, or choose another dtype"
             )
+
+    def _probed(self) -> torch.Tensor:
+        """The logits of the smallest forward pass."""
+        output = self.forward_runner.run(self.batches.smallest_dummy())
+        self._device.synchronize()
+        self.device_is_idle = True
+        return output.logits
 
     def _run_divided(
         self,

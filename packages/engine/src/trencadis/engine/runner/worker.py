@@ -259,7 +259,7 @@ class Worker:
         if self._compiled:
             # Compilers leave cycles that refer to the KV cache: it would outlive its release.
             gc.collect()
-        self.runner.probe()
+        self.runner.check_values()
         if self.background is None:
             self.device.end_warm_up()
         self.runner.forward_runner.start_serving()
