@@ -58,7 +58,9 @@ def finish(core: EngineCore) -> dict[str, list[Any]]:
         if not core.has_work:
             break
         for token in core.step():
-            timeless = msgspec.structs.replace(token, queue_s=None, request_status="normal")
+            timeless = msgspec.structs.replace(
+                token, queue_s=None, away_s=0.0, request_status="normal"
+            )
             reported.setdefault(token.key, []).append(timeless)
     assert not core.has_work
     assert not core.take_failures()
