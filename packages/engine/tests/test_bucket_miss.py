@@ -91,6 +91,18 @@ def test_a_refused_prompt_of_a_batch_raises_a_bucket_miss(tiny_model: Path) -> N
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=2))[0].completions
 
 
+def test_the_check_of_the_device_is_no_traffic(lazy_gaudi: object, tiny_model: Path) -> None:
+    """It follows a failed step, and a switch back to weights that were kept."""
+    core = EngineCore(
+        EngineConfig(model=str(tiny_model), device="hpu", on_bucket_miss="refuse", **SMALL)
+    )
+    core.warm_up(lambda: True)  # nothing
+    assert list(serve(core, cold=5)[1]) == ["cold"]
+    before = core.stats
+    core.executor.probe()
+    assert core.stats == before
+
+
 @pytest.mark.slow
 def test_the_front_raises_a_bucket_miss_for_the_request_that_it_concerns(tiny_model: Path) -> None:
     config = EngineConfig.from_env(

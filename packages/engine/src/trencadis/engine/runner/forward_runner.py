@@ -149,6 +149,11 @@ class ForwardRunner:
         with self.count_compilations(batch.shape):
             return self._run_first(batch) if cold else self._run(batch)
 
+    @torch.inference_mode()
+    def probe(self, batch: ModelInput) -> ForwardOutput:
+        """As `run`, for a batch of no request: in any shape it is computed, and never counted."""
+        return self._run(batch)
+
     @contextlib.contextmanager
     def count_compilations(self, cause: object) -> Generator[None, None, None]:
         """Count and log what the device compiles within this context, in live traffic.

@@ -227,7 +227,7 @@ class ModelRunner:
 
     def _probed(self) -> torch.Tensor:
         """The logits of the smallest forward pass."""
-        output = self.forward_runner.run(self.batches.smallest_dummy())
+        output = self.forward_runner.probe(self.batches.smallest_dummy())
         self._device.synchronize()
         self.device_is_idle = True
         return output.logits
