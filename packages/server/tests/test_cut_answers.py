@@ -20,7 +20,8 @@ pytestmark = pytest.mark.asyncio
 
 MALFORMED = (
     "<think>a</think>\n"
-    '<tool_call>\n{"name": "weather", "arguments": {"city": Paris, "b": "line\nline"}}\n</tool_call>'
+    '<tool_call>\n{"name": "weather", "arguments": {"city": Paris, "b": "line\nline"}}\n'
+    "</tool_call>"
 )
 HELLO = {"role": "user", "content": "hello"}
 AGAIN = {"role": "user", "content": "go on"}
