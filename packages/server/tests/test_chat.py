@@ -118,6 +118,23 @@ async def test_template_options_reach_the_template(client, engine):
     assert engine.tokenizer.decode(engine.requests[0][0]) == "[user]hello<mood=calm>"
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"reasoning_effort": "low"}, "<reasoning_effort=low><enable_thinking=True>"),
+        ({"reasoning_effort": "none"}, "<reasoning_effort=none><enable_thinking=False>"),
+        (
+            {"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}},
+            "<reasoning_effort=high><enable_thinking=False>",
+        ),
+        ({"reasoning_effort": None}, ""),
+    ],
+)
+async def test_the_effort_of_reasoning_reaches_the_template(client, engine, fields, text):
+    assert (await chat(client, **fields)).status_code == 200
+    assert engine.tokenizer.decode(engine.requests[0][0]) == f"[user]hello{text}[assistant]"
+
+
 async def test_a_stream_has_the_role_then_text_then_the_finish_reason(client):
     response = await chat(client, stream=True, max_tokens=3)
     assert response.headers["content-type"].startswith("text/event-stream")

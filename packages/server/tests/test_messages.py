@@ -201,6 +201,12 @@ async def test_disabled_thinking_is_told_to_the_template(client, engine):
     assert "<enable_thinking=False>" in engine.tokenizer.decode(engine.requests[0][0])
 
 
+async def test_the_effort_reaches_the_template(client, engine):
+    fields = {"messages": HELLO, "max_tokens": 5, "output_config": {"effort": "low"}}
+    await client.post(PATH, json=fields)
+    assert "<reasoning_effort=low>" in engine.tokenizer.decode(engine.requests[0][0])
+
+
 async def test_the_tokens_of_a_prompt_are_counted_without_an_answer(official, engine):
     count = await official.messages.count_tokens(
         model="stand-in", messages=HELLO, system="be brief", tools=[WEATHER]
@@ -249,7 +255,7 @@ BAD = [
     ({"output_config": {"format": {**FORM, "made_up": 1}}}, "output_config.format"),
     ({"tools": [WEATHER], "tool_choice": {"type": "auto", "made_up": 1}}, "tool_choice"),
     ({"made_up": 1}, "made_up"),
-    ({"output_config": {"effort": "high"}}, "output_config"),
+    ({"output_config": {"effort": "endless"}}, "output_config.effort"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
     ({"tools": [{"name": "a b", "input_schema": {}}]}, "tools[0].name"),
     ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools[0].input_schema"),

@@ -308,3 +308,10 @@ async def test_probes_may_ask_without_a_body(client, engine, path):
     assert (response.status_code, response.content) == (200, b"")
     engine.is_alive = False
     assert (await client.head(path)).status_code == 503
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+async def test_ping_is_the_health_for_hosts_that_ask_so(client, engine, method):
+    assert (await client.request(method, "/ping")).status_code == 200
+    engine.is_alive = False
+    assert (await client.request(method, "/ping")).status_code == 503

@@ -172,6 +172,18 @@ async def test_an_answer_that_max_output_tokens_cuts_is_incomplete(official, eng
     assert engine.requests[0][1].max_tokens == 4
 
 
+async def test_effort_and_template_options_reach_the_template(official, engine):
+    response = await official.responses.create(
+        model="stand-in",
+        input="hello",
+        reasoning={"effort": "low", "summary": "auto"},
+        extra_body={"chat_template_kwargs": {"mood": "calm"}},
+    )
+    assert "<reasoning_effort=low>" in engine.tokenizer.decode(engine.requests[0][0])
+    assert "<mood=calm>" in engine.tokenizer.decode(engine.requests[0][0])
+    assert response.reasoning.effort == "low"
+
+
 async def test_a_required_call_and_a_schema_reach_the_engine(official, engine):
     schema = {"type": "json_schema", "name": "city", "schema": CITY, "strict": True}
     response = await respond(official, stream=False, text={"format": schema})
@@ -205,7 +217,9 @@ BAD = [
     ({"truncation": "auto"}, "truncation"),
     ({"service_tier": "priority"}, "service_tier"),
     ({"include": ["message.output_text.logprobs"]}, "include"),
-    ({"reasoning": {"effort": "high"}}, "reasoning"),
+    ({"reasoning": {"effort": "endless"}}, "reasoning.effort"),
+    ({"reasoning": {"mode": "pro"}}, "reasoning"),
+    ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
     ({"text": {"verbosity": "low"}}, "text"),
     ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format"),
     ({"text": {"format": {"type": "text", "made_up": 1}}}, "text.format"),

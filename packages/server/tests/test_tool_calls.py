@@ -307,6 +307,20 @@ async def test_a_form_in_json_beside_auto_is_for_answers_that_are_no_calls(offic
     assert choice.message.content == '{"city": "Paris"}'
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_beside_a_forced_call_is_for_answers_that_are_no_calls(
+    official, engine, stream
+):
+    form = {"type": "json_schema", "json_schema": {"name": "c", "schema": CITY}}
+    engine.script = [ANSWER]
+    both = {"tools": TOOLS, "response_format": form}
+    for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
+        await complete(official, stream, tool_choice=choice, **both)
+        await complete(official, stream, tool_choice=choice, tools=TOOLS)
+        with_form, alone = [params.structured_output for _, params, _, _ in engine.requests[-2:]]
+        assert with_form == alone
+
+
 async def test_calls_in_plain_json_are_refused_beside_a_form_in_json(serving):
     form = {"type": "json_object"}
     async with (

@@ -37,6 +37,7 @@ from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
 from trencadis.server.routes.responses import responses_router
 from trencadis.server.routes.switch import switch_router
+from trencadis.server.routes.tokens import tokens_router
 from trencadis.server.settings import ServerSettings
 from trencadis.server.switching.switch_control import SwitchControl
 
@@ -127,6 +128,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         responses_router,
         messages_router,
         pooling_router,
+        tokens_router,
         models_router,
         switch_router,
         health_router,

@@ -51,9 +51,10 @@ def _part_text(position: int, part: Any, kinds: Mapping[str, str]) -> str:
     return text
 
 
-def _content_or_calls(content: str | None, info: ValidationInfo) -> str | None:
-    if content is None and not info.data.get("tool_calls"):
-        raise PydanticCustomError("missing", "only a message with tool_calls has no content")
+def _content_or_answer(content: str | None, info: ValidationInfo) -> str | None:
+    # An answer that was cut may be without text and without calls: reasoning alone, or nothing.
+    if content is None and info.data.get("role") not in ("assistant", None):
+        raise PydanticCustomError("missing", "only a message of the assistant may lack content")
     return content
 
 
@@ -71,7 +72,7 @@ class ChatMessage(BaseModel):
     content: Annotated[
         Text | None,
         BeforeValidator(joined_text, str | list[dict[str, Any]] | None),
-        AfterValidator(_content_or_calls),
+        AfterValidator(_content_or_answer),
     ] = Field(default=None, validate_default=True)
     name: Text | None = None
     tool_call_id: Text | None = None

@@ -36,6 +36,7 @@ CLIENT_FIELDS = {
     "prompt": "messages",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
 }
 """The names of chat fields in this API, where they differ."""
 
@@ -221,9 +222,10 @@ class OutputFormat(RequestPart):
 
 
 class OutputConfig(RequestPart):
-    """How the answer is to be."""
+    """How the answer is to be, and how much the model is to reason for it."""
 
     format: OutputFormat | None = None
+    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
 
 
 class CountTokensRequest(BaseModel):
@@ -252,7 +254,8 @@ class CountTokensRequest(BaseModel):
             block.type == "tool_use" for block in self.messages[-1].content
         )
         choice = self.tool_choice
-        form = None if self.output_config is None else self.output_config.format
+        config = self.output_config or OutputConfig()
+        form = config.format
         thinking = self.thinking
         is_off = thinking is not None and thinking.type == "disabled"
         return chat_request(
@@ -265,6 +268,7 @@ class CountTokensRequest(BaseModel):
             response_format=None
             if form is None
             else {"type": "json_schema", "json_schema": {"schema": form.json_schema}},
+            reasoning_effort=config.effort,
             include_reasoning=thinking is not None and thinking.is_shown,
             chat_template_kwargs={"enable_thinking": False} if is_off else None,
             **fields,

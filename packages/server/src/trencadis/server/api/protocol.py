@@ -160,6 +160,10 @@ CacheSalt = Annotated[
 Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+"""How much a model is to reason, which its chat template tells it, if it takes that."""
+
+
 class StreamOptions(BaseModel):
     """``include_usage`` adds a last event with the token counts. ``continuous_usage_stats`` (vLLM)
     adds the counts so far to every event."""
@@ -331,6 +335,7 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
     service_tier: ServiceTier | None = None
+    reasoning_effort: ReasoningEffort | None = None
     # vLLM extensions
     include_reasoning: bool | None = None
     add_generation_prompt: bool | None = None
@@ -348,6 +353,21 @@ class ChatCompletionRequest(GenerationRequest):
     @property
     def structured_output_field(self) -> str:
         return self._structured_output_field or ("tools" if self.tools else "")
+
+    @property
+    def template_arguments(self) -> dict[str, Any] | None:
+        """What the chat template gets besides messages and tools; None for nothing.
+
+        As in vLLM, an effort also switches the reasoning of a template that has
+        ``enable_thinking`` on, or off for ``none``. ``chat_template_kwargs`` win.
+        """
+        if self.reasoning_effort is None:
+            return self.chat_template_kwargs
+        effort = {
+            "reasoning_effort": self.reasoning_effort,
+            "enable_thinking": self.reasoning_effort != "none",
+        }
+        return effort | (self.chat_template_kwargs or {})
 
     @property
     def choice_of_tools(self) -> ToolChoice:
@@ -371,7 +391,11 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
         if choice.name is not None and choice.name not in names:
             raise InvalidRequest(f"tool_choice names {choice.name!r}, not in tools", "tool_choice")
-        if choice.mode == "required" and self._structured_output is not None:
+        # Clients send their response_format with every turn: it is for answers that are no calls.
+        if choice.mode == "required" and self._structured_output_field not in (
+            "",
+            "response_format",
+        ):
             raise InvalidRequest(
                 f"{self._structured_output_field} and a tool_choice that demands a call exclude "
                 "each other",

@@ -30,8 +30,10 @@ from trencadis.server.api.chat_messages import ChatMessage, joined_text
 from trencadis.server.api.protocol import (
     MAX_MESSAGES,
     ChatCompletionRequest,
+    ReasoningEffort,
     RequestBody,
     ServiceTier,
+    TemplateArguments,
 )
 from trencadis.server.api.tools import (
     MAX_TOOLS,
@@ -52,6 +54,7 @@ CLIENT_FIELDS = {
     "prompt": "input",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
 }
 """The names of chat fields in this API, where they differ."""
 
@@ -223,7 +226,11 @@ class TextConfig(BaseModel):
 
 
 class ReasoningConfig(RequestPart):
-    """OpenAI's settings of reasoning, none of which a model here has."""
+    """OpenAI's settings of reasoning. There are no summaries: the reasoning is answered whole."""
+
+    effort: ReasoningEffort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
 class ResponsesRequest(RequestBody):
@@ -245,6 +252,7 @@ class ResponsesRequest(RequestBody):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    chat_template_kwargs: TemplateArguments | None = None
     stream: bool | None = None
     metadata: dict[Text, Text] | None = None
     service_tier: ServiceTier | None = None
@@ -280,6 +288,8 @@ class ResponsesRequest(RequestBody):
             parallel_tool_calls=self.parallel_tool_calls,
             response_format=None if text_format is None else text_format.for_chat(),
             stream=self.stream,
+            reasoning_effort=None if self.reasoning is None else self.reasoning.effort,
+            chat_template_kwargs=self.chat_template_kwargs,
             **self.engine_fields,
         )
 
@@ -433,7 +443,7 @@ class ResponseObject(BaseModel):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: None = None
-    reasoning: dict[str, Any] = {"effort": None, "summary": None}
+    reasoning: dict[str, Any]
     service_tier: Literal["default"] | None = None
     store: Literal[False] = False
     temperature: float

@@ -12,6 +12,7 @@ from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, StructuredOutput
 from trencadis.server.api.characters import Listed
+from trencadis.server.api.closed_schemas import closed, closed_text
 
 Schema = SkipValidation[str | dict[str, Any] | bool]
 """A JSON schema, or its text. `StructuredOutput` checks it: pydantic would name a type of the union
@@ -78,13 +79,17 @@ def requested_form(forms: dict[str, dict[str, Any]]) -> tuple[str, StructuredOut
     """The field that names the form of an answer, and the form; ("", None) for any text.
 
     ``forms``: for each field that was sent, arguments of `StructuredOutput`. Raises
-    `InvalidRequest` for a second field, and for a form that is none.
+    `InvalidRequest` for a second field, and for a form that is none. Objects of a schema have no
+    properties that it does not name: see `closed`.
     """
     if not forms:
         return "", None
     (field, form), *others = forms.items()
     if others:
         raise InvalidRequest(f"{field} and {others[0][0]} exclude each other", others[0][0])
+    schema = form.get("json_schema")
+    if isinstance(schema, (dict, str)):
+        form = {"json_schema": closed(schema) if isinstance(schema, dict) else closed_text(schema)}
     try:
         return field, StructuredOutput(**form)
     except InvalidRequest as error:

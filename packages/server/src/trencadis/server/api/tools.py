@@ -15,6 +15,7 @@ from pydantic import (
     PlainValidator,
     model_validator,
 )
+from pydantic_core import from_json
 from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest
@@ -115,7 +116,10 @@ ToolChoiceField = Annotated[
 
 
 class CalledFunction(BaseModel):
-    """The function of an earlier call. ``arguments`` is a JSON object as text."""
+    """The function of an earlier call. ``arguments`` is a JSON object as text.
+
+    The object may have been cut by ``max_tokens``: what is complete of it counts.
+    """
 
     model_config = ConfigDict(strict=True)
 
@@ -128,18 +132,39 @@ class CalledFunction(BaseModel):
         return self
 
     def parsed(self) -> dict[str, Any]:
-        """The arguments. Raises `InvalidRequest` for what is not a JSON object."""
+        """The arguments. Raises `InvalidRequest` for what is not the beginning of an object."""
         return parsed_arguments(self.arguments)
 
 
 def parsed_arguments(text: str) -> dict[str, Any]:
-    """The arguments of a call. Raises `InvalidRequest` for what is not a JSON object."""
+    """The arguments of a call, as far as they were written.
+
+    Raises `InvalidRequest` for what is not the beginning of a JSON object.
+    """
     try:
-        value = json.loads(text or "{}", strict=False)
-    except (ValueError, RecursionError):
+        value = json.loads(text.strip() or "{}", strict=False)
+    except ValueError:
+        value = _beginning(text)
+    except RecursionError:
         value = None
     if not isinstance(value, dict):
         raise InvalidRequest(f"arguments must be a JSON object as text: {text[:200]}")
+    return value
+
+
+def _beginning(text: str) -> Any:
+    """What the text of an object holds up to where it was cut, or is not JSON; None for another."""
+    text = text.lstrip()
+    if not text.startswith("{"):
+        return None
+    value, readable, unreadable = {}, 1, len(text) + 1
+    middle = len(text)  # a text that was only cut is readable whole
+    while unreadable - readable > 1:
+        try:
+            value, readable = from_json(text[:middle], allow_partial=True), middle
+        except ValueError:
+            unreadable = middle
+        middle = (readable + unreadable) // 2
     return value
 
 

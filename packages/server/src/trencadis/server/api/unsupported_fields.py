@@ -29,7 +29,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "audio": _NULL_ONLY,
     "prediction": _NULL_ONLY,
-    "reasoning_effort": _NULL_ONLY,
     "verbosity": ("medium",),
     "web_search_options": _NULL_ONLY,
     "moderation": _NULL_ONLY,

@@ -153,7 +153,7 @@ class AnswerPlanner:
                 self._tools.call_format,
                 max_calls=plan.max_calls,
                 thought=self._thought(plan.is_open),
-                or_json=_json_schema(request),
+                or_json=_json_schema(request) if choice.mode == "auto" else None,
                 special=self._special,
             )
         except InvalidRequest as error:

@@ -90,15 +90,50 @@ class PromptEncoder:
         _check(token_ids, "messages", model)
         return [Prompt(token_ids, answer=model.answers.plan(request, token_ids))]
 
-    async def count(
-        self, request: ChatCompletionRequest, model: ServedModel, client: str = ""
-    ) -> int:
+    async def conversation(
+        self,
+        request: ChatCompletionRequest,
+        model: ServedModel,
+        client: str = "",
+        *,
+        add_special_tokens: bool = False,
+    ) -> list[int]:
         """The tokens of a conversation for a model, which may leave none of the context.
 
-        Raises `InvalidRequest` if the chat template rejects it, and `ApiError` if it has more
-        characters than a context of any tokens.
+        ``add_special_tokens``: with those that a tokenizer adds to a text, besides those of the
+        template. Raises `InvalidRequest` if the chat template rejects it, and `ApiError` if it has
+        more characters than a context of any tokens.
         """
-        return len(await self._conversation(request, model, client))
+        token_ids = await self._conversation(request, model, client)
+        if add_special_tokens:
+            around = model.tokenizer.encode("a", True)
+            before, after = _num_special(model.tokenizer)
+            token_ids = [*around[:before], *token_ids, *around[len(around) - after :]]
+        return token_ids
+
+    async def text(
+        self, text: str, model: ServedModel, client: str = "", *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """The tokens of a text for a model, of any length."""
+        thread = self._long if len(text) > _LONG else self._short
+        return await self._run(
+            lambda: model.tokenizer.encode(text, add_special_tokens), thread, client
+        )
+
+    async def texts_of_tokens(
+        self, token_ids: Sequence[int], model: ServedModel, client: str = ""
+    ) -> list[str]:
+        """The text of each token."""
+        thread = self._long if len(token_ids) > _LONG // 4 else self._short
+        return await self._run(
+            lambda: list(map(model.tokenizer.token_text, token_ids)), thread, client
+        )
+
+    async def decode(self, token_ids: Sequence[int], model: ServedModel, client: str = "") -> str:
+        """The text of tokens. Raises `InvalidRequest` for an id outside the vocabulary."""
+        _check_vocabulary(token_ids, "tokens", model)
+        thread = self._long if len(token_ids) > _LONG // 4 else self._short
+        return await self._run(lambda: model.tokenizer.decode(token_ids), thread, client)
 
     async def completion(
         self, request: CompletionRequest, model: ServedModel, client: str = ""
@@ -232,6 +267,7 @@ class PromptEncoder:
         tools = [tool.for_template() for tool in request.tools or ()] if may_call else None
         if tools:
             self._warn_of_unseen_tools(model)
+        arguments = request.template_arguments
         continues = bool(request.continue_final_message)
         generation_prompt = request.add_generation_prompt
         if generation_prompt is None:
@@ -244,7 +280,7 @@ class PromptEncoder:
                 has_thinking=model.traits.has_thinking,
                 has_thinking_alone=model.traits.has_thinking_alone,
             )
-            work = (messages, tools, request.chat_template_kwargs)
+            work = (messages, tools, arguments)
             if quick and sum(len(str(part)) for part in work) > _LONG:
                 raise _LongConversation
             return model.tokenizer.render_chat(
@@ -252,7 +288,7 @@ class PromptEncoder:
                 add_generation_prompt=generation_prompt,
                 continue_final_message=continues,
                 tools=tools,
-                chat_template_kwargs=request.chat_template_kwargs,
+                chat_template_kwargs=arguments,
                 quick=quick,
             )
 
@@ -377,26 +413,23 @@ def max_output_tokens(
     max_model_len: int,
     default: int | None = None,
 ) -> int:
-    """Maximum number of output tokens: ``requested``, or the rest of the context.
+    """Maximum number of output tokens: ``requested``, or the rest of the context if that is less.
 
-    ``default`` replaces ``requested`` as far as the context allows; None for none. ``field`` is the
-    request field of ``requested``. Raises `ApiError` if prompt and output together exceed the
-    context.
+    As in vLLM, so that a program with one limit for all turns goes on as its conversation grows.
+    ``default`` replaces ``requested``; None for none. ``field`` is the request field of
+    ``requested``. Raises `ApiError` if that alone exceeds the context.
     """
     available = max_model_len - len(prompt.token_ids)
-    if default is not None:
-        return min(default, available)
-    if requested is None:
-        return available
-    if requested > available:
+    wanted = requested if default is None else default
+    if requested is not None and requested > max_model_len:
         raise ApiError(
             400,
-            f"{field} {requested} and a prompt of {len(prompt.token_ids)} tokens exceed this "
-            f"model's context of {max_model_len} tokens: ask for at most {available}",
+            f"{field} {requested} exceeds this model's context of {max_model_len} tokens: ask for "
+            f"at most {available} after a prompt of {len(prompt.token_ids)}, or for none",
             param=field,
             code="context_length_exceeded",
         )
-    return requested
+    return available if wanted is None else min(wanted, available)
 
 
 def _check_length(length: int, field: str, model: ServedModel) -> None:
@@ -433,8 +466,12 @@ def _check(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
             param=field,
             code="context_length_exceeded",
         )
+    _check_vocabulary(token_ids, field, model)
+
+
+def _check_vocabulary(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
     vocab_size = model.tokenizer.vocab_size
-    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
         raise InvalidRequest(
             f"{field} holds a token id outside this model's vocabulary (0 to {vocab_size - 1})",
             field,

@@ -14,18 +14,11 @@ from typing import Any
 import attrs
 
 from trencadis.engine import StructuredOutput
+from trencadis.server.api.closed_schemas import ANNOTATIONS, closed, each_schema
 from trencadis.server.parsers.tool_parser import CallFormat
 
 _WHITESPACE = r"[ \n]{0,40}"
 """Whitespace between the tokens of arguments, as in other structured outputs."""
-
-_ANNOTATIONS = frozenset({"title", "description", "default", "examples", "$comment", "deprecated"})
-"""Keywords that no value depends on."""
-
-_SUBSCHEMAS = ("properties", "$defs", "definitions")
-_NOT_CLOSED = frozenset(
-    {"additionalProperties", "patternProperties", "unevaluatedProperties", "$ref"}
-) | {"anyOf", "oneOf", "not", "if"}
 
 
 @attrs.frozen
@@ -71,12 +64,10 @@ def forced_calls(
         f"call: {' | '.join(f'call_{number}' for number in range(len(tools)))}",
     ]
     for number, (name, schema) in enumerate(tools.items()):
-        # What allOf refers to must accept the properties of the other schemas, too.
-        may_close = '"allOf"' not in json.dumps(schema)
         before = f"{call_format.before_name}{name}{call_format.before_arguments}"
         rules += [
             f"call_{number}: {_literal(before, special)} arguments_{number} {after}",
-            f"arguments_{number}: %json {_json(_closed(schema, may_close))}",
+            f"arguments_{number}: %json {_json(closed(_without_annotations(schema)))}",
         ]
     if or_json is None:
         return StructuredOutput(grammar=_grammar("calls", rules, thought, special))
@@ -127,31 +118,11 @@ def _json(schema: Any) -> str:
     return json.dumps(schema, ensure_ascii=False)
 
 
-def _closed(schema: Any, may_close: bool) -> Any:
-    """A schema without annotations, whose objects have no other properties than it names.
-
-    A small model would otherwise add properties until its tokens end.
-    """
-    if isinstance(schema, list):
-        return [_closed(item, may_close) for item in schema]
+def _without_annotations(schema: Any) -> Any:
     if not isinstance(schema, Mapping):
         return schema
-    closed: dict[str, Any] = {}
-    for key, value in schema.items():
-        if key in _SUBSCHEMAS and isinstance(value, Mapping):
-            closed[key] = {name: _closed(item, may_close) for name, item in value.items()}
-        elif key in ("const", "enum"):
-            closed[key] = value
-        elif key not in _ANNOTATIONS:
-            closed[key] = _closed(value, may_close)
-    properties = schema.get("properties")
-    if may_close and isinstance(properties, Mapping) and not _NOT_CLOSED & schema.keys():
-        required = schema.get("required", [])
-        if isinstance(required, list) and all(
-            isinstance(name, str) and name in properties for name in required
-        ):
-            closed["additionalProperties"] = False
-    return closed
+    kept = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    return each_schema(kept, _without_annotations)
 
 
 def _has_special(text: str, special: SpecialTokens) -> bool:

@@ -19,6 +19,8 @@ def health_router(context: ServingContext) -> APIRouter:
     """The routes for monitoring."""
     router = APIRouter(tags=["monitoring"])
 
+    @router.post("/ping", include_in_schema=False)
+    @router.get("/ping", response_class=Response, responses=error_responses(503))
     @router.head("/health", include_in_schema=False)
     @router.get("/health", response_class=Response, responses=error_responses(503))
     async def health() -> Response:

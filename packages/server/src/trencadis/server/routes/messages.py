@@ -82,8 +82,8 @@ def messages_router(context: ServingContext) -> APIRouter:
         with client_fields(CLIENT_FIELDS):
             client = client_of(request, context.settings)
             chat = await context.bodies.translated(request, body.chat)
-            work = context.encoder.count(chat, model, client)
-            return TokenCount(input_tokens=await unless_disconnected(request.receive, work))
+            work = context.encoder.conversation(chat, model, client)
+            return TokenCount(input_tokens=len(await unless_disconnected(request.receive, work)))
 
     return router
 

@@ -19,7 +19,7 @@ def models_router(context: ServingContext) -> APIRouter:
         """A model. Only that of an engine with several models says whether it is active, and only
         an active one knows its longest sequence."""
         active = context.engine.model_name
-        vllm_fields: dict[str, Any] = {}
+        vllm_fields: dict[str, Any] = {"root": alias, "parent": None}
         if alias == active:
             vllm_fields["max_model_len"] = context.engine.max_model_len
         if context.switcher is not None:

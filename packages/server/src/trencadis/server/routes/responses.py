@@ -206,6 +206,7 @@ class ResponsesWriter(ResponseWriter):
         as_sent = {"type": "text"}
         if text_format is not None:
             as_sent = text_format.model_dump(by_alias=True, exclude_none=True)
+        reasoning = body.reasoning
         return ResponseObject(
             id=self.id,
             created_at=self.created,
@@ -216,6 +217,7 @@ class ResponsesWriter(ResponseWriter):
             model=self.model_name,
             output=[],
             parallel_tool_calls=body.parallel_tool_calls is not False,
+            reasoning={"effort": None if reasoning is None else reasoning.effort, "summary": None},
             service_tier=None if body.service_tier is None else "default",
             temperature=self._params.temperature,
             text={"format": as_sent},
