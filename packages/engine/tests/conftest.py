@@ -138,6 +138,19 @@ def _prepare_device(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HPUDevice, "exponential_grid", False)
 
 
+def _take_small_defaults(patch: pytest.MonkeyPatch) -> None:
+    """Batches and blocks as on the CPU, as ``gaudi_standin.engine_tests`` does."""
+    from trencadis.engine.devices import HPUDevice
+
+    init = HPUDevice.__init__
+
+    def init_small(self: HPUDevice, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.defaults = {"compile": self.defaults["compile"]}
+
+    patch.setattr(HPUDevice, "__init__", init_small)
+
+
 def _unload_stand_in() -> None:
     importlib.import_module("gaudi_standin.torch_patches").take_back()
     for name in list(sys.modules):
@@ -171,6 +184,7 @@ def session_device() -> Generator[None, None, None]:
     with pytest.MonkeyPatch.context() as patch:
         if SESSION_DEVICE == "gaudi":
             _prepare_device(patch)
+            _take_small_defaults(patch)
             yield
             return
         patch.setenv("GAUDI_STANDIN_ENGINE_TESTS", "1")

@@ -128,7 +128,7 @@ def test_kernels_that_differ_raise_or_hang_are_lines_of_their_own(model, gaudi):
     assert "error 0." in found["kernel FusedRMSNorm"].detail
     raised = found["kernel apply_rotary_pos_emb"]
     assert raised.status is Status.FAILED
-    assert raised.detail == "raised RuntimeError: planted in <path> no such recipe"
+    assert raised.detail == "raised RuntimeError: planted in <path>: no such recipe"
     hung = found["kernel FusedSDPA"]
     assert (hung.status, hung.detail[:24]) == (Status.FAILED, "no result within 25 s: i")
     assert "--check-limit" in hung.remedy
@@ -185,6 +185,7 @@ def test_a_model_that_cannot_be_served_fails_where_it_is_loaded(tmp_path):
     report = examined(tmp_path / "no-such-model", "cpu", "program decode")
     assert by_status(report, Status.OK) == {"device"}
     assert by_status(report, Status.FAILED) >= {"engine start", "program decode"}
+    assert report.model == "no-such-model"
     assert str(tmp_path) not in json.dumps(report.as_json())
 
 
@@ -230,7 +231,7 @@ def test_the_report_has_one_line_for_each_check_and_the_keys_of_its_schema():
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("no file /home/ann/models/a-b.json: look", "no file <path> look"),
+        ("no file /home/ann/models/a-b.json: look", "no file <path>: look"),
         ("see ~/x and ./y/z\nor 'C' on box7", "see <path> and <path> or 'C' on <name>"),
         ("https://docs.habana.ai/en/latest", "https://docs.habana.ai/en/latest"),
         ("12 tokens/s of org/model", "12 tokens/s of org/model"),

@@ -80,7 +80,9 @@ def _line(name: str, finding: Finding, width: int) -> str:
 
 def model_name(model: str) -> str:
     """The last part of a path, or a hub id."""
-    return Path(model).expanduser().resolve().name if Path(model).exists() else model
+    path = Path(model).expanduser()
+    is_path = path.exists() or model.startswith((".", "/", "~")) or model.count("/") > 1
+    return path.absolute().name if is_path else model
 
 
 def without_places(text: str, private: Iterable[str] | None = None) -> str:
