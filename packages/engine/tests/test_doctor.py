@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -179,6 +180,24 @@ def test_a_missing_package_is_a_line(model, monkeypatch, tmp_path):
     found = report.findings["transformers"]
     assert (found.status, found.detail) == (Status.FAILED, "it cannot be imported: planted")
     assert by_status(report, Status.OK) == {"python", "torch"}
+
+
+@pytest.mark.parametrize(("release", "status"), [("1.22", Status.OK), ("1.21", Status.DIFFERS)])
+def test_a_driver_of_another_release_than_the_bridge_is_a_line(
+    model, monkeypatch, tmp_path, release, status
+):
+    tool = tmp_path / "hl-smi"
+    tool.write_text("#!/bin/sh\necho '| Driver Version:      1.22.1-6e9ddf9     |'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    plugin = tmp_path / f"habana_torch_plugin-{release}.0.740.dist-info"
+    plugin.mkdir()
+    written = f"Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: {release}.0.740\n"
+    (plugin / "METADATA").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = examined(model, "cpu", "driver").findings["driver"]
+    assert (found.status, found.values["version"]) == (status, "1.22.1-6e9ddf9")
+    assert ("one release" in found.remedy) == (status is Status.DIFFERS)
 
 
 def test_a_model_that_cannot_be_served_fails_where_it_is_loaded(tmp_path):
