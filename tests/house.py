@@ -20,6 +20,7 @@ scheduler pass through it."""
 
 APART = {
     "bucketing.validators",
+    "engine.doctor",
     "engine.settings",
     "engine.simulated",
     "engine.validators",
@@ -137,6 +138,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"runner"},
         {"core", "simulated"},
         {"front"},
+        {"doctor"},
     ],
     "engine.api": [
         {"inspection", "outputs", "scoring", "structured_output", "text_prompts"},
@@ -151,8 +153,17 @@ FLOORS: dict[str, list[set[str]]] = {
         {"compile_cache", "reconfigure"},
         {"core_process"},
     ],
+    "engine.doctor": [
+        {"check_list", "device_counts", "finding", "predicted_step"},
+        {"report", "served_engine", "software"},
+        {"device_findings", "program_runs", "token_comparison"},
+        {"step_findings"},
+        {"check_process"},
+        {"examination"},
+    ],
     "engine.devices": [
-        {"device", "own_files", "processor"},
+        {"kernel_trial", "own_files", "processor"},
+        {"device"},
         {"program_store"},
         {"inductor", "recorded"},
         {"cpu", "cuda", "hpu"},
@@ -167,6 +178,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.devices.hpu": [
         {"bridge", "kernels"},
         {"attention", "experts"},
+        {"kernel_trials"},
         {"device"},
     ],
     "engine.grammars": [
@@ -248,7 +260,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "server.commands": [
-        {"bench_report", "connection", "run_batch", "warmup"},
+        {"bench_report", "connection", "doctor", "run_batch", "warmup"},
         {"bench_plot", "terminal"},
         {"bench"},
     ],

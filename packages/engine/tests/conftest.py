@@ -23,10 +23,12 @@ from child_processes import own_processes  # noqa: F401  (a fixture)
 
 STANDIN = Path(__file__).parent / "habana_standin"
 SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
-"""``hpu-lazy`` or ``hpu-eager``: the whole suite runs on the stand-in for a Gaudi."""
+"""``hpu-lazy`` or ``hpu-eager``: the whole suite runs on the stand-in for a Gaudi. ``gaudi``: on a
+real one, without the tests that need what the stand-in counts."""
 
 _WITHOUT_DEVICE = (
-    *("channel", "cpu_threads", "detokenizer", "heat", "line_process", "multi_model_config"),
+    *("channel", "cpu_threads", "detokenizer", "doctor", "heat", "line_process"),
+    "multi_model_config",
     *("native_kernel", "request_stream", "rotary", "sampling_params", "simulated_cli"),
     *("simulated_costs", "simulated_published", "simulated_runner", "simulation", "validators"),
 )
@@ -124,12 +126,29 @@ def _load_stand_in(patch: pytest.MonkeyPatch, mode: str) -> None:
     patch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", ",false,1024,false")
     patch.syspath_prepend(STANDIN)
     importlib.import_module("habana_frameworks.torch")
-    # The stand-in computes in fp32 what the CPU computes, so that tokens can be compared.
+    _prepare_device(patch)
+
+
+def _prepare_device(patch: pytest.MonkeyPatch) -> None:
+    # In fp32 it computes what the CPU computes, so that tokens can be compared.
     from trencadis.engine.devices import HPUDevice
 
     patch.setattr(HPUDevice, "dtypes", (torch.bfloat16, torch.float32))
     # A compilation takes half a second here: few buckets, except in tests of the default grid.
     patch.setattr(HPUDevice, "exponential_grid", False)
+
+
+def _take_small_defaults(patch: pytest.MonkeyPatch) -> None:
+    """Batches and blocks as on the CPU, as ``gaudi_standin.engine_tests`` does."""
+    from trencadis.engine.devices import HPUDevice
+
+    init = HPUDevice.__init__
+
+    def init_small(self: HPUDevice, *given: Any, **named: Any) -> None:
+        init(self, *given, **named)
+        self.defaults = {"compile": self.defaults["compile"]}
+
+    patch.setattr(HPUDevice, "__init__", init_small)
 
 
 def _unload_stand_in() -> None:
@@ -163,6 +182,11 @@ def session_device() -> Generator[None, None, None]:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
+        if SESSION_DEVICE == "gaudi":
+            _prepare_device(patch)
+            _take_small_defaults(patch)
+            yield
+            return
         patch.setenv("GAUDI_STANDIN_ENGINE_TESTS", "1")
         _load_stand_in(patch, SESSION_DEVICE.removeprefix("hpu-"))
         yield

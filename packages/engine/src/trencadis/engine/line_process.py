@@ -25,6 +25,9 @@ _SLICE_SECONDS = 0.2
 
 _PART_BYTES = 1 << 16
 
+_KILL_SECONDS = 10.0
+"""Longest wait for the end of a process that was killed."""
+
 
 class LineProcess:
     """A process that runs ``main()`` of a module, and answers lines of JSON with lines of JSON.
@@ -33,8 +36,9 @@ class LineProcess:
     question waits for is never taken for that to another question. The process starts with the
     first question, and again after its end. ``first_line``, if any, is sent before the questions
     and not answered. ``answer_s``: the longest wait for an answer, in seconds. It counts from the
-    first line of the process, for which a module calls `announce_ready` when it has started. Not
-    thread-safe, but for `close` and `close_for_good`.
+    first line of the process, for which a module calls `announce_ready` when it has started.
+    ``shows_errors``: what it writes to stderr is shown. Not thread-safe, but for `close` and
+    `close_for_good`.
     """
 
     def __init__(
@@ -43,8 +47,10 @@ class LineProcess:
         first_line: Callable[[], object] | None = None,
         *,
         answer_s: float,
+        shows_errors: bool = False,
     ) -> None:
         self._module = module
+        self._stderr = None if shows_errors else subprocess.DEVNULL
         self._answer_s = answer_s
         self._first_line = first_line
         self._has_started = False
@@ -57,10 +63,10 @@ class LineProcess:
         self._lock = threading.Lock()
         self._is_closed_for_good = False
 
-    def ask(self, question: object) -> Any:
-        """The answer to a question.
+    def ask(self, question: object, answer_s: float | None = None) -> Any:
+        """The answer to a question. ``answer_s`` replaces the limit of the process for this one.
 
-        Raises `ProcessUnresponsive` where there is no answer within ``answer_s``, `RequestFailed`
+        Raises `ProcessUnresponsive` where there is no answer within the limit, `RequestFailed`
         where the process cannot be started or has ended, and as ``json.dumps`` for what JSON cannot
         hold.
         """
@@ -69,7 +75,8 @@ class LineProcess:
         try:
             process = self._asked = self.started()
             try:
-                return self._exchange(process, line, self._number)
+                limit_s = self._answer_s if answer_s is None else answer_s
+                return self._exchange(process, line, self._number, limit_s)
             finally:
                 self._end_question(process)
         except ProcessUnresponsive:
@@ -143,21 +150,23 @@ class LineProcess:
                 [sys.executable, "-c", code],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self._stderr,
                 start_new_session=True,
             )
             self._process, self._has_started = process, False
             self._end = weakref.finalize(self, _kill, process)
         return process
 
-    def _exchange(self, process: subprocess.Popen[bytes], line: bytes, number: int) -> Any:
-        """Send a line and wait for the answer with its number.
+    def _exchange(
+        self, process: subprocess.Popen[bytes], line: bytes, number: int, answer_s: float
+    ) -> Any:
+        """Send a line and wait ``answer_s`` seconds for the answer with its number.
 
         Neither waits longer than the limit, after which it raises `ProcessUnresponsive`. Raises
         `EOFError` at the end of the process.
         """
         inbox, outbox = _pipes(process)
-        limit_s = self._answer_s if self._has_started else _START_SECONDS + self._answer_s
+        limit_s = answer_s if self._has_started else _START_SECONDS + answer_s
         deadline = time.monotonic() + limit_s
         unsent, received = memoryview(line), bytearray()
         # Not select(), which takes no descriptor above 1023: a busy server has more connections.
@@ -177,7 +186,7 @@ class LineProcess:
                     if not part:
                         raise EOFError("it has ended")
                     if not self._has_started:
-                        self._has_started, limit_s = True, self._answer_s
+                        self._has_started, limit_s = True, answer_s
                         deadline = time.monotonic() + limit_s
                     received += part
                     if b"\n" in part:
@@ -207,7 +216,9 @@ def announce_ready() -> None:
 def _kill(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)  # with its forks
-        process.wait()
+        # A driver that does not answer may keep it from ending.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_KILL_SECONDS)
 
 
 def _close_pipes(process: subprocess.Popen[bytes]) -> None:

@@ -54,6 +54,7 @@ examples:
 
 other commands (engine-serve COMMAND --help; a directory of the same name is ./COMMAND):
   engine-serve warmup --output DIR               compiles what a server needs, without serving
+  engine-serve doctor MODEL                      checks a machine and its device with a model
   engine-serve run-batch                         answers a file of requests, without a server
   engine-serve bench                             measures a running server
   engine-serve complete, engine-serve chat       ask a running server in the terminal
@@ -143,6 +144,61 @@ def warmup_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _doctor(argv: Sequence[str]) -> int:
+    """``engine-serve doctor``: check a machine and its device with a model."""
+    args = doctor_parser().parse_args(argv)
+    logging.basicConfig(level=args.log_level.upper(), format=LOG_FORMAT, datefmt=LOG_TIME)
+    from trencadis.engine import EngineError  # noqa: PLC0415
+    from trencadis.server.commands.doctor import run_doctor  # noqa: PLC0415
+
+    try:
+        config = engine_config(args, os.environ)
+        return run_doctor(
+            config, limit_s=args.check_limit, only=args.only or (), json_file=args.json
+        )
+    except (EngineError, OSError) as error:
+        print(f"engine-serve doctor: error: {described(error)}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def doctor_parser() -> argparse.ArgumentParser:
+    """The flags of ``engine-serve doctor``: those of `EngineConfig`, and of the report."""
+    parser = CommandParser(
+        prog="engine-serve doctor",
+        description="Check the software, the device, its kernels and each kind of program with a "
+        "model, in ten minutes. Prints a line for each check; the exit code is 1 if one has failed "
+        "or gave another result than the host. The report names neither machine nor paths.",
+        epilog=f"environment:\n{environment_help(EngineConfig)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON, too")
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        help="run the checks whose names begin so, and those that they need; may be repeated",
+    )
+    parser.add_argument(
+        "--check-limit",
+        metavar="SECONDS",
+        type=_seconds,
+        default=60.0,
+        help="longest time of a check; the start of the engine may take five times as long, all "
+        "checks together ten times: more for a large model on a slow disk (default: 60)",
+    )
+    _add_engine_flags(parser, log_level="warning")
+    return parser
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 < seconds < float("inf"):
+        raise ValueError(text)
+    return seconds
+
+
 def flag_parser() -> argparse.ArgumentParser:
     """The flags of `EngineConfig` and `ServerSettings`, and those that are settings of neither."""
     environment = environment_help(EngineConfig, ServerSettings)
@@ -163,7 +219,9 @@ def flag_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_engine_flags(parser: argparse.ArgumentParser) -> dict[str, argparse._ArgumentGroup]:
+def _add_engine_flags(
+    parser: argparse.ArgumentParser, log_level: str = "info"
+) -> dict[str, argparse._ArgumentGroup]:
     """Add the model, the flags of `EngineConfig` and the general ones; returns their groups."""
     parser.add_argument(
         "model",
@@ -175,8 +233,8 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> dict[str, argparse._Ar
     parser.add_argument(
         "--log-level",
         choices=("debug", "info", "warning", "error"),
-        default="info",
-        help="least severe messages to log (default: info)",
+        default=log_level,
+        help=f"least severe messages to log (default: {log_level})",
     )
     groups = add_flags(parser, EngineConfig)
     groups["warm-up"].add_argument(
@@ -342,6 +400,7 @@ def _chat(argv: Sequence[str]) -> int:
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "warmup": _warm_up,
+    "doctor": _doctor,
     "run-batch": _run_batch,
     "bench": _bench,
     "complete": _complete,

@@ -49,6 +49,9 @@ class CUDADevice(Device):
     def total_memory(self) -> int:
         return torch.cuda.mem_get_info(self.torch_device)[1]
 
+    def product_name(self) -> str:
+        return str(torch.cuda.get_device_name(self.torch_device))
+
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
 

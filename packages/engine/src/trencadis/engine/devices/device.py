@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from trencadis.engine.devices.kernel_trial import KernelTrial
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.models.paged_context import Attention, LayerRun
 
 
@@ -119,6 +121,15 @@ class Device(abc.ABC):
     @abc.abstractmethod
     def synchronize(self) -> None:
         """Wait until all submitted work is done."""
+
+    def product_name(self) -> str:
+        """The device's own name, such as that of its maker; ``name`` where it has none."""
+        return self.name
+
+    def kernel_trials(self, spec: ModelSpec, dtype: torch.dtype) -> Mapping[str, KernelTrial]:
+        """A comparison with the host of each kernel that may compute this model, by its name."""
+        del spec, dtype
+        return {}
 
     def supports(self, layer: LayerSpec) -> str | None:
         """Why a layer cannot be served here, in words that follow «layer 0»; None where it can.

@@ -20,11 +20,14 @@ from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.devices.hpu.bridge import LAZY_MODE, load_bridge
 from trencadis.engine.devices.hpu.experts import use_static_experts
+from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
+from trencadis.engine.devices.kernel_trial import KernelTrial
 from trencadis.engine.devices.recorded import check_inputs, own_buffers
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.models.paged_context import Attention
 from trencadis.scheduler import SchedulerError
 from trencadis.scheduler.telemetry import HlmlSource
@@ -118,6 +121,13 @@ class HPUDevice(Device):
         arrived = self._bridge.hpu.Event()
         arrived.record()
         return PendingCopy(copies, arrived.synchronize)
+
+    def product_name(self) -> str:
+        """As the driver says: ``GAUDI2``, ``GAUDI3``."""
+        return str(self._bridge.hpu.get_device_name())
+
+    def kernel_trials(self, spec: ModelSpec, dtype: torch.dtype) -> Mapping[str, KernelTrial]:
+        return kernel_trials(spec, dtype, self.torch_device, self._softmax_mode)
 
     def mark_step(self) -> None:
         if self._bridge.lazy:

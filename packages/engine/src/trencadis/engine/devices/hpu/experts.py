@@ -91,7 +91,7 @@ def use_static_experts(model: nn.Module, device: torch.device) -> None:
         implementation, dtype = _ALL, next(experts.parameters()).dtype
         if _suits_kernel(experts) and hasattr(torch.ops.hpu, "mixture_of_experts"):
             if dtype not in is_usable:
-                trial = functools.partial(_trial, device, dtype)
+                trial = functools.partial(experts_trial, device, dtype)
                 is_usable[dtype] = agrees("mixture_of_experts", trial, dtype)
             implementation = _FUSED if is_usable[dtype] else _ALL
         experts.config._experts_implementation = implementation
@@ -110,28 +110,49 @@ def _suits_kernel(experts: Any) -> bool:
 
 
 class _Experts(nn.Module):
-    """Four small experts."""
+    """Random experts, whose results are about as large as what they get."""
 
     has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
-    num_experts = 4
 
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, number: int, hidden: int, inner: int) -> None:
         super().__init__()
+        self.num_experts = number
         values = torch.Generator().manual_seed(0)
-        self.gate_up_proj = torch.randn(4, 32, 32, generator=values).to(device, dtype)
-        self.down_proj = torch.randn(4, 32, 16, generator=values).to(device, dtype)
+        gate_up = torch.randn(number, 2 * inner, hidden, generator=values)
+        down = torch.randn(number, hidden, inner, generator=values)
+        # A product of 32 numbers has its own size; of more, that of their square root.
+        self.gate_up_proj = gate_up * (32 / hidden) ** 0.5
+        self.down_proj = down * (16 / inner) ** 0.5
+
+    def moved(self, device: torch.device, dtype: torch.dtype) -> _Experts:
+        """The same experts elsewhere; changes these."""
+        self.gate_up_proj = self.gate_up_proj.to(device, dtype)
+        self.down_proj = self.down_proj.to(device, dtype)
+        return self
 
     def _apply_gate(self, rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
         return F.silu(gate) * up
 
 
-def _trial(device: torch.device, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the kernel and of `all_experts` for six tokens with two experts each."""
+def experts_trial(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    number: int = 4,
+    hidden: int = 32,
+    inner: int = 16,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Results of the kernel and of `all_experts` for six tokens with two experts each.
+
+    ``hidden`` and ``inner`` are the widths of a token and of an expert.
+    """
     values = torch.Generator().manual_seed(1)
-    hidden = (torch.randn(6, 32, generator=values) * 0.1).to(dtype)
-    chosen = torch.tensor([[0, 1], [3, 2], [1, 3], [0, 2], [2, 1], [3, 0]])
+    rows = (torch.randn(6, hidden, generator=values) * 0.1).to(dtype)
+    pairs = [[0, 1], [3, 2], [1, 3], [0, 2], [2, 1], [3, 0]]
+    chosen = torch.tensor(pairs) % number
     weights = torch.rand(6, 2, generator=values).to(dtype)
-    expected = all_experts(_Experts(torch.device("cpu"), dtype), hidden, chosen, weights)
-    given = [x.to(device) for x in (hidden, chosen, weights)]
-    return fused_experts(_Experts(device, dtype), *given).cpu(), expected
+    experts = _Experts(number, hidden, inner).moved(torch.device("cpu"), dtype)
+    expected = all_experts(experts, rows, chosen, weights)
+    given = [x.to(device) for x in (rows, chosen, weights)]
+    return fused_experts(experts.moved(device, dtype), *given).cpu(), expected

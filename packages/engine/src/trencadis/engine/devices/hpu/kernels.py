@@ -20,12 +20,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trencadis.engine.devices.kernel_trial import (
+    TOLERANCE,
+    KernelTrial,
+    WrongShapeError,
+    largest_difference,
+)
 from trencadis.engine.models.paged_context import MASKED
 
 logger = logging.getLogger("trencadis.engine")
-
-_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-"""Largest accepted difference, relative above 1: a few roundings of the dtype."""
 
 SLICED_FROM = 8192
 """Keys from which prefill with context is computed in slices: the default of vllm-gaudi's
@@ -182,31 +185,43 @@ def _usable_attention(
         return None
     fused = FusedPromptAttention(kernel, softmax_mode)
     small_slices = FusedPromptAttention(kernel, softmax_mode, sliced_from=12, slice_length=4)
-    if not agrees("FusedSDPA", lambda: _attention_trial(fused, dtype, device), dtype):
+    if not agrees("FusedSDPA", lambda: attention_trial(fused, dtype, device), dtype):
         return None
     what = "FusedSDPA in slices"
-    if not agrees(what, lambda: _attention_trial(small_slices, dtype, device), dtype):
+    if not agrees(what, lambda: attention_trial(small_slices, dtype, device), dtype):
         return FusedPromptAttention(kernel, softmax_mode, sliced_from=sys.maxsize)
     return fused
 
 
-def _attention_trial(
-    attend: PromptKernel, dtype: torch.dtype, device: torch.device
+def attention_trial(
+    attend: PromptKernel,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    width: int = 64,
+    queries: int = 8,
+    keys: int = 12,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Results of the kernel and of PyTorch for grouped heads: causal with padding, and biased."""
+    """Results of the kernel and of PyTorch: causal with padding, and biased.
+
+    ``width`` is that of a head. ``queries`` and ``keys``: tokens, of keys the context included.
+    """
     values = torch.Generator().manual_seed(0)
-    query = torch.randn(2, 4, 8, 64, generator=values).to(dtype)
-    key, value = torch.randn(2, 2, 2, 12, 64, generator=values).to(dtype)
-    lengths = torch.tensor([8, 5], dtype=torch.int32)
-    seen = torch.ones(8, 12, dtype=torch.bool).tril(4)
+    query = torch.randn(2, heads, queries, width, generator=values).to(dtype)
+    key, value = torch.randn(2, 2, kv_heads, keys, width, generator=values).to(dtype)
+    lengths = torch.tensor([queries, queries * 5 // 8], dtype=torch.int32)
+    seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     seen[:, 2] = False
-    bias = torch.where(seen, 0.0, MASKED).to(dtype).expand(2, 1, 8, 12).contiguous()
-    padding = torch.arange(8)[:, None] >= lengths.view(2, 1, 1, 1)
+    bias = torch.where(seen, 0.0, MASKED).to(dtype).expand(2, 1, queries, keys).contiguous()
+    padding = torch.arange(queries)[:, None] >= lengths.view(2, 1, 1, 1)
+    scale = width**-0.5
 
     def both(function: PromptKernel, *tensors: torch.Tensor) -> torch.Tensor:
         q, k, v, b, n = tensors
-        causal = function(q, k[:, :, :8], v[:, :, :8], 0.125, None, n)
-        return torch.stack((causal, function(q, k, v, 0.125, b, None))).cpu()
+        causal = function(q, k[:, :, :queries], v[:, :, :queries], scale, None, n)
+        return torch.stack((causal, function(q, k, v, scale, b, None))).cpu()
 
     expected = both(prompt_attention, query, key, value, bias, lengths)
     found = both(attend, *(x.to(device) for x in (query, key, value, bias, lengths)))
@@ -245,7 +260,7 @@ def _usable_adjustment(dtype: torch.dtype, device: torch.device) -> BlockAdjustm
         logger.info("block_softmax_adjustment is not available: PyTorch's operations are used")
         return None
     what = "block_softmax_adjustment"
-    if agrees(what, lambda: _adjustment_trial(dtype, device), dtype):
+    if agrees(what, lambda: adjustment_trial(dtype, device), dtype):
         return _fused_adjustment
     return None
 
@@ -260,13 +275,16 @@ def _fused_adjustment(
     return out
 
 
-def _adjustment_trial(
-    dtype: torch.dtype, device: torch.device
+def adjustment_trial(
+    dtype: torch.dtype, device: torch.device, *, kv_heads: int = 2, group: int = 2
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """For three sequences of one to three blocks, and two blocks that have no owner."""
+    """For three sequences of one to three blocks, and two blocks that have no owner.
+
+    ``group``: the query heads of each KV head.
+    """
     values = torch.Generator().manual_seed(0)
-    peak = torch.randn(8, 2, 2, 1, generator=values) * 4
-    sums = torch.rand(8, 2, 2, 1, generator=values) + 1
+    peak = torch.randn(8, kv_heads, group, 1, generator=values) * 4
+    sums = torch.rand(8, kv_heads, group, 1, generator=values) + 1
     owners = torch.tensor([3, 0, 1, 1, 2, 3, 2, 2])
     mapping = (owners[:, None] == torch.arange(3)).to(dtype)
     owned = owners < mapping.shape[1]
@@ -385,7 +403,7 @@ def _use_rotary(model: nn.Module, dtype: torch.dtype, device: torch.device) -> N
         own = own.replaced if isinstance(own, FusedRotary) else own
         fused = FusedRotary(kernel, own)
         what = f"{_ROTARY} for {module.__name__}"
-        usable = agrees(what, functools.partial(_rotary_trial, fused, dtype, device), dtype)
+        usable = agrees(what, functools.partial(rotary_trial, fused, dtype, device), dtype)
         setattr(module, _ROTARY, fused if usable else own)
 
 
@@ -395,13 +413,21 @@ def _modules_with_rotary(model: nn.Module) -> list[ModuleType]:
     return [module for module in modules.values() if hasattr(module, _ROTARY)]
 
 
-def _rotary_trial(
-    fused: FusedRotary, dtype: torch.dtype, device: torch.device
+def rotary_trial(
+    fused: FusedRotary,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    heads: int = 4,
+    kv_heads: int = 2,
+    width: int = 16,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """For six tokens."""
     values = torch.Generator().manual_seed(0)
-    query = torch.randn(1, 4, 6, 16, generator=values).to(dtype)
-    key = torch.randn(1, 2, 6, 16, generator=values).to(dtype)
-    angles = torch.outer(torch.arange(6.0), torch.rand(8, generator=values)).repeat(1, 2)[None]
+    query = torch.randn(1, heads, 6, width, generator=values).to(dtype)
+    key = torch.randn(1, kv_heads, 6, width, generator=values).to(dtype)
+    frequencies = torch.rand(width // 2, generator=values)
+    angles = torch.outer(torch.arange(6.0), frequencies).repeat(1, 2)[None]
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     expected = fused.replaced(query, key, cos, sin)
     found = fused(query.to(device), key.to(device), cos.to(device), sin.to(device))
@@ -413,22 +439,19 @@ def _rotary_trial(
 
 def agrees(
     what: str,
-    trial: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+    trial: KernelTrial,
     dtype: torch.dtype,
 ) -> bool:
     """Whether the results of a trial, found and expected, agree; a warning says why not."""
     try:
-        found, expected = trial()
+        largest = largest_difference(*trial())
+    except WrongShapeError as error:
+        logger.warning("%s is not used: %s", what, error)
+        return False
     except Exception as error:  # the bridge raises errors of any type
         logger.warning("%s is not used: a trial raised %s", what, _first_line(error))
         return False
-    if found.shape != expected.shape:
-        shapes = list(found.shape), list(expected.shape)
-        logger.warning("%s is not used: a trial gave the shape %s in place of %s", what, *shapes)
-        return False
-    difference = (found.float() - expected.float()).abs() / expected.float().abs().clamp_min(1.0)
-    largest = float(difference.nan_to_num(torch.inf).max())
-    if largest <= _TOLERANCE[dtype]:
+    if largest <= TOLERANCE[dtype]:
         return True
     logger.warning("%s is not used: it differs by %.3g from PyTorch in a trial", what, largest)
     return False

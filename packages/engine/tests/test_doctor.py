@@ -1,0 +1,261 @@
+"""The doctor: each check is a line, and a check that fails, hangs or dies concerns no other."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from transformers.utils import is_torch_hpu_available
+
+from trencadis.engine import ConfigError, EngineConfig
+from trencadis.engine.devices import HPUDevice
+from trencadis.engine.doctor import DoctorReport, Finding, Status, examine
+from trencadis.engine.doctor.check_list import CHECKS, KERNELS, REQUIRED_KERNELS
+from trencadis.engine.doctor.report import without_places
+from trencadis.engine.models.loader import inspect_model
+
+STANDIN = Path(__file__).parent / "habana_standin"
+
+LONG_S = 300.0
+"""Limit of a check where none hangs: no result depends on how busy the machine is."""
+
+SOFTWARE = ["python", "trencadis", "torch", "transformers", "bridge", "driver"]
+PROGRAMS = [
+    *("prompt", "prompt with context", "decode", "decode with shared blocks"),
+    *("draw random", "draw top-p", "draw top-k", "log-probabilities", "edits", "mask"),
+    *("beam search", "block copies", "swap"),
+]
+NAMES = [
+    *SOFTWARE,
+    "device",
+    *(f"kernel {name}" for name in KERNELS),
+    "engine start",
+    *(f"program {name}" for name in PROGRAMS),
+    *("graph replay", "tokens greedy", "tokens seeded", "decode step", "device memory"),
+]
+"""What readers of the JSON find the checks by: a change of it is one of the schema."""
+
+VALUES = {
+    "device": {
+        *("name", "product", "captures_graphs", "has_compiler", "total_bytes", "free_bytes"),
+    },
+    "kernel FusedSDPA": {"error", "accepted"},
+    "engine start": {
+        *("dtype", "max_model_len", "block_size", "num_blocks", "num_host_blocks", "num_buckets"),
+        *("compiles", "captures_graphs", "weight_bytes", "start_s"),
+    },
+    "program decode": {"compiled", "run_s"},
+    "graph replay": {"graphs", "replays", "programs"},
+    "tokens greedy": {"equal", "total"},
+    "decode step": {
+        *("rows", "blocks", "measured_ms", "programs", "replays", "uploads", "downloads"),
+        *("predicted_ms", "predicted_launches"),
+    },
+    "device memory": {"before_bytes", "after_bytes"},
+}
+"""The keys of values, by one check of each kind, on a device that the simulator knows."""
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory, make_tiny_model):
+    """A context of several blocks of a Gaudi's size."""
+    return make_tiny_model(tmp_path_factory.mktemp("long"), max_position_embeddings=1024)
+
+
+@pytest.fixture(params=["lazy", "eager"])
+def mode(request):
+    return request.param
+
+
+@pytest.fixture
+def gaudi(monkeypatch, mode):
+    """The stand-in, in the processes that start now, with the defaults of a device."""
+    is_torch_hpu_available()  # transformers asks once: it is to find none here
+    monkeypatch.setenv("PT_HPU_LAZY_MODE", {"lazy": "1", "eager": "0"}[mode])
+    monkeypatch.setenv("PT_HPU_RECIPE_CACHE_CONFIG", ",false,1024,false")
+    monkeypatch.syspath_prepend(STANDIN)
+
+
+def examined(model, device, *only, limit_s=LONG_S) -> DoctorReport:
+    return examine(EngineConfig(model=str(model), device=device), limit_s=limit_s, only=only)
+
+
+def by_status(report: DoctorReport, status: Status) -> set[str]:
+    return {name for name, finding in report.findings.items() if finding.status is status}
+
+
+def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model):
+    report = examined(model, "cpu")
+    assert list(report.findings) == NAMES == [check.name for check in CHECKS]
+    assert report.is_good
+    missing = {"bridge", "driver", *(f"kernel {name}" for name in KERNELS), "program swap"}
+    missing |= {"graph replay", "tokens greedy", "tokens seeded", "decode step"}
+    # A machine may have the driver of an NVIDIA GPU, or no llguidance.
+    assert by_status(report, Status.ABSENT) - {"program mask"} >= missing - {"driver"}
+    assert by_status(report, Status.ABSENT) <= missing | {"program mask"}
+
+
+@pytest.mark.slow
+def test_all_checks_pass_on_the_stand_in(model, gaudi, mode, monkeypatch):
+    monkeypatch.setenv("GAUDI_STANDIN_NAME", "GAUDI3")
+    report = examined(model, "hpu")
+    # How fast the stand-in is says nothing of a Gaudi 3.
+    assert by_status(report, Status.FAILED) == set()
+    assert by_status(report, Status.DIFFERS) <= {"decode step"}
+    assert by_status(report, Status.ABSENT) <= {"driver", "program mask"}
+    found = {check["name"]: set(check["values"]) for check in report.as_json()["checks"]}
+    assert {name: found[name] for name in VALUES} == VALUES
+    step = report.findings["decode step"].values
+    launched = {"lazy": (0, 1), "eager": (5, 0)}[mode]  # two layers, before, after, a draw
+    assert (step["programs"], step["replays"]) == launched
+    assert (step["uploads"], step["downloads"]) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["lazy"], indirect=True)
+def test_prompt_decode_replay_and_tokens_on_the_stand_in(model, gaudi):
+    report = examined(model, "hpu", "program prompt", "program decode", "graph", "tokens")
+    assert report.is_good, report.page()
+    assert report.findings["graph replay"].values["replays"] >= 7
+    assert by_status(report, Status.OK) > {"tokens greedy", "tokens seeded"}
+
+
+@pytest.mark.parametrize("mode", ["lazy"], indirect=True)
+def test_kernels_that_differ_raise_or_hang_are_lines_of_their_own(model, gaudi):
+    report = examined(model, "planted_faults:FaultyKernels", "kernel", limit_s=25.0)
+    found = report.findings
+    assert found["kernel FusedRMSNorm"].status is Status.DIFFERS
+    assert "error 0." in found["kernel FusedRMSNorm"].detail
+    raised = found["kernel apply_rotary_pos_emb"]
+    assert raised.status is Status.FAILED
+    assert raised.detail == "raised RuntimeError: planted in <path>: no such recipe"
+    hung = found["kernel FusedSDPA"]
+    assert (hung.status, hung.detail[:24]) == (Status.FAILED, "no result within 25 s: i")
+    assert "--check-limit" in hung.remedy
+    faulty = {"FusedRMSNorm", "apply_rotary_pos_emb", "FusedSDPA", "FusedSDPA in slices"}
+    assert by_status(report, Status.OK) == {
+        "device",
+        *(f"kernel {name}" for name in KERNELS if name not in faulty),
+    }
+    assert not report.is_good
+
+
+@pytest.mark.parametrize("mode", ["lazy"], indirect=True)
+def test_a_check_that_ends_its_process_costs_no_other(model, gaudi, monkeypatch, tmp_path):
+    monkeypatch.setenv("PLANTED_FAULT", str(tmp_path / "fault"))
+    report = examined(model, "planted_faults:DiesOnce", "program prompt", "program decode")
+    assert by_status(report, Status.FAILED) == {"program prompt"}
+    assert "ended its process" in report.findings["program prompt"].detail
+    assert by_status(report, Status.OK) >= {"program prompt with context", "program decode"}
+
+
+def test_graphs_and_programs_that_are_never_used_are_found(model, gaudi):
+    report = examined(model, "planted_faults:NeverReplays", "graph")
+    found = report.findings["graph replay"]
+    assert found.status is Status.FAILED
+    assert "expected" in found.detail
+    assert by_status(report, Status.OK) == {"device", "engine start"}
+
+
+@pytest.mark.parametrize("mode", ["lazy"], indirect=True)
+def test_other_tokens_than_those_of_the_cpu_are_found(model, gaudi):
+    report = examined(model, "planted_faults:WrongTokens", "tokens")
+    assert by_status(report, Status.DIFFERS) == {"tokens greedy", "tokens seeded"}
+    assert all(report.findings[f"tokens {kind}"].remedy for kind in ("greedy", "seeded"))
+
+
+def test_a_gaudi_without_its_software_is_a_line_and_the_rest_are_not_run(model):
+    report = examined(model, "hpu", "bridge", "torch", "kernel Fused")
+    assert by_status(report, Status.OK) == {"torch"}
+    assert "habana_frameworks is not installed" in report.findings["bridge"].detail
+    assert "habana-torch-plugin" in report.findings["bridge"].remedy
+    assert report.findings["kernel FusedRMSNorm"].detail == "not run, because «device» has failed"
+
+
+def test_a_missing_package_is_a_line(model, monkeypatch, tmp_path):
+    (tmp_path / "transformers.py").write_text("raise ImportError('planted')")
+    monkeypatch.syspath_prepend(tmp_path)
+    report = examined(model, "cpu", "python", "torch", "transformers", "device")
+    found = report.findings["transformers"]
+    assert (found.status, found.detail) == (Status.FAILED, "it cannot be imported: planted")
+    assert by_status(report, Status.OK) == {"python", "torch"}
+
+
+@pytest.mark.parametrize(("release", "status"), [("1.22", Status.OK), ("1.21", Status.DIFFERS)])
+def test_a_driver_of_another_release_than_the_bridge_is_a_line(
+    model, monkeypatch, tmp_path, release, status
+):
+    tool = tmp_path / "hl-smi"
+    tool.write_text("#!/bin/sh\necho '| Driver Version:      1.22.1-6e9ddf9     |'\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    plugin = tmp_path / f"habana_torch_plugin-{release}.0.740.dist-info"
+    plugin.mkdir()
+    written = f"Metadata-Version: 2.1\nName: habana-torch-plugin\nVersion: {release}.0.740\n"
+    (plugin / "METADATA").write_text(written)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = examined(model, "cpu", "driver").findings["driver"]
+    assert (found.status, found.values["version"]) == (status, "1.22.1-6e9ddf9")
+    assert ("one release" in found.remedy) == (status is Status.DIFFERS)
+
+
+def test_a_model_that_cannot_be_served_fails_where_it_is_loaded(tmp_path):
+    report = examined(tmp_path / "no-such-model", "cpu", "program decode")
+    assert by_status(report, Status.OK) == {"device"}
+    assert by_status(report, Status.FAILED) >= {"engine start", "program decode"}
+    assert report.model == "no-such-model"
+    assert str(tmp_path) not in json.dumps(report.as_json())
+
+
+def test_every_kernel_of_the_device_has_a_check(model, lazy_gaudi):
+    device = HPUDevice()
+    trials = device.kernel_trials(inspect_model(str(model)), device.preferred_dtype)
+    assert tuple(trials) == KERNELS
+    assert set(REQUIRED_KERNELS) < set(KERNELS)
+
+
+def test_a_check_that_is_not_known_is_refused_with_the_names(model):
+    with pytest.raises(ConfigError, match=r"no check is named 'kernels'.*kernel FusedSDPA"):
+        examined(model, "cpu", "kernels")
+
+
+def test_the_report_has_one_line_for_each_check_and_the_keys_of_its_schema():
+    findings = {
+        "a": Finding(Status.OK, "1.0", values={"version": "1.0"}, seconds=0.123),
+        "b": Finding(Status.FAILED, "raised", "restart"),
+    }
+    report = DoctorReport("m", "cpu", findings, 3.21)
+    assert report.page() == (
+        "engine-serve doctor: m on cpu, 3 s\n\n"
+        "ok                  a     0.1 s  1.0\n"
+        "failed              b     0.0 s  raised; restart\n\n"
+        "1 ok, 0 differs, 1 failed, 0 not on this device\n"
+    )
+    first = {"name": "a", "status": "ok", "detail": "1.0", "remedy": ""}
+    last = {"name": "b", "status": "failed", "detail": "raised", "remedy": "restart"}
+    assert report.as_json() == {
+        "schema": 1,
+        "model": "m",
+        "device": "cpu",
+        "good": False,
+        "seconds": 3.2,
+        "checks": [
+            {**first, "seconds": 0.12, "values": {"version": "1.0"}},
+            {**last, "seconds": 0.0, "values": {}},
+        ],
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("no file /home/ann/models/a-b.json: look", "no file <path>: look"),
+        ("see ~/x and ./y/z\nor 'C' on box7", "see <path> and <path> or 'C' on <name>"),
+        ("https://docs.habana.ai/en/latest", "https://docs.habana.ai/en/latest"),
+        ("12 tokens/s of org/model", "12 tokens/s of org/model"),
+        ("box77 is another", "box77 is another"),
+    ],
+)
+def test_paths_and_names_of_the_machine_are_left_out(text, told):
+    assert without_places(text, ["box7"]) == told
