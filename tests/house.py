@@ -276,7 +276,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"chat_messages"},
         {"protocol"},
         {"pooling", "translation"},
-        {"messages", "responses"},
+        {"messages", "responses", "tokens"},
     ],
     "server.generation": [
         {"answer_plan", "choice_stream"},
@@ -303,7 +303,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"percentiles"},
     ],
     "server.parsers": [
-        {"chat_template", "events", "text_reader"},
+        {"chat_template", "closed_schemas", "events", "text_reader"},
         {"harmony", "json_text"},
         {"tool_parser"},
         {"forced_calls", "reasoning_parsers", "tool_parsers"},
@@ -313,7 +313,7 @@ FLOORS: dict[str, list[set[str]]] = {
     "server.routes": [
         {"context", "docs"},
         {"admin", "dashboard", "generation_response", "health", "models", "switch"},
-        {"chat", "completions", "messages", "pooling", "responses"},
+        {"chat", "completions", "messages", "pooling", "responses", "tokens"},
     ],
 }
 """The floors of each package, lowest first, each a set of rooms: subfolders and modules, as in the

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trencadis.server.api.closed_schemas import closed, closed_text
+from trencadis.server.parsers.closed_schemas import closed, closed_text
 
 pytestmark = pytest.mark.asyncio
 

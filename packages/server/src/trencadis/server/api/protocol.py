@@ -391,7 +391,7 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequest("tool_choice needs tools", "tool_choice")
         if choice.name is not None and choice.name not in names:
             raise InvalidRequest(f"tool_choice names {choice.name!r}, not in tools", "tool_choice")
-        # Clients send their response_format with every turn: it is for answers that are no calls.
+        # Clients send a response_format with every turn: it concerns answers without calls.
         if choice.mode == "required" and self._structured_output_field not in (
             "",
             "response_format",

@@ -12,7 +12,7 @@ from typing_extensions import Self
 
 from trencadis.engine import InvalidRequest, StructuredOutput
 from trencadis.server.api.characters import Listed
-from trencadis.server.api.closed_schemas import closed, closed_text
+from trencadis.server.parsers.closed_schemas import closed, closed_text
 
 Schema = SkipValidation[str | dict[str, Any] | bool]
 """A JSON schema, or its text. `StructuredOutput` checks it: pydantic would name a type of the union

@@ -14,7 +14,7 @@ from typing import Any
 import attrs
 
 from trencadis.engine import StructuredOutput
-from trencadis.server.api.closed_schemas import ANNOTATIONS, closed, each_schema
+from trencadis.server.parsers.closed_schemas import ANNOTATIONS, closed, each_schema
 from trencadis.server.parsers.tool_parser import CallFormat
 
 _WHITESPACE = r"[ \n]{0,40}"

@@ -41,7 +41,7 @@ def closed(schema: Any) -> Any:
 
 
 def closed_text(text: str) -> str:
-    """As `closed`, for the text of a schema; what is not JSON is returned as it is."""
+    """As `closed`, for the text of a schema; what is not JSON is returned unchanged."""
     try:
         schema = json.loads(text, parse_float=_exact_float)
     except (ValueError, RecursionError):
