@@ -275,10 +275,9 @@ ROWS: dict[str, tuple[Panel, ...]] = {
             "s",
             (
                 ("max by (instance) (trencadis:core_silence_seconds$D)", "{{instance}}"),
-                ("max by (instance) (trencadis:core_silence_limit_seconds$D)", "{{instance}} limit"),
+                ("max by (instance) (trencadis:core_silence_limit_seconds$D)", "limit"),
             ),
-            "A core is silent while it loads or compiles, and where it hangs: above its limit, which "
-            "is longer while it loads or compiles.",
+            "A core is silent while it loads or compiles, up to its limit, and where it hangs.",
         ),
     ),
 }

@@ -123,8 +123,8 @@ class EngineStats:
     - ``num_graphs``: captured graphs.
     - ``thermal``: None if no temperature is measured.
     - ``core_silence_s``: seconds since the last message of a core in another process. An idle one
-      sends one each second; all other values are as old. ``core_silence_limit_s``: the silence after
-      which it counts as hung, longer while it loads or compiles.
+      sends one each second; all other values are as old. ``core_silence_limit_s``: the silence
+      after which it counts as hung, longer while it loads or compiles.
 
     Totals of the active model since the start
 
