@@ -45,6 +45,7 @@ _INT64_MAX = 2**63 - 1
 _integer = partial(integer, error=InvalidRequest)
 _number = partial(number, error=InvalidRequest)
 
+_MAX_TOKENS = _integer(1, _INT32_MAX, optional=True)
 _BIAS = number(-100, 100, error=lambda message, _: InvalidRequest(message, "logit_bias"))
 
 
@@ -165,7 +166,7 @@ class SamplingParams:
     )
     max_tokens: int | None = _parameter(
         16,
-        _integer(1, _INT32_MAX, optional=True),
+        _MAX_TOKENS,
         "Maximum number of output tokens. Null: the rest of the model's context.",
     )
     min_tokens: int = _parameter(
@@ -295,10 +296,7 @@ class SamplingParams:
         Takes microseconds where a further value would check its thousands of token ids again.
         """
         changed = copy.copy(self)
-        object.__setattr__(changed, "max_tokens", max_tokens)
-        attrs.fields(SamplingParams).max_tokens.validator(
-            changed, attrs.fields(SamplingParams).max_tokens, max_tokens
-        )
+        object.__setattr__(changed, "max_tokens", _MAX_TOKENS.checked("max_tokens", max_tokens))
         changed.__attrs_post_init__()
         return changed
 
