@@ -273,8 +273,11 @@ ROWS: dict[str, tuple[Panel, ...]] = {
         Panel(
             "Silence of the core",
             "s",
-            (("max by (instance) (trencadis:core_silence_seconds$D)", "{{instance}}"),),
-            "A core is silent while it loads or compiles, and where it hangs.",
+            (
+                ("max by (instance) (trencadis:core_silence_seconds$D)", "{{instance}}"),
+                ("max by (instance) (trencadis:core_silence_limit_seconds$D)", "limit"),
+            ),
+            "A core is silent while it loads or compiles, up to its limit, and where it hangs.",
         ),
     ),
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import tempfile
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -18,13 +19,14 @@ from trencadis.engine import (
     EngineDead,
     EngineRestarting,
     EngineStats,
+    EngineUnresponsive,
     LogSettings,
     ThermalStats,
 )
 from trencadis.engine.front import core_supervisor
 from trencadis.engine.front.core_supervisor import CoreClient, CoreSupervisor
 from trencadis.engine.ipc import channel
-from trencadis.engine.ipc.messages import Ready, StepDone
+from trencadis.engine.ipc.messages import Busy, Ready, StepDone
 
 READY = Ready(
     max_model_len=64,
@@ -160,6 +162,36 @@ def test_temperatures_of_a_silent_core_are_stale_and_outlive_a_switch(
         assert thermal is not None
         assert (thermal.sensor, thermal.hottest_c, thermal.num_policy_faults) == ("stale", 71.0, 2)
         assert "has reported no temperature for" in thermal.fault
+        reading.cancel()
+
+    asyncio.run(asyncio.wait_for(body(), 60))
+
+
+def test_a_core_that_hangs_while_it_is_busy_is_seen_and_unhealthy_in_the_end() -> None:
+    """Its process runs: nothing but its silence tells that it hangs."""
+    core: Any = SilentCore(StepDone((), EngineStats(num_steps=5)), Busy("it compiles", 900.0))
+
+    async def ignore(_: Any) -> None: ...
+
+    async def body() -> None:
+        config = EngineConfig(model="m", hang_timeout=40.0, hang_restart_timeout=90.0)
+        supervisor = CoreSupervisor(config, core, READY, LogSettings())
+        assert supervisor.check_health() is None
+        assert supervisor.stats.core_silence_limit_s == 40.0
+        reading = asyncio.create_task(supervisor.run(ignore, lambda _: None))
+        while supervisor.busy is None:  # noqa: ASYNC110 - it is not an event
+            await asyncio.sleep(0.001)
+        supervisor._last_message_s -= 600.0
+        assert 600.0 <= supervisor.stats.core_silence_s < 900.0
+        assert supervisor.stats.core_silence_limit_s == supervisor.patience_s == 900.0
+        text = supervisor.check_health()
+        assert text is not None
+        assert re.fullmatch(
+            r"it compiles: no message for 6\d\d s, and up to 900 s may pass without one", text
+        )
+        supervisor._last_message_s -= 300.0
+        with pytest.raises(EngineUnresponsive, match=r"it compiles: no message .* than 900 s"):
+            supervisor.check_health()
         reading.cancel()
 
     asyncio.run(asyncio.wait_for(body(), 60))

@@ -25,6 +25,7 @@ from trencadis.engine import (
 )
 from trencadis.engine.core.thermal_monitor import ThermalMonitor
 from trencadis.engine.devices import CUDADevice, HPUDevice
+from trencadis.scheduler import ControlError
 from trencadis.scheduler.telemetry import (
     ReaderConfig,
     Reading,
@@ -333,4 +334,15 @@ def test_an_order_cools_an_engine_that_was_started_without_a_policy(
     serve_until(core, lambda stats: stats.thermal.policy == "")
     assert core.stats.thermal.target_temp_c is None
     assert_as_expected(tokens, expected)
+    core.close()
+
+
+def test_an_order_reaches_the_devices_of_the_engine(tiny_model: Path, sensor: Sensor) -> None:
+    core = start(tiny_model, sensor, None)
+    serve_until(core, lambda stats: stats.thermal.hottest_c is not None)
+    answers = [core.control(BatchControl(forget_device=device)) for device in (0, 7)]
+    serve_until(core, lambda _: all(answer.done() for answer in answers))
+    for answer, message in zip(answers, ("device 0 answers", "device 7 is unknown"), strict=True):
+        with pytest.raises(ControlError, match=message):
+            answer.result(timeout=0)
     core.close()

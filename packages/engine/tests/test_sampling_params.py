@@ -122,3 +122,23 @@ def test_none_means_none_of_them() -> None:
 def test_accepted_values_reach_the_core_unchanged(params: SamplingParams) -> None:
     content = msgspec.msgpack.encode(params)
     assert msgspec.msgpack.decode(content, type=SamplingParams) == params
+
+
+@pytest.mark.parametrize("max_tokens", [1, np.int64(7), None])
+def test_another_max_tokens_gives_what_making_it_anew_gives(max_tokens: Any) -> None:
+    values: dict[str, Any] = {"stop_token_ids": [5], "logit_bias": {7: 1.5}, "n": 2, "seed": 3}
+    params = SamplingParams(max_tokens=9, **values)
+    changed = params.with_max_tokens(max_tokens)
+    assert changed == SamplingParams(max_tokens=max_tokens, **values)
+    assert type(changed.max_tokens) in (int, type(None))
+    assert params == SamplingParams(max_tokens=9, **values), "the other is as it was"
+    assert changed.logit_bias is params.logit_bias, "thousands of them are checked once"
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "field"), [(0, "max_tokens"), ("7", "max_tokens"), (2, "min_tokens")]
+)
+def test_another_max_tokens_is_checked(max_tokens: Any, field: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        SamplingParams(max_tokens=9, min_tokens=3).with_max_tokens(max_tokens)
+    assert raised.value.field == field

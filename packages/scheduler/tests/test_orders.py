@@ -158,6 +158,19 @@ def test_a_target_evicts_at_once_in_the_order_that_was_asked_for() -> None:
     assert running == ["a"], "the policy goes on in that order: it evicts b and e before a"
 
 
+def test_those_with_the_most_left_to_generate_are_evicted_first() -> None:
+    bench = Bench.of()
+    bench.add("short", max_tokens=20)
+    bench.add("long", max_tokens=60)
+    bench.steps(15)
+    bench.add("medium", max_tokens=40)
+    bench.add("several", max_tokens=25, n=2)
+    bench.steps(3)
+    assert bench.scheduler.num_running_seqs == 5
+    answer = bench.order(force_evict=4, policy="longest_remaining")
+    assert answer.evicted_request_ids == ("several", "long", "medium")
+
+
 def test_the_limit_after_a_large_first_victim_is_that_of_those_who_are_left() -> None:
     """A group that runs first may exceed the policy's limit; once it is evicted, nobody may."""
     bench = Bench.of(ProportionalThermalPolicy(target_temp_c=90.0, victims="lru"))

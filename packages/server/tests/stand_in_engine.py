@@ -127,6 +127,7 @@ class StandInEngine:
         self.queue_s: float | None = None
         self.failed = asyncio.Event()
         self.health: Exception | None = None
+        self.activity: str | None = None
         self.embedding_size = 0
         """Above 0: it computes embeddings, from how often each letter occurs."""
         self.text_prompts = TextPrompts()
@@ -153,6 +154,7 @@ class StandInEngine:
             is_warming_up=True,
             num_graphs=25,
             core_silence_s=0.75,
+            core_silence_limit_s=60.0,
             num_preemptions=3,
             num_swaps=1,
             num_recomputes=2,
@@ -174,13 +176,14 @@ class StandInEngine:
             thermal=self.thermal,
         )
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> str | None:
         if self.hangs:
             await asyncio.sleep(3600)
         if self.health is not None:
             raise self.health
         if not self.is_alive:
             raise EngineDead("the core ended with exit code 9: restart the server")
+        return self.activity
 
     async def wait_until_failed(self) -> str:
         await self.failed.wait()

@@ -135,7 +135,7 @@ async def test_the_api_describes_the_order(admin):
     for name, attribute in attrs.fields_dict(BatchControl).items():
         assert body["properties"][name]["description"] == attribute.metadata["help"]
     assert body["properties"]["policy"]["enum"] == [
-        *("lru", "largest_kv", "lowest_priority", "cheapest")
+        *("lru", "largest_kv", "lowest_priority", "longest_remaining", "cheapest")
     ]
 
 

@@ -26,6 +26,7 @@ from typing import Any
 
 import attrs
 import httpx
+import promql_parser
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
@@ -131,6 +132,25 @@ def test_every_query_names_metrics_and_labels_that_are_served() -> None:
             assert matched <= served[name] | OF_PROMETHEUS, (query, name)
         summed = listed_labels(query, "without")
         assert all(any(label in served[name] for name in names) for label in summed), query
+
+
+def test_every_expression_is_promql() -> None:
+    """Syntax, functions and the types of their arguments: what promtool checks of each alone."""
+    tests = yaml.safe_load(RULE_TESTS.read_text())["tests"]
+    of_tests = [check["expr"] for test in tests for check in test["promql_expr_test"]]
+    for expression in (*[rule["expr"] for rule in alerts()], *dashboard_queries(), *of_tests):
+        promql_parser.parse(expression)
+
+
+def test_the_series_of_the_rules_tests_are_served() -> None:
+    """An alert that is silent is silent of series, too, that nobody serves any more."""
+    served = asyncio.run(served_labels())
+    for test in yaml.safe_load(RULE_TESTS.read_text())["tests"]:
+        for given in test["input_series"]:
+            series = promql_parser.parse(given["series"])
+            labels = {matcher.name for matcher in series.matchers.matchers}
+            if series.name != "up":  # Prometheus' own
+                assert labels <= served[series.name] | OF_PROMETHEUS, given["series"]
 
 
 def test_most_metrics_are_on_the_dashboard() -> None:

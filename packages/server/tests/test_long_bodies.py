@@ -6,6 +6,7 @@ import asyncio
 import json
 import threading
 import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -155,3 +156,34 @@ def unbounded_lists(schema, where):
 )
 def test_no_list_of_a_request_makes_an_error_for_each_of_its_items(model):
     assert list(unbounded_lists(model.__pydantic_core_schema__, model.__name__)) == []
+
+
+@pytest.mark.asyncio
+async def test_a_thousand_prompts_are_sent_in_many_turns_of_the_event_loop(client, engine):
+    """And what they share, such as thousands of token ids, is checked once."""
+    turns, turn = [], 0
+    generate = engine.generate
+
+    async def count() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def counted(request):
+        turns.append(turn)
+        return generate(request)
+
+    engine.generate = counted
+    counting = asyncio.create_task(count())
+    body = {"prompt": [f"{n:04}" for n in range(1024)], "max_tokens": 1}
+    body |= {"stop_token_ids": list(range(256)), "logit_bias": {str(n): 0.5 for n in range(256)}}
+    try:
+        response = await client.post("/v1/completions", json=body)
+    finally:
+        counting.cancel()
+    choices = response.json()["choices"]
+    assert [choice["index"] for choice in choices] == list(range(1024))
+    assert len(turns) == 1024
+    assert max(Counter(turns).values()) <= 128
+    assert len({id(params.logit_bias) for _, params, _, _ in engine.requests}) == 1

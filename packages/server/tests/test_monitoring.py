@@ -17,6 +17,7 @@ from trencadis.engine import (
     SamplingParams,
     ThermalStats,
 )
+from trencadis.engine.api.outputs import plus_totals
 from trencadis.server import ServerSettings, __version__, create_app
 from trencadis.server.metrics.metric_tables import ENGINE_METRICS
 from trencadis.server.metrics.serving_metrics import RequestTimeline, ServingMetrics
@@ -51,6 +52,15 @@ async def test_an_engine_that_does_not_answer_is_unhealthy(engine):
         response = await client.get("/health")
     assert response.status_code == 503
     assert "0.05 seconds" in response.json()["error"]["message"]
+
+
+async def test_health_says_what_keeps_the_engine_silent(client, engine):
+    assert (await client.get("/health")).text == ""
+    engine.activity = "the engine core compiles: no message for 40 s"
+    response = await client.get("/health")
+    assert response.status_code == 200
+    assert response.text == engine.activity
+    assert response.headers["content-type"].startswith("text/plain")
 
 
 async def test_version(client):
@@ -111,6 +121,7 @@ ENGINE_VALUES = {
     "trencadis:compilations_total": 22,
     "trencadis:core_restarts_total": 4,
     "trencadis:core_silence_seconds": 0.75,
+    "trencadis:core_silence_limit_seconds": 60,
 }
 
 
@@ -152,6 +163,35 @@ async def test_every_statistic_has_a_metric(engine):
         metric.labels(Recorder(stats))
     read |= {"num_used_blocks", "num_total_blocks"} if "cache_usage" in read else set()
     assert read - {"cache_usage"} == set(attrs.fields_dict(EngineStats))
+
+
+async def test_every_counter_is_a_total_and_every_total_a_counter(client, engine):
+    """Totals alone outlive a switch and a core: a counter of another field would fall to 0.
+
+    The statistics are doubled as those of a core are added to those of the core before it.
+    """
+    engine.thermal = ThermalStats(
+        hottest_c=81.5, power_w=640.0, num_policy_faults=3, num_rejected_readings=5
+    )
+    stats = engine.stats
+    doubled = attrs.evolve(
+        plus_totals(stats, stats), thermal=plus_totals(stats.thermal, stats.thermal)
+    )
+    counters = {metric for metric in ENGINE_METRICS if metric.kind == "counter"}
+    doubles = {metric for metric in ENGINE_METRICS if metric.read(doubled) != metric.read(stats)}
+    # It counts the cores themselves, so the front counts it.
+    (restarts,) = (m for m in ENGINE_METRICS if m.name == "trencadis:core_restarts")
+    assert {m.name for m in counters} == {m.name for m in doubles | {restarts}}
+
+    families = text_string_to_metric_families((await client.get("/metrics")).text)
+    exported = {family.name for family in families if family.type == "counter"}
+    assert {metric.name for metric in counters} <= exported
+
+    documented = set(re.findall(r"``(\w+)``", EngineStats.__doc__.split("Totals of")[1]))
+    changed = {name for name in documented if getattr(doubled, name) != getattr(stats, name)}
+    assert changed == documented - {"num_core_restarts"}
+    undocumented = set(attrs.fields_dict(EngineStats)) - documented - {"thermal"}
+    assert not {name for name in undocumented if getattr(doubled, name) != getattr(stats, name)}
 
 
 async def test_temperatures_are_metrics_if_they_are_measured(client, engine):
@@ -243,6 +283,7 @@ OF_THE_DEVICE = {
     "trencadis:thermal_policy_faults",
     "trencadis:thermal_readings_rejected",
     "trencadis:core_silence_seconds",
+    "trencadis:core_silence_limit_seconds",
     "trencadis:core_restarts",
 }
 """Metrics without the label ``model_name``: an alert about them must not begin again when the model

@@ -91,9 +91,10 @@ class ServingEngine(Protocol):
     def stats(self) -> EngineStats:
         """The latest snapshot."""
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> str | None:
         """Raise an error if requests cannot be served.
 
+        Returns what the engine does, where that may keep it silent for minutes, otherwise None.
         `EngineDead` if the engine has stopped, `EngineRestarting` while it recovers by itself, and
         `EngineUnresponsive` if it hangs.
         """

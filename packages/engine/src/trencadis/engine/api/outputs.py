@@ -123,7 +123,8 @@ class EngineStats:
     - ``num_graphs``: captured graphs.
     - ``thermal``: None if no temperature is measured.
     - ``core_silence_s``: seconds since the last message of a core in another process. An idle one
-      sends one each second; all other values are as old.
+      sends one each second; all other values are as old. ``core_silence_limit_s``: the silence
+      after which it counts as hung, longer while it loads or compiles.
 
     Totals of the active model since the start
 
@@ -165,6 +166,7 @@ class EngineStats:
     num_graphs: int = 0
     thermal: ThermalStats | None = None
     core_silence_s: float = 0.0
+    core_silence_limit_s: float = 0.0
     num_preemptions: int = _total()
     num_swaps: int = _total()
     num_recomputes: int = _total()

@@ -188,7 +188,7 @@ class GenerateRequest(PromptRequest):
             )
         listed = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
         for name, token_ids in listed.items():
-            if any(not 0 <= token < vocab_size for token in token_ids):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
                 raise InvalidRequest(
                     f"{name} has token ids past the vocabulary of {vocab_size}", name
                 )

@@ -7,7 +7,8 @@ request fields from this class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sized
+import copy
+from collections.abc import Collection, Iterable, Mapping, Sized
 from functools import partial
 from typing import Any, Literal
 
@@ -44,6 +45,7 @@ _INT64_MAX = 2**63 - 1
 _integer = partial(integer, error=InvalidRequest)
 _number = partial(number, error=InvalidRequest)
 
+_MAX_TOKENS = _integer(1, _INT32_MAX, optional=True)
 _BIAS = number(-100, 100, error=lambda message, _: InvalidRequest(message, "logit_bias"))
 
 
@@ -63,7 +65,8 @@ def _stop_strings(values: str | Iterable[str] | None) -> tuple[str, ...]:
 
 
 def _token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
-    return tuple(map(plain_number, _tuple(values, "stop_token_ids", "token ids")))
+    items = _tuple(values, "stop_token_ids", "token ids")
+    return items if _are_token_ids(items) else tuple(map(plain_number, items))
 
 
 def _biases(values: Mapping[int, float] | None) -> dict[int, float]:
@@ -75,6 +78,8 @@ def _biases(values: Mapping[int, float] | None) -> dict[int, float]:
             "logit_bias",
         )
     # A copy, because the caller may change its own after the checks.
+    if _are_token_ids(values) and _are_biases(values.values()):
+        return dict(values)
     return {plain_number(token): plain_number(bias) for token, bias in values.items()}
 
 
@@ -161,7 +166,7 @@ class SamplingParams:
     )
     max_tokens: int | None = _parameter(
         16,
-        _integer(1, _INT32_MAX, optional=True),
+        _MAX_TOKENS,
         "Maximum number of output tokens. Null: the rest of the model's context.",
     )
     min_tokens: int = _parameter(
@@ -217,12 +222,15 @@ class SamplingParams:
     @stop_token_ids.validator
     def _check_stop_token_ids(self, _: object, value: tuple[int, ...]) -> None:
         _check_count(value, MAX_STOP_TOKEN_IDS, "stop_token_ids")
-        for token in value:
-            _check_token_id(token, "stop_token_ids")
+        if not _are_token_ids(value):
+            for token in value:
+                _check_token_id(token, "stop_token_ids")
 
     @logit_bias.validator
     def _check_logit_bias(self, _: object, value: Mapping[int, float]) -> None:
         _check_count(value, MAX_BIASES, "logit_bias")
+        if _are_token_ids(value) and _are_biases(value.values()):
+            return
         for token, bias in value.items():
             _check_token_id(token, "logit_bias")
             _BIAS.checked(f"logit_bias of token {token}", bias)
@@ -282,6 +290,16 @@ class SamplingParams:
             if getattr(self, name) != without_effect:
                 raise InvalidRequest(f"{name} needs use_beam_search", name)
 
+    def with_max_tokens(self, max_tokens: int | None) -> SamplingParams:
+        """The same rules with another ``max_tokens``.
+
+        Takes microseconds where a further value would check its thousands of token ids again.
+        """
+        changed = copy.copy(self)
+        object.__setattr__(changed, "max_tokens", _MAX_TOKENS.checked("max_tokens", max_tokens))
+        changed.__attrs_post_init__()
+        return changed
+
     @property
     def greedy(self) -> bool:
         """Whether each token is the most probable one."""
@@ -301,6 +319,20 @@ class SamplingParams:
 def _check_count(value: Sized, limit: int, name: str) -> None:
     if len(value) > limit:
         raise InvalidRequest(f"{name} names {len(value)} tokens: give at most {limit}", name)
+
+
+# Both in a few passes, because a request may name thousands of tokens, and be one of a thousand.
+# What they do not accept is looked at one by one, with a message.
+
+
+def _are_token_ids(values: Collection[Any]) -> bool:
+    is_plain = set(map(type, values)) <= {int}
+    return is_plain and (not values or 0 <= min(values) <= max(values) <= MAX_TOKEN_ID)
+
+
+def _are_biases(values: Collection[Any]) -> bool:
+    is_plain = set(map(type, values)) <= {int, float}
+    return is_plain and all(-100 <= value <= 100 for value in values)
 
 
 def _check_token_id(value: Any, name: str) -> None:

@@ -183,9 +183,11 @@ class EngineFront:
         """Wait until no request can be served any more; returns why."""
         return await self._core.wait_until_failed()
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> str | None:
         """Raises an error when requests cannot be served.
 
+        Returns what the core does, where it has said that this may take minutes, with how long it
+        has been silent and may be; otherwise None.
         `EngineRestarting` while the core is restarted after its death, otherwise `EngineDead`, and
         `EngineUnresponsive` for a core that lives and has been silent for ``config.hang_timeout``.
         """
@@ -194,7 +196,7 @@ class EngineFront:
                 "this engine was started in another event loop: call it there, from other threads "
                 "with asyncio.run_coroutine_threadsafe"
             )
-        self._core.check_health()
+        return self._core.check_health()
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
         """Yield the new text and tokens of each sample, until the last sample ends.

@@ -163,6 +163,7 @@ class CoreSupervisor:
         return attrs.evolve(
             self._stats,
             core_silence_s=silence_s,
+            core_silence_limit_s=self._silence_limit_s,
             num_core_restarts=self._num_restarts,
             thermal=thermal,
         )
@@ -194,8 +195,8 @@ class CoreSupervisor:
         await self._has_failed.wait()
         return self.failure or ""
 
-    def check_health(self) -> None:
-        """Raise an error of `AsyncEngine.check_health` when requests cannot be served."""
+    def check_health(self) -> str | None:
+        """As `AsyncEngine.check_health`."""
         if self.failure is not None:
             raise EngineDead(self.failure, is_refusal=True)
         if not self.is_alive:
@@ -211,13 +212,19 @@ class CoreSupervisor:
                 f"the engine core's process has been stopped for {stopped_s:.0f} s, as by SIGSTOP: "
                 "continue it with SIGCONT, or restart the server"
             )
-        limit_s = max(self.config.hang_timeout, self._busy_s)
-        if self.silence_s > limit_s:
+        silence_s, limit_s = self.silence_s, self._silence_limit_s
+        if silence_s > limit_s:
             what = "the engine core hangs" if self.busy is None else self.busy.reason
             raise EngineUnresponsive(
-                f"{what}: no message for {self.silence_s:.0f} s, "
+                f"{what}: no message for {silence_s:.0f} s, "
                 f"more than {limit_s:.0f} s. Restart the server if it stays so"
             )
+        if self.busy is None:
+            return None
+        return (
+            f"{self.busy.reason}: no message for {silence_s:.0f} s, and up to {limit_s:.0f} s "
+            "may pass without one"
+        )
 
     def _restart_length(self) -> str:
         """How long a restart takes, as text. Requests are served after its warm-up."""
@@ -292,6 +299,11 @@ class CoreSupervisor:
         """The next core counts from 0. Safe to call twice in a row."""
         self._of_earlier_cores = dict(self._totals)
         self._thermal_of_earlier_cores = self._thermal or self._thermal_of_earlier_cores
+
+    @property
+    def _silence_limit_s(self) -> float:
+        """Seconds of silence after which the core is unhealthy."""
+        return max(self.config.hang_timeout, self._busy_s)
 
     @property
     def patience_s(self) -> float | None:

@@ -55,9 +55,7 @@ from trencadis.warmup import (
     Phase,
     WarmupReport,
     capture_order,
-    sampler_batch_sizes,
     warm_up,
-    warm_up_sampler,
 )
 
 logger = logging.getLogger("trencadis.engine")
@@ -267,26 +265,19 @@ class Worker:
         return report
 
     def _warm_up_all(self, grids: Grids, stop: Callable[[], bool]) -> WarmupReport:
-        sampler = SamplerWarmup(self._sampler, self.device, self._model)
         buckets = grids.prompt.buckets, grids.decode.buckets
-        report = warm_up(
+        return warm_up(
             self.runner,
             *buckets,
             config=self.config.graphs,
             memory=self._memory if self.device.supports_graphs else None,
             replays=self._replays(grids),
-            sampler=sampler,
+            sampler=SamplerWarmup(self._sampler, self.device, self._model),
             defragmenter=functools.partial(
                 warm_up_copies, self.cache, self.device, self.config.defrag
             ),
             stop=stop,
         )
-        left_out = self.config.graphs.enforce_eager and not self.config.graphs.skip
-        if left_out and report.complete and not self.device.dynamic_shapes:
-            # Warm-up leaves the sampler out with enforce_eager, but this device compiles each
-            # operation of a new shape, also without graphs and compiled layers.
-            warm_up_sampler(sampler, sampler_batch_sizes(*buckets))
-        return report
 
     def _check_policy_of_misses(self) -> None:
         if self.config.on_bucket_miss == "eager" and not self.device.dynamic_shapes:

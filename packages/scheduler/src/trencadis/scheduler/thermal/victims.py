@@ -29,6 +29,18 @@ def lowest_priority(group: SequenceGroup) -> tuple[float, ...]:
     return (-group.priority, -group.arrival)
 
 
+def longest_remaining(group: SequenceGroup) -> tuple[float, ...]:
+    """Most tokens left to generate first, by ``max_tokens`` (seed 003): of those that heat the
+    device for longest.
+
+    The end of a sequence that stops before is not known. Then latest arrival.
+    """
+    num_left = sum(
+        group.request.max_tokens - sequence.num_output_tokens for sequence in group.unfinished_seqs
+    )
+    return (-num_left, -group.arrival)
+
+
 def cheapest(group: SequenceGroup) -> tuple[float, ...]:
     """Least swap traffic per saved watt first. Every sequence saves the same watts."""
     return (group.get_num_kv_blocks() / group.num_seqs, -group.arrival)
@@ -38,6 +50,7 @@ VICTIM_ORDERS: Mapping[str, VictimKey] = {
     "lru": lru,
     "largest_kv": largest_kv,
     "lowest_priority": lowest_priority,
+    "longest_remaining": longest_remaining,
     "cheapest": cheapest,
 }
 """The victim orders by name: sort keys, the first victim first."""

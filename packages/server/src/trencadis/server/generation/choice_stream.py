@@ -95,6 +95,11 @@ class FinishedChoice:
     stop_reason: str | int | None = None
 
 
+PROMPTS_AT_ONCE = 64
+"""Prompts of one API request for which requests are made and sent in one iteration of the event
+loop: milliseconds. A request may have a thousand, and all streams wait for an iteration."""
+
+
 class ChoiceStream(AsyncIterator[ChoiceDelta]):
     """The deltas of all choices of an API request, in order of arrival.
 
@@ -239,9 +244,17 @@ async def _merge(
         else:
             await arrivals.put(None)
 
-    pumps = [asyncio.create_task(pump(stream)) for stream in streams]
+    pumps: list[asyncio.Task[None]] = []
+
+    async def start_all() -> None:
+        for number, stream in enumerate(streams, 1):
+            pumps.append(asyncio.create_task(pump(stream)))
+            if number % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    starting = asyncio.create_task(start_all())
     try:
-        running = len(pumps)
+        running = len(streams)
         while running:
             arrival = await arrivals.get()
             if isinstance(arrival, Exception):
@@ -251,6 +264,7 @@ async def _merge(
             else:
                 yield arrival
     finally:
+        starting.cancel()
         for task in pumps:
             task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
+        await asyncio.gather(starting, *pumps, return_exceptions=True)

@@ -241,6 +241,12 @@ ENGINE_METRICS = (
         lambda s: s.core_silence_s,
     ),
     _of_device(
+        "gauge",
+        "trencadis:core_silence_limit_seconds",
+        "Silence after which the engine core counts as hung. Longer while it loads or compiles.",
+        lambda s: s.core_silence_limit_s,
+    ),
+    _of_device(
         "counter",
         "trencadis:core_restarts",
         "Restarts of the engine core.",

@@ -50,11 +50,14 @@ class ServingContext:
         switching = self.switching
         return (self.engine.model_name,) if switching is None else switching.aliases
 
-    async def check_health(self) -> None:
-        """Raise an error of `ServingEngine.check_health` where no request can be served."""
+    async def check_health(self) -> str:
+        """Raise an error of `ServingEngine.check_health` where no request can be served.
+
+        Returns what may keep the engine silent for minutes, "" for nothing.
+        """
         limit = self.settings.health_timeout
         try:
-            await asyncio.wait_for(self.engine.check_health(), limit)
+            return await asyncio.wait_for(self.engine.check_health(), limit) or ""
         except asyncio.TimeoutError:
             raise EngineUnresponsive(
                 f"the engine did not answer within {limit:g} seconds"

@@ -31,6 +31,7 @@ from trencadis.server.api.error_responses import (
 from trencadis.server.api.protocol import ChatCompletionRequest, GenerationRequest, RequestBody
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import (
+    PROMPTS_AT_ONCE,
     ChoiceDelta,
     ChoiceStream,
     FinishedChoice,
@@ -227,18 +228,20 @@ async def respond(
         # before tokenisation, which takes longer
         check_token_ids(request.sampling_params(request.requested_tokens), model)
         prompts = await encode(request, model, sender.client)
-        params = [_params(request, prompt, model) for prompt in prompts]
+        sampling = request.sampling_params(request.requested_tokens, model.default_sampling)
         writer = new_writer(model, request, prompts)
-        requests = [
-            GenerateRequest(
+        requests = []
+        for number, prompt in enumerate(prompts):
+            if number and number % PROMPTS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+            engine_request = GenerateRequest(
                 prompt.token_ids,
-                prompt_params,
+                _params(request, prompt, model, sampling),
                 request_id=f"{writer.id}-{number}",
                 model=model.name,
                 **sender.fields,
             )
-            for number, (prompt, prompt_params) in enumerate(zip(prompts, params, strict=True))
-        ]
+            requests.append(engine_request)
         deltas = ChoiceStream(context.engine.generate, context.metrics, requests, sender)
         if request.stream:
             await deltas.start()
@@ -318,7 +321,9 @@ async def _after_switch(
             await asyncio.sleep(_AFTER_REFUSAL_SECONDS)
 
 
-def _params(request: GenerationRequest, prompt: Prompt, model: ServedModel) -> SamplingParams:
+def _params(
+    request: GenerationRequest, prompt: Prompt, model: ServedModel, sampling: SamplingParams
+) -> SamplingParams:
     max_tokens = max_output_tokens(
         request.requested_tokens,
         request.max_tokens_field,
@@ -326,5 +331,5 @@ def _params(request: GenerationRequest, prompt: Prompt, model: ServedModel) -> S
         model.max_model_len,
         None if request.sets_max_tokens else model.default_sampling.get("max_tokens"),
     )
-    params = request.sampling_params(max_tokens, model.default_sampling)
+    params = sampling.with_max_tokens(max_tokens)
     return params if prompt.answer is None else prompt.answer.apply_to(params)

@@ -22,11 +22,17 @@ def health_router(context: ServingContext) -> APIRouter:
     @router.post("/ping", include_in_schema=False)
     @router.get("/ping", response_class=Response, responses=error_responses(503))
     @router.head("/health", include_in_schema=False)
-    @router.get("/health", response_class=Response, responses=error_responses(503))
+    @router.get(
+        "/health",
+        response_class=Response,
+        responses={200: {"content": _TEXT}, **error_responses(503)},
+    )
     async def health() -> Response:
-        """200 if requests can be served, 503 if the engine has stopped, restarts or hangs."""
-        await context.check_health()
-        return Response()
+        """200 if requests can be served, 503 if the engine has stopped, restarts or hangs.
+
+        The text of 200 is empty, or says for how long an engine that loads or compiles is silent.
+        """
+        return Response(await context.check_health(), media_type="text/plain")
 
     @router.head("/ready", include_in_schema=False)
     @router.get("/ready", response_class=Response, responses=error_responses(503))
