@@ -40,24 +40,16 @@ def test_the_test_of_a_requirement_exists(row: tuple[str, ...]) -> None:
 
 
 NOT_BROKEN = {
-    "engine/tests/test_bucket_file.py::test_gaps_of_a_file_are_told_at_the_start_and_requests_are_served",
-    "engine/tests/test_bucket_variables.py::test_a_grid_of_sequence_lengths_gives_the_same_tokens",
-    "engine/tests/test_bucket_variables.py::test_a_variable_with_the_plugins_default_replaces_the_small_grid",
     "engine/tests/test_multi_model.py::requests_that_still_run_keep_the_model_or_are_ended",
     "engine/tests/test_real_groups.py::test_beams_are_those_of_transformers_with_and_without_evictions",
     "engine/tests/test_real_groups.py::test_evicted_in_the_middle_of_its_prompt_a_request_has_the_same_tokens",
     "engine/tests/test_real_switches.py::test_many_switches_under_load_change_no_token_and_leak_nothing",
-    "engine/tests/test_reconfigure.py::test_no_prompt_hits_a_prefix_that_another_model_computed",
-    "engine/tests/test_reconfigure.py::test_a_gaudi_gives_its_memory_back_and_serves_each_model_as_the_cpu_does",
     "engine/tests/test_switch_faults.py::test_a_core_that_dies_or_hangs_in_any_step_is_replaced_and_parked_requests_go_on",
     "server/tests/test_deploy.py::test_promtool_accepts",
     "server/tests/test_model_switch_real.py::test_the_flow_of_the_plugin_works_as_printed",
     "server/tests/test_operators.py::test_the_call_of_the_seed_cools_a_server_without_a_policy",
-    "server/tests/test_warm_up_real.py::test_a_server_on_a_gaudi_starts_with_the_lines_of_the_seed",
-    "server/tests/test_warm_up_real.py::test_variables_of_the_plugin_act_on_a_server",
 }
-"""Tests of rows that no mutation breaks yet. Most start a server, take minutes or need promtool.
-The prefix cache is emptied by two steps of a switch, each of which is enough."""
+"""Tests of rows that no mutation breaks yet. Most start a server, take minutes or need promtool."""
 
 
 def test_the_mutations_break_what_the_rows_name() -> None:

@@ -132,9 +132,8 @@ def is_killed(mutation: Mutation) -> bool:
 def _selected(row: str) -> list[str]:
     """The arguments that run the test of a row, or its file where it is a part of other tests."""
     file, _, name = row.partition("::")
-    if not name.startswith("test_"):
-        return [str(ROOT / "packages" / file)]
-    return ["-m", "slow or not slow", str(ROOT / "packages" / row)]
+    selected = row if name.startswith("test_") else file
+    return ["-m", "slow or not slow", str(ROOT / "packages" / selected)]
 
 
 def _fails(copy: Path, tests: Iterable[str | Path]) -> bool:

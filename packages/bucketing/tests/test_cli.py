@@ -217,7 +217,10 @@ def test_a_tail_lowers_the_worst_batch(trace: Path, capsys: pytest.CaptureFixtur
 def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["show", "--help"])
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    text = capsys.readouterr().out
+    assert "--strategy {lin,exp,pad,fit}" in text
+    lines = [" ".join(line.split()) for line in text.splitlines()]
+    assert describe_variables()["VLLM_CONTIGUOUS_PA"].endswith("; default: true")
     for name, meaning in {**describe_variables(), **describe_axis_settings()}.items():
         assert f"{name} {meaning}" in lines
 

@@ -322,6 +322,18 @@ def test_an_axis_without_recorded_traffic_uses_exp() -> None:
     assert grid.values("batch") == (1, 2, 4, 8)
 
 
+def test_fit_counts_what_is_as_large_as_a_limit_and_any_number_of_prompts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    limits = {"max_num_seqs": 8, "max_model_len": 1024, "block_size": 128}
+    traffic = TrafficRecorder(("batch", "seq"))
+    traffic.record((5, 128), 9)
+    traffic.record((8, 1024), 1)
+    grid = sequence_grid("prompt", BucketingConfig(strategy="fit"), traffic=traffic, **limits)
+    assert grid.values("batch") == (5, 8)
+    assert "ignored" not in caplog.text
+
+
 def test_fit_without_usable_traffic_is_an_error_with_the_remedy() -> None:
     config = BucketingConfig(decode_strategy="fit")
     limits = {"max_num_seqs": 8, "num_blocks": 64, "block_size": 128, "max_model_len": 4096}
@@ -524,6 +536,22 @@ def test_no_grid_has_buckets_for_batches_of_nothing() -> None:
             assert grid.values(grid.axes[0])[0] > 0
             assert grid.values(grid.axes[1])[0] > 0
             assert grid.coverage_gaps() == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "blocks"),
+    [("min", 33, 3), ("step", 48, 3), ("max", 64, 32), ("pad_max", 33, 3), ("pad_percent", 5, 5)],
+)
+def test_a_setting_of_the_sequence_length_is_one_of_blocks(
+    name: str, tokens: int, blocks: int
+) -> None:
+    limits = {"max_num_seqs": 8, "num_blocks": 512, "block_size": 16, "max_model_len": 1024}
+
+    def sizes(**axis: AxisConfig) -> tuple[int, ...]:
+        return decode_grid(BucketingConfig(strategy="pad", **axis), **limits).values("blocks")
+
+    in_tokens = sizes(decode_seq=AxisConfig(**{name: tokens}))
+    assert in_tokens == sizes(decode_blocks=AxisConfig(**{name: blocks})) != sizes()
 
 
 def test_arguments_of_the_wrong_type_are_an_error() -> None:

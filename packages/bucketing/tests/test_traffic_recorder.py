@@ -188,6 +188,7 @@ def test_bad_arguments_are_an_error() -> None:
     assert counted(made) == {(1, 1): 2}
     full = TrafficRecorder(AXES)
     full.record((1, 1), (1 << 40) - 1)
+    full.record((1, 1), 1)  # as many as it holds
     with pytest.raises(BucketingError, match="keep them apart"):
         made.merge(full)
     with pytest.raises(BucketingError, match="traffic must be of type TrafficRecorder, got 3"):

@@ -47,7 +47,7 @@ def test_a_bad_setting_is_named_with_its_value(setting: str, value: object) -> N
 
 
 def test_the_variables_of_seed_000_set_the_config() -> None:
-    assert DefragConfig.from_env({}) == DefragConfig()
+    assert DefragConfig.from_env({}) == DefragConfig() == DefragConfig(threshold=32, keep_from=0.05)
     config = DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " 8 ", "VLLM_DEBUG": "defrag"})
     assert config == DefragConfig(threshold=8, debug=True)
     assert DefragConfig.from_env({"VLLM_DEFRAG_THRESHOLD": " "}) == DefragConfig()

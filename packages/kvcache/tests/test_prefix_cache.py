@@ -119,6 +119,14 @@ def test_an_extra_key_that_cannot_be_compared_by_value_is_refused(key: Any) -> N
     assert 1 not in manager
 
 
+def test_keys_that_no_hasher_made_are_refused() -> None:
+    with pytest.raises(InvalidSetting, match="extra must be of type bytes, got 'salt'"):
+        PrefixKeys((), "salt")  # type: ignore[arg-type]
+    salted = RequestHasher(2)([5, 6], (b"salt",)).blocks
+    with pytest.raises(InvalidSetting, match="keys with the same extra keys"):
+        PrefixKeys(salted, b"")
+
+
 @pytest.mark.parametrize("extra_keys", ["tenant", b"salt", 5, None, {"a"}, {"a": 1}, range(9)])
 def test_extra_keys_are_a_sequence(extra_keys: Any) -> None:
     with pytest.raises(InvalidSetting, match="extra_keys must be a tuple of keys"):

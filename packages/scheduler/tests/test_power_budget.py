@@ -89,6 +89,10 @@ def test_the_cap_does_not_change_while_readings_are_missing() -> None:
     policy, view = PowerBudgetPolicy(budget_w=400.0), View()
     before = serve(policy, view, quiet_start, 3)[-1]
     assert {cap_after(policy, view, None, 60.0) for _ in range(20)} == {before}
+    above = serve(policy, view, quiet_start, 30)[-1]
+    lowered = cap_after(policy, view, 404.0, 60.0)
+    assert 1 < lowered < above
+    assert {cap_after(policy, view, None, 60.0) for _ in range(20)} == {lowered}
 
 
 def test_a_frozen_sensor_does_not_raise_the_cap_more_than_once() -> None:

@@ -48,6 +48,12 @@ def run(scheduler: Scheduler, token: int = 7) -> tuple[SchedulerOutput, tuple[Se
     return output, scheduler.update(output, sampled)
 
 
+def test_a_host_that_sets_nothing_gets_these_rules_of_the_queues() -> None:
+    config = SchedulerConfig()
+    assert (config.policy, config.lookahead, config.max_bypasses) == ("fcfs", 8, 16)
+    assert request("a").priority == 0, "below it goes first, above it later"
+
+
 def test_prompt_is_computed_then_decoded_until_max_tokens() -> None:
     scheduler, blocks = make()
     scheduler.add(request("a", 5, max_tokens=3))

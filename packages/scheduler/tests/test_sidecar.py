@@ -140,6 +140,12 @@ def test_a_client_started_before_the_sidecar_connects_later() -> None:
             assert eventually(source.read)[0].temperature_c == 60.0
 
 
+def test_a_sidecar_that_stays_away_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    with held_port() as port, client(port) as source:
+        assert eventually(lambda: re.search(r"attempt ([4-9]|\d\d)", fault_of(source) or ""))
+        assert caplog.text.count(f"Sidecar 127.0.0.1:{port} is lost: ") == 1
+
+
 def test_a_policy_sees_a_sidecar_die_and_come_back() -> None:
     config = ReaderConfig(period_s=0.01, stale_after_s=0.1, failed_after_s=0.3)
     with (

@@ -223,6 +223,20 @@ def test_update_with_invalid_results_changes_nothing_and_can_be_repeated(
         assert_complete(group)
 
 
+def test_a_decode_without_a_token_is_an_error() -> None:
+    runner, _ = make()
+    groups = [runner.add(request("a")), runner.add(request("b"))]
+    runner.step()
+    output = runner.scheduler.schedule()
+    assert len(output.decodes) == 2
+    with pytest.raises(InvalidResults, match="sequence 1"):
+        runner.scheduler.update(output, {0: 5})
+    runner.finish(output)
+    runner.run()
+    for group in groups:
+        assert_complete(group)
+
+
 def test_a_numpy_integer_is_a_token() -> None:
     runner, _ = make()
     group = runner.add(request("a"))

@@ -236,6 +236,8 @@ def test_the_heat_model_settles_at_the_temperature_of_its_resistances(board: obj
     for _ in range(3000):
         model.step(1.0, 10_000)
     full = 35.0 + board.limit_w * (board.chip_k_per_w + board.sink_k_per_w)
+    assert full == pytest.approx(78.0, abs=1.0), "what the resistances are chosen for"
+    assert 15 < board.sink_k_per_w * board.sink_j_per_k < 25, "seconds, of a sink of one kilogram"
     assert model.chip_c == pytest.approx(full, abs=0.1)
     assert model.power_w == board.limit_w
     model.settle(0)

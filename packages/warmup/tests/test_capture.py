@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +202,33 @@ def test_bucket_by_bucket_each_phase_stays_in_its_share_and_the_rest_comes_in_th
         assert device.used <= case.budget.total
     decided = [(outcome.phase, outcome.bucket) for outcome in capture.report.outcomes]
     assert sorted(decided, key=str) == sorted(candidates, key=str)
+
+
+def test_a_bucket_that_traffic_asks_for_is_captured_once_and_counted(
+    graph_device: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = make_case(product((1,), (128, 256, 384)), [], lambda _, bucket: bucket["seq"], 10_000, 1)
+    orders = {phase: capture_order("min_tokens") for phase in Phase}
+    capture = GraphCapture(graph_device(case.cost), case.buckets, orders, case.budget)
+    with caplog.at_level(logging.INFO):
+        asked = [capture.capture_bucket(Phase.PROMPT, make_bucket(1, n)) for n in (256, 128, 256)]
+    assert [outcome and outcome.used for outcome in asked] == [256, 128, None]
+    assert [re.search(r"\[(\d/\d)\]", line)[1] for line in caplog.messages] == ["1/3", "2/3"]
+
+
+def test_a_provisional_graph_makes_space_before_a_capture_of_a_known_size(
+    graph_device: Any,
+) -> None:
+    """A prompt of 400 bytes is above its share of 300, and kept until the decodes need the rest."""
+
+    def cost(phase: Phase, bucket: Bucket) -> int:
+        return 400 if phase is Phase.PROMPT else bucket["seq"]
+
+    decodes = product((1,), range(10, 121, 10))
+    device = graph_device(cost)
+    run(device, make_case([make_bucket(1, 128)], decodes, cost, 1000))
+    assert device.released == [(Phase.PROMPT, make_bucket(1, 128))]
+    assert device.peak <= 1000
 
 
 def test_a_bucket_of_another_grid_is_refused(graph_device: Any) -> None:

@@ -75,6 +75,10 @@ def test_a_cache_of_fewer_than_two_blocks_is_an_error_with_a_remedy() -> None:
         ConfigError, match=r"810 MiB .* 1 GiB: raise gpu_memory_utilization \(0.9\)"
     ):
         MemoryPlan.from_profile(1000 << 20, block_bytes=GIB)
+    with pytest.raises(ConfigError) as raised:
+        MemoryPlan.from_profile(0, block_bytes=GIB)
+    assert str(raised.value).startswith("free_after_profile must be an integer from 1 to ")
+    assert raised.value.field == "free_after_profile"
 
 
 def test_memory_use_of_a_step_is_the_log_line_of_the_seed() -> None:
