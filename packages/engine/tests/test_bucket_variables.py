@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine import ConfigError, EngineConfig, EngineCore, GenerateRequest, SamplingParams
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.shapes import DecodeShape
 from trencadis.warmup import Phase
@@ -290,3 +290,17 @@ def test_a_grid_of_sequence_lengths_takes_the_strategy_that_is_set(tiny_model: P
         config = EngineConfig.from_env(environ, model=str(tiny_model), bucket_grid="seq")
         assert config.bucketing is not None
         assert config.bucketing.strategy == strategy
+
+
+def test_a_variable_chooses_the_grid_of_the_seeds(tiny_model: Path) -> None:
+    environ = {"VLLM_BUCKETING_GRID": "seq", "VLLM_DECODE_SEQ_BUCKET_MAX": "64"}
+    core = started(tiny_model, environ)
+    assert core.executor.worker.grids.decode.axes == ("batch", "seq")
+    config = EngineConfig.from_env(environ, model=str(tiny_model))
+    assert config.bucketing is not None
+    assert config.bucketing.strategy == "lin"
+    paged = EngineConfig.from_env(environ, model=str(tiny_model), bucket_grid="paged")
+    assert paged.bucketing is not None
+    assert (paged.bucket_grid, paged.bucketing.strategy) == ("paged", "exp")
+    with pytest.raises(ConfigError, match="bucket_grid must be one of"):
+        EngineConfig.from_env({"VLLM_BUCKETING_GRID": "blocks"}, model=str(tiny_model))

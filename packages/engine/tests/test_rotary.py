@@ -14,6 +14,7 @@ from transformers import (
     PhimoeConfig,
     PhimoeForCausalLM,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from trencadis.engine import LLM, ModelError, SamplingParams
 from trencadis.engine.models.loader import inspect_model, load_model
@@ -115,3 +116,30 @@ def test_an_embedding_that_scales_by_the_longest_of_a_batch_is_refused(tmp_path:
     with pytest.raises(ModelError, match="lower max_model_len from 33 to 32"):
         load_model(spec, CPU, torch.float32, 33)
     load_model(spec, CPU, torch.float32, 32)
+
+
+def _by_matrix_product(self, x: torch.Tensor, position_ids: torch.Tensor):
+    """``LlamaRotaryEmbedding.forward`` of transformers up to 5.22 or so."""
+    frequencies = self.inv_freq[None, :, None].float().expand(len(position_ids), -1, 1)
+    angles = (frequencies.to(x.device) @ position_ids[:, None, :].float()).transpose(1, 2)
+    both = torch.cat((angles, angles), dim=-1)
+    return both.cos().to(x.dtype), both.sin().to(x.dtype)
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_positions_are_exact_where_the_device_rounds_products(
+    stand_in, mode, make_tiny_model, tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(LlamaRotaryEmbedding, "forward", _by_matrix_product)
+    model = make_tiny_model(tmp_path / "long", max_position_embeddings=8192)
+    positions = torch.tensor([[255, 2047, 2049, 4099, 8191]])
+    loaded = load_model(inspect_model(str(model)), CPU, torch.float32, 8192).model
+    expected = loaded.rotary_emb(torch.zeros(1), positions)
+    with stand_in(mode) as bridge, caplog.at_level("INFO", "trencadis.engine"):
+        monkeypatch.setattr(bridge, "rounds_products", True)
+        hpu = torch.device("hpu", 0)
+        rotary = load_model(inspect_model(str(model)), hpu, torch.float32, 8192).model.rotary_emb
+        found = rotary(torch.zeros(1).to(hpu), positions.to(hpu))
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.allclose(ours.cpu(), theirs, atol=1e-4)
+    assert "the device rounds matrix products" in caplog.text

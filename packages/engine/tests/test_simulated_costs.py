@@ -203,8 +203,15 @@ def test_sampling_on_the_device_sends_only_tokens_over_the_link() -> None:
     )
     assert small.fetch_s(128) == large.fetch_s(128)
     assert small.fetch_s(128) == pytest.approx(10e-6 + 4 * 128 / 40e9)
-    read_s = 128 * (256_000 - 32_000) * 4 / (3.67e12 * 0.75)
+    read_s = 1.1 * 128 * (256_000 - 32_000) * 4 / (3.67e12 * 0.75)
     assert large.sample_s(128) - small.sample_s(128) == pytest.approx(read_s)
+
+
+def test_what_is_drawn_decides_how_often_the_logits_are_read() -> None:
+    greedy = costs("gaudi2")
+    top_p = attrs.evolve(greedy, draw="top_p")
+    read_s = 128 * 128_256 * 4 / (2.46e12 * 0.75)
+    assert top_p.sample_s(128) - greedy.sample_s(128) == pytest.approx(3.8 * read_s)
 
 
 def test_sampling_on_the_host_copies_all_logits_over_the_link() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from gaudi_standin.arguments import (
     with_own_host_values,
 )
 from gaudi_standin.counters import Counters
-from gaudi_standin.kernels import copied_bytes, kernel_for, name_of, runs_on_host
+from gaudi_standin.kernels import RoundedProducts, copied_bytes, kernel_for, name_of, runs_on_host
 from gaudi_standin.memory import Allocation, Buffer, DeviceMemory
 from gaudi_standin.program import Call, Capture, FrozenProgram, Program, compute
 from gaudi_standin.regions import Region
@@ -40,11 +41,12 @@ class Bridge:
     """The state of the device: what is collected, what is compiled, what was counted.
 
     ``counters`` says what the steps cost. ``computed`` counts operations, ``host_reads`` values
-    that the host waited for.
+    that the host waited for. ``rounds_products``: see `RoundedProducts`.
     """
 
     def __init__(self) -> None:
         self.lazy = True
+        self.rounds_products = False
         self.memory = DeviceMemory()
         self.counters = Counters()
         self.host_reads = 0
@@ -208,7 +210,7 @@ class Bridge:
             for x in inputs
             if isinstance(x, HPUTensor)
         }
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad(), self._products():
             results = region.graph(*(self.value_of(x) for x in inputs))
 
         def made(value: torch.Tensor) -> HPUTensor:
@@ -238,7 +240,8 @@ class Bridge:
     def _compute(self, func: Any, leaves: list[Any], spec: Spec) -> tuple[list[Any], Spec]:
         kernel = kernel_for(func, leaves, lazy=self.lazy)
         if not self.lazy:
-            values, shape = flatten(compute(kernel, values_of(leaves), spec))
+            with self._products():
+                values, shape = flatten(compute(kernel, values_of(leaves), spec))
             made = [self._owned(x) if isinstance(x, torch.Tensor) else x for x in values]
             self.computed += 1
         else:
@@ -340,9 +343,12 @@ class Bridge:
             self.counters.recipes += not _is_on_disk(signature)
 
     def _run(self, program: Program) -> None:
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with torch.inference_mode(mode=False), torch.no_grad(), self._products():
             program.run()
         self.computed += len(program.calls)
+
+    def _products(self) -> AbstractContextManager[Any]:
+        return RoundedProducts() if self.rounds_products else nullcontext()
 
     def _allocate(self, nbytes: int) -> Allocation:
         allocation = Allocation(nbytes, self.memory)

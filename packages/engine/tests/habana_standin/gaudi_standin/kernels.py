@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 aten = torch.ops.aten
 
@@ -26,6 +27,30 @@ _INDEX_PUT = {
     aten._index_put_impl_.default,
 }
 _INDEX_REDUCE = {aten.index_reduce.default, aten.index_reduce_.default}
+
+
+_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default}
+
+
+class RoundedProducts(TorchDispatchMode):
+    """fp32 matrix products of inputs with the mantissa of TF32, 10 bits.
+
+    That is what devices may do whose matrix engines have narrower types (huggingface/transformers#
+    48428). The numbers of Intel's are not public, so it applies where `Bridge.rounds_products` is
+    set: by default tokens can be compared with the CPU's.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PRODUCTS:
+            args = (*args[:-2], *map(_with_short_mantissa, args[-2:]))
+        return func(*args, **(kwargs or {}))
+
+
+def _with_short_mantissa(value: torch.Tensor) -> torch.Tensor:
+    if value.dtype is not torch.float32:
+        return value
+    bits = value.contiguous().view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
 
 
 def name_of(func: Any) -> str:

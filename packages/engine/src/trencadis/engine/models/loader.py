@@ -37,7 +37,7 @@ from trencadis.engine.models.pooling import (
     is_headless_decoder,
     remove_head,
 )
-from trencadis.engine.models.rotary import pin_frequencies
+from trencadis.engine.models.rotary import angles_of, check_angles, pin_frequencies
 from trencadis.engine.models.score_heads import (
     as_scorer,
     check_labels,
@@ -197,7 +197,11 @@ def load_model(
         remove_head(model)
     declare_layers(model, [layer.within(max_model_len) for layer in spec.layers])
     pin_frequencies(model, max_model_len)
-    return model.to(device).eval().requires_grad_(requires_grad=False)  # type: ignore[no-any-return]
+    angles = {} if device.type == "cpu" else angles_of(model, max_model_len)
+    model = model.to(device).eval().requires_grad_(requires_grad=False)
+    if angles:
+        check_angles(model, max_model_len, angles)
+    return model  # type: ignore[no-any-return]
 
 
 def num_weight_bytes(model: nn.Module) -> int:

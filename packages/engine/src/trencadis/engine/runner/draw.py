@@ -7,10 +7,9 @@ sampler runs `draw_tokens`; the host's takes shorter ways to the same tokens.
 the k-th; top_p sums up probabilities as multiples of 2**-30, so that the order of a sum does not
 matter, and counts a target as reached within 2**-22 of it.
 
-A limit is found by bisection over the bits of a distance, 31 sums of each row: no sort, no scatter
-and no shape that depends on values. All operations have Gaudi kernels (``scripts/hpu_op.yaml`` of
-HabanaAI/gaudi-pytorch-bridge 1.19.0: ``index_select`` 3675, ``bitwise_xor`` 2090,
-``bitwise_right_shift`` 2037, ``sum`` 6411 with Int, ``amin`` 1446, ``log1p`` 3945).
+All operations have Gaudi kernels (``scripts/hpu_op.yaml`` of HabanaAI/gaudi-pytorch-bridge 1.19.0:
+``index_select`` 3675, ``bitwise_xor`` 2090, ``bitwise_right_shift`` 2037, ``amin`` 1446, ``gather``
+3109, ``log1p`` 3945), and no shape depends on values.
 """
 
 from __future__ import annotations
@@ -26,6 +25,7 @@ import torch
 from trencadis.engine.api.sampling_params import SamplingParams
 from trencadis.engine.runner.gumbel import NUM_KEYS, draw_keys, log_times
 from trencadis.engine.runner.sampling_rows import NO_TOKEN
+from trencadis.engine.runner.sorted_chunks import CHUNK, PROBABILITY_UNIT, SortedChunks
 from trencadis.engine.runner.step import IntArray, RowRequest
 
 NUM_FLOATS = 4
@@ -34,12 +34,10 @@ NUM_FLOATS = 4
 WORDS_PER_ROW = NUM_FLOATS + 2 + NUM_KEYS
 
 _MIN_TEMPERATURE = 1e-5
-_UNIT = 2.0**30
-"""A probability of 1 as an integer. Sums of a vocabulary's rounded parts stay below 2**31."""
-
 _WITHIN = 1.0 - 2.0**-22
 _LARGEST = 2**31 - 1
-_EXPONENT_BITS, _FRACTION_BITS, _EXPONENT_BIAS = 8, 23, 127
+_LEAST_DISTANCE = 2.0**-126
+"""The least normal number: smaller distances count as equal, as on devices without others."""
 
 
 class DrawKind(enum.IntEnum):
@@ -94,6 +92,30 @@ class DrawNumbers:
         return DrawNumbers(*(getattr(self, field.name)[rows] for field in attrs.fields(type(self))))
 
 
+@attrs.frozen(eq=False)
+class Kept:
+    """The tokens that a row keeps: ``best - scaled <= limit``, both ``[rows, 1]``.
+
+    ``best`` is the largest scaled logit.
+    """
+
+    best: torch.Tensor
+    limit: torch.Tensor
+
+    @classmethod
+    def of(
+        cls,
+        best: torch.Tensor,
+        numbers: DrawNumbers,
+        limit_k: torch.Tensor,
+        limit_p: torch.Tensor,
+    ) -> Kept:
+        """By the distances from the best that top_k and top_p reach."""
+        limit_p = torch.where(numbers.top_p < 1.0, limit_p, math.inf)
+        limit = torch.minimum(limit_k, limit_p).clamp_min(_LEAST_DISTANCE)
+        return cls(best, torch.minimum(limit, numbers.max_distance))
+
+
 def slots_of(words: torch.Tensor) -> torch.Tensor:
     """The slot of each row in ``words`` of `pack_numbers`, int64 ``[rows]``."""
     return words[:, -1].long()
@@ -131,22 +153,41 @@ def draw_tokens(
 
     ``token_ids`` is ``[1, vocabulary]``, 0 to vocabulary - 1.
     """
-    return first_largest(draw_scores(logits, numbers, token_ids, kind), token_ids)
+    kept = kept_of(logits, numbers, kind) if kind >= DrawKind.TOP_P else None
+    scores = draw_scores(logits, numbers, token_ids, kind, kept)
+    whole = logits.shape[-1] - logits.shape[-1] % CHUNK
+    if whole <= CHUNK:
+        return first_largest(scores, token_ids)
+    # The largest of each chunk, then its place in one chunk: the logits are read once.
+    largest = scores[:, :whole].view(len(scores), -1, CHUNK).amax(-1)
+    if whole < logits.shape[-1]:
+        largest = torch.cat((largest, scores[:, whole:].amax(-1, keepdim=True)), dim=1)
+    last = largest.shape[-1] - 1
+    chunk = first_largest(largest, token_ids[:, : last + 1])
+    first = (chunk.clamp_max(last) * CHUNK).clamp_max(logits.shape[-1] - CHUNK)
+    ids = first[:, None] + token_ids[:, :CHUNK]
+    scores = draw_scores(logits.gather(1, ids.long()), numbers, ids, kind, kept)
+    return torch.where(chunk == NO_TOKEN, chunk, first_largest(scores, ids))
 
 
 def draw_scores(
-    logits: torch.Tensor, numbers: DrawNumbers, token_ids: torch.Tensor, kind: DrawKind
+    logits: torch.Tensor,
+    numbers: DrawNumbers,
+    token_ids: torch.Tensor,
+    kind: DrawKind,
+    kept: Kept | None = None,
 ) -> torch.Tensor:
-    """A score for each token; the token with the largest is drawn."""
+    """A score for each token; the token with the largest is drawn.
+
+    ``logits`` are those of ``token_ids``, ``[rows or 1, tokens]``. ``kept``: None for all tokens.
+    """
     if kind is DrawKind.GREEDY:
         return logits
     scaled = logits / numbers.temperature
     scores = scaled - numbers.randomness * log_times(token_ids, numbers.keys)
-    if kind is DrawKind.RANDOM:
+    if kept is None:
         return scores
-    distance = scaled.amax(-1, keepdim=True) - scaled
-    kept = _keep_top(distance, numbers, integer_probabilities(scaled), kind)
-    return torch.where(kept & (distance <= numbers.max_distance), scores, -math.inf)
+    return torch.where(kept.best - scaled <= kept.limit, scores, -math.inf)
 
 
 def first_largest(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
@@ -163,59 +204,24 @@ def first_largest(scores: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor
     return found.to(torch.int32)
 
 
+def kept_of(logits: torch.Tensor, numbers: DrawNumbers, kind: DrawKind) -> Kept:
+    """The tokens that min_p, top_k and top_p keep, by `sorted_chunks`."""
+    chunks = SortedChunks.of(logits, numbers.temperature)
+    weights = chunks.weighed()
+    if kind is DrawKind.TOP_K:
+        limit_k = chunks.counted().reaching(numbers.top_k.clamp_max(logits.shape[-1]))
+        total = weights.up_to(limit_k)
+    else:
+        limit_k, total = torch.full_like(chunks.best, math.inf), weights.total()
+    limit_p = weights.reaching(top_p_target(numbers.top_p, total))
+    return Kept.of(chunks.best, numbers, limit_k, limit_p)
+
+
 def integer_probabilities(scaled: torch.Tensor) -> torch.Tensor:
     """The softmax of each row in multiples of 2**-30, int32."""
-    return (torch.softmax(scaled, dim=-1) * _UNIT).to(torch.int32)
+    return (torch.softmax(scaled, dim=-1) * PROBABILITY_UNIT).to(torch.int32)
 
 
 def top_p_target(top_p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
     """The sum of integer probabilities that top_p asks for, of ``total``."""
     return (top_p * total.float()).to(torch.int32)
-
-
-def _keep_top(
-    distance: torch.Tensor, numbers: DrawNumbers, weights: torch.Tensor, kind: DrawKind
-) -> torch.Tensor:
-    """Mask of the tokens that top_k, and then top_p, keep."""
-    if kind is DrawKind.TOP_K:
-        k = numbers.top_k.clamp_max(distance.shape[-1])
-        limit_k = _limit(distance, torch.ones_like(weights), k)
-        weights = weights * (distance <= limit_k)
-    total = weights.sum(-1, keepdim=True, dtype=torch.int32)
-    limit = _limit(distance, weights, top_p_target(numbers.top_p, total))
-    limit = torch.where(numbers.top_p < 1.0, limit, math.inf)
-    if kind is DrawKind.TOP_K:
-        limit = torch.minimum(limit, limit_k)
-    return distance <= limit
-
-
-def _limit(distance: torch.Tensor, weights: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The least limit ``[rows, 1]`` for which the weights of distances up to it reach ``target``.
-
-    The bits of the limit are found from the highest on, each as the float that it adds: first the
-    exponent, then the fraction. Distances below 2**-126 count as equal.
-    """
-    limit = torch.zeros_like(distance[:, :1])
-    for position in reversed(range(_EXPONENT_BITS)):
-        size = 1 << position
-        raised = limit * 2.0 ** min(size, _EXPONENT_BIAS)
-        tried = torch.where(limit > 0, raised, 2.0 ** (size - _EXPONENT_BIAS))
-        limit = _raised(limit, tried, distance, weights, target)
-    power = limit
-    for position in range(1, _FRACTION_BITS + 1):
-        tried = limit + power * 2.0**-position
-        limit = _raised(limit, tried, distance, weights, target)
-    return torch.where(limit > 0, limit, 2.0 ** (1 - _EXPONENT_BIAS))
-
-
-def _raised(
-    limit: torch.Tensor,
-    tried: torch.Tensor,
-    distance: torch.Tensor,
-    weights: torch.Tensor,
-    target: torch.Tensor,
-) -> torch.Tensor:
-    """``tried`` where the weights below it do not reach ``target``, else ``limit``."""
-    # On the CPU a product with a mask takes a tenth of the time of `torch.where`.
-    reached = (weights * (distance < tried)).sum(-1, keepdim=True, dtype=torch.int32)
-    return torch.where(reached >= target, limit, tried)

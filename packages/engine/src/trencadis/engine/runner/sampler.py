@@ -21,6 +21,7 @@ import torch
 
 from trencadis.engine.api.outputs import PositionLogprobs, TokenLogprob
 from trencadis.engine.grammars.matcher import allowed_tokens
+from trencadis.engine.runner.bisection import kept_by_bisection
 from trencadis.engine.runner.draw import (
     NUM_FLOATS,
     DrawKind,
@@ -199,10 +200,11 @@ def _draw(logits: torch.Tensor, rows: Sequence[RowRequest]) -> torch.Tensor:
 def _draw_from_all(logits: torch.Tensor, numbers: DrawNumbers, kind: DrawKind) -> torch.Tensor:
     """Draw with the arithmetic of every device, a few rows at a time."""
     token_ids = torch.arange(logits.shape[-1], dtype=torch.int32)[None]
-    drawn = [
-        argmax_in_blocks(draw_scores(logits[rows], numbers.rows(rows), token_ids, kind))
-        for rows in _few_rows(logits)
-    ]
+    drawn = []
+    for rows in _few_rows(logits):
+        few, their = logits[rows], numbers.rows(rows)
+        kept = kept_by_bisection(few, their, kind) if kind >= DrawKind.TOP_P else None
+        drawn.append(argmax_in_blocks(draw_scores(few, their, token_ids, kind, kept)))
     return torch.cat(drawn)
 
 

@@ -80,6 +80,9 @@ Runner = Literal["generate", "pooling"]
 ScorePrompt = Literal["auto", "template", "qwen3-reranker", "conversation", "joined"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
 
+GRID_VARIABLE = "VLLM_BUCKETING_GRID"
+"""Named as ``VLLM_BUCKETING_STRATEGY``; the plugin has grids of one kind and no variable for it."""
+
 GRIDS = ("paged", "seq", "learn")
 FITTED = "fitted:"
 """Values of `EngineConfig.bucket_grid`, and the beginning of one that names a file."""
@@ -305,6 +308,7 @@ class EngineConfig(CapacitySettings):
         "paged",
         _check_grid,
         "--bucketing",
+        env=GRID_VARIABLE,
         metavar="GRID",
         group=MEMORY,
         help="what a bucket is: paged, batch size and new tokens and KV blocks; seq, batch "
@@ -521,7 +525,7 @@ class EngineConfig(CapacitySettings):
         """
         warn_of_misspelt_variables(environ, (*variables_of(cls), *library_variables()))
         bucketing, graphs, defrag = library_settings(environ)
-        grid = settings.get("bucket_grid")
+        grid = settings.get("bucket_grid", environ.get(GRID_VARIABLE, "").strip())
         if isinstance(grid, str) and grid == "seq" and not sets_strategy(environ):
             bucketing = attrs.evolve(bucketing, strategy="lin")  # that of seed 002
         found: dict[str, Any] = {

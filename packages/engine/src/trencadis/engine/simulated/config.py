@@ -37,6 +37,7 @@ from trencadis.engine.settings.library_settings import (
     library_settings,
     library_variables,
 )
+from trencadis.engine.simulated.cost_model import LOGIT_READS
 from trencadis.engine.simulated.hardware import HARDWARE
 from trencadis.engine.validators import boolean, integer, number, one_of
 from trencadis.kvcache import DefragConfig
@@ -91,6 +92,14 @@ class SimulationConfig(CapacitySettings):
         group=MODEL,
         help="where tokens are sampled: host copies all logits over the link, device only the "
         "tokens",
+    )
+    draw: str = setting_field(
+        "greedy",
+        one_of(tuple(LOGIT_READS)),
+        "--draw",
+        group=MODEL,
+        help="what requests ask of the device's sampler: the most likely token, any, or one of "
+        "those that top_p or top_k keep, for which it reads the logits more often",
     )
     async_scheduling: bool = setting_field(
         False,

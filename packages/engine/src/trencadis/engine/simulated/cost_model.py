@@ -24,6 +24,11 @@ rotary embedding, cache write, attention, activation; residuals are fused into n
 SAMPLER_LAUNCHES = 4
 """Unpacking the sampling parameters, editing the logits, drawing, collecting the ids."""
 
+LOGIT_READS = {"greedy": 1.1, "random": 1.15, "top_p": 4.9, "top_k": 5.6}
+"""How often the program of each kind of draw reads the logits: 128,256 tokens, pointwise operations
+fused (tests/logit_reads.py). A batch is drawn by one program, which its most demanding row asks
+for."""
+
 HOST_LOGIT_S = 1.6e-9
 """Seconds of the host per logit, to find the largest of a row: 32 rows of 128,256, PyTorch on one
 core of an AMD EPYC, 2026-11-21."""
@@ -73,6 +78,8 @@ class ForwardTimes:
 class CostModel:
     """Costs of one model on one accelerator, with a KV cache in blocks of ``block_size`` tokens.
 
+    ``draw``: what requests ask for, one of `LOGIT_READS`.
+
     A multiply-add counts as 2 operations. A prompt bucket has the axes (batch,
     query, context_blocks), a decode bucket (batch, blocks), as in `trencadis.bucketing`.
     """
@@ -80,6 +87,7 @@ class CostModel:
     model: ModelShape
     hardware: Hardware
     block_size: int
+    draw: str = "greedy"
 
     @property
     def block_bytes(self) -> int:
@@ -136,8 +144,10 @@ class CostModel:
         return self.hardware.copy_s + size / self.hardware.link_bytes_per_s
 
     def sample_s(self, rows: int) -> float:
-        """Seconds to sample ``rows`` rows of logits on the device: read them once, launch."""
-        read = rows * self._logit_bytes / self.hardware.achieved_bytes_per_s
+        """Seconds to sample ``rows`` rows of logits on the device: read them, launch."""
+        read = (
+            LOGIT_READS[self.draw] * rows * self._logit_bytes / self.hardware.achieved_bytes_per_s
+        )
         return read + SAMPLER_LAUNCHES * self.hardware.launch_s
 
     def fetch_s(self, rows: int) -> float:

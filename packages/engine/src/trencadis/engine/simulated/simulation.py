@@ -91,7 +91,7 @@ class Simulation:
     def _build(self) -> None:
         """Plan the memory and build the device, the grids, the cache and the scheduler."""
         config = self.config
-        costs = CostModel(self.model, self.hardware, config.block_size)
+        costs = CostModel(self.model, self.hardware, config.block_size, config.draw)
         memory = MemoryModel(self.model, self.hardware)
         free = memory.free_after_profile(token_budget(config), config.max_num_seqs)
         self.plan = MemoryPlan.from_profile(
