@@ -240,7 +240,8 @@ def attention_trial(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the kernel and of PyTorch: causal with padding, and biased.
 
-    ``width`` is that of a head, ``value_width`` of its values if they differ. ``queries`` and ``keys``: tokens, of keys the context included.
+    ``width`` is that of a head, ``value_width`` that of its values where it differs. ``queries``
+    and ``keys``: tokens, of keys the context included.
     """
     values = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, queries, width, generator=values).to(dtype)
