@@ -1,12 +1,14 @@
 """What one decode step costs on a Gaudi, in counts, beside those of Intel's plugin for vLLM.
 
 The engine serves a narrow model with the depth and the vocabulary of Llama 3.1 8B on the
-stand-in for a Gaudi (``packages/engine/tests/habana_standin``). The counts depend neither on the
-width nor on the machine: launches, copies between host and device, waits of the host, operations
-outside of recipes, recipes compiled after warm-up. Those of the plugin are read from its source,
-vllm-project/vllm-gaudi 091bbad, at the lines that `PLUGIN` gives::
+stand-in for a Gaudi (``packages/engine/tests/habana_standin``). The counts do not depend on the
+machine, and those of bytes alone on the width: launches, copies between host and device, waits of
+the host, operations outside of recipes, recipes compiled after warm-up, gathers, bytes that
+programs read and write. ``shared`` is one prompt with as many samples as the batch, ``moe`` has
+eight experts. Counts of the plugin are read from its source, vllm-project/vllm-gaudi 091bbad, at
+the lines that `PLUGIN` gives::
 
-    python benchmarks/hpu_steps.py [--mode eager|lazy] [--batch 1 32 128]
+    python benchmarks/hpu_steps.py [--mode eager|lazy] [--batch 1 32 128] [--kind greedy top-p]
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ STAND_IN = ROOT / "packages" / "engine" / "tests" / "habana_standin"
 
 LAYERS, VOCABULARY = 32, 128256
 PROMPT, STEPS = 130, 4
+SHARED_PROMPT = 900
 BLOCK = 128
+KINDS = ("greedy", "top-p", "shared", "moe")
 
 COLUMNS = (
     *("launches", "uploads", "upload_bytes", "downloads", "download_bytes"),
-    *("syncs", "fallbacks", "recipes"),
+    *("syncs", "fallbacks", "recipes", "gathers", "read_bytes", "written_bytes"),
 )
 
 PLUGIN = {
@@ -48,6 +52,16 @@ PLUGIN = {
     "syncs": (1, "get_output waits for the event of the copy (hpu_model_runner.py 569)"),
     "fallbacks": (0, ""),
     "recipes": (0, "all buckets are warmed up (docs/features/warmup.md)"),
+    "gathers": (
+        f"2 to {3 * LAYERS + 2}",
+        "rotary angles (ops/hpu_rotary_embedding.py 27), the rows to sample; maxima of blocks in "
+        "each layer without the fused kernel (extension/ops.py 77, 141-145), keys and values in "
+        "each layer where prefix caching turns contiguous reading off (extension/utils.py 86-93, "
+        "platform.py 241). Experts: mixture_of_experts, none "
+        "(extension/ops.py 707)",
+    ),
+    "read_bytes": ("not counted", "with prefix caching each block once for each of its owners"),
+    "written_bytes": ("not counted", "with prefix caching what was gathered, too"),
 }
 """Per decode step of greedy requests in eager mode with asynchronous scheduling, and where."""
 
@@ -56,31 +70,35 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--mode", choices=("eager", "lazy"), default="eager")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32, 128])
+    parser.add_argument("--kind", choices=KINDS, nargs="+", default=list(KINDS))
     options = parser.parse_args()
     os.environ["PT_HPU_LAZY_MODE"] = {"eager": "0", "lazy": "1"}[options.mode]
     os.environ["PT_HPU_RECIPE_CACHE_CONFIG"] = ",false,1024,false"
     os.environ.setdefault("GAUDI_STANDIN_MEMORY", str(16 << 30))
     sys.path.insert(0, str(STAND_IN))
-    with tempfile.TemporaryDirectory() as directory:
-        save_model(directory)
-        print(f"Per decode step, {LAYERS} layers, vocabulary {VOCABULARY}, {options.mode} mode")
-        print(f"| batch | {' | '.join(COLUMNS)} |")
-        print("|---" * (len(COLUMNS) + 1) + "|")
-        for batch in options.batch:
-            counted = count_step(directory, batch)
-            print(f"| {batch} | {' | '.join(f'{counted[name]:,}' for name in COLUMNS)} |")
+    print(f"Per decode step, {LAYERS} layers, vocabulary {VOCABULARY}, {options.mode} mode")
+    print(f"| kind, batch | {' | '.join(COLUMNS)} |")
+    print("|---" * (len(COLUMNS) + 1) + "|")
+    for kind in options.kind:
+        with tempfile.TemporaryDirectory() as directory:
+            save_model(directory, experts=kind == "moe")
+            for batch in options.batch:
+                counted = count_step(directory, batch, kind)
+                figures = " | ".join(f"{counted[name]:,}" for name in COLUMNS)
+                print(f"| {kind}, {batch} | {figures} |", flush=True)
     print(f"| vllm-gaudi | {' | '.join(str(PLUGIN[name][0]) for name in COLUMNS)} |")
     for name in COLUMNS:
         if PLUGIN[name][1]:
             print(f"- {name}: {PLUGIN[name][1]}")
 
 
-def save_model(directory: str) -> None:
+def save_model(directory: str, *, experts: bool) -> None:
     """A checkpoint with the depth and vocabulary of Llama 3.1 8B, in bf16."""
     import torch  # noqa: PLC0415 - after the environment is set
-    from transformers import LlamaConfig, LlamaForCausalLM  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-    config = LlamaConfig(
+    config = AutoConfig.for_model(
+        "mixtral" if experts else "llama",
         vocab_size=VOCABULARY,
         hidden_size=32,
         intermediate_size=64,
@@ -88,14 +106,15 @@ def save_model(directory: str) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=8,
-        max_position_embeddings=1024,
+        max_position_embeddings=2048,
         eos_token_id=None,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(directory)
+    model = AutoModelForCausalLM.from_config(config)
+    model.to(torch.bfloat16).save_pretrained(directory)
 
 
-def count_step(directory: str, batch: int) -> dict[str, int]:
-    """The largest counts of some steps that decode ``batch`` greedy sequences, after warm-up.
+def count_step(directory: str, batch: int, kind: str) -> dict[str, int]:
+    """The largest counts of the last steps that decode ``batch`` sequences, after warm-up.
 
     No block moves in them, since no sequence has ended.
     """
@@ -111,20 +130,22 @@ def count_step(directory: str, batch: int) -> dict[str, int]:
     def only(size: int) -> AxisConfig:
         return AxisConfig(min=size, step=size, max=size)
 
+    length = SHARED_PROMPT if kind == "shared" else PROMPT
+    max_len = (length // BLOCK + 1) * BLOCK
     # The scheduler admits nobody into the last 1 % of the cache.
-    blocks = batch * 2 * 51 // 50 + 1
+    blocks = (batch * 2 + length // BLOCK) * 51 // 50 + 1
     core = EngineCore(
         EngineConfig(
             model=directory,
             device="hpu",
-            max_model_len=2 * BLOCK,
+            max_model_len=max_len,
             max_num_seqs=batch,
             num_blocks=blocks,
             num_host_blocks=0,
             enable_prefix_caching=False,
             bucketing=BucketingConfig(
                 prompt_batch=only(1),
-                prompt_query=only(2 * BLOCK),
+                prompt_query=only(max_len),
                 prompt_context=AxisConfig(min=0, step=1, max=0),
                 decode_batch=only(batch),
                 decode_blocks=only(blocks),
@@ -134,9 +155,14 @@ def count_step(directory: str, batch: int) -> dict[str, int]:
     core.warm_up()
     # The first prompts decode while the last are computed.
     lead = batch * PROMPT // core.config.max_num_batched_tokens + 1
-    params = SamplingParams(temperature=0, max_tokens=lead + STEPS, ignore_eos=True)
-    for key in range(batch):
-        core.add(str(key), GenerateRequest(tuple(range(key, key + PROMPT)), params))
+    drawn: dict[str, Any] = {"temperature": 0}
+    if kind == "top-p":
+        drawn = {"temperature": 0.8, "top_p": 0.9, "seed": 1}
+    elif kind == "shared":
+        drawn = {"temperature": 0.8, "seed": 1, "n": batch}
+    params = SamplingParams(**drawn, max_tokens=lead + STEPS, ignore_eos=True)
+    for key in range(1 if kind == "shared" else batch):
+        core.add(str(key), GenerateRequest(tuple(range(key, key + length)), params))
     counted: list[Any] = []
     while core.has_work:
         before, stats = BRIDGE.counters.copy(), core.stats
@@ -144,7 +170,8 @@ def count_step(directory: str, batch: int) -> dict[str, int]:
         decoded_only = core.stats.num_prefill_tokens == stats.num_prefill_tokens
         if num_tokens == batch and decoded_only:
             counted.append(BRIDGE.counters.since(before))
-    return {name: max(getattr(step, name) for step in counted) for name in COLUMNS}
+    # The first steps also copy blocks, where the samples of a prompt part.
+    return {name: max(getattr(step, name) for step in counted[-STEPS:]) for name in COLUMNS}
 
 
 if __name__ == "__main__":

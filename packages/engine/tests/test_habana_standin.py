@@ -647,7 +647,8 @@ def test_a_compiled_region_keeps_index_copy_in_place_and_copies_other_updates(ea
     assert counted.copied_bytes == new.nbytes
 
 
-def test_a_compiled_region_is_broken_by_what_its_compiler_leaves_out(eager_gaudi):
+def test_a_compiled_region_is_broken_by_what_its_compiler_leaves_out(eager_gaudi, monkeypatch):
+    monkeypatch.setenv("PT_HPU_USE_EAGER_FALLBACK", "1")
     values = torch.arange(8.0, device=DEVICE).view(4, 2)
     rows = torch.tensor([1, 3]).to(DEVICE)
 
@@ -657,7 +658,7 @@ def test_a_compiled_region_is_broken_by_what_its_compiler_leaves_out(eager_gaudi
     result, counted = count_region(eager_gaudi, select, values, rows)
     assert result.tolist() == [[5, 7], [13, 15]]
     assert counted.eager_fallbacks == {"index": 1}
-    assert counted.launches == 3
+    assert (counted.launches, counted.partitions) == (3, 2)
 
     def write(values, rows):
         values = values * 1
@@ -666,6 +667,90 @@ def test_a_compiled_region_is_broken_by_what_its_compiler_leaves_out(eager_gaudi
 
     _, counted = count_region(eager_gaudi, write, values, rows)
     assert counted.eager_fallbacks == {"index_put": 1}
+
+
+def zero_columns(values, ids):
+    values[:, ids] = 0.0
+    return values
+
+
+OUTSIDE = {
+    "the compiler leaves it out": lambda x, ids: x[ids],
+    "an index is None": lambda x, ids: zero_columns(x * 1, ids),
+    "a scalar is NaN": lambda x, ids: (x + 1).clamp(float("nan")),
+    "a scalar is a bool": lambda x, ids: torch.full((4,), True, device=x.device) & (ids[0] > 0),
+    "int64 is not permuted": lambda x, ids: ids.view(1, 2).permute(1, 0) + 1,
+    "not in hpu_op.yaml": lambda x, ids: torch.special.i1(x),
+    "no kernel for these arguments": lambda x, ids: x.index_reduce(0, ids, x[:2], "mean"),
+    "does not take torch.int64": lambda x, ids: ids.roll(1) + 1,
+    "does not take torch.float16": lambda x, ids: torch.nan_to_num(x.half()),
+}
+"""Programs that a recipe cannot hold, by the reason."""
+
+
+@pytest.mark.parametrize("reason", OUTSIDE)
+def test_what_is_left_out_of_recipes_is_an_error_unless_fallbacks_are_allowed(
+    eager_gaudi, monkeypatch, reason
+):
+    from gaudi_standin import PlacementViolation
+
+    x, ids = torch.ones(4, 4, device=DEVICE), torch.tensor([0, 2]).to(DEVICE)
+    with pytest.raises(PlacementViolation, match=reason):
+        count_region(eager_gaudi, OUTSIDE[reason], x, ids)
+    monkeypatch.setenv("PT_HPU_USE_EAGER_FALLBACK", "1")
+    torch._dynamo.reset()
+    _, counted = count_region(eager_gaudi, OUTSIDE[reason], x, ids)
+    assert counted.eager_fallbacks.total() == 1
+
+
+@pytest.mark.parametrize(
+    ("run", "gathers", "read", "written"),
+    [
+        # 4 x 8 fp32 are 128 bytes, 2 rows of them 64, two ids 16.
+        (lambda x, y, ids: x * 2 + y, 0, 256, 128),
+        (lambda x, y, ids: (x * (y < 1)).sum(-1), 0, 256, 16),
+        (lambda x, y, ids: torch.softmax(x * 2, -1) + y, 0, 128 + 256, 256),
+        (lambda x, y, ids: x.index_select(0, ids) + 1, 1, 64 + 16 + 64, 128),
+        (lambda x, y, ids: x[:, :1].expand(4, 8) + y, 0, 16 + 128, 128),
+        (lambda x, y, ids: x.index_copy_(0, ids, y[:2]), 0, 64 + 16, 64),
+    ],
+    ids=["fused", "masked sum", "two passes", "gather", "repeated column", "in place"],
+)
+@pytest.mark.parametrize("mode", ["lazy", "eager"])
+def test_gathers_and_bytes_of_a_program_are_counted(stand_in, mode, run, gathers, read, written):
+    with stand_in(mode) as bridge, torch.inference_mode():
+        x, y = (torch.ones(4, 8, device=DEVICE) for _ in range(2))
+        ids = torch.tensor([0, 2]).to(DEVICE)
+        mark_step()
+        if mode == "eager":
+            _, counted = count_region(bridge, run, x, y, ids)
+        else:
+            graph, _output = capture(lambda: run(x, y, ids))
+            before = bridge.counters.copy()
+            graph.replay()
+            counted = bridge.counters.since(before)
+            assert counted.replays == 1
+        assert counted.gathers == gathers
+        assert (counted.read_bytes, counted.written_bytes) == (read, written)
+
+
+def test_an_operation_alone_reads_and_writes_whole_tensors(eager_gaudi):
+    x = torch.ones(4, 8, device=DEVICE)
+    before = eager_gaudi.counters.copy()
+    (x * 2 + x).index_select(0, torch.tensor([0, 2], device=DEVICE))
+    counted = eager_gaudi.counters.since(before)
+    assert counted.gathers == 1
+    assert (counted.read_bytes, counted.written_bytes) == (128 + 256 + 80, 256 + 64)
+
+
+def test_traces_and_calls_of_the_compiler_are_counted(eager_gaudi):
+    before = eager_gaudi.counters.copy()
+    x = torch.ones(2, device=DEVICE)
+    for _ in range(2):  # as two engines do
+        function = compiled(torch.fx.symbolic_trace(lambda x: x * 3))
+        function(x), function(x)
+    counted = eager_gaudi.counters.since(before)
+    assert (counted.compile_calls, counted.traces) == (2, 2)
 
 
 def test_a_recipe_holds_no_view_to_another_dtype(eager_gaudi):
@@ -679,9 +764,9 @@ def test_a_recipe_holds_no_view_to_another_dtype(eager_gaudi):
 
 @pytest.mark.skipif("TRENCADIS_TEST_DEVICE" in os.environ, reason="the session keeps it")
 def test_the_stand_in_leaves_pytorch_as_it_was(stand_in):
-    before = torch.Tensor.to, torch.tensor, torch.as_tensor
+    before = torch.Tensor.to, torch.tensor, torch.as_tensor, torch.compile
     with stand_in("lazy"):
         assert torch.hpu.is_available()
-    assert (torch.Tensor.to, torch.tensor, torch.as_tensor) == before
+    assert (torch.Tensor.to, torch.tensor, torch.as_tensor, torch.compile) == before
     assert not hasattr(torch, "hpu")
     assert torch.ones(2).to("cpu").tolist() == [1, 1]

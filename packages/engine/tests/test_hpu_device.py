@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -276,6 +277,90 @@ def test_a_warm_engine_replays_graphs_and_compiles_nothing(
     while core.has_work:
         core.step()
     assert len(replayed) >= 5, "a prompt and four decodes"
+
+
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_each_forward_pass_is_what_was_captured_or_compiled(stand_in, mode, tiny_model):
+    """Of requests that were served before: graphs are replayed, and programs run."""
+    config = EngineConfig(
+        model=str(tiny_model),
+        **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 16, "max_num_seqs": 2},
+        **{"dtype": "float32", "device": "hpu", "num_blocks": 13, "bucketing": FEW_BUCKETS},
+        **{"warmup": "none", "enable_prefix_caching": False},
+    )
+    with stand_in(mode) as machinery:
+        core = EngineCore(config)
+        core.warm_up()
+        for _ in range(3):  # a graph is captured in the step after the first use of its shape
+            before = machinery.counters.copy()
+            core.add("key", GenerateRequest(range(6), SamplingParams(temperature=0, max_tokens=4)))
+            while core.has_work:
+                core.step()
+        counted = machinery.counters.since(before)
+    passes = 4  # the prompt's, and one for each further token
+    if mode == "lazy":
+        assert counted.replays == passes
+    else:
+        programs = 2 + 2 + 1  # two layers, the two ends, the draw
+        assert (counted.partitions, counted.traces) == (programs * passes, 0)
+
+
+TWO_ENGINES = """
+import habana_frameworks.torch, torch
+from gaudi_standin import BRIDGE
+from trencadis.engine.devices import HPUDevice
+x = torch.ones(2, device="hpu")
+for _ in range(2):
+    HPUDevice().compile(torch.fx.symbolic_trace(lambda x: x * 3), [x])(x)
+counters = BRIDGE.counters
+assert (counters.compile_calls, counters.traces, counters.partitions) == (2, 2, 2), counters
+"""
+
+
+def test_a_program_that_tests_share_counts_for_each_engine_that_compiles_it():
+    stand_in = Path(__file__).parent / "habana_standin"
+    variables = {
+        "PYTHONPATH": os.pathsep.join([str(stand_in), os.environ.get("PYTHONPATH", "")]),
+        "GAUDI_STANDIN_ENGINE_TESTS": "1",
+        "PT_HPU_LAZY_MODE": "0",
+        "PT_HPU_RECIPE_CACHE_CONFIG": ",false,1024,false",
+    }
+    command = [sys.executable, "-c", TWO_ENGINES]
+    subprocess.run(command, env={**os.environ, **variables}, check=True, timeout=300)
+
+
+@alone
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_the_devices_own_settings_serve(stand_in, mode, tiny_model, monkeypatch):
+    """bf16, blocks of 128 tokens and the exponential grid.
+
+    In bf16 the most probable tokens may change places, so their log-probabilities are compared.
+    """
+    ways = (
+        SamplingParams(temperature=0, logprobs=0, max_tokens=4),
+        SamplingParams(temperature=0.8, top_p=0.9, seed=3, max_tokens=4),
+    )
+    prompts = [list(range(130)), list(range(40, 50))]
+
+    def serve(device, **settings):
+        llm = LLM(str(tiny_model), device=device, max_num_seqs=2, warmup="none", **settings)
+        return [llm.generate(prompts, params) for params in ways], llm.core
+
+    with stand_in(mode) as machinery:
+        monkeypatch.setattr(HPUDevice, "exponential_grid", True)
+        monkeypatch.setattr(HPUDevice, "dtypes", (torch.bfloat16,))
+        before = machinery.counters.copy()
+        found, core = serve("hpu")
+        assert core.config.block_size == 128
+        assert core.executor.worker.dtype is torch.bfloat16
+        assert not machinery.counters.since(before).fallbacks
+    assert all(len(answer.completions[0].token_ids) == 4 for way in found for answer in way)
+    for ours, theirs in zip(found[0], serve("cpu", dtype="bfloat16")[0][0], strict=True):
+        steps = zip(ours.completions[0].logprobs, theirs.completions[0].logprobs, strict=True)
+        for own, expected in ((one.chosen, other.chosen) for one, other in steps):
+            assert own.logprob == pytest.approx(expected.logprob, abs=0.25)
+            if own.token_id != expected.token_id:
+                break
 
 
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
@@ -656,6 +741,20 @@ def test_a_kernel_that_raises_does_not_keep_the_model_from_loading(
     assert norm_names(model) == {"LlamaRMSNorm"}
     assert device.attention.kernels.prompt_attention is None
     assert caplog.text.count("a trial raised synNodeCreateWithId failed\n") == 3
+
+
+def test_attention_is_tried_with_the_heads_of_the_model(lazy_gaudi, tiny_model, monkeypatch):
+    from habana_frameworks.torch.hpex import kernels
+
+    right, tried = kernels.FusedSDPA.apply, set()
+
+    def note(query, key, value, *given):
+        tried.add((query.shape[1], key.shape[1], query.shape[-1], value.shape[-1]))
+        return right(query, key, value, *given)
+
+    monkeypatch.setattr(kernels.FusedSDPA, "apply", note)
+    EngineCore(EngineConfig(model=str(tiny_model), device="hpu", max_model_len=48, warmup="none"))
+    assert tried == {(6, 2, 16, 16)}
 
 
 def test_kernels_that_do_not_load_or_give_another_shape_are_left_out(

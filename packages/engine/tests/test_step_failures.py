@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,14 +87,15 @@ def without(expected: dict[str, list[int]], *names: str) -> dict[str, list[int]]
 
 def fail_forward(core: EngineCore, is_broken: Callable[[Any], bool]) -> None:
     """Let the forward pass of each batch raise for which ``is_broken`` holds."""
-    run = core.executor.worker.runner.forward_runner.run
+    forward_runner = core.executor.worker.runner.forward_runner
 
-    def broken(batch: Any) -> Any:
+    def broken(run: Callable[[Any], Any], batch: Any) -> Any:
         if is_broken(batch):
             raise RuntimeError("defect in the model")
         return run(batch)
 
-    core.executor.worker.runner.forward_runner.run = broken
+    forward_runner.run = partial(broken, forward_runner.run)
+    forward_runner.probe = partial(broken, forward_runner.probe)
 
 
 def test_a_prompt_that_breaks_the_model_ends_alone(make_core, expected) -> None:

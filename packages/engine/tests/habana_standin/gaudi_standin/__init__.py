@@ -6,6 +6,19 @@ each, and which are not.
 """
 
 from gaudi_standin.bridge import BRIDGE
-from gaudi_standin.rules import GraphViolation, ScriptViolation, StaleOutput, StorageMoved
+from gaudi_standin.rules import (
+    GraphViolation,
+    PlacementViolation,
+    ScriptViolation,
+    StaleOutput,
+    StorageMoved,
+)
 
-__all__ = ["BRIDGE", "GraphViolation", "ScriptViolation", "StaleOutput", "StorageMoved"]
+__all__ = [
+    "BRIDGE",
+    "GraphViolation",
+    "PlacementViolation",
+    "ScriptViolation",
+    "StaleOutput",
+    "StorageMoved",
+]

@@ -32,6 +32,7 @@ from gaudi_standin.rules import (
 )
 from gaudi_standin.shapes import TensorOutline, outline
 from gaudi_standin.tensor import HPUTensor, on_device
+from gaudi_standin.traffic import traffic_of_calls
 from gaudi_standin.tree import Spec, flatten, map_only, unflatten
 
 _COPY = torch.ops.aten.copy_.default
@@ -76,8 +77,10 @@ class Bridge:
         program, self._pending = self._pending, Program()
         if not program.is_empty:
             self.compile(program.signature)
+            traffic = traffic_of_calls(program.calls, _is_held)
             self._run(program)
             self.counters.launches += 1
+            self.counters.move(traffic)
 
     def synchronize(self) -> None:
         """The host waits for what was started; what is only collected was not."""
@@ -103,13 +106,21 @@ class Bridge:
         if capture is None or capture.broken:
             return []
         capture.cut()
+        shared = capture.passed_on()
+
+        def is_kept(allocation: Allocation) -> bool:
+            return _is_held(allocation) or id(allocation) in shared
+
+        frozen = []
         for program in capture.programs:
+            traffic = traffic_of_calls(program.calls, is_kept)
             self.compile(("graph", program.signature))
             if not capture.dry_run:
                 self._run(program)
                 self.counters.launches += 1
-        passing = capture.made_inside - capture.passed_on()
-        return [FrozenProgram(program, passing) for program in capture.programs]
+                self.counters.move(traffic)
+            frozen.append(FrozenProgram(program, capture.made_inside - shared, traffic))
+        return frozen
 
     @torch.compiler.disable
     def read(self, tensor: HPUTensor, what: str, *, blocking: bool = True) -> torch.Tensor:
@@ -202,7 +213,9 @@ class Bridge:
         """Run a compiled region on device tensors, and count what it starts."""
         self.compile(region.signature)
         self.counters.launches += region.launches
+        self.counters.partitions += region.partitions
         self.counters.copied_bytes += region.copied_bytes
+        self.counters.move(region.traffic)
         self.counters.eager_fallbacks.update(region.left_out)
         self.counters.cpu_fallbacks.update(region.on_host)
         owners = {
@@ -323,6 +336,7 @@ class Bridge:
             single.append(call)
             self.compile(single.signature)
             self.counters.launches += 1
+            self.counters.move(traffic_of_calls(single.calls, lambda _: True))
 
     def _fall_back(self, func: Any, leaves: list[Any]) -> None:
         """The operation runs on the host: its inputs are copied there, its results back.
@@ -370,6 +384,11 @@ class Bridge:
 
 BRIDGE = Bridge()
 on_device(BRIDGE)
+
+
+def _is_held(allocation: Allocation) -> bool:
+    """Whether a program still has a tensor there."""
+    return allocation.users > 0
 
 
 def _is_on_disk(signature: Any) -> bool:

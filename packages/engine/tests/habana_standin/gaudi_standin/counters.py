@@ -14,6 +14,8 @@ from collections import Counter
 
 import attrs
 
+from gaudi_standin.traffic import Traffic
+
 
 @attrs.define
 class Counters:
@@ -23,7 +25,10 @@ class Counters:
     region, an operation in eager mode. ``recipes``: recipes that were compiled. ``syncs``: times
     that the host waited for the device. ``uploads`` and ``downloads``: copies from and to the
     host. ``copied_bytes``: tensors that an operation copies whole although it changes few of their
-    rows. ``eager_fallbacks``: operations of a compiled region that run outside of its recipes.
+    rows. ``gathers``, ``read_bytes`` and ``written_bytes``: see `gaudi_standin.traffic`.
+    ``compile_calls``: calls of ``torch.compile`` for the bridge's backend; ``traces``: graphs that
+    PyTorch traced for it. ``partitions``: recipes that compiled regions started. ``replays``: of
+    HPU graphs. ``eager_fallbacks``: operations of a compiled region outside of its recipes.
     ``cpu_fallbacks``: operations without a kernel, which run on the host.
     """
 
@@ -35,6 +40,13 @@ class Counters:
     downloads: int = 0
     download_bytes: int = 0
     copied_bytes: int = 0
+    gathers: int = 0
+    read_bytes: int = 0
+    written_bytes: int = 0
+    compile_calls: int = 0
+    traces: int = 0
+    partitions: int = 0
+    replays: int = 0
     eager_fallbacks: Counter[str] = attrs.field(factory=Counter)
     cpu_fallbacks: Counter[str] = attrs.field(factory=Counter)
 
@@ -50,6 +62,12 @@ class Counters:
         """What was counted after ``before``, an earlier copy."""
         names = [field.name for field in attrs.fields(Counters)]
         return Counters(**{n: getattr(self, n) - getattr(before, n) for n in names})
+
+    def move(self, traffic: Traffic) -> None:
+        """Count what a program reads and writes."""
+        self.gathers += traffic.gathers
+        self.read_bytes += traffic.read_bytes
+        self.written_bytes += traffic.written_bytes
 
     @property
     def fallbacks(self) -> int:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import attrs
 import torch
 
 from gaudi_standin.memory import Buffer
 from gaudi_standin.tree import Spec, flatten, unflatten
+
+if TYPE_CHECKING:
+    from gaudi_standin.traffic import Traffic
 
 Kind = Literal["compute", "view", "inplace"]
 
@@ -130,7 +133,8 @@ class FrozenProgram:
     rest exists during a replay alone.
     """
 
-    def __init__(self, program: Program, made_inside: set[int]) -> None:
+    def __init__(self, program: Program, made_inside: set[int], traffic: Traffic) -> None:
+        self.traffic = traffic
         self._fixed: dict[int, Buffer] = {}
         self._indices: dict[int, int] = {}
         self._made_inside = made_inside

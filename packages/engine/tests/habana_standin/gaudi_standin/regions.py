@@ -3,14 +3,14 @@
 Sources, in HabanaAI/gaudi-pytorch-bridge 1.19.0 under ``python_packages/habana_frameworks/torch/
 dynamo/compile_backend/``: ``backends.py`` (the graph is functionalised, with mutations of inputs
 kept as a ``copy_`` at its end), ``passes.py:2575-2635`` (of the operations in place,
-``index_copy_`` is restored), ``partitioner.py`` and ``shared_layer.py`` (operations that are left
-out of the recipes), ``passes.py:2398-2446`` (each recipe goes through TorchScript).
+``index_copy_`` is restored), ``partitioner.py`` (the recipes, between what `shared_layer` leaves
+out), ``passes.py:2398-2446`` (each recipe goes through TorchScript).
 """
 
 from __future__ import annotations
 
 import copy
-import math
+import os
 import warnings
 from collections import Counter
 from collections.abc import Sequence
@@ -23,50 +23,61 @@ from torch._functorch.compile_utils import strip_overloads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from gaudi_standin.kernels import name_of, runs_on_host
-from gaudi_standin.rules import ScriptViolation
+from gaudi_standin.kernels import name_of
+from gaudi_standin.rules import PlacementViolation, ScriptViolation
+from gaudi_standin.shared_layer import decompositions, has_no_kernel, why_left_out
+from gaudi_standin.traffic import Traffic, traffic_of_graph
 
 aten = torch.ops.aten
-
-_LEFT_OUT = {"addcmul", "index", "nonzero", "_unique2", "bincount", "slice_backward"}
-"""``hpu_fallback_op_list``, shared_layer.py:136-152, without the random number generator's."""
-
-_NO_BOOL_SCALAR = {"full": 1, "mul": 1}
-"""``bool_fallback_list``, shared_layer.py:245-249: which argument must not be a bool."""
-
-_INDEX_PUT = (aten.index_put.default, aten.index_put_.default)
 
 
 @attrs.frozen(eq=False)
 class Region:
     """A graph for one set of shapes.
 
-    ``launches``: recipes and operations that one call starts. ``copied_bytes``: bytes of inputs
-    that are copied whole because their update was not kept in place.
+    ``partitions``: recipes that one call starts. ``copied_bytes``: bytes of inputs that are copied
+    whole because their update was not kept in place.
     """
 
     graph: fx.GraphModule
     signature: tuple[str, ...]
-    launches: int
+    partitions: int
     copied_bytes: int
+    traffic: Traffic
     left_out: Counter[str]
     on_host: Counter[str]
 
+    @property
+    def launches(self) -> int:
+        """Recipes and operations outside of them."""
+        return self.partitions + self.left_out.total()
+
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Region:
-        """Functionalise ``module`` for inputs on the CPU and divide it into recipes."""
+        """Functionalise ``module`` for inputs on the CPU and divide it into recipes.
+
+        Raises `PlacementViolation` for an operation that does not belong in a recipe, unless the
+        bridge's ``PT_HPU_USE_EAGER_FALLBACK`` is 1: then it is counted.
+        """
         graph = _functionalised(module, inputs)
-        _restore_index_copies(graph)
-        operations = [node for node in graph.graph.nodes if _computes(node)]
-        outside = [node for node in operations if _is_left_out(node)]
+        reasons = {node: why_left_out(node) for node in _operations(graph)}
+        outside = [node for node, reason in reasons.items() if reason is not None]
+        if outside and os.environ.get("PT_HPU_USE_EAGER_FALLBACK", "0") != "1":
+            raise PlacementViolation(
+                "outside of recipes: "
+                + ", ".join(f"{node.target} ({reasons[node]})" for node in outside)
+            )
+        _restore_index_copies(graph, outside)
+        operations = [node for node in _operations(graph) if _computes(node) or node in outside]
         _check_script(graph, {node.name for node in outside})
         return cls(
             graph,
             (graph.code, *(f"{tuple(x.shape)} {x.stride()} {x.dtype}" for x in inputs)),
-            _num_recipes(operations, outside) + len(outside),
+            _num_recipes(operations, outside),
             sum(_size(node.args[0]) for node in operations if node.target is aten.copy_.default),
+            traffic_of_graph(graph.graph),
             Counter(name_of(node.target) for node in outside),
-            Counter(name_of(node.target) for node in outside if _has_no_kernel(node)),
+            Counter(name_of(node.target) for node in outside if has_no_kernel(node)),
         )
 
 
@@ -82,13 +93,13 @@ def _functionalised(module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> f
         mode = FakeTensorMode()
         fakes = [mode.from_tensor(x.detach()) for x in inputs]
         with mode:
-            traced = make_fx(functional)(*fakes)
+            traced = make_fx(functional, decomposition_table=decompositions())(*fakes)
     traced.graph.eliminate_dead_code()
     traced.recompile()
     return traced
 
 
-def _restore_index_copies(graph: fx.GraphModule) -> None:
+def _restore_index_copies(graph: fx.GraphModule, outside: Sequence[fx.Node]) -> None:
     """Compute ``index_copy`` in place where its result is copied back to an input.
 
     Only if the input has no other user, and no operation outside of the recipes reads the result
@@ -101,7 +112,7 @@ def _restore_index_copies(graph: fx.GraphModule) -> None:
         copies = [user for user in target.users if user.target is aten.copy_.default]
         if target.op != "placeholder" or len(target.users) != 2 or not copies:
             continue
-        if any(_computes(user) and _is_left_out(user) for user in node.users):
+        if any(user in outside for user in node.users):
             continue
         node.target = aten.index_copy_.default
         copies[0].replace_all_uses_with(node)
@@ -122,8 +133,7 @@ def _check_script(graph: fx.GraphModule, outside: set[str]) -> None:
         with recipes.graph.inserting_before(node):
             node.replace_all_uses_with(recipes.graph.placeholder(f"{node.name}_made"))
     recipes.graph.eliminate_dead_code()
-    targets = [node.target for node in recipes.graph.nodes]
-    expected = [x._schema for x in targets if isinstance(x, torch._ops.OpOverload)]
+    expected = [(node.target._schema, _given(node)) for node in _operations(recipes)]
     strip_overloads(recipes)
     recipes.recompile()
     with warnings.catch_warnings():
@@ -131,10 +141,16 @@ def _check_script(graph: fx.GraphModule, outside: set[str]) -> None:
         nodes = list(torch.jit.script(recipes).graph.nodes())
     calls = [x for x in nodes if not x.kind().startswith(("prim::", "aten::__getitem__"))]
     made = [torch._C.parse_schema(x.schema()) for x in calls]
-    for before, after in zip(expected, made, strict=True):
-        names = [[x.name for x in schema.arguments] for schema in (before, after)]
-        if before.name != after.name or names[0] != names[1]:
+    for (before, given), after in zip(expected, made, strict=True):
+        # Arguments that were not given may be another overload's: ``arange`` without a step.
+        if before.name != after.name or not given <= {x.name for x in after.arguments}:
             raise ScriptViolation(f"TorchScript makes {after} of {before}")
+
+
+def _given(node: fx.Node) -> set[str]:
+    """The names of the arguments that an operation is called with."""
+    names = [x.name for x in node.target._schema.arguments]  # type: ignore[union-attr]
+    return {*names[: len(node.args)], *node.kwargs}
 
 
 def _num_recipes(operations: Sequence[fx.Node], outside: Sequence[fx.Node]) -> int:
@@ -146,28 +162,13 @@ def _num_recipes(operations: Sequence[fx.Node], outside: Sequence[fx.Node]) -> i
     return recipes
 
 
+def _operations(graph: fx.GraphModule) -> list[fx.Node]:
+    return [n for n in graph.graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+
+
 def _computes(node: fx.Node) -> bool:
     """Whether the node is an operation; a view of a tensor alone is not work."""
-    return isinstance(node.target, torch._ops.OpOverload) and not node.target.is_view
-
-
-def _is_left_out(node: fx.Node) -> bool:
-    """``is_eager_fallback_required``, shared_layer.py:269-356."""
-    name = name_of(node.target)
-    if name in _LEFT_OUT or _has_no_kernel(node):
-        return True
-    if node.target in _INDEX_PUT and any(index is None for index in node.args[1]):
-        return True  # index_put_support_check, shared_layer.py:176-205
-    if name in _NO_BOOL_SCALAR and isinstance(node.args[_NO_BOOL_SCALAR[name]], bool):
-        return True
-    return any(
-        isinstance(x, float) and math.isnan(x) for x in node.args
-    )  # NaN, shared_layer.py:256-266
-
-
-def _has_no_kernel(node: fx.Node) -> bool:
-    leaves = [x.meta["val"] if isinstance(x, fx.Node) else x for x in node.args]
-    return runs_on_host(node.target, leaves, lazy=True)
+    return not node.target.is_view  # type: ignore[union-attr]
 
 
 def _is_device(value: Any) -> bool:

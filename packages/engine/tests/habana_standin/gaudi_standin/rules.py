@@ -22,6 +22,10 @@ class ScriptViolation(RuntimeError):
     """An operation of a compiled region that TorchScript turns into another one."""
 
 
+class PlacementViolation(RuntimeError):
+    """An operation of a compiled region for which its compiler has no place in a recipe."""
+
+
 class StaleOutput(RuntimeError):
     """A graph's output is read after a later replay has overwritten it."""
 

@@ -6,6 +6,7 @@ The real one registers kernels for the ``HPU`` dispatch key and replaces functio
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -41,6 +42,7 @@ def apply(module: ModuleType) -> None:
     _replace(torch, "tensor", made_on_device(torch.tensor))
     _replace(torch.Tensor, "pin_memory", _pin_memory)
     _replace(torch, "as_tensor", made_on_device(torch.as_tensor))
+    _replace(torch, "compile", _counted(torch.compile))
 
 
 def on_removal(undo: Callable[[], None]) -> None:
@@ -57,6 +59,17 @@ def take_back() -> None:
 def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:
     """A copy; that it is pinned changes time alone (``HPUHooks::getPinnedMemoryAllocator``)."""
     return self.clone()
+
+
+def _counted(compile_: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile``, with its calls for the bridge's backend counted."""
+
+    @functools.wraps(compile_)
+    def compile_counted(*args: Any, **kwargs: Any) -> Any:
+        BRIDGE.counters.compile_calls += kwargs.get("backend") == "hpu_backend"
+        return compile_(*args, **kwargs)
+
+    return compile_counted
 
 
 def _forget_module() -> None:

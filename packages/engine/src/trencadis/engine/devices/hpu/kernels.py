@@ -26,6 +26,7 @@ from trencadis.engine.devices.kernel_trial import (
     WrongShapeError,
     largest_difference,
 )
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import MASKED
 
 logger = logging.getLogger("trencadis.engine")
@@ -60,8 +61,9 @@ def use_fused_kernels(model: nn.Module, device: torch.device, softmax_mode: str)
     dtype = next(model.parameters()).dtype
     _use_norms(model)
     _use_rotary(model, dtype, device)
+    heads = _head_shapes(model)
     return Kernels(
-        _usable_attention(dtype, device, softmax_mode), _usable_adjustment(dtype, device)
+        _usable_attention(heads, dtype, device, softmax_mode), _usable_adjustment(dtype, device)
     )
 
 
@@ -177,18 +179,49 @@ def _merge(first: _Partial, second: _Partial) -> _Partial:
     return (first[0] * weights[0] + second[0] * weights[1]) / total, peak, total
 
 
+_HeadShape = tuple[int, int, int, int]
+"""Heads of queries, heads of keys and values, width of a key, width of a value."""
+
+
+def _head_shapes(model: nn.Module) -> list[_HeadShape]:
+    """Those of the model's layers, or of Llama's where the layers were not declared."""
+    specs = [vars(module).get("layer_spec") for module in model.modules()]
+    shapes = {
+        (spec.heads, spec.kv_heads, spec.key_width, spec.value_width)
+        for spec in specs
+        if isinstance(spec, LayerSpec) and spec.kv_heads
+    }
+    return sorted(shapes) or [(4, 2, 64, 64)]
+
+
 def _usable_attention(
-    dtype: torch.dtype, device: torch.device, softmax_mode: str
+    heads: list[_HeadShape], dtype: torch.dtype, device: torch.device, softmax_mode: str
 ) -> PromptKernel | None:
     kernel = _kernel("kernels", "FusedSDPA")
     if kernel is None:
         return None
     fused = FusedPromptAttention(kernel, softmax_mode)
     small_slices = FusedPromptAttention(kernel, softmax_mode, sliced_from=12, slice_length=4)
-    if not agrees("FusedSDPA", lambda: attention_trial(fused, dtype, device), dtype):
+
+    def tried(what: str, attend: PromptKernel) -> bool:
+        trials = [
+            functools.partial(
+                attention_trial,
+                attend,
+                dtype,
+                device,
+                heads=num_heads,
+                kv_heads=kv_heads,
+                width=key_width,
+                value_width=value_width,
+            )
+            for num_heads, kv_heads, key_width, value_width in heads
+        ]
+        return all(agrees(what, trial, dtype) for trial in trials)
+
+    if not tried("FusedSDPA", fused):
         return None
-    what = "FusedSDPA in slices"
-    if not agrees(what, lambda: attention_trial(small_slices, dtype, device), dtype):
+    if not tried("FusedSDPA in slices", small_slices):
         return FusedPromptAttention(kernel, softmax_mode, sliced_from=sys.maxsize)
     return fused
 
@@ -201,16 +234,21 @@ def attention_trial(
     heads: int = 4,
     kv_heads: int = 2,
     width: int = 64,
+    value_width: int | None = None,
     queries: int = 8,
     keys: int = 12,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Results of the kernel and of PyTorch: causal with padding, and biased.
 
-    ``width`` is that of a head. ``queries`` and ``keys``: tokens, of keys the context included.
+    ``width`` is that of a head, ``value_width`` that of its values where it differs. ``queries``
+    and ``keys``: tokens, of keys the context included.
     """
     values = torch.Generator().manual_seed(0)
     query = torch.randn(2, heads, queries, width, generator=values).to(dtype)
-    key, value = torch.randn(2, 2, kv_heads, keys, width, generator=values).to(dtype)
+    key, value = (
+        torch.randn(2, kv_heads, keys, size, generator=values).to(dtype)
+        for size in (width, value_width or width)
+    )
     lengths = torch.tensor([queries, queries * 5 // 8], dtype=torch.int32)
     seen = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     seen[:, 2] = False

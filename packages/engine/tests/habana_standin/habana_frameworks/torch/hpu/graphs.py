@@ -46,9 +46,11 @@ class HPUGraph:
             check_in_place(any(allocation.moved for allocation in program.inputs))
         self._generation += 1
         BRIDGE.counters.launches += len(self._programs)
+        BRIDGE.counters.replays += 1
         with torch.inference_mode(mode=False), torch.no_grad():
             for program in self._programs:
                 program.run()
+                BRIDGE.counters.move(program.traffic)
                 for allocation in program.outputs:
                     allocation.generation = self._generation
 
