@@ -24,7 +24,8 @@ class Counters:
     that the host waited for the device. ``uploads`` and ``downloads``: copies from and to the
     host. ``copied_bytes``: tensors that an operation copies whole although it changes few of their
     rows. ``eager_fallbacks``: operations of a compiled region that run outside of its recipes.
-    ``cpu_fallbacks``: operations without a kernel, which run on the host.
+    ``cpu_fallbacks``: operations without a kernel, which run on the host. ``compile_calls``: calls
+    of ``torch.compile``. ``traces``: regions that it traced and gave to the bridge's backend.
     """
 
     launches: int = 0
@@ -37,6 +38,8 @@ class Counters:
     copied_bytes: int = 0
     eager_fallbacks: Counter[str] = attrs.field(factory=Counter)
     cpu_fallbacks: Counter[str] = attrs.field(factory=Counter)
+    compile_calls: int = 0
+    traces: int = 0
 
     def copy(self) -> Counters:
         """These counts, independent of later ones."""

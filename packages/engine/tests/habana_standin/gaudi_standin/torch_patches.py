@@ -6,6 +6,7 @@ The real one registers kernels for the ``HPU`` dispatch key and replaces functio
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from types import ModuleType
@@ -41,6 +42,7 @@ def apply(module: ModuleType) -> None:
     _replace(torch, "tensor", made_on_device(torch.tensor))
     _replace(torch.Tensor, "pin_memory", _pin_memory)
     _replace(torch, "as_tensor", made_on_device(torch.as_tensor))
+    _replace(torch, "compile", _counted(torch.compile))
 
 
 def on_removal(undo: Callable[[], None]) -> None:
@@ -52,6 +54,15 @@ def take_back() -> None:
     """Leave PyTorch as it was."""
     while _undo:
         _undo.pop()()
+
+
+def _counted(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compiler)
+    def compiled(*args: Any, **kwargs: Any) -> Any:
+        BRIDGE.counters.compile_calls += 1
+        return compiler(*args, **kwargs)
+
+    return compiled
 
 
 def _pin_memory(self: torch.Tensor, device: Any = None) -> torch.Tensor:

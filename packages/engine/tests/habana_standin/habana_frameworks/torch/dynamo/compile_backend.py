@@ -20,6 +20,7 @@ def hpu_backend(
     graph_module: torch.fx.GraphModule, example_inputs: list[torch.Tensor], **kwargs: Any
 ) -> Callable[..., Any]:
     region: Region | None = None
+    BRIDGE.counters.traces += 1
 
     def run(*inputs: torch.Tensor) -> Any:
         nonlocal region
