@@ -197,19 +197,6 @@ def test_lazy_mode_captures_its_graphs_again_without_a_new_recipe(
         assert compiled(lazy_gaudi) == before
 
 
-def test_a_cache_that_no_longer_fits_is_smaller_after_a_wake(
-    eager_gaudi: Any, models: dict[str, Path]
-) -> None:
-    eager_gaudi.memory.limit = eager_gaudi.memory.in_use + (2 << 20)
-    core, switcher = started(config_of(models["one"], num_blocks=None, max_num_seqs=1))
-    blocks, expected = core.stats.num_total_blocks, serve(core)
-    switcher.sleep(1)
-    eager_gaudi.memory.limit -= 1 << 20
-    switcher.wake_up()
-    assert core.stats.num_total_blocks < blocks
-    assert serve(core) == expected
-
-
 class Net(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -95,7 +95,8 @@ def structure_of(model: nn.Module) -> Hashable:
     """
     config: Any = getattr(model, "config", None)
     described = {} if config is None else dict(config.to_dict())
-    described.pop("_name_or_path", None)
+    for name in ("_name_or_path", "initializer_range"):  # of the file, and of training
+        described.pop(name, None)
     tensors = tuple((name, x.shape, x.stride(), x.dtype) for name, x in tensors_of(model).items())
     settings = settings_of(model, without=("name_or_path",))
     return type(model), repr(sorted(described.items())), tensors, settings
