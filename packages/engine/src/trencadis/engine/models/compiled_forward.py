@@ -9,7 +9,7 @@ the model's Python code runs then.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -34,12 +34,33 @@ Compile = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Program]
 
 
 @attrs.frozen(eq=False)
+class OwnTensors:
+    """What the programs of a model read besides a batch.
+
+    ``outside``: weights and buffers outside of the decoder layers, by name. ``layers``: for each
+    layer, its weights and its KV cache.
+    """
+
+    outside: dict[str, torch.Tensor]
+    layers: Sequence[tuple[torch.Tensor, ...]]
+
+    @classmethod
+    def of(cls, model: nn.Module, layers: DecoderLayers) -> OwnTensors:
+        named = (*model.named_parameters(), *model.named_buffers())
+        outside = {name: tensor for name, tensor in named if id(tensor) not in layers.tensor_ids}
+        return cls(outside, layers.own_tensors())
+
+
+@attrs.frozen(eq=False)
 class CompiledForward:
-    """Computes logits from the tensors of a batch, for one shape."""
+    """Computes logits from the tensors of a batch, for one shape.
+
+    It holds no tensor of a model: the weights and the KV cache of any model of the same structure
+    are given to it with each batch.
+    """
 
     _start: _Part
     _layers: Sequence[Program]
-    _own: Sequence[tuple[torch.Tensor, ...]]
     _end: _Part
 
     @classmethod
@@ -47,6 +68,7 @@ class CompiledForward:
         cls,
         model: nn.Module,
         layers: DecoderLayers,
+        own: OwnTensors,
         compute: Compute,
         tensors: Sequence[torch.Tensor],
         compile_graph: Compile,
@@ -55,14 +77,9 @@ class CompiledForward:
 
         Raises `ModelError` for a model whose layers are given different tensors.
         """
-        weights = {
-            name: tensor
-            for name, tensor in (*model.named_parameters(), *model.named_buffers())
-            if id(tensor) not in layers.tensor_ids
-        }
 
-        def call_with(own: Sequence[torch.Tensor]) -> Callable[..., Any]:
-            named = dict(zip(weights, own, strict=True))
+        def call_with(outside: Sequence[torch.Tensor]) -> Callable[..., Any]:
+            named = dict(zip(own.outside, outside, strict=True))
             return lambda **kwargs: torch.func.functional_call(model, named, (), kwargs)
 
         def start(*given: torch.Tensor) -> list[torch.Tensor]:
@@ -77,8 +94,8 @@ class CompiledForward:
             def skip(*_: Any) -> torch.Tensor:
                 return given[0]
 
-            own = given[1 + len(tensors) :]
-            return compute(call_with(own), given[1 : 1 + len(tensors)], skip)
+            outside = given[1 + len(tensors) :]
+            return compute(call_with(outside), given[1 : 1 + len(tensors)], skip)
 
         # What the start computes for the first layer is passed to all.
         recording = Recording(same_until=layers.num_layers - 1)
@@ -87,33 +104,32 @@ class CompiledForward:
         programs = [
             compile_graph(*layers.trace(recording, kind)) for kind in range(layers.num_kinds)
         ]
-        hidden, own = recording.inputs()[0], list(weights.values())
+        hidden = recording.inputs()[0]
         return cls(
-            _Part.of(start, tensors, own, compile_graph),
+            _Part.of(start, tensors, own.outside, compile_graph),
             layers.of_layers(programs),
-            layers.own_tensors(recording),
-            _Part.of(end, (hidden, *tensors), own, compile_graph),
+            _Part.of(end, (hidden, *tensors), own.outside, compile_graph),
         )
 
-    def __call__(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def __call__(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> torch.Tensor:
         """Logits ``[rows, vocabulary]``."""
-        hidden, *others = self._start(tensors)
-        for layer, own in zip(self._layers, self._own, strict=True):
-            hidden = single(layer(hidden, *others, *own))
-        return self._end((hidden, *tensors))[0]
+        hidden, *others = self._start(tensors, own.outside)
+        for layer, of_layer in zip(self._layers, own.layers, strict=True):
+            hidden = single(layer(hidden, *others, *of_layer))
+        return self._end((hidden, *tensors), own.outside)[0]
 
 
 @attrs.frozen(eq=False)
 class _Part:
     """A program of a forward pass, without inputs that it does not read.
 
-    ``used``: which of the given tensors it reads; ``weights`` are further inputs. ``sources``: for
-    each result the given tensor that it is, None for a result of the program.
+    ``used``: which of the given tensors it reads; ``weights``: the names of further inputs.
+    ``sources``: for each result the given tensor that it is, None for a result of the program.
     """
 
     program: Program
     used: tuple[int, ...]
-    weights: tuple[torch.Tensor, ...]
+    weights: tuple[str, ...]
     sources: tuple[int | None, ...]
 
     @classmethod
@@ -121,10 +137,11 @@ class _Part:
         cls,
         function: Callable[..., Any],
         given: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
+        weights: Mapping[str, torch.Tensor],
         compile_graph: Compile,
     ) -> _Part:
-        traced = make_fx(function, tracing_mode="fake")(*given, *weights)
+        names, inputs = tuple(weights), (*given, *weights.values())
+        traced = make_fx(function, tracing_mode="fake")(*inputs)
         places = {node: i for i, node in enumerate(traced.graph.find_nodes(op="placeholder"))}
         (output,) = traced.graph.find_nodes(op="output")
         found = output.args[0]
@@ -136,15 +153,17 @@ class _Part:
             if not node.users:
                 traced.graph.erase_node(node)
         traced.recompile()
-        inputs = (*given, *weights)
         kept = [place for node, place in places.items() if node.users]
         return cls(
             compile_graph(traced, [inputs[place] for place in kept]),
             tuple(place for place in kept if place < len(given)),
-            tuple(inputs[place] for place in kept if place >= len(given)),
+            tuple(names[place - len(given)] for place in kept if place >= len(given)),
             sources,
         )
 
-    def __call__(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        made = iter(self.program(*(given[place] for place in self.used), *self.weights))
+    def __call__(
+        self, given: Sequence[torch.Tensor], weights: Mapping[str, torch.Tensor]
+    ) -> list[torch.Tensor]:
+        read = (*(given[place] for place in self.used), *(weights[name] for name in self.weights))
+        made = iter(self.program(*read))
         return [next(made) if place is None else given[place] for place in self.sources]

@@ -60,7 +60,7 @@ class DecoderLayers:
             raise ModelError(f"{type(model).__name__} names no decoder layers, to be compiled")
         self.num_layers = len(layers)
         self._specs = [spec_of(layer) for layer in layers]
-        self._weights = [tuple(_tensors(layer).values()) for layer in layers]
+        self._weights = [tuple(tensors_of(layer).values()) for layer in layers]
         if any(map(_sorts_tokens, layers)) and not _is_bf16(layers[0]):
             raise ModelError(
                 "layers with experts are compiled in bf16 alone, as PyTorch knows the shapes of "
@@ -132,7 +132,7 @@ class DecoderLayers:
         """A layer of a kind as a function of the recorded tensors and of its own."""
         given = len(recording.inputs())
         traced = self._traced[kind]
-        names = tuple(_tensors(traced))
+        names = tuple(tensors_of(traced))
 
         def run(*tensors: torch.Tensor) -> torch.Tensor:
             own = tensors[given:]
@@ -155,7 +155,7 @@ class DecoderLayers:
 
     def run_with(self, programs: Sequence[Program], recording: Recording) -> LayerRun:
         """A layer run that calls the program of each layer's kind with the layer's tensors."""
-        own, of_layers = self.own_tensors(recording), self.of_layers(programs)
+        own, of_layers = self.own_tensors(recording.paged), self.of_layers(programs)
 
         def run(
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -165,9 +165,9 @@ class DecoderLayers:
 
         return run
 
-    def own_tensors(self, recording: Recording) -> list[tuple[torch.Tensor, ...]]:
+    def own_tensors(self, paged: PagedContext | None = None) -> list[tuple[torch.Tensor, ...]]:
         """For each layer, its weights and its KV cache: the last inputs of the layer's program."""
-        return [self._own(number, recording.paged) for number in range(len(self._weights))]
+        return [self._own(number, paged) for number in range(len(self._weights))]
 
     def _own(self, number: int, paged: PagedContext | None) -> tuple[torch.Tensor, ...]:
         """A layer's weights and its KV cache, cut to the prefix that a decode step reads.
@@ -344,14 +344,21 @@ def _kind(layer: nn.Module) -> Any:
     Settings are the attributes of a layer and its modules, with the layer's spec
     and without its index.
     """
-    tensors = tuple((name, x.shape, x.dtype) for name, x in _tensors(layer).items())
-    settings = frozenset(
-        (module_name, name, type(value), value)
-        for module_name, module in layer.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, (bool, int, float, str, type(None), LayerSpec)) and name != "layer_idx"
+    tensors = tuple((name, x.shape, x.dtype) for name, x in tensors_of(layer).items())
+    return type(layer), tensors, settings_of(layer, without=("layer_idx",))
+
+
+def settings_of(module: nn.Module, without: Sequence[str] = ()) -> frozenset[Any]:
+    """The plain attributes of a module and its modules, with their types and those of the modules.
+
+    ``without``: names of attributes that are left out.
+    """
+    return frozenset(
+        (module_name, type(part), name, type(value), value)
+        for module_name, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, (bool, int, float, str, type(None), LayerSpec)) and name not in without
     )
-    return type(layer), tensors, settings
 
 
 def _sorts_tokens(layer: nn.Module) -> bool:
@@ -366,12 +373,13 @@ def _is_bf16(layer: nn.Module) -> bool:
 
 def _copy(layer: nn.Module) -> nn.Module:
     """A copy of a layer that shares its tensors."""
-    shared = {id(tensor): tensor for tensor in _tensors(layer).values()}
+    shared = {id(tensor): tensor for tensor in tensors_of(layer).values()}
     return copy.deepcopy(layer, shared)
 
 
-def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
-    return {**dict(layer.named_parameters()), **dict(layer.named_buffers())}
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights and buffers of a module, by name; tied ones once."""
+    return {**dict(module.named_parameters()), **dict(module.named_buffers())}
 
 
 def single(result: Any) -> Any:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -52,24 +52,34 @@ class DeviceSampler:
     """A `Sampler` on a device. ``compiled``: let the device compile each program.
 
     ``vocab_size`` is the width of the logits. ``num_slots``: how many the next forward pass can
-    read; 0 for none.
+    read; 0 for none. ``programs``: where compiled programs are kept, which hold no tensors.
     """
 
     def __init__(
-        self, device: Device, vocab_size: int, *, num_slots: int = 0, compiled: bool = False
+        self,
+        device: Device,
+        vocab_size: int,
+        programs: dict[Hashable, Program] | None = None,
+        *,
+        num_slots: int = 0,
+        compiled: bool = False,
     ) -> None:
         self.sampled_ids: torch.Tensor | None = None
-        if num_slots:
-            self.sampled_ids = device.upload(torch.zeros(num_slots, dtype=torch.int32))
         self._device = device
         self._compiled = compiled
-        self._programs: dict[tuple[str, tuple[torch.Size, ...]], Program] = {}
-        self._token_ids = device.upload(torch.arange(vocab_size, dtype=torch.int32)[None])
-        self._bits = device.upload(torch.arange(32, dtype=torch.int32))
-        self._powers = device.upload(powers_of_two())
+        self._programs = {} if programs is None else programs
+        self._vocab_size, self._num_slots = vocab_size, num_slots
+        self.acquire()
+
+    def acquire(self) -> None:
+        upload = self._device.upload
+        if self._num_slots:
+            self.sampled_ids = upload(torch.zeros(self._num_slots, dtype=torch.int32))
+        self._token_ids = upload(torch.arange(self._vocab_size, dtype=torch.int32)[None])
+        self._bits = upload(torch.arange(32, dtype=torch.int32))
+        self._powers = upload(powers_of_two())
 
     def release(self) -> None:
-        self._programs.clear()
         self._token_ids = self._bits = self._powers = torch.empty(0)
         self.sampled_ids = None
 

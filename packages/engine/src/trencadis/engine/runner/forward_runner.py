@@ -15,7 +15,7 @@ from torch import fx, nn
 
 from trencadis.engine.devices import Device, Graph
 from trencadis.engine.errors import BucketMiss, CompileError
-from trencadis.engine.models.compiled_forward import CompiledForward
+from trencadis.engine.models.compiled_forward import CompiledForward, OwnTensors
 from trencadis.engine.models.decoder_layers import (
     DecoderLayers,
     LayersReached,
@@ -23,6 +23,7 @@ from trencadis.engine.models.decoder_layers import (
     depends_on_symbols,
 )
 from trencadis.engine.models.paged_context import LayerRun
+from trencadis.engine.runner.kept_programs import KeptPrograms
 from trencadis.engine.runner.model_input import ModelInput
 from trencadis.engine.runner.shapes import ForwardShape
 from trencadis.kvcache.tensors import KVCache
@@ -60,8 +61,9 @@ class ForwardOutput:
 class ForwardRunner:
     """Runs the model on padded batches and knows which shapes are warmed up.
 
-    A shape is warmed up by a warm-up, or by the first batch of live traffic that compiles it; this
-    class alone knows which are, so that all of them are cold again once `release_all` was called.
+    A shape is warmed up by a warm-up, or by the first batch of live traffic that compiles it.
+    ``programs`` knows which are, and has the programs that hold no tensors: those of models of the
+    same structure, if it is given.
 
     ``compiled``: compile the decoder layers for each shape. Once `start_serving` was called, a
     forward pass in a shape that was not warmed up is *cold*: it runs eagerly where the device can,
@@ -72,7 +74,13 @@ class ForwardRunner:
     """
 
     def __init__(
-        self, model: nn.Module, device: Device, cache: KVCache, *, compiled: bool = False
+        self,
+        model: nn.Module,
+        device: Device,
+        cache: KVCache,
+        programs: KeptPrograms | None = None,
+        *,
+        compiled: bool = False,
     ) -> None:
         self.compile_cold = False
         self.refuse_cold = False
@@ -83,10 +91,11 @@ class ForwardRunner:
         self._model = model
         self._device = device
         self._dtype = next(model.parameters()).dtype
+        self._cache = cache
         self._layers = DecoderLayers(model, cache) if compiled else None
-        self._warmed_up: set[Hashable] = set()
+        self._own: OwnTensors | None = None
+        self._programs = programs or KeptPrograms()
         self._layer_runs: dict[Hashable, LayerRun] = {}
-        self._programs: dict[ForwardShape, CompiledForward] = {}
         self._kept: dict[Hashable, bool] = {}
         self._failed: set[Hashable] = set()
         self._graphs: dict[ForwardShape, Graph] = {}
@@ -120,13 +129,13 @@ class ForwardRunner:
     def num_warm(self) -> int:
         """How many shapes are warmed up, those that share a program counted once.
 
-        Grows until `release_all`.
+        Grows until `release_all`, where that drops the programs.
         """
-        return len(self._warmed_up)
+        return len(self._programs.warmed_up)
 
     def is_warm(self, shape: ForwardShape) -> bool:
         """Whether the shape is warmed up, itself or by another one that shares its program."""
-        return self._program_key(shape) in self._warmed_up
+        return self._program_key(shape) in self._programs.warmed_up
 
     def start_serving(self) -> None:
         """Warm-up has ended: forward passes from now on are live traffic."""
@@ -195,10 +204,11 @@ class ForwardRunner:
             return self._compute(captured.with_inputs(*inputs))
 
         self._graphs[batch.shape] = self._device.capture(run, batch.inputs)
-        self._warmed_up.add(self._program_key(batch.shape))
+        self._programs.warmed_up.add(self._program_key(batch.shape))
 
     def use_cache(self, cache: KVCache) -> None:
         """Compute with another cache of the same sizes. The programs stay those of warm-up."""
+        self._cache, self._own = cache, None
         if self._layers is not None:
             self._layers.use_cache(cache)
 
@@ -206,10 +216,12 @@ class ForwardRunner:
     def keeps_programs(self) -> bool:
         """Whether programs stay valid when weights and cache are released and come back.
 
-        A graph has the addresses of both, and a program that attends has tensors of the cache.
+        A graph has the addresses of both. The program of a layer has them too, unless all of the
+        forward pass is programs, which are given weights and cache with each batch.
         """
-        shares = self._shares_programs or not self._compiles_layers
-        return self._device.shares_host_memory and shares
+        if self._device.shares_host_memory:
+            return self._shares_programs or not self._compiles_layers
+        return self._device.compiles_forward and not self._device.supports_graphs
 
     def discard_model(self) -> None:
         """Release the model too. The counters stay; nothing runs any more."""
@@ -217,11 +229,14 @@ class ForwardRunner:
         self._model = nn.Module()
 
     def release_all(self) -> None:
-        """Release graphs and programs, and what they hold of weights and cache."""
+        """Release graphs, what is held of weights and cache, and programs that hold either."""
+        if not self.keeps_programs:
+            self._programs.clear()
         for graph in self._graphs.values():
             graph.release()
-        for prepared in (self._graphs, self._layer_runs, self._programs, self._warmed_up):
-            prepared.clear()
+        self._graphs.clear()
+        self._layer_runs.clear()
+        self._own = None
         if self._layers is not None:
             self._layers.release()
             self._layers = None
@@ -234,33 +249,34 @@ class ForwardRunner:
     def is_kept(self, batch: ModelInput) -> bool:
         """Whether the compile cache has the program of this shape."""
         key = self._program_key(batch.shape)
-        if self._layers is not None and key not in self._kept:
-            traced, _ = self._trace(batch, self._layers)
+        if self._compiles_layers and key not in self._kept:
+            traced, _ = self._trace(batch, self._decoder_layers())
             key = self._program_key(batch.shape)  # tracing shows which shapes share a program
             self._kept[key] = all(self._device.is_kept(*of_kind) for of_kind in traced)
         return self._kept.get(key, True)
 
     def _run_first(self, batch: ModelInput) -> ForwardOutput:
         """Compile for the shape of ``batch`` where layers are compiled, and run it: it is warm."""
-        if self._layers is not None:
+        if self._compiles_layers:
             # Not two threads at once: the layer that is traced is one, and so is a program's key.
             with self._compiling:
-                self._compile(batch, self._layers)
+                self._compile(batch, self._decoder_layers())
         # What a lazy device collected before, such as the zeros of a new cache, would become part
         # of this shape's recipe, and the shape alone would be compiled in live traffic.
         self._device.mark_step()
         output = self._run(batch)
-        self._warmed_up.add(self._program_key(batch.shape))
+        self._programs.warmed_up.add(self._program_key(batch.shape))
         return output
 
     def _compile(self, batch: ModelInput, layers: DecoderLayers) -> None:
         """Compile for a shape, once. Where that fails, the shape runs eagerly if it can."""
         key = self._program_key(batch.shape)
-        if key in self._layer_runs or batch.shape in self._programs or key in self._failed:
+        programs = self._programs.forward
+        if key in self._layer_runs or batch.shape in programs or key in self._failed:
             return
         try:
             if self._device.compiles_forward:
-                self._programs[batch.shape] = self._compile_forward(batch, layers)
+                programs[batch.shape] = self._compile_forward(batch, layers)
             else:
                 layer_run = self._compile_layers(batch, layers)
                 self._layer_runs[self._program_key(batch.shape)] = layer_run
@@ -291,7 +307,7 @@ class ForwardRunner:
                 self._by_tokens, self.takes_any_tokens = True, False
                 return self._compile_layers(batch, layers)
         run = layers.run_with(programs, recording)
-        own = layers.own_tensors(recording)
+        own = layers.own_tensors(recording.paged)
         return self._device.record_layers(run, layers.of_layers(programs), own)
 
     def _trace(self, batch: ModelInput, layers: DecoderLayers) -> tuple[list[Traced], Recording]:
@@ -315,14 +331,26 @@ class ForwardRunner:
             given = attrs.evolve(batch.with_inputs(*tensors), layer_run=layer_run)
             return self._compute(given, model)
 
-        return CompiledForward.of(self._model, layers, compute, batch.inputs, self._device.compile)
+        own, compile_graph = self._own_tensors(), self._device.compile
+        return CompiledForward.of(self._model, layers, own, compute, batch.inputs, compile_graph)
+
+    def _decoder_layers(self) -> DecoderLayers:
+        """The model's layers with its cache, which both may have come back after `release_all`."""
+        if self._layers is None:
+            self._layers = DecoderLayers(self._model, self._cache)
+        return self._layers
+
+    def _own_tensors(self) -> OwnTensors:
+        if self._own is None:
+            self._own = OwnTensors.of(self._model, self._decoder_layers())
+        return self._own
 
     def _run(self, batch: ModelInput) -> ForwardOutput:
-        graph, program = self._graphs.get(batch.shape), self._programs.get(batch.shape)
+        graph, program = self._graphs.get(batch.shape), self._programs.forward.get(batch.shape)
         # Before the step mark: a lazy device would compile a copy of its own for each shape.
         words = batch.sampler_words() if batch.num_sampler_words else batch.packed[:0]
         if program is not None:
-            logits = program(batch.inputs)
+            logits = program(batch.inputs, self._own_tensors())
         elif graph is None:
             if self._layer_runs:
                 layer_run = self._layer_runs.get(self._program_key(batch.shape))

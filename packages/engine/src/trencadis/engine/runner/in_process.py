@@ -13,6 +13,7 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.devices import select_device
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
+from trencadis.engine.runner.kept_programs import ProgramStore
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.runner.worker import Worker
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -90,6 +91,7 @@ class InProcessExecutor:
         )
         self.on_cold: Callable[[object], None] = lambda shape: None
         self.stash = ModelStash()
+        self.programs = ProgramStore()
         self._records = records
         self._following: Worker | None = None
         """The worker of the model that is loaded next, where its weights were in the stash."""
@@ -222,7 +224,9 @@ class InProcessExecutor:
         self.worker.close()
 
     def _loaded(self, config: EngineConfig) -> Worker:
-        worker = Worker(config, self.device, self.on_cold, records=self._records)
+        worker = Worker(
+            config, self.device, self.on_cold, programs=self.programs, records=self._records
+        )
         worker.load()
         return worker
 

@@ -37,6 +37,9 @@ class Pooler:
     def release(self) -> None:
         pass
 
+    def acquire(self) -> None:
+        pass
+
     sampled_ids: torch.Tensor | None = None
 
     def words(

@@ -64,6 +64,9 @@ class HostSampler:
     def release(self) -> None:
         pass
 
+    def acquire(self) -> None:
+        pass
+
     def words(
         self, requests: Sequence[RowRequest | None], batch: int, slots: Sequence[int] = ()
     ) -> IntArray:

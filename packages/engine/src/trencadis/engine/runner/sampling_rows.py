@@ -82,4 +82,7 @@ class Sampler(Protocol):
         """
 
     def release(self) -> None:
-        """Release programs and device memory. It samples nothing afterwards."""
+        """Release device memory. It samples nothing until `acquire`."""
+
+    def acquire(self) -> None:
+        """Take the device memory again after `release`, with nothing in the slots."""

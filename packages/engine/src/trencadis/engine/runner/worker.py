@@ -39,6 +39,7 @@ from trencadis.engine.runner.device_sampler import DeviceSampler
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.grid_choice import GridChoice
 from trencadis.engine.runner.grids import Grids, decode_read
+from trencadis.engine.runner.kept_programs import KeptPrograms, ProgramStore
 from trencadis.engine.runner.limits import ServingLimits, resolve_max_model_len
 from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.pooler import Pooler
@@ -67,8 +68,9 @@ class Worker:
     ``embedding_size``: numbers of an embedding, once it is loaded; 0 for a model without.
     ``is_asleep``: the device memory was released by `sleep`. ``is_discarded``: the weights, too, by
     `discard`. ``is_warm``: the warm-up has run for the programs and graphs that there are.
-    ``on_cold``: as `ForwardRunner`. ``records``: whether it serves traffic, which is recorded where
-    the settings say so; a warm-up alone writes no file of traffic.
+    ``on_cold``: as `ForwardRunner`. ``programs``: those of models that were served before.
+    ``records``: whether it serves traffic, which is recorded where the settings say so; a warm-up
+    alone writes no file of traffic.
     Each of the methods raises `ModelError` or `ConfigError` when the model cannot be served under
     ``config``.
     """
@@ -80,6 +82,7 @@ class Worker:
     _model: nn.Module
     _attention: Attention
     _memory: MemoryPlan
+    _programs: KeptPrograms
 
     def __init__(
         self,
@@ -87,10 +90,12 @@ class Worker:
         device: Device,
         on_cold: Callable[[object], None] = lambda shape: None,
         *,
+        programs: ProgramStore | None = None,
         records: bool = True,
     ) -> None:
         self.config = config
         self.device = device
+        self._program_store = ProgramStore() if programs is None else programs
         self._on_cold = on_cold
         self._records = records
         self.background: BackgroundWarmupLoop | None = None
@@ -135,11 +140,16 @@ class Worker:
         if self.config.quantization != "none":
             self.device.quantize(self._model, self.config.quantization)
         self.device.optimize(self._model)
+        self.device.mark_step()  # a lazy device compiles apart what follows, as after a sleep
         self._attention = self.device.attention
         kind = self.device.name.upper()
         graphs = self.device.supports_graphs
         self._log_memory(f"Wrapping in {kind} Graph" if graphs else "Optimizing layers", before)
         self._log_memory("Loading model weights", start, in_total=True)
+        # A graph has addresses, and so has a program that shares the host's memory.
+        outlive = self.device.compiles_forward and not self.device.supports_graphs
+        store = self._program_store
+        self._programs = store.of(self._model, self.config) if outlive else KeptPrograms()
 
     def _announce_pooling(self) -> None:
         logger.info("Embeddings are pooled from %s, and normalised", read_pooling(self.spec.source))
@@ -159,8 +169,11 @@ class Worker:
         self._profile_and_allocate(self._choice.largest_prompts(self.grids, prompts))
         self._compiled = compiled = self._enable_compilation()
         if self.grids is None:
-            self.grids = self._choice.choose(self.limits, prompts)
-        forward_runner = ForwardRunner(self._model, device, self.cache, compiled=compiled)
+            self.grids = self._programs.grids or self._choice.choose(self.limits, prompts)
+        self._programs.grids = self.grids
+        forward_runner = ForwardRunner(
+            self._model, device, self.cache, self._programs, compiled=compiled
+        )
         forward_runner.on_cold = self._on_cold
         self._sampler = self._make_sampler(compiled)
         self.read = self.grids.read if self.grids else self.read
@@ -175,16 +188,22 @@ class Worker:
         """Profiling run with the largest ``prompts``, memory plan, KV cache."""
         sizing = self._sizing
         kind, before = self.device.name.upper(), self._memory_use()
+        free = self.device.free_memory()
         self._memory = sizing.profile(self._model, prompts, self.read)
+        self._peak_bytes = max(0, free - self._memory.free_after_profile)
         # With the peak of the run, whose memory stays free: it is none of the plan's.
         logger.info(
             self._memory_use(self._memory.free_after_profile).since(before, "Model profiling run")
         )
         self._before_cache = self._memory_use()
         sizing.log_plan(self._memory)
-        self.limits = ServingLimits.of(
-            self.config, self._max_model_len, sizing.num_blocks(self._memory, after_run=True)
-        )
+        planned = sizing.num_blocks(self._memory, after_run=True)
+        if self._fits(self._programs.num_blocks):
+            planned = self._programs.num_blocks  # a cache of another size needs other programs
+        elif self._programs.num_blocks:
+            self._programs = self._program_store.renewed(self._programs)
+        self._programs.num_blocks = planned
+        self.limits = ServingLimits.of(self.config, self._max_model_len, planned)
         num_blocks, num_host_blocks = self.limits.num_blocks, sizing.num_host_blocks()
         # Where there is one memory, both would be blocks of the CPU.
         on_host = "swap" if self.device.shares_host_memory else "CPU"
@@ -192,6 +211,11 @@ class Worker:
         self.cache = sizing.make_cache(num_blocks, num_host_blocks)
         self._log_memory("Initializing cache engine", self._before_cache)
         sizing.log_left_over(self._memory, num_blocks)
+
+    def _fits(self, num_blocks: int) -> bool:
+        """Whether a cache of so many blocks fits beside the largest batch now, if it is any."""
+        free = self.device.free_memory() - self._peak_bytes
+        return num_blocks > 0 and num_blocks * self.block_bytes <= free
 
     @property
     def computes_embeddings(self) -> bool:
@@ -240,7 +264,9 @@ class Worker:
         compute NaN.
         """
         report = None
-        if self.grids is not None and self.config.warmup == "full":
+        if self._programs.is_complete:
+            logger.info("Skipping warmup: the programs were compiled for an earlier model")
+        elif self.grids is not None and self.config.warmup == "full":
             before = self.device.num_compilations()
             report = self._warm_up_all(self.grids, stop)
             if self._compiled:
@@ -258,6 +284,8 @@ class Worker:
             # Compilers leave cycles that refer to the KV cache: it would outlive its release.
             gc.collect()
         self.runner.check_values()
+        if report is not None and report.complete and not self.captures_graphs:
+            self._programs.is_complete = True
         if self.background is None:
             self.device.end_warm_up()
         self.runner.forward_runner.start_serving()
@@ -313,15 +341,17 @@ class Worker:
     def wake(self) -> None:
         """Take the device memory again, with an empty KV cache.
 
-        Where the programs were kept, the cache has the size that it had, and ``is_warm`` is still
-        True. Otherwise everything is sized again, and `warm_up` is to be called.
+        Where the programs were kept, and a cache of the size that it had still fits, ``is_warm`` is
+        still True. Otherwise everything is sized again, and `warm_up` is to be called.
         """
         self.device.attention = self._attention
-        if not self.device.shares_host_memory:
+        in_place = self.device.shares_host_memory
+        if not in_place:
             move_weights(self._model, self.device.torch_device)
-        if self.runner.forward_runner.keeps_programs:
-            sizing = self._sizing
-            self.cache = sizing.make_cache(self.limits.num_blocks, sizing.num_host_blocks())
+        num_blocks = self.limits.num_blocks
+        if self.runner.forward_runner.keeps_programs and (in_place or self._fits(num_blocks)):
+            self._sampler.acquire()
+            self.cache = self._sizing.make_cache(num_blocks, self._sizing.num_host_blocks())
             self.runner.use_cache(self.cache)
         else:
             self.grids = self._choice.sequence_grids()
@@ -344,10 +374,11 @@ class Worker:
         self.close()
         self.device.synchronize()
         keeps_programs = self.runner.forward_runner.keeps_programs
-        if not keeps_programs:
+        if not (keeps_programs and self.device.shares_host_memory):
             self.runner.forward_runner.release_all()
             self._sampler.release()
-        if self._compiled and (self.background is not None or not keeps_programs):
+        in_traffic = self.background is not None or self.runner.forward_runner.compilations
+        if self._compiled and (in_traffic or not keeps_programs):
             gc.collect()  # see `warm_up`: also of what was compiled in traffic
         # The padding block, in host memory: a device that is full has no space for it.
         self.cache = self._sizing.make_cache(1, 0, torch.device("cpu"))
@@ -393,7 +424,11 @@ class Worker:
         # Other devices run a new shape without a compiler, which would take longer than it saves.
         compiled = compiled and not self.device.dynamic_shapes
         return DeviceSampler(
-            self.device, self.spec.vocab_size, num_slots=num_slots, compiled=compiled
+            self.device,
+            self.spec.vocab_size,
+            self._programs.sampler,
+            num_slots=num_slots,
+            compiled=compiled,
         )
 
     def _warm_up_first(self, grids: Grids) -> None:

@@ -1,0 +1,107 @@
+"""The programs of models, which outlive their weights.
+
+Where all of a forward pass is programs (`CompiledForward`), none of them holds a tensor. So they
+stay when a model sleeps, is switched away or loses its weights, and whatever model of the same
+structure is served next under the same settings uses them: it traces and compiles nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import attrs
+from torch import nn
+
+from trencadis.engine.models.compiled_forward import CompiledForward
+from trencadis.engine.models.decoder_layers import settings_of, tensors_of
+from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.shapes import ForwardShape
+from trencadis.engine.settings.engine_config import EngineConfig
+
+logger = logging.getLogger("trencadis.engine")
+
+MAX_KEPT = 8
+"""Structures whose programs are kept. A program of an 8B model takes about a megabyte of host
+memory, and a default grid has hundreds of them."""
+
+
+@attrs.define(eq=False)
+class KeptPrograms:
+    """The programs of models of one structure under the same settings.
+
+    ``forward``: by shape. ``sampler``: by name and shapes. ``warmed_up``: keys of shapes whose
+    programs have run. ``num_blocks`` and ``grids``: the cache and the buckets that they were
+    compiled for; 0 and None before. ``is_complete``: a full warm-up has ended.
+    """
+
+    forward: dict[ForwardShape, CompiledForward] = attrs.field(factory=dict)
+    sampler: dict[Hashable, Callable[..., Any]] = attrs.field(factory=dict)
+    warmed_up: set[Hashable] = attrs.field(factory=set)
+    num_blocks: int = 0
+    grids: Grids | None = None
+    is_complete: bool = False
+
+    def clear(self) -> None:
+        """Drop all of them."""
+        for kept in (self.forward, self.sampler, self.warmed_up):
+            kept.clear()
+        self.num_blocks, self.grids, self.is_complete = 0, None, False
+
+
+class ProgramStore:
+    """The programs of the `MAX_KEPT` structures that were served last."""
+
+    def __init__(self) -> None:
+        self._kept: list[tuple[Hashable, EngineConfig, KeptPrograms]] = []
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    @property
+    def num_programs(self) -> int:
+        """Compiled forward passes of all of them."""
+        return sum(len(programs.forward) for _, _, programs in self._kept)
+
+    def of(self, model: nn.Module, config: EngineConfig) -> KeptPrograms:
+        """The programs for a model, which are new where none of its structure was served."""
+        structure, settings = structure_of(model), _settings_of_programs(config)
+        for number, (*key, programs) in enumerate(self._kept):
+            if key == [structure, settings]:
+                self._kept.append(self._kept.pop(number))
+                return programs
+        self._kept.append((structure, settings, KeptPrograms()))
+        if len(self._kept) > MAX_KEPT:
+            dropped = self._kept.pop(0)[2]
+            logger.info("%d programs that were not used last are dropped", len(dropped.forward))
+        return self._kept[-1][2]
+
+    def renewed(self, programs: KeptPrograms) -> KeptPrograms:
+        """Empty ones in place of ``programs``, which a sleeping model may still use."""
+        empty = KeptPrograms()
+        self._kept = [
+            (structure, settings, empty if old is programs else old)
+            for structure, settings, old in self._kept
+        ]
+        return empty
+
+
+def structure_of(model: nn.Module) -> Hashable:
+    """Equal for models that compute the same function of their tensors.
+
+    What a trace can read of a model: types and settings of its modules, its configuration, and the
+    names, shapes, strides and types of its tensors. Not where it was loaded from.
+    """
+    config: Any = getattr(model, "config", None)
+    described = {} if config is None else dict(config.to_dict())
+    for name in ("_name_or_path", "initializer_range"):  # of the file, and of training
+        described.pop(name, None)
+    tensors = tuple((name, x.shape, x.stride(), x.dtype) for name, x in tensors_of(model).items())
+    settings = settings_of(model, without=("name_or_path",))
+    return type(model), repr(sorted(described.items())), tensors, settings
+
+
+def _settings_of_programs(config: EngineConfig) -> EngineConfig:
+    """The settings, without those that name a model."""
+    return attrs.evolve(config, model="-", served_model_name=None, chat_template=None)

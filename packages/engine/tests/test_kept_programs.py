@@ -1,0 +1,150 @@
+"""Programs outlive weights: on a Gaudi, a model that comes back is neither traced nor compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import attrs
+import pytest
+from torch import nn
+
+from trencadis.bucketing import AxisConfig, BucketingConfig
+from trencadis.engine import (
+    EngineConfig,
+    EngineCore,
+    GenerateRequest,
+    SamplingParams,
+)
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.runner.kept_programs import MAX_KEPT, ProgramStore
+
+STASH_BYTES = 1 << 30
+PROMPTS = (tuple(range(5, 25)), (7, 8, 9))
+GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+
+
+def grid(**sizes: int) -> BucketingConfig:
+    """One bucket for each phase: a compilation takes half a second on the stand-in."""
+    return BucketingConfig(
+        **{axis: AxisConfig(min=size, step=size, max=size) for axis, size in sizes.items()}
+    )
+
+
+@pytest.fixture(scope="module")
+def models(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Path]
+) -> dict[str, Path]:
+    """A model, and one of another structure."""
+    place = tmp_path_factory.mktemp("kept")
+    return {
+        "one": make_tiny_model(place / "one"),
+        "other": make_tiny_model(place / "other", hidden_size=96, num_hidden_layers=3),
+    }
+
+
+def config_of(model: Path, **changes: Any) -> EngineConfig:
+    settings: dict[str, Any] = {
+        "device": "hpu",
+        "dtype": "float32",
+        "max_model_len": 32,
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 32,
+        "block_size": 8,
+        "num_blocks": 8,
+        "warmup": "full",
+        "bucketing": grid(
+            prompt_batch=1, prompt_query=32, prompt_context=3, decode_batch=1, decode_blocks=8
+        ),
+    }
+    return EngineConfig(model=str(model), **settings | changes)
+
+
+def started(config: EngineConfig) -> tuple[EngineCore, ModelSwitcher]:
+    core = EngineCore(config)
+    core.warm_up()
+    return core, ModelSwitcher(core)
+
+
+def serve(core: EngineCore) -> list[list[int]]:
+    for number, prompt in enumerate(PROMPTS):
+        core.add(str(number), GenerateRequest(prompt, GREEDY))
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(PROMPTS))}
+    while core.has_work:
+        for token in core.step():
+            tokens[token.key].append(token.token_id)
+    assert not core.take_failures()
+    return list(tokens.values())
+
+
+def switch(switcher: ModelSwitcher, config: EngineConfig, stash_bytes: int = STASH_BYTES) -> Any:
+    return switcher.reconfigure_engine(config_payload(config), stash_bytes)
+
+
+def on_cpu(model: Path) -> list[list[int]]:
+    """What a new engine answers."""
+    return serve(started(config_of(model, device="cpu"))[0])
+
+
+def compiled(gaudi: Any) -> tuple[int, int, int]:
+    counters = gaudi.counters
+    return counters.compile_calls, counters.traces, counters.recipes
+
+
+def test_a_model_that_wakes_up_traces_nothing_and_a_sleeping_one_holds_no_device_memory(
+    eager_gaudi: Any, models: dict[str, Path]
+) -> None:
+    held_before = eager_gaudi.memory.in_use
+    core, switcher = started(config_of(models["one"]))
+    expected = serve(core)
+    assert expected == on_cpu(models["one"])
+    assert core.executor.programs.num_programs > 0
+    before, in_use = compiled(eager_gaudi), eager_gaudi.memory.in_use
+    for level in (1, 2):
+        assert switcher.sleep(level) == in_use - held_before
+        assert eager_gaudi.memory.in_use == held_before
+        switcher.wake_up()
+        assert eager_gaudi.memory.in_use == in_use
+        assert core.stats.num_ready_buckets == core.stats.num_buckets > 0
+        assert serve(core) == expected
+        assert compiled(eager_gaudi) == before, f"compile calls, traces, recipes, level {level}"
+        assert core.stats.num_cold_forwards == core.stats.num_compilations == 0
+
+
+def test_lazy_mode_captures_its_graphs_again_without_a_new_recipe(
+    lazy_gaudi: Any, models: dict[str, Path]
+) -> None:
+    configs = {name: config_of(models[name]) for name in ("one", "other")}
+    core, switcher = started(configs["one"])
+    expected, graphs = serve(core), core.stats.num_graphs
+    assert graphs > 0
+    switch(switcher, configs["other"])
+    switch(switcher, configs["one"])
+    for level in (1, 2, 1):
+        switcher.sleep(level)
+        before = compiled(lazy_gaudi)
+        switcher.wake_up()
+        assert (serve(core), core.stats.num_graphs) == (expected, graphs)
+        assert compiled(lazy_gaudi) == before
+
+
+class Net(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+
+def test_programs_are_those_of_a_structure_under_settings_and_of_few_structures() -> None:
+    store, config = ProgramStore(), config_of(Path("a"))
+    first = store.of(Net(1), config)
+    assert store.of(Net(1), attrs.evolve(config, model="b", served_model_name="c")) is first
+    assert store.of(Net(1), attrs.evolve(config, block_size=16)) is not first
+    assert store.of(Net(2), config) is not first
+    for width in range(3, MAX_KEPT):
+        store.of(Net(width), config)
+    assert store.of(Net(1), config) is first, "the one that was served last is kept"
+    store.of(Net(MAX_KEPT + 1), config)
+    assert len(store) == MAX_KEPT
+    assert store.of(Net(1), config) is first
