@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,12 +18,14 @@ from trencadis.engine import (
     EngineCore,
     GenerateRequest,
     SamplingParams,
+    SwitchFailedError,
 )
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.runner.kept_programs import MAX_KEPT, ProgramStore
 
 STASH_BYTES = 1 << 30
+NO_STASH = 0
 PROMPTS = (tuple(range(5, 25)), (7, 8, 9))
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
 
@@ -37,12 +41,17 @@ def grid(**sizes: int) -> BucketingConfig:
 def models(
     tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Path]
 ) -> dict[str, Path]:
-    """A model, and one of another structure."""
+    """A model, one of its structure with other weights, another one, and one without weights."""
     place = tmp_path_factory.mktemp("kept")
-    return {
+    made = {
         "one": make_tiny_model(place / "one"),
+        "twin": make_tiny_model(place / "twin", initializer_range=0.3),
         "other": make_tiny_model(place / "other", hidden_size=96, num_hidden_layers=3),
+        "broken": place / "broken",
     }
+    weights = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(made["one"], made["broken"], ignore=weights)
+    return made
 
 
 def config_of(model: Path, **changes: Any) -> EngineConfig:
@@ -93,6 +102,15 @@ def compiled(gaudi: Any) -> tuple[int, int, int]:
     return counters.compile_calls, counters.traces, counters.recipes
 
 
+def test_the_first_requests_after_warm_up_trace_nothing(
+    eager_gaudi: Any, models: dict[str, Path]
+) -> None:
+    core, _ = started(config_of(models["one"]))
+    warm = compiled(eager_gaudi)
+    serve(core)
+    assert compiled(eager_gaudi) == warm
+
+
 def test_a_model_that_wakes_up_traces_nothing_and_a_sleeping_one_holds_no_device_memory(
     eager_gaudi: Any, models: dict[str, Path]
 ) -> None:
@@ -111,6 +129,67 @@ def test_a_model_that_wakes_up_traces_nothing_and_a_sleeping_one_holds_no_device
         assert serve(core) == expected
         assert compiled(eager_gaudi) == before, f"compile calls, traces, recipes, level {level}"
         assert core.stats.num_cold_forwards == core.stats.num_compilations == 0
+
+
+@pytest.mark.parametrize(
+    "stash_bytes", [STASH_BYTES, pytest.param(NO_STASH, marks=pytest.mark.slow)]
+)
+def test_a_switch_back_traces_nothing_nor_does_a_switch_to_a_model_of_the_same_structure(
+    eager_gaudi: Any, models: dict[str, Path], stash_bytes: int
+) -> None:
+    configs = {name: config_of(models[name]) for name in ("one", "twin", "other")}
+    core, switcher = started(configs["one"])
+    tokens = {"one": serve(core)}
+    one = compiled(eager_gaudi)
+    switch(switcher, configs["twin"], stash_bytes)
+    tokens["twin"] = serve(core)
+    assert tokens["twin"] == on_cpu(models["twin"]) != tokens["one"]
+    assert compiled(eager_gaudi) == one
+    switch(switcher, configs["other"], stash_bytes)
+    tokens["other"] = serve(core)
+    assert tokens["other"] == on_cpu(models["other"])
+    known = compiled(eager_gaudi)
+    in_use: dict[str, set[int]] = {name: set() for name in configs}
+    for name in ("one", "other", "twin", "one", "other"):
+        result = switch(switcher, configs[name], stash_bytes)
+        in_use[name].add(result.memory_after_bytes)
+        assert serve(core) == tokens[name]
+        assert compiled(eager_gaudi) == known
+    assert all(len(sizes) <= 1 for sizes in in_use.values()), in_use
+
+
+@pytest.mark.slow
+def test_any_order_of_sleeps_switches_and_failures_changes_no_token_and_traces_nothing(
+    eager_gaudi: Any, models: dict[str, Path]
+) -> None:
+    names = ("one", "twin", "other")
+    configs = {name: config_of(path) for name, path in models.items()}
+    expected = {name: on_cpu(models[name]) for name in names}
+    core, switcher = started(configs["one"])
+    active = "one"
+    switch(switcher, configs["other"])
+    switch(switcher, configs["one"])
+    known = compiled(eager_gaudi)
+    choose = random.Random(7)
+    num_steps = dict.fromkeys(names, 0)
+    for _ in range(40):
+        action = choose.choice(("sleep", "wake", "switch", "switch", "fail"))
+        stash_bytes = choose.choice((STASH_BYTES, STASH_BYTES, NO_STASH))
+        if action == "sleep":
+            switcher.sleep(choose.choice((1, 2)))
+        elif action == "wake":
+            switcher.wake_up()
+        elif action == "switch":
+            active = choose.choice(names)
+            switch(switcher, configs[active], stash_bytes)
+        else:
+            with pytest.raises(SwitchFailedError):
+                switch(switcher, configs["broken"], stash_bytes)
+        if not core.is_asleep:
+            assert serve(core) == expected[active]
+            assert core.stats.num_steps > num_steps[active], "counters go on"
+            num_steps[active] = core.stats.num_steps
+        assert compiled(eager_gaudi) == known
 
 
 def test_lazy_mode_captures_its_graphs_again_without_a_new_recipe(

@@ -333,6 +333,7 @@ class BatchBuilder:
         for part in split_prompts(chunks, cost):
             self.traffic.record(Phase.PROMPT, attrs.astuple(prompt_shape(part, block_size)))
 
+    @torch.inference_mode()  # as in a step: PyTorch traces again for a tensor of another mode
     def dummy(self, shape: BucketShape) -> ModelInput:
         """A batch of this shape that reads and writes the padding block only."""
         cache, upload = self._cache, self._upload

@@ -71,6 +71,7 @@ class DeviceSampler:
         self._vocab_size, self._num_slots = vocab_size, num_slots
         self.acquire()
 
+    @torch.inference_mode()  # as in a step: PyTorch traces again for a tensor of another mode
     def acquire(self) -> None:
         upload = self._device.upload
         if self._num_slots:
