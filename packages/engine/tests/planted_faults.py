@@ -73,7 +73,7 @@ class NeverReplays(HPUDevice):
 
         def make(runner: ForwardRunner, *given: Any, **named: Any) -> None:
             made(runner, *given, **named)
-            runner._graphs, runner._programs = _Unfound(), _Unfound()
+            runner._graphs, runner._programs.forward = _Unfound(), _Unfound()
 
         ForwardRunner.__init__ = make  # type: ignore[method-assign]
 

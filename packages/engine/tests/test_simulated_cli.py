@@ -31,6 +31,7 @@ VALUES = {
     "quantization": ("inc", "inc"),
     "kv_cache_dtype": ("fp8_inc", "fp8_inc"),
     "sampling": ("host", "host"),
+    "draw": ("top_p", "top_p"),
     "async_scheduling": (None, True),
     "swap_space": ("1.5", 3 << 29),
     "seed": ("5", 5),

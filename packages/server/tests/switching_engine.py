@@ -49,6 +49,7 @@ class SwitchingStandIn(StandInEngine):
         self.prepare_fault: Exception | None = None
         self.failing: set[str] = set()
         self.fault: Exception | None = None
+        self.faulty: str | None = None
         self.sleeps_after_failure = False
         self.sleep_fault: Exception | None = None
         self.wake_fault: Exception | None = None
@@ -122,7 +123,7 @@ class SwitchingStandIn(StandInEngine):
         self.is_switching = True
         try:
             await self.may_switch.wait()
-            if self.fault is not None:
+            if self.fault is not None and self.faulty in (None, alias):
                 fault, self.fault = self.fault, None
                 raise fault
             if alias in self.failing:

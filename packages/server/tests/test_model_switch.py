@@ -781,6 +781,7 @@ async def test_orders_that_load_nothing_keep_no_request_waiting(engine, model, f
         assert (await client.post(SWITCH, json={"model": "a"})).status_code == 200
         waiting = asyncio.create_task(complete(client, "b"))
         await until_waiting(client, 1)
+        engine.faulty = model  # not the switch to b, which may run while an order is sent
         for _ in range(600):
             engine.fault = fault
             await client.post(SWITCH, json={"model": model})

@@ -119,6 +119,7 @@ def test_every_sampling_parameter_is_described():
 
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+CLOSED = {**SCHEMA, "additionalProperties": False}
 FORMS = [
     ({"response_format": {"type": "text"}}, None),
     ({"response_format": {"type": "json_object"}}, {"json_object": True}),
@@ -129,15 +130,15 @@ FORMS = [
                 "json_schema": {"name": "a", "schema": SCHEMA, "strict": True},
             }
         },
-        {"json_schema": SCHEMA},
+        {"json_schema": CLOSED},
     ),
-    ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+    ({"guided_json": SCHEMA}, {"json_schema": CLOSED}),
     ({"guided_json": True}, {"json_schema": {}}),
-    ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+    ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": CLOSED}),
     ({"guided_regex": "a+"}, {"regex": "a+"}),
     ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
     ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
-    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+    ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": CLOSED}),
     ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
     ({"structured_outputs": {"regex": "a+", "structural_tag": None}}, {"regex": "a+"}),
     ({"structured_outputs": {"choice": ["a"], "disable_fallback": False}}, {"choice": ["a"]}),
