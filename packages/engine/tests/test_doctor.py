@@ -121,6 +121,7 @@ def test_prompt_decode_replay_and_tokens_on_the_stand_in(model, gaudi):
     assert by_status(report, Status.OK) > {"tokens greedy", "tokens seeded"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lazy"], indirect=True)
 def test_kernels_that_differ_raise_or_hang_are_lines_of_their_own(model, gaudi):
     report = examined(model, "planted_faults:FaultyKernels", "kernel", limit_s=25.0)
@@ -141,6 +142,7 @@ def test_kernels_that_differ_raise_or_hang_are_lines_of_their_own(model, gaudi):
     assert not report.is_good
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lazy"], indirect=True)
 def test_a_check_that_ends_its_process_costs_no_other(model, gaudi, monkeypatch, tmp_path):
     monkeypatch.setenv("PLANTED_FAULT", str(tmp_path / "fault"))
@@ -158,6 +160,7 @@ def test_graphs_and_programs_that_are_never_used_are_found(model, gaudi):
     assert by_status(report, Status.OK) == {"device", "engine start"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lazy"], indirect=True)
 def test_other_tokens_than_those_of_the_cpu_are_found(model, gaudi):
     report = examined(model, "planted_faults:WrongTokens", "tokens")

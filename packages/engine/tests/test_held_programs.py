@@ -50,7 +50,10 @@ SAMPLING: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+SLOW = [pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES[1:]]
+
+
+@pytest.fixture(scope="module", params=[FAMILIES[0], *SLOW])
 def core(
     request: pytest.FixtureRequest,
     stand_in: Callable[..., Any],

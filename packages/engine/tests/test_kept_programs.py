@@ -131,6 +131,7 @@ def test_a_model_that_wakes_up_traces_nothing_and_a_sleeping_one_holds_no_device
         assert core.stats.num_cold_forwards == core.stats.num_compilations == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "stash_bytes", [STASH_BYTES, pytest.param(NO_STASH, marks=pytest.mark.slow)]
 )
@@ -192,6 +193,7 @@ def test_any_order_of_sleeps_switches_and_failures_changes_no_token_and_traces_n
         assert compiled(eager_gaudi) == known
 
 
+@pytest.mark.slow
 def test_lazy_mode_captures_its_graphs_again_without_a_new_recipe(
     lazy_gaudi: Any, models: dict[str, Path]
 ) -> None:

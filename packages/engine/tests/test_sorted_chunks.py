@@ -161,6 +161,7 @@ def test_nothing_is_drawn_where_no_logit_is_a_number() -> None:
         assert 0 <= found[2] < logits.shape[-1]
 
 
+@pytest.mark.slow
 def test_on_a_gaudi_each_kind_is_one_program_without_fallbacks(stand_in) -> None:
     logits = torch.from_numpy(np.stack([LARGE[: 2 * CHUNK + 100]] * 2))
     with stand_in("eager") as bridge:
