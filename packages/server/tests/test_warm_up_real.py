@@ -45,9 +45,10 @@ def serving(model: str, *flags: str, environ: Mapping[str, str] | None = None) -
         server.kill()
 
 
-def complete(http: httpx.Client, prompt: list[int]) -> str:
+def complete(http: httpx.Client, prompt: list[int], **params: object) -> str:
     body = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": prompt}
-    answer = http.post("/v1/completions", json={**body, "max_tokens": 4, "temperature": 0})
+    body |= {"max_tokens": 4, "temperature": 0, **params}
+    answer = http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
     text: str = answer.json()["choices"][0]["text"]
     return text
@@ -129,6 +130,43 @@ def test_variables_of_the_plugin_act_on_a_server(model: str) -> None:
     assert "VLLM_GRAPH_RESERVED_MEM=0.4 is not applied: no graphs are captured" in log
     assert "Skipping warmup" in log
     assert "[Warmup][Prompt]" not in log
+
+
+ONE_BUCKET = {
+    **{f"VLLM_PROMPT_BS_BUCKET_{end}": "1" for end in ("MIN", "STEP", "MAX")},
+    **{f"VLLM_PROMPT_QUERY_BUCKET_{end}": "32" for end in ("MIN", "STEP", "MAX")},
+    **{f"VLLM_PROMPT_CTX_BUCKET_{end}": "4" for end in ("MIN", "STEP", "MAX")},
+    **{f"VLLM_DECODE_BS_BUCKET_{end}": "2" for end in ("MIN", "STEP", "MAX")},
+    **{f"VLLM_DECODE_BLOCK_BUCKET_{end}": "20" for end in ("MIN", "STEP", "MAX")},
+}
+"""On the stand-in a program takes a second to compile."""
+
+
+def test_a_gaudi_in_its_default_mode_draws_by_seed_with_and_without_warm_up(model: str) -> None:
+    """Compiled programs, each of which the stand-in checks as the bridge would."""
+    environ = {
+        "PYTHONPATH": os.pathsep.join([str(STANDIN), os.environ.get("PYTHONPATH", "")]),
+        "GAUDI_STANDIN_ENGINE_TESTS": "1",
+        "PT_HPU_RECIPE_CACHE_CONFIG": ",false,1024,false",
+        **ONE_BUCKET,
+    }
+    ways = (
+        {"temperature": 0},
+        {"temperature": 0.8, "seed": 3},
+        {"temperature": 0.8, "seed": 4, "top_p": 0.7},
+        {"temperature": 0.8, "seed": 4, "top_k": 9},
+    )
+    found = []
+    for skipped in ("false", "true"):
+        variables = {**environ, "VLLM_SKIP_WARMUP": skipped}
+        flags = ("--device", "hpu", "--num-gpu-blocks-override", "20")
+        with serving(model, *flags, environ=variables) as (server, http):
+            found.append([complete(http, PROMPT, **way) for _ in range(2) for way in ways])
+            if skipped == "false":
+                assert metric(http, "trencadis:compilations") == 0
+        assert "Gaudi in eager mode" in "".join(server.output)
+    assert found[0] == found[1]
+    assert found[0][: len(ways)] == found[0][len(ways) :]
 
 
 def test_a_server_on_a_gaudi_starts_with_the_lines_of_the_seed(model: str) -> None:
