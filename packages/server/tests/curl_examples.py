@@ -156,7 +156,6 @@ RESPONSES = {
     "reasoning": Example(
         "responses",
         {"input": "How much wood would a woodchuck chuck?", "reasoning": {"effort": "high"}},
-        param="reasoning",
     ),
 }
 MODELS = {"list": Example("models"), "retrieve": Example("models/MODEL")}

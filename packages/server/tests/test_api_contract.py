@@ -24,7 +24,8 @@ OPERATIONS = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/admin/batch"),
     *("POST /v1/responses", "POST /v1/messages", "POST /v1/messages/count_tokens"),
     *("POST /v1/admin/drain", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/admin/state"),
-    *("GET /health", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
+    *("POST /tokenize", "POST /detokenize"),
+    *("GET /health", "GET /ping", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
 )
 EMBEDDING_OPERATIONS = (
     *("POST /v1/embeddings", "POST /v1/score", "POST /score"),

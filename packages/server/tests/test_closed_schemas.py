@@ -115,6 +115,15 @@ def _leaves(errors: Any) -> Any:
         yield from _leaves(error.context)
 
 
+async def test_a_schema_that_would_be_too_long_when_closed_stays_open(client, engine) -> None:
+    properties = {f"p{number}": POINT for number in range(700)}
+    schema = {"type": "object", "properties": properties}
+    body = {"messages": [{"role": "user", "content": "hello"}], "guided_json": schema}
+    response = await client.post("/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    assert json.loads(engine.requests[0][1].structured_output.json_schema) == schema
+
+
 async def test_what_is_no_schema_is_left_to_the_engine() -> None:
     assert closed_text("{") == "{"
     assert closed_text("true") == "true"

@@ -5,6 +5,7 @@ A request names the form once, in one of the fields.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, SkipValidation, model_validator
@@ -89,7 +90,9 @@ def requested_form(forms: dict[str, dict[str, Any]]) -> tuple[str, StructuredOut
         raise InvalidRequest(f"{field} and {others[0][0]} exclude each other", others[0][0])
     schema = form.get("json_schema")
     if isinstance(schema, (dict, str)):
-        form = {"json_schema": closed(schema) if isinstance(schema, dict) else closed_text(schema)}
+        close = closed if isinstance(schema, dict) else closed_text
+        with suppress(InvalidRequest):  # closed, it is longer, and may be too long
+            return field, StructuredOutput(json_schema=close(schema))
     try:
         return field, StructuredOutput(**form)
     except InvalidRequest as error:
