@@ -90,9 +90,9 @@ def requested_form(forms: dict[str, dict[str, Any]]) -> tuple[str, StructuredOut
         raise InvalidRequest(f"{field} and {others[0][0]} exclude each other", others[0][0])
     schema = form.get("json_schema")
     if isinstance(schema, (dict, str)):
-        close = closed if isinstance(schema, dict) else closed_text
-        with suppress(InvalidRequest):  # closed, it is longer, and may be too long
-            return field, StructuredOutput(json_schema=close(schema))
+        shut = closed_text(schema) if isinstance(schema, str) else closed(schema)
+        with suppress(InvalidRequest):  # it is longer, and may be too long
+            return field, StructuredOutput(json_schema=shut)
     try:
         return field, StructuredOutput(**form)
     except InvalidRequest as error:
