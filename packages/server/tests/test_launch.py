@@ -526,7 +526,8 @@ async def test_tls_handshakes_have_a_time_limit(starting, certificate):
 
 
 async def test_tls_handshakes_count_as_connections_and_keep_nobody_out(starting, certificate, soon):
-    run = Run(ssl_certfile=str(certificate[0]), max_connections=3)
+    # So long a time that a handshake is ended by the limit of connections alone.
+    run = Run(ssl_certfile=str(certificate[0]), max_connections=3, header_timeout=600)
     url = await run.url()
     silent = [await tcp_connection(url) for _ in range(8)]
     context = ssl.create_default_context(cafile=certificate[1])
