@@ -119,6 +119,7 @@ async def endless(engine: AsyncEngine) -> list[CompletionDelta]:
     return await collect(engine, [1, 2, 3], max_tokens=LENGTH - 3, ignore_eos=True, n=4)
 
 
+@pytest.mark.slow
 def test_prompts_that_come_together_are_prefilled_together(tiny_model: Path) -> None:
     """Three prompts of one API request run in one bucket of batch 4, as seed 002 says."""
 
@@ -385,6 +386,7 @@ def test_a_core_that_hangs_for_long_is_killed_and_restarted(long_model: Path) ->
     limited(body)
 
 
+@pytest.mark.slow
 def test_a_core_that_is_stopped_is_unhealthy_whatever_it_has_announced(tiny_model: Path) -> None:
     async def body() -> None:
         async with running(tiny_model, hang_timeout=2.0, hang_restart_timeout=0.0) as engine:
@@ -406,6 +408,7 @@ def test_a_core_that_is_stopped_is_unhealthy_whatever_it_has_announced(tiny_mode
     limited(body)
 
 
+@pytest.mark.slow
 def test_a_core_that_compiles_or_may_hang_is_not_killed(tiny_model: Path) -> None:
     async def body() -> None:
         timeouts = {"hang_timeout": 2.0, "hang_restart_timeout": 5.0}

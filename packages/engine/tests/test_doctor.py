@@ -111,13 +111,7 @@ def test_all_checks_pass_on_the_stand_in(model, gaudi, mode, monkeypatch):
     launched = {"lazy": (0, 1), "eager": (5, 0)}[mode]  # two layers, before, after, a draw
     assert (step["programs"], step["replays"]) == launched
     assert (step["uploads"], step["downloads"]) == (1, 1)
-
-
-@pytest.mark.parametrize("mode", ["lazy"], indirect=True)
-def test_prompt_decode_replay_and_tokens_on_the_stand_in(model, gaudi):
-    report = examined(model, "hpu", "program prompt", "program decode", "graph", "tokens")
-    assert report.is_good, report.page()
-    assert report.findings["graph replay"].values["replays"] >= 7
+    assert (report.findings["graph replay"].values["replays"] >= 7) == (mode == "lazy")
     assert by_status(report, Status.OK) > {"tokens greedy", "tokens seeded"}
 
 
@@ -152,6 +146,9 @@ def test_a_check_that_ends_its_process_costs_no_other(model, gaudi, monkeypatch,
     assert by_status(report, Status.OK) >= {"program prompt with context", "program decode"}
 
 
+@pytest.mark.parametrize(
+    "mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)], indirect=True
+)
 def test_graphs_and_programs_that_are_never_used_are_found(model, gaudi):
     report = examined(model, "planted_faults:NeverReplays", "graph")
     found = report.findings["graph replay"]

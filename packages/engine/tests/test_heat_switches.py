@@ -121,8 +121,8 @@ def models(
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ProportionalThermalPolicy(target_temp_c=82.0),
-        lambda: PowerBudgetPolicy(budget_w=500.0),
+        pytest.param(lambda: ProportionalThermalPolicy(target_temp_c=82.0), marks=pytest.mark.slow),
+        pytest.param(lambda: PowerBudgetPolicy(budget_w=500.0), marks=pytest.mark.slow),
         lambda: TwoPhaseThermalPolicy(target_temp_c=82.0, budget_w=500.0, min_prefill_tokens=16),
     ],
     ids=["proportional", "power", "two_phase"],

@@ -279,7 +279,7 @@ def test_a_warm_engine_replays_graphs_and_compiles_nothing(
     assert len(replayed) >= 5, "a prompt and four decodes"
 
 
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "lazy"])
 def test_each_forward_pass_is_what_was_captured_or_compiled(stand_in, mode, tiny_model):
     """Of requests that were served before: graphs are replayed, and programs run."""
     config = EngineConfig(
@@ -317,6 +317,7 @@ assert (counters.compile_calls, counters.traces, counters.partitions) == (2, 2, 
 """
 
 
+@pytest.mark.slow
 def test_a_program_that_tests_share_counts_for_each_engine_that_compiles_it():
     stand_in = Path(__file__).parent / "habana_standin"
     variables = {
@@ -330,7 +331,7 @@ def test_a_program_that_tests_share_counts_for_each_engine_that_compiles_it():
 
 
 @alone
-@pytest.mark.parametrize("mode", ["eager", "lazy"])
+@pytest.mark.parametrize("mode", [pytest.param("eager", marks=pytest.mark.slow), "lazy"])
 def test_the_devices_own_settings_serve(stand_in, mode, tiny_model, monkeypatch):
     """bf16, blocks of 128 tokens and the exponential grid.
 

@@ -249,6 +249,7 @@ def test_a_core_that_cannot_be_inspected_answers_with_an_error_and_lives_on(
     assert "could not be inspected" in caplog.text
 
 
+@pytest.mark.slow
 def test_the_front_raises_the_error_of_an_inspection(tiny_model: Path) -> None:
     async def body() -> None:
         settings = config(tiny_model, device="cpu", warmup="none")

@@ -102,6 +102,7 @@ def compiled(gaudi: Any) -> tuple[int, int, int]:
     return counters.compile_calls, counters.traces, counters.recipes
 
 
+@pytest.mark.slow
 def test_the_first_requests_after_warm_up_trace_nothing(
     eager_gaudi: Any, models: dict[str, Path]
 ) -> None:
@@ -111,6 +112,7 @@ def test_the_first_requests_after_warm_up_trace_nothing(
     assert compiled(eager_gaudi) == warm
 
 
+@pytest.mark.slow
 def test_a_model_that_wakes_up_traces_nothing_and_a_sleeping_one_holds_no_device_memory(
     eager_gaudi: Any, models: dict[str, Path]
 ) -> None:

@@ -231,10 +231,10 @@ def test_a_stopped_process_is_given_up_after_the_limit(echo: LineProcess, questi
 def test_the_limit_of_an_answer_is_not_that_of_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slow = "import time; time.sleep(5)\n"
+    slow = "import time; time.sleep(3)\n"
     (tmp_path / "slow_worker.py").write_text(slow + WORKER.replace("for", READY + "    for", 1))
     monkeypatch.syspath_prepend(tmp_path)
-    process = LineProcess("slow_worker", answer_s=2.5)
+    process = LineProcess("slow_worker", answer_s=1.5)
     assert process.ask("first") == "first"
     process.close()
 

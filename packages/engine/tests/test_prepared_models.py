@@ -256,6 +256,7 @@ def test_a_stop_ends_a_preparation_for_all_who_wait_and_nobody_starts_another(
     asyncio.run(asyncio.wait_for(body(), LIMIT_SECONDS))
 
 
+@pytest.mark.slow
 def test_a_switch_ends_although_the_processes_of_other_models_cannot_be_ended(
     tiny_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

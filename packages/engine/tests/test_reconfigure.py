@@ -300,7 +300,7 @@ def failing(step: str, *, after: bool) -> Iterator[tuple[str, reconfigure.Step]]
 @pytest.mark.parametrize(
     ("stash_bytes", "after"),
     [
-        pytest.param(STASH_BYTES, True, id="after the step"),
+        pytest.param(STASH_BYTES, True, id="after the step", marks=pytest.mark.slow),
         pytest.param(STASH_BYTES, False, id="before the step", marks=pytest.mark.slow),
         pytest.param(NO_STASH, True, id="after the step, no stash", marks=pytest.mark.slow),
         pytest.param(NO_STASH, False, id="before the step, no stash", marks=pytest.mark.slow),
@@ -338,7 +338,9 @@ def totals(core: EngineCore) -> list[float]:
     return [getattr(core.stats, name) for name in TOTALS]
 
 
-@pytest.mark.parametrize("stash_bytes", [STASH_BYTES, NO_STASH])
+@pytest.mark.parametrize(
+    "stash_bytes", [STASH_BYTES, pytest.param(NO_STASH, marks=pytest.mark.slow)]
+)
 def test_totals_of_a_model_go_on_over_switches_sleeps_and_failures(
     first: EngineConfig,
     second: EngineConfig,
@@ -417,7 +419,7 @@ def test_a_core_that_cannot_return_sleeps_until_it_can(
     assert serve(core) == alone[0]
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     ("kind", "part"), [(CacheSizing, "make_cache"), (Worker, "warm_up")], ids=["cache", "warm-up"]
 )
@@ -690,7 +692,7 @@ def test_a_gaudi_gives_its_memory_back_and_serves_each_model_as_the_cpu_does(
         assert core.stats.num_compilations == 0, "in live traffic"
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_gaudi_that_is_full_can_sleep_and_wakes_up_when_there_is_memory_again(
     lazy_gaudi: Any, first: EngineConfig, level: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -214,7 +214,7 @@ def test_a_client_of_much_service_waits_for_a_bounded_number_of_new_clients(
             clients.runner.step()
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(st.integers(1, 1500), min_size=1, max_size=5), st.booleans())
 def test_the_names_of_clients_without_requests_take_no_memory_without_bound(
     counts: list[int], charged: bool

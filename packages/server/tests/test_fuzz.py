@@ -155,7 +155,7 @@ def post():
 
 
 QUICK = settings(
-    max_examples=60,
+    max_examples=30,
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
@@ -179,7 +179,7 @@ def test_any_body(post, engine, path, data):
 
 
 @pytest.mark.parametrize("path", [*GOOD][2:])
-@settings(QUICK, max_examples=25)
+@settings(QUICK, max_examples=12)
 @given(data=st.data())
 def test_any_body_of_the_apis_that_are_translated(post, engine, path, data):
     body = data.draw(bodies(path))
@@ -188,7 +188,7 @@ def test_any_body_of_the_apis_that_are_translated(post, engine, path, data):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", [*GOOD][2:])
-@settings(QUICK, max_examples=500)
+@settings(QUICK, max_examples=250)
 @given(data=st.data())
 def test_many_bodies_of_the_apis_that_are_translated(post, engine, path, data):
     body = data.draw(bodies(path))

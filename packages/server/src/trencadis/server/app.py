@@ -9,6 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from fastapi import FastAPI
 
 from trencadis.server import __version__
+from trencadis.server.api.error_responses import DescribedApp
 from trencadis.server.dashboard.feed import DashboardFeed
 from trencadis.server.engine_protocol import ServingEngine, as_switching
 from trencadis.server.generation.prompts import PromptEncoder
@@ -56,7 +57,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     keys = ApiKeys.of(settings)
     context = _context(engine, settings, has_keys=len(keys) > 0)
     dashboard = DashboardFeed(engine, context.metrics, context.check_serving)
-    app = FastAPI(
+    app = DescribedApp(
         title="Trencadís",
         version=__version__,
         lifespan=_lifespan(context, dashboard),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from fastapi import FastAPI
 from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
 
 class ErrorObject(BaseModel):
@@ -43,6 +45,8 @@ _MEANINGS = {
     503: "The engine cannot serve the request now; Retry-After, if any, gives the delay in seconds",
 }
 
+_REFERENCE = "#/components/schemas/{model}"
+
 BODY_ERRORS = (400, 401, 408, 413)
 """Errors of every route that takes a body and a key."""
 
@@ -54,7 +58,26 @@ def error_responses(
 
     ``default`` stands for those of every path, and keeps FastAPI from adding its own form of error.
     """
+    # A reference, since FastAPI would make a validator of the model for each status of each route.
+    schema = {"schema": {"$ref": _REFERENCE.format(model=model.__name__)}}
+    content = {"content": {"application/json": schema}}
     described: dict[int | str, dict[str, Any]] = {
-        status: {"model": model, "description": _MEANINGS[status]} for status in statuses
+        status: {**content, "description": _MEANINGS[status]} for status in statuses
     }
-    return described | {"default": {"model": model, "description": "Any other error"}}
+    return described | {"default": {**content, "description": "Any other error"}}
+
+
+class DescribedApp(FastAPI):
+    """An app whose description has the schemas that `error_responses` refers to."""
+
+    def openapi(self) -> dict[str, Any]:
+        """The description of the app, as JSON for ``/openapi.json``."""
+        is_new = self.openapi_schema is None
+        description = super().openapi()
+        if is_new:
+            models: tuple[type[BaseModel], ...] = (ErrorResponse, MessagesErrorResponse)
+            _, schemas = models_json_schema(
+                [(model, "validation") for model in models], ref_template=_REFERENCE
+            )
+            description["components"]["schemas"].update(schemas["$defs"])
+        return description
