@@ -27,7 +27,7 @@ SESSION_DEVICE = os.environ.get("TRENCADIS_TEST_DEVICE")
 real one, without the tests that need what the stand-in counts."""
 
 _WITHOUT_DEVICE = (
-    *("channel", "cpu_threads", "detokenizer", "doctor", "heat", "line_process"),
+    *("channel", "cpu_threads", "detokenizer", "doctor", "heat", "heat_switches", "line_process"),
     "multi_model_config",
     *("native_kernel", "request_stream", "rotary", "sampling_params", "simulated_cli"),
     *("simulated_costs", "simulated_published", "simulated_runner", "simulation", "validators"),

@@ -256,6 +256,7 @@ async def bad_requests_are_refused_and_serving_goes_on(engine: AsyncEngine) -> N
     assert len(await collect(engine, [1], max_tokens=3, ignore_eos=True)) == 3
 
 
+@pytest.mark.slow
 def test_full_queue_is_refused(tiny_model: Path) -> None:
     async def body() -> None:
         async with running(tiny_model, max_waiting=1, max_num_seqs=1) as engine:

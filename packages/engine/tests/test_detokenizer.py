@@ -288,7 +288,10 @@ HARMFUL = {
 """Templates, and what their users are told."""
 
 
-@pytest.mark.parametrize("name", HARMFUL)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name == "number" else name for name in HARMFUL],
+)
 def test_a_harmful_chat_template_ends_its_request_alone(tokenizer: Tokenizer, name: str) -> None:
     template, message = HARMFUL[name]
     messages = [{"role": "user", "content": "hi"}]

@@ -165,6 +165,7 @@ def test_other_tokens_than_those_of_the_cpu_are_found(model, gaudi):
     assert all(report.findings[f"tokens {kind}"].remedy for kind in ("greedy", "seeded"))
 
 
+@pytest.mark.slow
 def test_a_gaudi_without_its_software_is_a_line_and_the_rest_are_not_run(model):
     report = examined(model, "hpu", "bridge", "torch", "kernel Fused")
     assert by_status(report, Status.OK) == {"torch"}
@@ -200,6 +201,7 @@ def test_a_driver_of_another_release_than_the_bridge_is_a_line(
     assert ("one release" in found.remedy) == (status is Status.DIFFERS)
 
 
+@pytest.mark.slow
 def test_a_model_that_cannot_be_served_fails_where_it_is_loaded(tmp_path):
     report = examined(tmp_path / "no-such-model", "cpu", "program decode")
     assert by_status(report, Status.OK) == {"device"}

@@ -364,6 +364,7 @@ def test_the_devices_own_settings_serve(stand_in, mode, tiny_model, monkeypatch)
                 break
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eager", "lazy"])
 def test_enforced_eager_execution_leaves_the_sampler_to_its_first_requests(
     stand_in, mode, tiny_model, caplog
@@ -405,6 +406,7 @@ def test_enforced_eager_execution_leaves_the_sampler_to_its_first_requests(
         assert core.stats.num_cold_forwards == 0
 
 
+@pytest.mark.slow
 def test_moves_of_every_kind_compile_nothing_either(lazy_gaudi, tiny_model):
     """Samples that part copy on write, evictions swap, and what is left is defragmented."""
 
@@ -502,12 +504,14 @@ def test_decode_that_gathers_its_blocks_compiles_nothing_either(
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
+@pytest.mark.slow
 def test_without_compilation_eager_mode_runs_operation_by_operation(eager_gaudi, tiny_model):
     found, core = serve_mixed(tiny_model, "hpu", compile=False)
     assert (core.stats.num_compilations, core.stats.num_cold_forwards) == (0, 0)
     assert found == serve_mixed(tiny_model, "cpu")[0]
 
 
+@pytest.mark.slow
 def test_lazy_mode_serves_without_the_compiler_and_says_so(lazy_gaudi, tiny_model, caplog):
     found, _ = serve_mixed(tiny_model, "hpu", compile=True, warmup="none")
     assert "Serving without --compile, which needs the bridge's eager mode" in caplog.text
@@ -814,6 +818,7 @@ def test_norms_without_a_weight_keep_their_own_code(device):
     assert type(model.second).__name__ == "FusedNorm"
 
 
+@pytest.mark.slow
 def test_a_model_that_rotates_a_part_of_each_head_gives_the_tokens_of_the_cpu(
     lazy_gaudi, make_tiny_model, tmp_path
 ):

@@ -110,7 +110,7 @@ def fork_of(process: LineProcess) -> int:
     return fork.pid
 
 
-@pytest.mark.parametrize("kill_outer", [False, True])
+@pytest.mark.parametrize("kill_outer", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_no_client_gets_the_answer_of_another_after_a_process_was_killed(
     renderer: LineProcess, kill_outer: bool
 ) -> None:
@@ -239,7 +239,7 @@ def test_the_limit_of_an_answer_is_not_that_of_the_start(
     process.close()
 
 
-@pytest.mark.parametrize("quick", [None, False])
+@pytest.mark.parametrize("quick", [pytest.param(None, marks=pytest.mark.slow), False])
 def test_a_stopped_renderer_fails_within_seconds_and_is_replaced(
     quick: bool | None,
 ) -> None:

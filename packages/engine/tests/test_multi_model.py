@@ -224,6 +224,7 @@ def test_life_of_an_engine_with_several_models(
             for alias, break_checkpoint in BROKEN.items():
                 break_checkpoint(tmp_path / alias)
             parts = [
+                orders_of_a_wrong_type_are_refused,
                 each_model_answers_with_its_own_tokenizer_template_and_limits,
                 parked_requests_go_on_with_the_same_tokens,
                 one_switch_at_a_time_and_requests_that_run_may_end,
@@ -487,7 +488,8 @@ def test_every_token_that_clients_got_is_in_the_totals_of_its_model(
 
     async def body() -> None:
         got = {"first": 0, "second": 0}
-        async with running(models) as engine:
+        async with running(models, active="second") as engine:
+            assert engine.active == "second"
 
             def counted() -> dict[str, int]:
                 return {alias: engine.totals_of(alias).num_generation_tokens for alias in got}
@@ -497,7 +499,7 @@ def test_every_token_that_clients_got_is_in_the_totals_of_its_model(
                 for deltas in await asyncio.gather(*(collect(engine, **SHORT) for _ in range(3))):
                     got[alias] += len(tokens(deltas))
 
-            for alias in ("second", "first", "second", "first"):
+            for alias in ("first", "second", "first"):
                 await serve()
                 await engine.switch_model(alias)
                 assert counted() == got
@@ -627,23 +629,21 @@ def test_models_that_one_engine_cannot_serve_are_refused_before_it_starts(
         asyncio.run(MultiModelEngine.start(change(*models)))
 
 
+async def orders_of_a_wrong_type_are_refused(engine: MultiModelEngine) -> None:
+    with pytest.raises(InvalidRequest, match="running"):
+        await engine.switch_model("second", running="kill")
+    for limit in (-1, float("nan"), "2"):
+        with pytest.raises(InvalidRequest, match="drain_timeout_s"):
+            await engine.switch_model("second", drain_timeout_s=limit)
+    assert engine.active == "first"
+
+
 def test_arguments_of_a_wrong_type_are_refused(models: tuple[ModelEntry, ModelEntry]) -> None:
     with pytest.raises(UnknownModelError, match="first, second"):
         asyncio.run(MultiModelEngine.start(models, active="third"))
     for stash in (-1, float("nan"), "2", None):
         with pytest.raises(ConfigError, match="model_stash_gib"):
             asyncio.run(MultiModelEngine.start(models, model_stash_gib=stash))
-
-    async def body() -> None:
-        async with running(models, active="second") as engine:
-            assert engine.active == "second"
-            with pytest.raises(InvalidRequest, match="running"):
-                await engine.switch_model("first", running="kill")
-            for limit in (-1, float("nan"), "2"):
-                with pytest.raises(InvalidRequest, match="drain_timeout_s"):
-                    await engine.switch_model("first", drain_timeout_s=limit)
-
-    limited(body)
 
 
 NUM_SWITCHES = 50

@@ -84,7 +84,7 @@ def serve(core, asked):
     ("name", "embedding"),
     [
         *(("cpu", math.nan), ("cpu", math.inf), ("device", math.nan), ("device", math.inf)),
-        *(("lazy", math.nan), ("eager", math.nan)),
+        *(("lazy", math.nan), pytest.param("eager", math.nan, marks=pytest.mark.slow)),
     ],
 )
 def test_a_request_with_nan_fails_alone(stand_in, name, embedding, make_broken_model):

@@ -338,9 +338,8 @@ def totals(core: EngineCore) -> list[float]:
     return [getattr(core.stats, name) for name in TOTALS]
 
 
-@pytest.mark.parametrize(
-    "stash_bytes", [STASH_BYTES, pytest.param(NO_STASH, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("stash_bytes", [STASH_BYTES, NO_STASH])
 def test_totals_of_a_model_go_on_over_switches_sleeps_and_failures(
     first: EngineConfig,
     second: EngineConfig,
@@ -421,7 +420,11 @@ def test_a_core_that_cannot_return_sleeps_until_it_can(
 
 @pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
-    ("kind", "part"), [(CacheSizing, "make_cache"), (Worker, "warm_up")], ids=["cache", "warm-up"]
+    ("kind", "part"),
+    [
+        pytest.param(CacheSizing, "make_cache", id="cache", marks=pytest.mark.slow),
+        pytest.param(Worker, "warm_up", id="warm-up"),
+    ],
 )
 def test_a_core_whose_memory_was_taken_sleeps_on(
     first: EngineConfig,
@@ -453,7 +456,7 @@ def test_a_core_whose_memory_was_taken_sleeps_on(
     assert serve(core) == alone[0]
 
 
-@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("level", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_core_sleeps_without_its_cache_and_wakes_up_as_it_was(
     first: EngineConfig, alone: list[list[list[int]]], level: int
 ) -> None:

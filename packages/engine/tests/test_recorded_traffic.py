@@ -482,6 +482,7 @@ def test_a_single_sequence_has_a_bucket_where_it_was_never_served(
     core.close()
 
 
+@pytest.mark.slow
 def test_graphs_are_captured_in_the_order_of_what_was_served(
     lazy_gaudi: object, tiny_model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

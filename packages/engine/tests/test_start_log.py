@@ -113,6 +113,7 @@ def test_a_start_without_graphs_has_the_same_lines_but_those_of_graphs(
     )
 
 
+@pytest.mark.slow
 def test_memory_that_the_cache_does_not_take_is_not_given_to_graphs(
     lazy_gaudi: object, tiny_model: object, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -33,6 +33,7 @@ def run(*arguments, **environ):
     )
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_well_has_a_page_and_json_and_exit_code_0(model, tmp_path):
     file = tmp_path / "report.json"
     only = ("--only", "python", "--only", "program prompt", "--check-limit", "300")

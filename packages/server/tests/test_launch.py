@@ -188,7 +188,7 @@ async def test_a_running_request_is_finished_first(starting, engine, soon):
         assert (await request).json()["choices"][0]["text"] == "x" * 40
 
 
-@pytest.mark.parametrize("signals", [1, 2])
+@pytest.mark.parametrize("signals", [pytest.param(1, marks=pytest.mark.slow), 2])
 async def test_requests_that_are_left_when_the_server_stops_end_with_an_error(
     starting, engine, soon, signals
 ):
