@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md leads to every module and session: paths exist, and every room stands in it."""
+"""CONTRIBUTING.md leads to every module and session, and each module says what it is."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from structure import packages
+from structure import first_sentence, packages
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "CONTRIBUTING.md").read_text()
@@ -35,17 +35,14 @@ def test_every_path_exists() -> None:
 
 
 @pytest.mark.parametrize("package", sorted(PACKAGES))
-def test_every_room_is_named(package: str) -> None:
-    """A room is a subfolder or a module of the package's folder."""
-    rooms = {
-        path.name if path.suffix else f"{path.name}/"
-        for path in source(package).iterdir()
-        if (path.suffix == ".py" and path.name != "__init__.py") or (path / "__init__.py").exists()
-    }
-    named = {path.split("/", 1)[1] for path in named_paths() if path.startswith(f"{package}/")}
-    assert not {
-        room for room in rooms if not any(name == room or name.startswith(room) for name in named)
-    }
+def test_every_module_says_in_a_sentence_what_it_is(package: str) -> None:
+    """``tools/structure.py --modules`` prints these sentences."""
+    unsaid = [
+        name
+        for name, path in PACKAGES[package].modules.items()
+        if path.stat().st_size > 0 and not 15 <= len(first_sentence(path.read_text())) <= 100
+    ]
+    assert not unsaid
 
 
 def test_every_session_of_nox_is_listed() -> None:

@@ -3,6 +3,7 @@
     python tools/structure.py                        # one row for each package
     python tools/structure.py --package engine       # its rooms by floor, its arrows, its circles
     python tools/structure.py --package engine.models
+    python tools/structure.py --modules              # what each module is, also of one package
     python tools/structure.py --drawing              # the floors as tests/house.py has them
     python tools/structure.py --root ../other-clone  # the same of another checkout
 
@@ -269,6 +270,20 @@ def drawing(folder: Folder) -> str:
     return "\n".join(lines)
 
 
+def module_list(folder: Folder) -> str:
+    """Each module in and below a folder, and what it is."""
+    return "\n".join(
+        f"{path.relative_to(folder.path.parent).as_posix():<44}  {first_sentence(path.read_text())}"
+        for path in folder.modules.values()
+        if path.stat().st_size > 0
+    )
+
+
+def first_sentence(source: str) -> str:
+    """The first line of a module's docstring; empty where it has none."""
+    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -276,18 +291,21 @@ def main() -> int:
     parser.add_argument("--root", type=Path, default=ROOT, help="another checkout")
     parser.add_argument("--package", metavar="NAME", help="the rooms and arrows of a package")
     parser.add_argument("--drawing", action="store_true", help="the floors as Python data")
+    parser.add_argument("--modules", action="store_true", help="each module and what it is")
     args = parser.parse_args()
     found = packages(args.root)
     if not found:
         parser.error(f"no packages in {args.root}/packages: --root takes the top of a checkout")
     if args.package is None:
-        print("\n".join(map(drawing, found.values())) if args.drawing else summary(found))
+        show = drawing if args.drawing else module_list if args.modules else None
+        print("\n".join(map(show, found.values())) if show else summary(found))
         return 0
     folders = {folder.name: folder for top in found.values() for folder in top.walk()}
     folder = folders.get(f"{NAMESPACE}.{args.package.removeprefix(f'{NAMESPACE}.')}")
     if folder is None:
         parser.error(f"no package {args.package!r}: there are {', '.join(sorted(folders))}")
-    print(drawing(folder) if args.drawing else details(folder))
+    show = drawing if args.drawing else module_list if args.modules else details
+    print(show(folder))
     return 0
 
 
