@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from trencadis.kvcache import (
     BlockCopy,
     CopyPlan,
@@ -27,6 +29,7 @@ DEVICES = ["cpu", "staged", "rows", *(["cuda"] if torch.cuda.is_available() else
 """``staged`` is the copier of accelerators with CPU streams, which do nothing. ``rows`` is the
 copier of accelerators with a row of each layer's tensors for each token."""
 
+aten = torch.ops.aten
 
 LAYER = LayerShape(kv_heads=2, key_width=8, value_width=8)
 MIXED = (LAYER, LayerShape(2, 12, 8), LayerShape(1, 8, 5), LAYER)
@@ -204,6 +207,38 @@ def test_with_little_staging_memory_the_layers_are_copied_in_parts(
     before = fill(cache)
     cache.copy([BlockCopy(1, 4), BlockCopy(4, 1)])
     assert torch.equal(contents(cache), before[[0, 4, 2, 3, 1, 5]])
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most rows that an operation has made of blocks."""
+
+    rows = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (aten.index_select, aten.empty, aten.stack):
+            self.rows = max(self.rows, len(made))
+        return made
+
+
+@pytest.mark.parametrize(("kind", "blocks", "rows"), [("staged", 2, 2), ("rows", 4, 8)])
+def test_with_little_staging_memory_blocks_are_swapped_in_batches_of_a_power_of_two(
+    monkeypatch: pytest.MonkeyPatch, kind: str, blocks: int, rows: int
+) -> None:
+    """``blocks`` fit into it, in ``rows`` of 4 tokens for each layer, or as whole blocks."""
+    cache = make(kind)
+    per_block = 2 * 3 * LAYER.kv_heads * LAYER.key_width * 4 * 4
+    monkeypatch.setattr(copiers, "STAGING_BYTES", (blocks + 1) * per_block)
+    before = fill(cache)
+    copies = [BlockCopy(block, 5 - block) for block in range(1, 6)]
+    with LargestTensor() as out:
+        cache.swap_out(copies)
+    fill(cache)
+    with LargestTensor() as back:
+        cache.swap_in([BlockCopy(copy.dst, copy.src) for copy in copies])
+    cache.wait()
+    assert torch.equal(contents(cache)[1:], before[1:])
+    assert (out.rows, back.rows) == (rows, {"staged": 2, "rows": 2}[kind])
 
 
 class RecordedStreams:

@@ -20,8 +20,9 @@ import torch
 
 from trencadis.kvcache.copy_plan import BlockCopy
 
-STAGING_BYTES = 1 << 30
-"""Upper bound in bytes of the temporary device memory of a copy within the device."""
+STAGING_BYTES = 256 << 20
+"""Upper bound in bytes of the temporary device memory of copies; a block may take more. No plan of
+the device's memory has it, so it is small beside what plans leave free."""
 
 _HUGE_PAGE = 2 << 20
 
@@ -69,8 +70,11 @@ class StagedCopier:
     """The copier for accelerators: one gather and one scatter per batch, swaps on their own stream.
 
     The shapes depend only on the number of copies, so a graph can be replayed for every batch of
-    that size.
+    that size. Swaps of more blocks than `STAGING_BYTES` holds are batches of a power of two.
     """
+
+    _staged_copies = 1
+    """How many copies of a block are in the temporary memory at once."""
 
     def __init__(self, words: torch.Tensor, host: torch.Tensor, swap_stream: SwapStream) -> None:
         self._words = words
@@ -91,27 +95,38 @@ class StagedCopier:
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the host. The host does not wait; later device work waits only for the gather."""
         with self._swap_stream.after_current():
-            staged = self._gather(self._ids(copy.src for copy in copies))
-            # After the gather the blocks may be overwritten; the transfer can take longer.
-            self._swap_stream.record()
-            _copy_runs(
-                staged, self._host, [BlockCopy(row, copy.dst) for row, copy in enumerate(copies)]
-            )
+            for batch in self._batches(copies):
+                staged = self._gather(self._ids(copy.src for copy in batch))
+                # After the gather the blocks may be overwritten; the transfer can take longer.
+                self._swap_stream.record()
+                _copy_runs(
+                    staged, self._host, [BlockCopy(row, copy.dst) for row, copy in enumerate(batch)]
+                )
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
         """Copy to the device."""
-        shape = (len(copies), *self._host.shape[1:])
         with self._swap_stream.after_current():
-            staged = torch.empty(shape, dtype=self._host.dtype, device=self._device)
-            _copy_runs(
-                self._host, staged, [BlockCopy(copy.src, row) for row, copy in enumerate(copies)]
-            )
-            self._scatter(self._ids(copy.dst for copy in copies), staged)
+            for batch in self._batches(copies):
+                shape = (len(batch), *self._host.shape[1:])
+                staged = torch.empty(shape, dtype=self._host.dtype, device=self._device)
+                _copy_runs(
+                    self._host, staged, [BlockCopy(copy.src, row) for row, copy in enumerate(batch)]
+                )
+                self._scatter(self._ids(copy.dst for copy in batch), staged)
             self._swap_stream.record()
 
     def wait(self) -> None:
         """Make later device work wait for the swaps so far."""
         self._swap_stream.join()
+
+    def _batches(self, copies: Sequence[BlockCopy]) -> Iterator[Sequence[BlockCopy]]:
+        """The copies in batches whose blocks `STAGING_BYTES` holds."""
+        _, num_parts, words = self._host.shape
+        per_block = num_parts * words * self._host.itemsize * self._staged_copies
+        # A power of two divides the sizes of `PLAN_SIZES`, or is one of them.
+        size = 1 << (max(1, STAGING_BYTES // per_block).bit_length() - 1)
+        for first in range(0, len(copies), size):
+            yield copies[first : first + size]
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
         return torch.tensor(list(ids)).to(self._device, non_blocking=True)
@@ -132,6 +147,9 @@ class RowCopier(StagedCopier):
     ``CacheSwapUtils.forward``).
     """
 
+    _staged_copies = 2
+    """The blocks of each layer, and all of them in the order of the host's."""
+
     def __init__(self, layers: Sequence[torch.Tensor], host: torch.Tensor, block_size: int) -> None:
         self._layers = layers
         self._device = layers[0].device
@@ -148,22 +166,24 @@ class RowCopier(StagedCopier):
             layer.index_copy_(0, dst, layer.index_select(0, src))
 
     def swap_out(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy to the host in one transfer. The host then scatters the blocks.
+        """Copy to the host, a batch in one transfer. The host then scatters the blocks.
 
         A scatter on the device would need a compiled graph for every pattern of runs.
         """
         with self._swap_stream.after_current():
-            staged = self._gather(self._ids(copy.src for copy in copies))
-            self._swap_stream.record()
-            host_blocks = torch.tensor([copy.dst for copy in copies])
-            self._host.index_copy_(0, host_blocks, staged.cpu())
+            for batch in self._batches(copies):
+                staged = self._gather(self._ids(copy.src for copy in batch))
+                self._swap_stream.record()
+                host_blocks = torch.tensor([copy.dst for copy in batch])
+                self._host.index_copy_(0, host_blocks, staged.cpu())
 
     def swap_in(self, copies: Sequence[BlockCopy]) -> None:
-        """Copy to the device in one transfer."""
+        """Copy to the device, a batch in one transfer."""
         with self._swap_stream.after_current():
-            host_blocks = torch.tensor([copy.src for copy in copies])
-            staged = self._host.index_select(0, host_blocks).to(self._device)
-            self._scatter(self._ids(copy.dst for copy in copies), staged)
+            for batch in self._batches(copies):
+                host_blocks = torch.tensor([copy.src for copy in batch])
+                staged = self._host.index_select(0, host_blocks).to(self._device)
+                self._scatter(self._ids(copy.dst for copy in batch), staged)
             self._swap_stream.record()
 
     def _ids(self, ids: Iterable[int]) -> torch.Tensor:
