@@ -23,6 +23,7 @@ from trencadis.engine import (
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.runner.kept_programs import MAX_KEPT, ProgramStore
+from trencadis.kvcache import DefragConfig
 
 STASH_BYTES = 1 << 30
 NO_STASH = 0
@@ -231,3 +232,37 @@ def test_programs_are_those_of_a_structure_under_settings_and_of_few_structures(
     store.of(Net(MAX_KEPT + 1), config)
     assert len(store) == MAX_KEPT
     assert store.of(Net(1), config) is first
+
+
+@pytest.mark.slow
+def test_programs_are_dropped_where_the_cache_that_they_read_no_longer_fits(
+    eager_gaudi: Any, models: dict[str, Path]
+) -> None:
+    sized = {
+        "num_blocks": None,
+        "num_host_blocks": 0,
+        "max_num_seqs": 2,
+        "max_model_len": 256,
+        "defrag": DefragConfig(warm_up=False),
+        "bucketing": grid(
+            prompt_batch=1, prompt_query=32, prompt_context=32, decode_batch=2, decode_blocks=64
+        ),
+    }
+    configs = {name: config_of(models[name], **sized) for name in ("one", "other")}
+    core, switcher = started(configs["one"])
+    expected, most = serve(core), core.facts.limits.num_blocks
+    memory, num_programs, num_blocks = eager_gaudi.memory, set(), []
+    whole = memory.limit
+    for limit in (1_160_000, 1_160_000, whole):
+        memory.limit = whole
+        switch(switcher, configs["other"], NO_STASH)
+        before, memory.limit = compiled(eager_gaudi), limit
+        switch(switcher, configs["one"], NO_STASH)
+        assert serve(core) == expected
+        num_blocks.append(core.facts.limits.num_blocks)
+        num_programs.add(core.executor.programs.num_programs)
+        is_new = num_blocks[-1] != (most, *num_blocks)[-2]
+        assert (compiled(eager_gaudi) != before) == is_new, "they outlive all but another cache"
+    assert most > num_blocks[0] == num_blocks[1]
+    assert num_blocks[2] == num_blocks[1], "a cache that fits has the size of its programs"
+    assert len(num_programs) == 1, "none are kept that nothing uses"
