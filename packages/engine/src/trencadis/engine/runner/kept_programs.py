@@ -78,8 +78,11 @@ class ProgramStore:
         return self._kept[-1][2]
 
     def renewed(self, programs: KeptPrograms) -> KeptPrograms:
-        """Empty ones in place of ``programs``, which a sleeping model may still use."""
-        empty = KeptPrograms()
+        """Those of the sampler alone in place of ``programs``, which a sleeping model may still use.
+
+        The others read a cache of the size that they were compiled for.
+        """
+        empty = KeptPrograms(sampler=dict(programs.sampler))
         self._kept = [
             (structure, settings, empty if old is programs else old)
             for structure, settings, old in self._kept
