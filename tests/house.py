@@ -88,8 +88,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"session"},
     ],
     "scheduler": [
-        {"clock", "errors"},
+        {"errors"},
         {"validators"},
+        {"clock"},
         {"config", "fair_share", "request", "telemetry"},
         {"beams"},
         {"group"},

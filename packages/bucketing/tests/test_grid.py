@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -240,6 +241,20 @@ def test_a_grid_describes_itself() -> None:
     assert Bucket(("batch", "seq"), (2, 127)) not in grid
     assert (2, 128) not in grid
     assert grid.values("batch") == (1, 2)
+
+
+def test_a_grid_is_copied_as_itself_and_pickled_unless_a_function_cannot_be() -> None:
+    grid = BucketGrid({"batch": (1, 2), "seq": (64, 128)}, filters=[lambda _: True])
+    assert copy.copy(grid) is copy.deepcopy(grid) is grid
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        loaded = pickle.loads(pickle.dumps(grid, protocol))  # noqa: S301 - our own
+        assert loaded.find((1, 65)) == grid.find((1, 65))
+        assert loaded.describe() == grid.describe()
+    for name in ("cost", "reachable"):
+        local = BucketGrid({"batch": (1, 2)}, **{name: lambda *_: 1.0})
+        assert copy.deepcopy(local) is local
+        with pytest.raises(BucketingError, match=rf"cannot be pickled, because its {name} <func"):
+            pickle.dumps(local)
 
 
 def test_a_bucket_is_a_value() -> None:

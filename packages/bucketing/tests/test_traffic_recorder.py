@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.bucketing import BucketingError, TrafficRecorder
+from trencadis.bucketing import BucketingError, TrafficRecorder, read_trace
 
 AXES = ("batch", "seq")
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10_000)), max_size=60)
@@ -151,6 +151,16 @@ def test_a_file_that_cannot_be_saved_stays_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         TrafficRecorder(AXES).save(place)
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_a_file_that_may_never_end_is_refused(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for path in (pipe, Path("/dev/zero")):
+        with pytest.raises(BucketingError, match="is not a regular file"):
+            TrafficRecorder.load(path)
+    with pytest.raises(BucketingError, match="/dev/zero, line 1 has more than 1048576 characters"):
+        read_trace("/dev/zero")
 
 
 def _umask() -> int:

@@ -15,6 +15,7 @@ from trencadis.kvcache.copy_plan import (
 from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan, warm_up_defragmenter
 from trencadis.kvcache.errors import (
+    CannotCopy,
     DuplicateSequence,
     InvalidBlock,
     InvalidSetting,
@@ -45,6 +46,7 @@ __all__ = [
     "BlockMap",
     "BlockPool",
     "CacheConfig",
+    "CannotCopy",
     "CopyPlan",
     "DecodeLayout",
     "DefragConfig",

@@ -55,7 +55,8 @@ class Defragmenter:
     Call `defragment` once per step, after the scheduler's allocations and before the batch is
     built. Add its copies to the step's `CopyPlan` at that point. Mark the slots of earlier steps
     as computed before, because blocks without computed slots move without a copy. ``num_moved``
-    counts the blocks of all plans. Raises `InvalidSetting` for arguments of other types.
+    counts the blocks of all plans. ``manager`` is for reading: a host compares it with its own.
+    Raises `InvalidSetting` for arguments of other types.
     """
 
     def __init__(self, manager: BlockManager, config: DefragConfig | None = None) -> None:
@@ -63,14 +64,14 @@ class Defragmenter:
         self.config = DefragConfig() if config is None else config
         instance_of(DefragConfig).checked("config", self.config)
         self.num_moved = 0
-        self._manager = manager
+        self.manager = manager
 
     def is_due(self) -> bool:
         """Whether the highest used block exceeds the number of used blocks by the threshold.
 
         Never where the settings turn defragmentation off.
         """
-        pool = self._manager.pool
+        pool = self.manager.pool
         return (
             self.config.enabled
             and pool.highest_used_block - self.config.threshold > pool.num_used_blocks
@@ -85,10 +86,10 @@ class Defragmenter:
         """
         if not self.is_due():
             return None
-        pool = self._manager.pool
+        pool = self.manager.pool
         highest_before = pool.highest_used_block
         moves, kept = self._choose_moves()
-        copies = self._manager.relocate(moves, keep=kept)
+        copies = self.manager.relocate(moves, keep=kept)
         plan = DefragPlan(
             copies=copies,
             num_moved=len(moves),
@@ -103,7 +104,7 @@ class Defragmenter:
 
     def _choose_moves(self) -> tuple[list[BlockCopy], set[int]]:
         """The moves, and those of their destinations whose cached content is kept."""
-        pool, copies_left = self._manager.pool, PLAN_SIZES[-1]
+        pool, copies_left = self.manager.pool, PLAN_SIZES[-1]
         sources: list[int] = []
         destinations: list[int] = []
         kept: set[int] = set()
@@ -121,7 +122,7 @@ class Defragmenter:
         return list(map(BlockCopy, reversed(sources), destinations)), kept
 
     def _is_worth_keeping(self, block: int) -> bool:
-        pool = self._manager.pool
+        pool = self.manager.pool
         key = pool.prefix_index.key_of(block)
         if key is None:
             return False

@@ -10,6 +10,7 @@ from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult
 from trencadis.scheduler.errors import (
+    CannotCopy,
     ConfigError,
     ControlError,
     DuplicateRequest,
@@ -39,6 +40,7 @@ __all__ = [
     "BatchControlResult",
     "BeamSearch",
     "Candidate",
+    "CannotCopy",
     "ConfigError",
     "ControlError",
     "DuplicateRequest",

@@ -159,12 +159,15 @@ class ControlHandler:
 
     def request_preemption(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Preempt those of the requests that run in the next step; returns their ids."""
+        is_text = isinstance(request_ids, str)  # whose characters are not ids
         try:
-            unique_ids = tuple(dict.fromkeys(request_ids))
-        except TypeError as error:
+            unique_ids = None if is_text else tuple(dict.fromkeys(request_ids))
+        except TypeError:
+            unique_ids = None
+        if unique_ids is None:
             raise ControlError(
                 f"abort_and_swap() needs request ids, got {request_ids!r}: pass a list of them"
-            ) from error
+            )
         groups = map(self._states.groups.get, unique_ids)
         running = [group.request_id for group in groups if _is_running(group)]
         self._to_preempt.extend(running)

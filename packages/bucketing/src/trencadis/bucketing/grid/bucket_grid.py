@@ -10,8 +10,9 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from trencadis.bucketing.errors import BucketingError, UnknownAxis, shown
 from trencadis.bucketing.grid.bucket import Bucket, Cost, Shape, element_count
@@ -37,6 +38,8 @@ _MOST_DESCRIBED = 1000
 
 class BucketGrid:
     """An immutable set of buckets with named axes, safe to share between threads.
+
+    A copy is the grid itself. To pickle it, `reachable` and `cost` must be functions of a module.
 
     Args:
         axes: the sizes of each axis, increasing; the buckets are their full product, except
@@ -284,6 +287,27 @@ class BucketGrid:
                 f"{', '.join(self._axes)}: give one size per axis"
             )
         return sizes
+
+    def __copy__(self) -> BucketGrid:
+        return self
+
+    def __deepcopy__(self, memo: object) -> BucketGrid:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Raises `BucketingError` for a function that cannot be pickled, such as a lambda."""
+        self._require_picklable("cost", self._cost)
+        self._require_picklable("reachable", self._reachable)
+        return super().__reduce_ex__(max(2, operator.index(protocol)))  # 2: the first with slots
+
+    def _require_picklable(self, name: str, function: object) -> None:
+        try:
+            pickle.dumps(function)
+        except Exception as error:  # whatever the function's own protocol raises
+            raise BucketingError(
+                f"{self!r} cannot be pickled, because its {name} {shown(function)} cannot "
+                f"({error}): define that function in a module"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._buckets)

@@ -58,7 +58,7 @@ class ThermalGuard:
     ``alert`` (by default an error in the log) gets the first fault of each kind. ``num_faults`` and
     ``num_rejected_readings`` count them all.
     ``power_model`` is fitted to the measured power, with or without a policy that uses power.
-    Raises `ConfigError` for a policy of another type.
+    Raises `ConfigError` for a policy of another type, and for what is not a function.
     """
 
     def __init__(
@@ -70,6 +70,9 @@ class ThermalGuard:
     ) -> None:
         if policy is not None:
             instance_of(SchedulerThermalPolicy).checked("policy", policy)
+        for name, function in (("read", read), ("alert", alert), ("forget", forget)):
+            if not callable(function) and (name, function) != ("forget", None):
+                raise ConfigError(f"{name} must be a function, got {function!r}: pass one", name)
         self.policy = policy
         self.power_model = PowerModel()
         self.num_faults = 0
@@ -191,7 +194,8 @@ class ThermalGuard:
             return first_victims(victim_order(self._victim_order or "lru"), running, count)
         try:
             # No more than all groups and one: an iterator without end must not end the step.
-            victims = self.policy.select_victims(running, count)
+            # A copy, because a policy may sort the list that it gets.
+            victims = self.policy.select_victims(list(running), count)
             selected = list(dict.fromkeys(islice(victims, len(running) + 1)))
             for group in selected:
                 if group not in running:
