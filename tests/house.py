@@ -96,10 +96,9 @@ FLOORS: dict[str, list[set[str]]] = {
         {"group"},
         {"group_blocks", "group_states", "output", "thermal"},
         {"admission", "preemption_costs", "step_results"},
-        {"preemption"},
-        {"running_limit"},
-        {"control"},
-        {"scheduler"},
+        {"preemption", "running_limit"},
+        {"control", "limit_enforcement"},
+        {"batch_limiter", "scheduler"},
     ],
     "scheduler.telemetry": [
         {"config", "errors", "exporter_metrics"},
@@ -125,7 +124,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"__main__"},
     ],
     "scheduler.thermal": [
-        {"heat_model", "policy", "readings", "victims"},
+        {"heat_model", "readings", "victims"},
+        {"policy"},
         {"continued_view", "phase_power", "power_model", "proportional"},
         {"guard", "no_policy", "power_budget", "registry", "two_phase"},
     ],

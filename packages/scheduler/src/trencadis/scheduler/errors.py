@@ -43,6 +43,10 @@ class InvalidResults(InvalidValue):
     """``update()`` got results that are missing or invalid; it can be called again."""
 
 
+class HostError(SchedulerError):
+    """A host of a `BatchLimiter` does not do what its protocol says."""
+
+
 class IllegalTransition(SchedulerError):
     """A status change that the state diagram of sequence groups does not have."""
 

@@ -6,7 +6,8 @@ The scheduler knows no model and no device. `Scheduler` connects its parts:
 
 - `GroupStates` owns the queues, `GroupBlocks` the blocks of groups.
 - `AdmissionControl` checks new requests, admits and resumes groups.
-- `Preemptor` preempts them, also for `RunningLimit` and `ControlHandler`.
+- `RunningLimit` and `ControlHandler` limit how many run; `LimitEnforcement` enforces it.
+- `Preemptor` preempts them, also for these.
 - `StepResultProcessor` applies the results of a step.
 """
 
@@ -37,6 +38,7 @@ from trencadis.scheduler.fair_share import Client
 from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
+from trencadis.scheduler.limit_enforcement import LimitEnforcement, RunningGroups
 from trencadis.scheduler.output import SchedulerOutput, SchedulingStep, SequenceUpdate
 from trencadis.scheduler.preemption import Preemptor
 from trencadis.scheduler.preemption_costs import CompletionRate, PreemptionCosts, StepTiming
@@ -103,10 +105,10 @@ class Scheduler:
         self._preemptor = Preemptor(
             states, group_blocks, self.costs, self._completion_rate, self._admission
         )
-        self._running_limit = RunningLimit(settings, states, self._preemptor, thermal)
-        self._control = ControlHandler(
-            settings, states, self._preemptor, self._running_limit, thermal
-        )
+        self._running_groups = RunningGroups(states, self._preemptor)
+        self._running_limit = RunningLimit(settings, self._running_groups, thermal)
+        self._enforcement = LimitEnforcement(settings, states, self._preemptor, self._running_limit)
+        self._control = ControlHandler(settings, self._running_groups, self._running_limit, thermal)
         self._results = StepResultProcessor(states, group_blocks, blocks, config.max_model_len)
         self._num_prefill_tokens = 0
         self._num_deferrals = 0
@@ -349,8 +351,9 @@ class Scheduler:
             self._results.assume(self._in_flight[-1])
         self._running_limit.ask_policy(self)
         if not step.is_ahead:
-            self._control.apply(step, self)
-        self._running_limit.enforce(step)
+            self._running_groups.step = step
+            step.carries_out_order = self._control.apply(self._now, self)
+        self._enforcement.enforce(step)
         if self._settings.config.policy == "priority" and not step.carries_out_order:
             self._preemptor.preempt_for_priority(step)
         self._append_slots(step)
@@ -360,7 +363,7 @@ class Scheduler:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
         self._schedule_running(step)
         self._admission.start_groups(step)
-        self._running_limit.warn_if_stalled()
+        self._enforcement.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
         output = step.to_output(self._group_blocks.take_moves())
         self._in_flight.append(output)
@@ -385,7 +388,7 @@ class Scheduler:
         yield self._in_flight[-1].branches, "it has beams, or samples that fork"
         yield self._control.has_orders, "an order is to be carried out"
         yield self._lacked_blocks, "running requests lack blocks"
-        yield self._running_limit.is_exceeded(self._now), "the running limit is exceeded"
+        yield self._enforcement.is_exceeded(self._now), "the running limit is exceeded"
         if self._defragmenter is not None:
             yield self._defragmenter.is_due(), "blocks are to be defragmented"
         if self._settings.config.policy == "priority":
