@@ -76,8 +76,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"sequences"},
         {"transfers"},
         {"swapper"},
-        {"manager"},
-        {"defrag"},
+        {"defrag", "manager"},
+        {"remapper"},
     ],
     "warmup": [
         {"errors", "graph_cost", "log_lines", "progress_bar", "progress_log", "runtime"},

@@ -84,6 +84,16 @@ def test_a_plan_has_at_most_512_copies_and_the_next_plan_continues() -> None:
     assert used_blocks(manager) == set(range(1, 801))
 
 
+def test_content_that_is_kept_is_not_evicted_for_the_last_copy_of_a_plan() -> None:
+    manager = fragmented(1200, set(range(600, 1200)), enable_prefix_caching=True)
+    first = Defragmenter(manager, DefragConfig(keep_from=0.0)).defragment()
+    assert first is not None
+    assert len(first.copies) <= 512
+    assert first.num_moved == 256
+    for dst in range(1, 257):
+        assert manager.pool.prefix_index.key_of(1200 - dst) is not None
+
+
 @pytest.mark.parametrize(("moves", "size"), [(1, 8), (8, 8), (9, 16), (33, 64), (129, 256)])
 def test_plans_are_padded_to_a_warmed_size_without_touching_other_blocks(
     moves: int, size: int

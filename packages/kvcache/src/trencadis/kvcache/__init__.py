@@ -31,6 +31,7 @@ from trencadis.kvcache.errors import (
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
+from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor
@@ -45,6 +46,7 @@ __all__ = [
     "BlockManager",
     "BlockMap",
     "BlockPool",
+    "BlockRemapper",
     "CacheConfig",
     "CannotCopy",
     "CopyPlan",

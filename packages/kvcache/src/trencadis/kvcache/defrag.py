@@ -10,14 +10,15 @@ allocation uses the low blocks that are left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import attrs
 
+from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import MAX_NUM_BLOCKS, DefragConfig
 from trencadis.kvcache.copy_plan import PLAN_SIZES, BlockCopy, Copies, pad_copies, plan_size
-from trencadis.kvcache.errors import InvalidSetting
-from trencadis.kvcache.manager import BlockManager
+from trencadis.kvcache.errors import InvalidSetting, shown
 from trencadis.kvcache.validators import instance_of, integer
 
 logger = logging.getLogger(__name__)
@@ -49,6 +50,17 @@ class DefragPlan:
         return pad_copies(self.copies, self.padded_size)
 
 
+class BlockOwner(Protocol):
+    """Who knows which blocks are used, and by whom: a `BlockManager` or a `BlockRemapper`."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks."""
+
+    def relocate(self, moves: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:
+        """Move used blocks to free blocks, all at once; returns the copies to carry out."""
+
+
 class Defragmenter:
     """Defragments the blocks of one manager when the trigger fires.
 
@@ -59,8 +71,11 @@ class Defragmenter:
     Raises `InvalidSetting` for arguments of other types.
     """
 
-    def __init__(self, manager: BlockManager, config: DefragConfig | None = None) -> None:
-        instance_of(BlockManager).checked("manager", manager)
+    def __init__(self, manager: BlockOwner, config: DefragConfig | None = None) -> None:
+        if not isinstance(getattr(manager, "pool", None), BlockPool):
+            raise InvalidSetting(
+                f"manager must be of type BlockManager, got {shown(manager)}", "manager"
+            )
         self.config = DefragConfig() if config is None else config
         instance_of(DefragConfig).checked("config", self.config)
         self.num_moved = 0
@@ -109,11 +124,11 @@ class Defragmenter:
         destinations: list[int] = []
         kept: set[int] = set()
         for src, dst in zip(pool.iter_used_descending(), pool.iter_free_ascending(), strict=False):
-            if src < dst or copies_left == 0:
+            keeps = self._is_worth_keeping(dst)
+            copies_left -= 2 if keeps else 1
+            if src < dst or copies_left < 0:
                 break
-            copies_left -= 1
-            if copies_left and self._is_worth_keeping(dst):
-                copies_left -= 1
+            if keeps:
                 kept.add(dst)
             sources.append(src)
             destinations.append(dst)
