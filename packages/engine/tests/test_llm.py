@@ -288,8 +288,19 @@ def test_another_thread_leaves_ctrl_c_to_the_main_thread(llm: LLM) -> None:
 
 
 def test_a_call_from_inside_another_is_refused_where_it_would_wait_for_itself(llm: LLM) -> None:
-    with pytest.raises(InvalidRequest, match=r"generate\(\) was called while this thread is in"):
+    def nested() -> None:
         llm.generate((llm.generate(text)[0].completions[0].text for text in ["a"]), GREEDY)
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(nested)
+        try:
+            with pytest.raises(
+                InvalidRequest, match=r"generate\(\) was called while this thread is"
+            ):
+                call.result(timeout=60)
+        finally:
+            if not call.done():
+                llm._lock.release()  # so that it ends
 
 
 @pytest.mark.parametrize("prompts", [5, None, "0", ["0"], [[1]], [0.5], [True]])
