@@ -415,6 +415,18 @@ def test_a_cache_over_tensors_has_no_copy_of_them() -> None:
         joint.copy([BlockCopy(1, BLOCKS)])
 
 
+def test_a_cache_over_tensors_of_several_widths_and_types_copies_each_once() -> None:
+    layers = [torch.randn(BLOCKS, 3), torch.randn(BLOCKS, 2, 8).bfloat16(), torch.randn(BLOCKS, 3)]
+    before = [layer.clone() for layer in layers]
+    cache = KVCache.over(layers, block_size=1, num_host_blocks=1)
+    cache.copy([BlockCopy(1, 4), BlockCopy(4, 1)])
+    cache.swap_out([BlockCopy(2, 0)])
+    cache.swap_in([BlockCopy(0, 5)])
+    cache.wait()
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer, old[[0, 4, 2, 3, 1, 2]])
+
+
 @pytest.mark.parametrize(
     ("keys", "values", "message"),
     [

@@ -119,6 +119,16 @@ def test_an_order_lowers_the_batch_at_once_and_starts_nothing_in_its_step() -> N
     assert "r0" not in {served.request_id for served in host.running}
 
 
+def test_an_order_that_preempts_nothing_starts_nothing_in_its_step_either() -> None:
+    host = Host(1, 1)
+    limiter = limited(host)
+    host.step(limiter)
+    host.waiting = [Served("late", 2)]
+    limiter.control(BatchControl(max_num_seqs=8))
+    assert (host.step(limiter), len(host.running)) == (2, 2)
+    assert (host.step(limiter), len(host.running)) == (8, 3)
+
+
 def test_an_order_above_the_slots_of_the_host_is_refused() -> None:
     limiter = limited(Host(1))
     answer = limiter.control(BatchControl(max_num_seqs=99))
