@@ -196,7 +196,7 @@ def types(session: nox.Session) -> None:
     run_shared(session, "-m", "mypy", *(f"packages/{package}/src" for package in PACKAGES))
     # No configuration file: mypy finds the packages where it finds them for a user.
     users = ("--config-file=", "--cache-dir=.mypy_cache/users")
-    run_shared(session, "-m", "mypy", "--strict", *users, "tests/typing")
+    run_shared(session, "-m", "mypy", "--strict", *users, "tests/typing", "examples")
     run_shared(session, "-m", "basedpyright")
 
 

@@ -20,10 +20,10 @@ from trencadis.scheduler import (
     Scheduler,
     SchedulerConfig,
     SchedulerOutput,
-    SequenceGroup,
     SequenceUpdate,
     StepTiming,
     ThermalGuard,
+    Victim,
 )
 from trencadis.scheduler.telemetry import (
     ReaderConfig,
@@ -48,9 +48,7 @@ class HalfWhenHot(SchedulerThermalPolicy):
         most = scheduler.scheduler_config.max_num_seqs
         return most // 2 if self.temp_c > 80 else most
 
-    def select_victims(
-        self, running: Sequence[SequenceGroup], num_to_evict: int
-    ) -> list[SequenceGroup]:
+    def select_victims(self, running: Sequence[Victim], num_to_evict: int) -> list[Victim]:
         return sorted(running, key=lambda group: group.priority)[:num_to_evict]
 
 

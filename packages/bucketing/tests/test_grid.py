@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -20,6 +21,7 @@ from trencadis.bucketing import (
     BucketingError,
     CoverageGap,
     UnknownAxis,
+    fallback_size,
     linear_range,
 )
 from trencadis.bucketing.grid.lookup_table import MAX_TABULATED
@@ -240,6 +242,65 @@ def test_a_grid_describes_itself() -> None:
     assert Bucket(("batch", "seq"), (2, 127)) not in grid
     assert (2, 128) not in grid
     assert grid.values("batch") == (1, 2)
+
+
+shapes_of_two = st.tuples(st.integers(0, 24), st.integers(0, 24))
+
+
+@given(
+    st.sets(shapes_of_two, min_size=1, max_size=6),
+    st.lists(shapes_of_two, max_size=6),
+    st.lists(shapes_of_two, min_size=1, max_size=8),
+)
+def test_a_grid_with_added_buckets_answers_as_a_grid_of_all_of_them(
+    first: set[tuple[int, int]], added: list[tuple[int, int]], asked: list[tuple[int, int]]
+) -> None:
+    grid = original = BucketGrid.from_shapes(("batch", "seq"), sorted(first), limits=(24, 24))
+    before = original.buckets
+    for shape in added:
+        grid = grid.with_bucket(shape)
+    whole = BucketGrid.from_shapes(("batch", "seq"), sorted({*first, *added}), limits=(24, 24))
+    assert grid.buckets == whole.buckets
+    assert [grid.find(shape) for shape in asked] == [whole.find(shape) for shape in asked]
+    assert grid.coverage_gaps() == whole.coverage_gaps()
+    assert grid.used_buckets() == whole.used_buckets()
+    assert original.buckets == before
+
+
+def test_a_fallback_that_is_added_is_found_and_a_known_bucket_changes_nothing() -> None:
+    grid = BucketGrid({"batch": (1, 2), "seq": (64, 128)})
+    assert grid.with_bucket((2, 128)) is grid
+    compiled = grid.fallback((3, 130))
+    wider = grid.with_bucket(compiled.shape)
+    assert (wider.find((3, 130)), grid.find((3, 130))) == (compiled, None)
+    assert pickle.loads(pickle.dumps(wider)).find((3, 130)) == compiled  # noqa: S301 - our own
+    assert wider.values("seq") == (64, 128)
+    for wrong in ((3,), (3, -1), (3, "4"), None):
+        for call in (wider.find, wider.with_bucket):
+            with pytest.raises(BucketingError):
+                call(wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("wrong", [-1, None, 1.5, True])
+def test_a_fallback_size_is_of_a_size(wrong: Any) -> None:
+    assert fallback_size("batch", 9, 8) == 12
+    for size, largest in ((wrong, 8), (8, wrong)):
+        with pytest.raises(BucketingError, match="must be an integer from 0"):
+            fallback_size("batch", size, largest)
+
+
+def test_a_grid_is_copied_as_itself_and_pickled_unless_a_function_cannot_be() -> None:
+    grid = BucketGrid({"batch": (1, 2), "seq": (64, 128)}, filters=[lambda _: True])
+    assert copy.copy(grid) is copy.deepcopy(grid) is grid
+    for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+        loaded = pickle.loads(pickle.dumps(grid, protocol))  # noqa: S301 - our own
+        assert loaded.find((1, 65)) == grid.find((1, 65))
+        assert loaded.describe() == grid.describe()
+    for name in ("cost", "reachable"):
+        local = BucketGrid({"batch": (1, 2)}, **{name: lambda *_: 1.0})
+        assert copy.deepcopy(local) is local
+        with pytest.raises(BucketingError, match=rf"cannot be pickled, because its {name} <func"):
+            pickle.dumps(local)
 
 
 def test_a_bucket_is_a_value() -> None:

@@ -185,8 +185,28 @@ def test_a_maximum_of_the_user_is_kept() -> None:
 def test_a_minimum_above_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
     config = BucketingConfig(decode_blocks=AxisConfig(min=4096))
     grid = decode_grid(config, max_num_seqs=8, num_blocks=1519, block_size=128, max_model_len=4096)
-    assert grid.values("blocks") == (1519,)
-    assert "blocks bucket min 4096 is lowered to 1519, the largest size" in caplog.text
+    assert grid.values("blocks") == (1512, 1519)
+    assert "blocks bucket min 4096 is lowered to 1511, because no size above 1519" in caplog.text
+
+
+def test_a_cache_smaller_than_a_block_is_long_has_the_decode_buckets_of_the_plugin() -> None:
+    # PaddingAwareBucketingStrategy.get_decode_cfgs: min becomes max(1, 60 - 128).
+    config = BucketingConfig(strategy="pad")
+    grid = decode_grid(config, max_num_seqs=16, num_blocks=60, block_size=128, max_model_len=4096)
+    assert grid.values("blocks") == (1, 2, 4, 8, 16, 32, 60)
+    assert len(grid) == 7 * len(grid.values("batch"))
+    assert grid.coverage_gaps() == ()
+
+
+def test_decode_pairs_may_be_limited_by_the_sequences_alone() -> None:
+    config = BucketingConfig(contiguous_pa=False)
+    limits = {"max_num_seqs": 64, "num_blocks": 100, "block_size": 128, "max_model_len": 4096}
+    assert decode_grid(config, **limits).values("blocks")[-1] == 300
+    grid = decode_grid(config, clamp=False, **limits)
+    assert grid.values("blocks")[-1] == 64 * 32
+    assert grid.coverage_gaps() == ()
+    with pytest.raises(BucketingError, match="clamp must be True or False, got 0"):
+        decode_grid(config, clamp=0, **limits)  # type: ignore[arg-type]
 
 
 def test_each_phase_can_have_its_own_strategy() -> None:

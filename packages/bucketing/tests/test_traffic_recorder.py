@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trencadis.bucketing import BucketingError, TrafficRecorder
+from trencadis.bucketing import BucketingError, TrafficRecorder, read_trace
 
 AXES = ("batch", "seq")
 shapes = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 10_000)), max_size=60)
@@ -151,6 +152,24 @@ def test_a_file_that_cannot_be_saved_stays_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="directory"):
         TrafficRecorder(AXES).save(place)
     assert [path.name for path in tmp_path.iterdir()] == ["place"]
+
+
+def test_a_file_that_may_never_end_is_refused(tmp_path: Path) -> None:
+    pipe, line = tmp_path / "pipe", tmp_path / "line.csv"
+    os.mkfifo(pipe)
+    writer = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    limit = threading.Timer(60, os.close, [writer])  # what reads the pipe gets its end then
+    limit.start()
+    try:
+        for path in (pipe, Path("/dev/null")):
+            with pytest.raises(BucketingError, match="is not a regular file"):
+                TrafficRecorder.load(path)
+    finally:
+        limit.cancel()
+    os.close(writer)
+    line.write_text("time\n" + "1" * (1 << 21))
+    with pytest.raises(BucketingError, match=r"line\.csv, line 2 has more than 1048576 characters"):
+        read_trace(line)
 
 
 def _umask() -> int:

@@ -285,3 +285,25 @@ def test_another_thread_leaves_ctrl_c_to_the_main_thread(llm: LLM) -> None:
     assert signal.getsignal(signal.SIGINT) is handler
     thread.join(60)
     assert len(answers) == 1
+
+
+def test_a_call_from_inside_another_is_refused_where_it_would_wait_for_itself(llm: LLM) -> None:
+    def nested() -> None:
+        llm.generate((llm.generate(text)[0].completions[0].text for text in ["a"]), GREEDY)
+
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(nested)
+        try:
+            with pytest.raises(
+                InvalidRequest, match=r"generate\(\) was called while this thread is"
+            ):
+                call.result(timeout=60)
+        finally:
+            if not call.done():
+                llm._lock.release()  # so that it ends
+
+
+@pytest.mark.parametrize("prompts", [5, None, "0", ["0"], [[1]], [0.5], [True]])
+def test_prompts_to_preempt_are_named_by_their_numbers(llm: LLM, prompts: Any) -> None:
+    with pytest.raises(InvalidRequest, match="abort_and_swap needs a list of the numbers of pro"):
+        llm.abort_and_swap(prompts)

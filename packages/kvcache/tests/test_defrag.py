@@ -84,6 +84,17 @@ def test_a_plan_has_at_most_512_copies_and_the_next_plan_continues() -> None:
     assert used_blocks(manager) == set(range(1, 801))
 
 
+def test_content_that_is_kept_is_not_evicted_for_the_last_copy_of_a_plan() -> None:
+    manager = fragmented(1200, set(range(600, 1200)), enable_prefix_caching=True)
+    manager.allocate(5000, [5000])  # in place of the content of block 1,
+    manager.free(5000)  # which is empty now and takes one copy of the 512; all others take two
+    num_cached = manager.pool.num_cached_blocks
+    plan = Defragmenter(manager, DefragConfig(keep_from=0.0)).defragment()
+    assert plan is not None
+    assert (len(plan.copies), plan.num_moved) == (511, 256)
+    assert manager.pool.num_cached_blocks == num_cached
+
+
 @pytest.mark.parametrize(("moves", "size"), [(1, 8), (8, 8), (9, 16), (33, 64), (129, 256)])
 def test_plans_are_padded_to_a_warmed_size_without_touching_other_blocks(
     moves: int, size: int

@@ -7,6 +7,7 @@ Only errors of this package leave, a rejected call changes nothing, and right ca
 from __future__ import annotations
 
 import importlib.util
+import io
 import pickle
 import random
 from collections.abc import Callable, Sequence
@@ -69,6 +70,13 @@ NUM_BLOCKS = 12
 NUM_HOST_BLOCKS = 6
 
 
+class StatePickler(pickle.Pickler):
+    """Writes out the state of a manager, too, which cannot be pickled to make another."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return object.__reduce_ex__(value, 5) if isinstance(value, BlockManager) else NotImplemented
+
+
 Call = tuple[Callable[..., object], tuple[str, ...], dict[str, str]]
 """A function, and the kinds of its positional and of its named arguments."""
 
@@ -105,7 +113,7 @@ class Fuzzer:
         keys = {"prefix_keys": "prefix_keys", "extra_keys": "extra_keys"}
         return [
             *[(manager.allocate, ("new_id", "tokens"), keys)] * 6,
-            (manager.can_allocate, ("tokens",), keys),
+            (manager.can_allocate, ("tokens",), {**keys, "num_spare": "num_tokens"}),
             *[(self.compute, ("seq_id",), {})] * 6,
             *[(manager.mark_computed, ("seq_id", "num_tokens"), {})] * 2,
             *[(manager.append, ("seq_id", "tokens"), {})] * 3,
@@ -116,10 +124,10 @@ class Fuzzer:
             (manager.num_tokens, ("seq_id",), {}),
             (manager.is_resident, ("seq_id",), {}),
             (manager.__contains__, ("seq_id",), {}),
-            (manager.num_cached_prefix_blocks, ("prefix_keys",), {}),
+            (manager.num_cached_prefix_blocks, ("prefix_keys",), {"num_tokens": "num_tokens"}),
             (manager.can_swap_out, ("seq_ids",), {}),
             *[(manager.swap_out, ("seq_ids", "now"), {})] * 3,
-            (manager.can_swap_in, ("seq_ids",), {}),
+            (manager.can_swap_in, ("seq_ids",), {"num_spare": "num_tokens"}),
             *[(manager.swap_in, ("seq_ids", "now"), {})] * 3,
             (manager.resume_swaps, ("now",), {}),
             *[(manager.relocate, ("moves",), {"keep": "blocks"})] * 3,
@@ -209,7 +217,9 @@ class Fuzzer:
                 for layer in range(self.cache.num_layers)
             )
         )
-        return pickle.dumps(owners) + memory
+        pickled = io.BytesIO()
+        StatePickler(pickled).dump(owners)
+        return pickled.getvalue() + memory
 
     def compute(self, seq_id: int) -> None:
         self.manager.mark_computed(seq_id, self.manager.num_tokens(seq_id))

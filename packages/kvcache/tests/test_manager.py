@@ -1,15 +1,21 @@
 from __future__ import annotations
 
+import copy
+import pickle
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trencadis.kvcache import (
     AllocStatus,
     BlockCopy,
     BlockManager,
     CacheConfig,
+    CannotCopy,
     DefragConfig,
     Defragmenter,
     DuplicateSequence,
@@ -463,6 +469,45 @@ def test_an_argument_of_another_type_is_refused() -> None:
     ):
         with pytest.raises(InvalidSetting, match="must be of type"):
             build()
+
+
+@pytest.mark.parametrize("num_spare", [-1, None, "2", 1.5, True])
+def test_a_number_of_spare_blocks_is_a_natural_number(num_spare: Any) -> None:
+    manager = make(num_host_blocks=4)
+    compute(manager, 1, PROMPT)
+    manager.swap_out([1])
+    for ask in (partial(manager.can_allocate, PROMPT), partial(manager.can_swap_in, [1])):
+        with pytest.raises(InvalidSetting, match="num_spare must be an integer of at least 0"):
+            ask(num_spare=num_spare)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"]
+)
+def test_a_manager_is_not_copied_because_both_would_give_away_the_same_blocks(copied: Any) -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    before = state(manager)
+    for owner in (manager, Defragmenter(manager)):
+        if owner is manager or copied is not copy.copy:
+            with pytest.raises(CannotCopy, match="a BlockManager of 16 blocks cannot be copied"):
+                copied(owner)
+    assert state(manager) == before
+
+
+@given(
+    cached=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+    prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+)
+def test_as_many_prefix_blocks_are_promised_as_are_shared(
+    cached: list[int], prompt: list[int]
+) -> None:
+    manager = make()
+    compute(manager, 1, cached)
+    keys = manager.hasher(prompt)
+    promised = manager.num_cached_prefix_blocks(keys, num_tokens=len(prompt))
+    assert manager.allocate(2, prompt, prefix_keys=keys) == promised * 4
+    assert promised <= manager.num_cached_prefix_blocks(keys) <= promised + 1
 
 
 def test_the_last_blocks_of_a_sequence_are_evicted_first() -> None:

@@ -25,9 +25,10 @@ from trencadis.kvcache.copiers import StagedCopier, SwapStream
 from trencadis.kvcache.tensors import KVCache, LayerShape, bytes_per_block
 
 BLOCKS = 6
-DEVICES = ["cpu", "staged", "rows", *(["cuda"] if torch.cuda.is_available() else [])]
+DEVICES = ["cpu", "staged", "rows", "over", *(["cuda"] if torch.cuda.is_available() else [])]
 """``staged`` is the copier of accelerators with CPU streams, which do nothing. ``rows`` is the
-copier of accelerators with a row of each layer's tensors for each token."""
+copier of accelerators with a row of each layer's tensors for each token. ``over`` is a cache in
+tensors that were there before."""
 
 aten = torch.ops.aten
 
@@ -42,7 +43,7 @@ def make(device: Any = "cpu", **changes: Any) -> KVCache:
         "num_blocks": BLOCKS,
         "block_size": 4,
         "dtype": torch.float32,
-        "device": "cpu" if device in ("staged", "rows") else device,
+        "device": "cpu" if device in ("staged", "rows", "over") else device,
         "token_rows": device == "rows",
         "num_host_blocks": BLOCKS,
     }
@@ -52,6 +53,11 @@ def make(device: Any = "cpu", **changes: Any) -> KVCache:
             StagedCopier(own._blocks.transpose(0, 1), own._host, SwapStream(torch.cpu))
             for own in cache._copiers
         ]
+    if device == "over":
+        there = [cache.key(layer) for layer in range(cache.num_layers)]
+        values = [cache.value(layer) for layer in range(cache.num_layers)]
+        numbers = {"block_size": cache.block_size, "num_host_blocks": cache.num_host_blocks}
+        return KVCache.over(there, values, **numbers)
     return cache
 
 
@@ -385,3 +391,54 @@ def test_a_plan_with_a_bad_batch_is_not_begun() -> None:
     with pytest.raises(InvalidBlock):
         cache.carry_out([(Direction.WITHIN, [(1, 2)]), (Direction.OUT, [(1, 99)])])
     assert torch.equal(contents(cache), before)
+
+
+# Over tensors that a runtime has.
+
+
+def test_a_cache_over_tensors_has_no_copy_of_them() -> None:
+    # As vLLM's: [2, num_blocks, block_size, kv_heads, width] for each layer; of MLA one tensor.
+    stacked = [torch.randn(2, BLOCKS, 4, 2, 8) for _ in range(3)]
+    before = [layer.clone() for layer in stacked]
+    keys, values = zip(*(layer.unbind() for layer in stacked), strict=True)
+    cache = KVCache.over(keys, values, block_size=4)
+    assert (cache.num_layers, cache.num_blocks, cache.num_host_blocks) == (3, BLOCKS, 0)
+    assert cache.key(1) is keys[1]
+    assert cache.value(1) is values[1]
+    cache.copy([BlockCopy(1, 4), BlockCopy(4, 1)])
+    for layer, old in zip(stacked, before, strict=True):
+        assert torch.equal(layer, old[:, [0, 4, 2, 3, 1, 5]])
+    joint = KVCache.over([stacked[0][0]], block_size=4)
+    with pytest.raises(InvalidSetting, match="has no separate values"):
+        joint.value(0)
+    with pytest.raises(InvalidBlock):
+        joint.copy([BlockCopy(1, BLOCKS)])
+
+
+def test_a_cache_over_tensors_of_several_widths_and_types_copies_each_once() -> None:
+    layers = [torch.randn(BLOCKS, 3), torch.randn(BLOCKS, 2, 8).bfloat16(), torch.randn(BLOCKS, 3)]
+    before = [layer.clone() for layer in layers]
+    cache = KVCache.over(layers, block_size=1, num_host_blocks=1)
+    cache.copy([BlockCopy(1, 4), BlockCopy(4, 1)])
+    cache.swap_out([BlockCopy(2, 0)])
+    cache.swap_in([BlockCopy(0, 5)])
+    cache.wait()
+    for layer, old in zip(layers, before, strict=True):
+        assert torch.equal(layer, old[[0, 4, 2, 3, 1, 2]])
+
+
+@pytest.mark.parametrize(
+    ("keys", "values", "message"),
+    [
+        ([], (), "there are 0 keys and 0 values"),
+        ([torch.zeros(4, 2)] * 2, [torch.zeros(4, 2)], "there are 2 keys and 1 values"),
+        ([torch.zeros(4, 2).T], (), "give a contiguous tensor"),
+        ([torch.zeros(4)], (), "give a contiguous tensor"),
+        ([torch.zeros(4, 2), torch.zeros(5, 2)], (), "a tensor of 5 blocks on cpu is beside one"),
+        ([[1.0]], (), r"keys\[0\] must be of type Tensor"),
+        (torch.zeros(4, 2), (), "keys must be of type list or tuple"),
+    ],
+)
+def test_tensors_that_are_no_cache_are_refused(keys: Any, values: Any, message: str) -> None:
+    with pytest.raises(InvalidSetting, match=message):
+        KVCache.over(keys, values, block_size=4)

@@ -6,6 +6,7 @@ Only errors of this package leave, a rejected call changes nothing, and right ca
 
 from __future__ import annotations
 
+import io
 import logging
 import math
 import pickle
@@ -92,6 +93,14 @@ ODD_VALUES: tuple[Any, ...] = (
     *(object(), no_result, broken, Candidate(1, -1.0), Candidate("1", None), ..., int),
     *(SchedulerConfig(), StepTiming(), Reading(0, 50.0), ValueError("x")),
 )
+
+
+class StatePickler(pickle.Pickler):
+    """Writes out the state of a manager, too, which cannot be pickled to make another."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return object.__reduce_ex__(value, 5) if isinstance(value, BlockManager) else NotImplemented
+
 
 Call = tuple[Callable[..., object], tuple[str, ...], dict[str, str]]
 """A function, and the kinds of its positional and of its named arguments."""
@@ -350,7 +359,8 @@ class Fuzzer:
         """All that a rejected call must not change."""
         scheduler = self.scheduler
         control, admission = scheduler._control, scheduler._admission
-        return pickle.dumps(
+        pickled = io.BytesIO()
+        StatePickler(pickled).dump(
             (
                 *(scheduler._states, self.blocks, scheduler._in_flight, scheduler._to_finish),
                 *(scheduler.costs, scheduler.scheduler_config, scheduler._completion_rate),
@@ -358,6 +368,7 @@ class Fuzzer:
                 *(self.policies, self.reader._snapshot),
             )
         )
+        return pickled.getvalue()
 
     # ---- calls with more than one step ----
 

@@ -458,7 +458,7 @@ def test_preempted_groups_resume_before_new_groups_start() -> None:
     first = [bench.add(name, max_tokens=30) for name in "ab"]
     late = bench.add("c")
     bench.step()
-    bench.scheduler.abort_and_swap("ab")
+    bench.scheduler.abort_and_swap(["a", "b"])
     bench.step()
     bench.step(seconds=6.0)
     assert [group.status for group in first] == [R, R]

@@ -108,7 +108,7 @@ def test_the_example_of_the_page_runs(tmp_path: Path) -> None:
         text=True,
         timeout=600,
     )
-    assert f"# {done.stdout}" in script
+    assert f"```text\n{done.stdout}```" in page
 
 
 def test_a_missing_file_and_a_bad_speed_are_errors(tmp_path: Path) -> None:

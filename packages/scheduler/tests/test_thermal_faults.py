@@ -140,6 +140,44 @@ def test_a_policy_that_fails_keeps_its_last_limit_and_serving_goes_on(
     assert_complete(groups)
 
 
+def test_a_policy_that_calls_the_scheduler_fails_and_changes_nothing() -> None:
+    policy = Scripted(limit=2)
+    runner, guard, groups = serving(policy, [1] * 5)
+    scheduler = runner.scheduler
+    calls = [
+        scheduler.schedule,
+        scheduler.discard_step,
+        scheduler.abort_admitted,
+        lambda: scheduler.update(None, {}),  # type: ignore[arg-type]
+        lambda: scheduler.abort("r0"),
+        lambda: scheduler.finish(0),
+        lambda: scheduler.add(Request(request_id="new", prompt_token_ids=(1,), max_tokens=1)),
+    ]
+    runner.step()
+    for number, call in enumerate(calls, 1):
+        policy.limit = call
+        runner.step()
+        assert guard.num_faults == number
+        assert "StepOrderError" in guard.fault
+        assert f"was called while schedule() decides step {number + 1}" in guard.fault
+    policy.limit = 4
+    runner.run()
+    assert_complete(groups)
+
+
+def test_a_policy_that_empties_the_list_of_running_groups_does_not_end_the_limit() -> None:
+    policy = Scripted(victims=lambda running: running.clear() or [])
+    runner, _, groups = serving(policy, [1] * 5)
+    runner.step()
+    policy.limit = 2
+    runner.step()
+    runner.step()
+    assert runner.scheduler.num_running_seqs == 2
+    policy.limit = 8
+    runner.run()
+    assert_complete(groups)
+
+
 @pytest.mark.parametrize("limit", [0, -3])
 def test_a_policy_that_answers_no_positive_limit_does_not_halt_serving(limit: int) -> None:
     alerts: list[str] = []

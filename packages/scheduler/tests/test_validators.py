@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import copy
+import math
+import pickle
+from typing import Any
 
 import attrs
 import numpy as np
 import pytest
 
+from trencadis.kvcache import BlockManager, CacheConfig, Defragmenter
 from trencadis.scheduler import (
     BatchControl,
+    CannotCopy,
     ConfigError,
     ControlError,
     InvalidResults,
+    PreemptionCosts,
     Request,
+    Scheduler,
     SchedulerConfig,
+    StepTiming,
+    ThermalGuard,
     UnservableRequest,
 )
 from trencadis.scheduler.step_results import StepResults
@@ -84,3 +93,80 @@ def test_an_order_beyond_64_bits_is_refused() -> None:
 def test_a_control_error_survives_copying() -> None:
     error = copy.copy(ControlError("too hot", "target_temp_c"))  # by the protocol of pickle
     assert (str(error), error.field) == ("too hot", "target_temp_c")
+
+
+def blocks() -> BlockManager:
+    return BlockManager(CacheConfig(num_blocks=16, block_size=4))
+
+
+@pytest.mark.parametrize("seconds", ["1", b"", True, [1.0], 1j])
+@pytest.mark.parametrize("name", ["prompts_s", "swap_out_s", "swap_in_s"])
+def test_a_duration_that_is_no_number_is_refused_before_it_can_lose_a_step(
+    name: str, seconds: Any
+) -> None:
+    with pytest.raises(
+        ConfigError, match=rf"{name} must be a number, got .*: pass seconds, or None"
+    ):
+        StepTiming(**{name: seconds})
+    for known in (None, 0, 1.5, np.float32(2), math.nan, -1.0):
+        StepTiming(**{name: known})
+
+
+@pytest.mark.parametrize("cost", [None, "1", -1.0, math.nan, math.inf])
+@pytest.mark.parametrize("name", [field.name for field in attrs.fields(PreemptionCosts)])
+def test_a_cost_is_a_finite_number(name: str, cost: Any) -> None:
+    costs = PreemptionCosts()
+    before = attrs.astuple(costs)
+    for change in (lambda: PreemptionCosts(**{name: cost}), lambda: setattr(costs, name, cost)):
+        with pytest.raises(ConfigError, match=f"{name} must be a finite number of at least 0"):
+            change()
+    assert attrs.astuple(costs) == before
+
+
+class FailingCosts(PreemptionCosts):
+    def update(self, *_: object) -> None:
+        raise RuntimeError("broken")
+
+
+def test_a_step_stays_in_flight_when_its_durations_cannot_be_counted() -> None:
+    scheduler = Scheduler(SchedulerConfig(), blocks(), costs=FailingCosts())
+    scheduler.add(Request(request_id="a", prompt_token_ids=(1,), max_tokens=1))
+    output = scheduler.schedule()
+    with pytest.raises(RuntimeError, match="broken"):
+        scheduler.update(output, {0: 1}, timing=StepTiming())
+    (update,) = scheduler.update(output, {0: 1})
+    assert update.token_id == 1
+
+
+@pytest.mark.parametrize("clock", [None, 5, "now", lambda: None, lambda: math.nan])
+def test_a_clock_is_a_function_that_returns_seconds(clock: Any) -> None:
+    with pytest.raises(ConfigError, match="clock must be a function that returns seconds, got"):
+        Scheduler(SchedulerConfig(), blocks(), clock=clock)
+
+
+def test_a_guard_needs_functions() -> None:
+    for name in ("read", "alert", "forget"):
+        functions: dict[str, Any] = {"read": lambda: None, name: 5}
+        with pytest.raises(ConfigError, match=f"{name} must be a function, got 5"):
+            ThermalGuard(None, **functions)
+
+
+def test_a_defragmenter_of_other_blocks_is_refused() -> None:
+    own = blocks()
+    Scheduler(SchedulerConfig(), own, defragmenter=Defragmenter(own))
+    with pytest.raises(ConfigError, match=r"make it with Defragmenter\(blocks\)") as caught:
+        Scheduler(SchedulerConfig(), own, defragmenter=Defragmenter(blocks()))
+    assert caught.value.field == "defragmenter"
+
+
+def test_a_scheduler_is_not_copied_because_both_would_schedule_its_requests() -> None:
+    scheduler = Scheduler(SchedulerConfig(), blocks())
+    scheduler.add(Request(request_id="a", prompt_token_ids=(1,), max_tokens=1))
+    for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(CannotCopy, match="a Scheduler with 1 requests cannot be copied"):
+            copied(scheduler)
+
+
+def test_a_text_is_no_list_of_request_ids() -> None:
+    with pytest.raises(ControlError, match="abort_and_swap\\(\\) needs request ids, got 'ab'"):
+        Scheduler(SchedulerConfig(), blocks()).abort_and_swap("ab")

@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from trencadis.bucketing import Bucket, BucketGrid
-from trencadis.warmup import BackgroundWarmup, ConfigError, InvalidAnswer, Phase
+from trencadis.warmup import (
+    BackgroundWarmup,
+    ConfigError,
+    InvalidAnswer,
+    Phase,
+    WarmupError,
+    warm_up,
+)
 
 PROMPT = BucketGrid({"batch": (1, 2), "seq": (128, 256)})
 DECODE = BucketGrid({"batch": (1, 2), "blocks": (64,)})
@@ -109,6 +116,32 @@ def test_the_report_of_an_unfinished_warm_up_is_incomplete(graph_device: Any) ->
     assert len(warmup.report.executed) == 1
 
 
+def test_a_bucket_that_the_runtime_marks_ready_while_it_executes_counts_once(
+    graph_device: Any,
+) -> None:
+    class Eager(graph_device):  # type: ignore[misc]
+        def execute(self, phase: Phase, bucket: Bucket) -> None:
+            super().execute(phase, bucket)
+            warmup.mark_ready(phase, bucket)
+
+    warmup = background(Eager(lambda *_: 0))
+    assert len(drain(warmup)) == warmup.progress.done == warmup.progress.total == 6
+    assert warmup.report.complete
+    assert len(warmup.report.executed) == 6
+
+
+def test_a_runtime_that_advances_the_warm_up_itself_is_told_so(graph_device: Any) -> None:
+    class Eager(graph_device):  # type: ignore[misc]
+        def execute(self, phase: Phase, bucket: Bucket) -> None:
+            warmup.advance()
+
+    warmup = background(Eager(lambda *_: 0))
+    for _ in range(2):
+        with pytest.raises(WarmupError, match=r"executes the Prompt bucket Bucket\(batch=1"):
+            warmup.advance()
+        assert warmup.progress.done == 0
+
+
 def test_a_bucket_that_fails_stays_cold(graph_device: Any) -> None:
     warmup = background(graph_device(lambda *_: 0, fail_at=(1, 128)))
     with pytest.raises(RuntimeError):
@@ -155,6 +188,15 @@ def test_buckets_of_another_type_are_refused(graph_device: Any, buckets: Any) ->
         BackgroundWarmup(device, buckets, ())
     with pytest.raises(ConfigError, match="decode_buckets"):
         BackgroundWarmup(device, (), buckets)
+
+
+def test_the_class_of_a_runtime_is_refused_in_place_of_an_instance(graph_device: Any) -> None:
+    for build in (
+        lambda: BackgroundWarmup(graph_device, PROMPT.buckets, ()),
+        lambda: warm_up(graph_device, PROMPT.buckets, ()),
+    ):
+        with pytest.raises(ConfigError, match="runtime is the class GraphDevice: pass an instance"):
+            build()
 
 
 def test_a_runtime_that_lacks_methods_is_refused_with_their_names() -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 from trencadis.bucketing.bucket_file import ListedBuckets, read_bucket_file, write_bucket_file
 from trencadis.bucketing.config import AxisConfig, BucketingConfig, describe_variables
 from trencadis.bucketing.errors import BucketingError, UnknownAxis
-from trencadis.bucketing.grid import Bucket, BucketGrid, CoverageGap
+from trencadis.bucketing.grid import Bucket, BucketGrid, CoverageGap, fallback_size
 from trencadis.bucketing.serving_grids import decode_grid, prompt_grid, sequence_grid
 from trencadis.bucketing.strategies import (
     exponential_range,
@@ -33,6 +33,7 @@ __all__ = [
     "decode_grid",
     "describe_variables",
     "exponential_range",
+    "fallback_size",
     "fitted_axes",
     "fitted_range",
     "linear_range",

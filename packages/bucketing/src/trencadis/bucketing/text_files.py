@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import secrets
@@ -24,14 +25,22 @@ def check_path(path: object) -> None:
         raise BucketingError(f"path {shown(path)} cannot name a file: give one that can")
 
 
+_MAX_LINE = 1 << 20
+"""Most characters of a line: a bucket file or a trace has some hundred."""
+
+
 def read_text(path: str | os.PathLike[str]) -> str:
     """The text of a UTF-8 file, without a byte order mark.
 
     Raises:
-        BucketingError: a file that is not UTF-8, with the line.
+        BucketingError: a file that is not UTF-8, with the line; a pipe or a device.
         OSError: the file cannot be read.
     """
     check_path(path)
+    if Path(path).exists() and not (Path(path).is_file() or Path(path).is_dir()):
+        raise BucketingError(
+            f"{path} is not a regular file, and reading it may never end: name another"
+        )
     try:
         return Path(path).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -39,15 +48,25 @@ def read_text(path: str | os.PathLike[str]) -> str:
 
 
 def text_lines(path: str | os.PathLike[str]) -> Iterator[str]:
-    """The lines of a UTF-8 file with their ends, one at a time, without a byte order mark.
+    """The lines of a UTF-8 file or pipe with their ends, one at a time, without a byte order mark.
 
     Raises:
-        As `read_text`.
+        BucketingError: a file that is not UTF-8, with the line; a line that does not end.
+        OSError: the file cannot be read.
     """
     check_path(path)
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
-            yield from file
+            for number in itertools.count(1):
+                line = file.readline(_MAX_LINE + 1)
+                if len(line) > _MAX_LINE:
+                    raise BucketingError(
+                        f"{path}, line {number} has more than {_MAX_LINE} characters: name a text "
+                        "file"
+                    )
+                if not line:
+                    return
+                yield line
     except UnicodeDecodeError:
         raise undecodable(path) from None
 

@@ -15,6 +15,7 @@ from trencadis.kvcache.copy_plan import (
 from trencadis.kvcache.decode_layout import NO_OWNER, DecodeLayout, lay_out, lay_out_pairs
 from trencadis.kvcache.defrag import Defragmenter, DefragPlan, warm_up_defragmenter
 from trencadis.kvcache.errors import (
+    CannotCopy,
     DuplicateSequence,
     InvalidBlock,
     InvalidSetting,
@@ -30,6 +31,7 @@ from trencadis.kvcache.errors import (
 )
 from trencadis.kvcache.manager import AllocStatus, BlockManager
 from trencadis.kvcache.prefix_cache import PrefixKeys, RequestHasher
+from trencadis.kvcache.remapper import BlockRemapper
 from trencadis.kvcache.rounding import ceil_div
 from trencadis.kvcache.swapper import HostBlockPool
 from trencadis.kvcache.transfers import BandwidthGovernor
@@ -44,7 +46,9 @@ __all__ = [
     "BlockManager",
     "BlockMap",
     "BlockPool",
+    "BlockRemapper",
     "CacheConfig",
+    "CannotCopy",
     "CopyPlan",
     "DecodeLayout",
     "DefragConfig",

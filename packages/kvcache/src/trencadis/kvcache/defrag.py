@@ -10,14 +10,15 @@ allocation uses the low blocks that are left.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import attrs
 
+from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import MAX_NUM_BLOCKS, DefragConfig
 from trencadis.kvcache.copy_plan import PLAN_SIZES, BlockCopy, Copies, pad_copies, plan_size
-from trencadis.kvcache.errors import InvalidSetting
-from trencadis.kvcache.manager import BlockManager
+from trencadis.kvcache.errors import InvalidSetting, shown
 from trencadis.kvcache.validators import instance_of, integer
 
 logger = logging.getLogger(__name__)
@@ -49,28 +50,43 @@ class DefragPlan:
         return pad_copies(self.copies, self.padded_size)
 
 
+class BlockOwner(Protocol):
+    """Who knows which blocks are used, and by whom: a `BlockManager` or a `BlockRemapper`."""
+
+    @property
+    def pool(self) -> BlockPool:
+        """The blocks."""
+
+    def relocate(self, moves: Sequence[BlockCopy], *, keep: Collection[int] = ()) -> Copies:
+        """Move used blocks to free blocks, all at once; returns the copies to carry out."""
+
+
 class Defragmenter:
     """Defragments the blocks of one manager when the trigger fires.
 
     Call `defragment` once per step, after the scheduler's allocations and before the batch is
     built. Add its copies to the step's `CopyPlan` at that point. Mark the slots of earlier steps
     as computed before, because blocks without computed slots move without a copy. ``num_moved``
-    counts the blocks of all plans. Raises `InvalidSetting` for arguments of other types.
+    counts the blocks of all plans. ``manager`` is for reading: a host compares it with its own.
+    Raises `InvalidSetting` for arguments of other types.
     """
 
-    def __init__(self, manager: BlockManager, config: DefragConfig | None = None) -> None:
-        instance_of(BlockManager).checked("manager", manager)
+    def __init__(self, manager: BlockOwner, config: DefragConfig | None = None) -> None:
+        if not isinstance(getattr(manager, "pool", None), BlockPool):
+            raise InvalidSetting(
+                f"manager must be of type BlockManager, got {shown(manager)}", "manager"
+            )
         self.config = DefragConfig() if config is None else config
         instance_of(DefragConfig).checked("config", self.config)
         self.num_moved = 0
-        self._manager = manager
+        self.manager = manager
 
     def is_due(self) -> bool:
         """Whether the highest used block exceeds the number of used blocks by the threshold.
 
         Never where the settings turn defragmentation off.
         """
-        pool = self._manager.pool
+        pool = self.manager.pool
         return (
             self.config.enabled
             and pool.highest_used_block - self.config.threshold > pool.num_used_blocks
@@ -85,10 +101,10 @@ class Defragmenter:
         """
         if not self.is_due():
             return None
-        pool = self._manager.pool
+        pool = self.manager.pool
         highest_before = pool.highest_used_block
         moves, kept = self._choose_moves()
-        copies = self._manager.relocate(moves, keep=kept)
+        copies = self.manager.relocate(moves, keep=kept)
         plan = DefragPlan(
             copies=copies,
             num_moved=len(moves),
@@ -103,16 +119,16 @@ class Defragmenter:
 
     def _choose_moves(self) -> tuple[list[BlockCopy], set[int]]:
         """The moves, and those of their destinations whose cached content is kept."""
-        pool, copies_left = self._manager.pool, PLAN_SIZES[-1]
+        pool, copies_left = self.manager.pool, PLAN_SIZES[-1]
         sources: list[int] = []
         destinations: list[int] = []
         kept: set[int] = set()
         for src, dst in zip(pool.iter_used_descending(), pool.iter_free_ascending(), strict=False):
-            if src < dst or copies_left == 0:
+            keeps = self._is_worth_keeping(dst)
+            copies_left -= 2 if keeps else 1
+            if src < dst or copies_left < 0:
                 break
-            copies_left -= 1
-            if copies_left and self._is_worth_keeping(dst):
-                copies_left -= 1
+            if keeps:
                 kept.add(dst)
             sources.append(src)
             destinations.append(dst)
@@ -121,7 +137,7 @@ class Defragmenter:
         return list(map(BlockCopy, reversed(sources), destinations)), kept
 
     def _is_worth_keeping(self, block: int) -> bool:
-        pool = self._manager.pool
+        pool = self.manager.pool
         key = pool.prefix_index.key_of(block)
         if key is None:
             return False

@@ -28,6 +28,10 @@ class MissingExtra(KVCacheError, ImportError):
     """A module needs a library that an extra of this package installs."""
 
 
+class CannotCopy(KVCacheError, TypeError):
+    """An object that alone keeps a state, such as who has which block, cannot be copied."""
+
+
 class UnknownSequence(KVCacheError, LookupError):
     """No sequence has this id: it was never allocated, or it was freed already."""
 

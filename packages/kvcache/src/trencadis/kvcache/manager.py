@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Collection, Hashable, Sequence
 from enum import Enum
 from math import isfinite
+from typing import NoReturn, SupportsIndex
 
 from trencadis.kvcache.block_pool import BlockPool
 from trencadis.kvcache.config import CacheConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_copies
-from trencadis.kvcache.errors import InvalidBlock, InvalidSetting, OutOfBlocks
+from trencadis.kvcache.errors import CannotCopy, InvalidBlock, InvalidSetting, OutOfBlocks
 from trencadis.kvcache.prefix_cache import (
     PREFIX_KEYS,
     PrefixCache,
@@ -34,6 +35,7 @@ from trencadis.kvcache.transfers import TIME, BandwidthGovernor
 from trencadis.kvcache.validators import instance_of, integer
 
 _NUM_TOKENS = integer(0, remedy="pass a number of tokens")
+_NUM_SPARE = integer(0, remedy="pass the number of blocks to leave free")
 
 
 class AllocStatus(Enum):
@@ -59,6 +61,7 @@ class BlockManager:
     ``pool`` and ``host_pool`` are for reading: the numbers of free and used blocks. ``hasher``
     computes the ``prefix_keys`` arguments. ``governor`` limits the bandwidth of swaps; without
     one all swap copies are due at once. Raises `InvalidSetting` for a hasher of another block size.
+    To copy or pickle a manager raises `CannotCopy`: two would give away the same blocks.
     """
 
     def __init__(
@@ -96,6 +99,12 @@ class BlockManager:
         except TypeError:  # cannot be hashed
             return False
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise CannotCopy(
+            f"a BlockManager of {self.config.num_blocks} blocks cannot be copied or pickled: both "
+            "would give away the same blocks. Make one with its config"
+        )
+
     def block_table(self, seq_id: int) -> BlockIds:
         """The device blocks of a sequence in token order: a read-only ``int32[num_blocks]`` view.
 
@@ -116,10 +125,19 @@ class BlockManager:
         """Whether all computed blocks of a sequence are on the device, so that it can run."""
         return self._sequences.find(seq_id).is_resident
 
-    def num_cached_prefix_blocks(self, prefix_keys: PrefixKeys) -> int:
-        """The number of leading full blocks of a request that are in the prefix cache."""
-        PREFIX_KEYS.checked("prefix_keys", prefix_keys)
-        return len(self.pool.prefix_index.match(prefix_keys.blocks))
+    def num_cached_prefix_blocks(
+        self, prefix_keys: PrefixKeys, *, num_tokens: int | None = None
+    ) -> int:
+        """The number of leading full blocks of a request that are in the prefix cache.
+
+        With ``num_tokens``, the length of the prompt: those that `allocate` would share, which
+        leaves at least one token to compute. Raises `InvalidSetting` for a length below 0.
+        """
+        keys = PREFIX_KEYS.checked("prefix_keys", prefix_keys).blocks
+        if num_tokens is not None:
+            num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
+            keys = keys[: max(0, num_tokens - 1) // self._block_size]
+        return len(self.pool.prefix_index.match(keys))
 
     def can_allocate(
         self,
@@ -136,6 +154,8 @@ class BlockManager:
         block is used, so without spare blocks LATER always ends. Raises `InvalidSetting` as
         `allocate` does.
         """
+        if type(num_spare) is not int or num_spare < 0:
+            num_spare = _NUM_SPARE.checked("num_spare", num_spare)
         needed = self._num_prompt_blocks(token_ids)
         if needed > self.pool.num_usable_blocks:
             return AllocStatus.NEVER
@@ -344,8 +364,9 @@ class BlockManager:
         """Whether the device has enough free blocks above the watermark for these sequences.
 
         ``num_spare`` further blocks must be left. False while a transfer of one of them to the host
-        is pending. Raises `NotSwapped` or `DuplicateSequence`.
+        is pending. Raises `NotSwapped`, `DuplicateSequence`, or `InvalidSetting` for ``num_spare``.
         """
+        num_spare = _NUM_SPARE.checked("num_spare", num_spare)
         sequences = self._sequences.all_swapped(seq_ids)
         if any(self._swapper.is_swapping_out(sequence) for sequence in sequences):
             return False

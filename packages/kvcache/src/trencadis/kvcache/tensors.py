@@ -107,6 +107,51 @@ class KVCache:
             parts |= zip(numbers, allocate(len(numbers), heads, width, dtype), strict=True)
         self._parts = [parts[number] for number in range(len(widths))]
 
+    @classmethod
+    def over(
+        cls,
+        keys: Sequence[torch.Tensor],
+        values: Sequence[torch.Tensor] = (),
+        *,
+        block_size: int,
+        num_host_blocks: int = 0,
+    ) -> KVCache:
+        """The cache in tensors that a runtime has, one for each layer, without a copy of them.
+
+        Their first dimension is the block, ``[num_blocks, ...]``; the others may have any order.
+        Without ``values``, those of ``keys`` hold both. `key` and `value` return these tensors.
+        Raises `InvalidSetting` for tensors that are not contiguous, or of several numbers of blocks
+        or devices.
+        """
+        block_size = _POSITIVE.checked("block_size", block_size)
+        not_negative = integer(0, remedy="0 turns swapping off")
+        num_host_blocks = not_negative.checked("num_host_blocks", num_host_blocks)
+        parts = _as_parts("keys", keys) + _as_parts("values", values)
+        if not keys or len(values) not in (0, len(keys)):
+            raise InvalidSetting(
+                f"there are {len(keys)} keys and {len(values)} values: give one of each for each "
+                "layer, or keys alone",
+                "keys",
+            )
+        first = parts[0]
+        for part in parts:
+            if part.shape[0] != first.shape[0] or part.device != first.device:
+                raise InvalidSetting(
+                    f"a tensor of {part.shape[0]} blocks on {part.device} is beside one of "
+                    f"{first.shape[0]} on {first.device}: give those of one cache"
+                )
+        cache = cls.__new__(cls)
+        cache.num_layers, cache.num_blocks = len(keys), first.shape[0]
+        cache.num_host_blocks, cache.block_size = num_host_blocks, block_size
+        cache.device, cache._parts = first.device, parts
+        cache._copiers = []
+        words = [_as_words(part.view(cache.num_blocks, -1)) for part in parts]
+        for kind in dict.fromkeys((each.shape[1], each.dtype) for each in words):
+            alike = [each for each in words if (each.shape[1], each.dtype) == kind]
+            host = cache._host_memory(alike[0], len(alike), kind[0])
+            cache._copiers.append(RowCopier(alike, host, 1))  # a block is a row
+        return cache
+
     def _blocks(
         self, num_parts: int, heads: int, width: int, dtype: torch.dtype
     ) -> Sequence[torch.Tensor]:
@@ -156,8 +201,14 @@ class KVCache:
         return self._parts[self._as_layer(layer)]
 
     def value(self, layer: int) -> torch.Tensor:
-        """Values of a layer, in the layout of its keys. Raises as `key`."""
-        return self._parts[self.num_layers + self._as_layer(layer)]
+        """Values of a layer, in the layout of its keys. Raises as `key`.
+
+        Also for a cache over tensors without separate values.
+        """
+        number = self.num_layers + self._as_layer(layer)
+        if number >= len(self._parts):
+            raise InvalidSetting("the cache has no separate values: its keys hold both")
+        return self._parts[number]
 
     def carry_out(self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]) -> None:
         """Carry out the batches of a `CopyPlan` in order.
@@ -220,6 +271,19 @@ class KVCache:
         for direction, copies in batches:
             _require_valid(copies, *num_blocks[direction])
         return batches
+
+
+def _as_parts(name: str, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    instance_of(list, tuple).checked(name, tensors)
+    for number, tensor in enumerate(tensors):
+        instance_of(torch.Tensor).checked(f"{name}[{number}]", tensor)
+        if tensor.dim() < 2 or not tensor.is_contiguous() or not tensor.numel():
+            raise InvalidSetting(
+                f"{name}[{number}] has the shape {list(tensor.shape)} and the strides "
+                f"{tensor.stride()}: give a contiguous tensor [num_blocks, ...]",
+                name,
+            )
+    return list(tensors)
 
 
 def _as_device(device: torch.device | str) -> torch.device:

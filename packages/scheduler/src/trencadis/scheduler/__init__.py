@@ -6,13 +6,16 @@ Thermal policies are in `trencadis.scheduler.thermal`, temperature sources in
 
 from typing import TYPE_CHECKING
 
+from trencadis.scheduler.batch_limiter import BatchLimiter, BatchLimits
 from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.config import SchedulerConfig
 from trencadis.scheduler.control import BatchControl, BatchControlResult
 from trencadis.scheduler.errors import (
+    CannotCopy,
     ConfigError,
     ControlError,
     DuplicateRequest,
+    HostError,
     IllegalTransition,
     InvalidResults,
     QueueFull,
@@ -30,20 +33,27 @@ from trencadis.scheduler.output import (
 )
 from trencadis.scheduler.preemption_costs import PreemptionCosts, StepTiming
 from trencadis.scheduler.request import BeamSearch, FinishReason, Request
+from trencadis.scheduler.running_limit import BatchHost
 from trencadis.scheduler.scheduler import Scheduler
 from trencadis.scheduler.thermal.guard import ThermalGuard
+from trencadis.scheduler.thermal.victims import Victim
 
 __all__ = [
     "PENDING_TOKEN",
     "BatchControl",
     "BatchControlResult",
+    "BatchHost",
+    "BatchLimiter",
+    "BatchLimits",
     "BeamSearch",
     "Candidate",
+    "CannotCopy",
     "ConfigError",
     "ControlError",
     "DuplicateRequest",
     "FailedRequest",
     "FinishReason",
+    "HostError",
     "IllegalTransition",
     "InvalidResults",
     "PreemptionCosts",
@@ -62,6 +72,7 @@ __all__ = [
     "StepTiming",
     "ThermalGuard",
     "UnservableRequest",
+    "Victim",
 ]
 
 if TYPE_CHECKING:

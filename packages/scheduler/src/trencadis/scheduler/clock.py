@@ -6,6 +6,9 @@ import threading
 from collections.abc import Callable
 from typing import TypeAlias
 
+from trencadis.scheduler.errors import ConfigError
+from trencadis.scheduler.validators import is_finite
+
 Clock: TypeAlias = Callable[[], float]
 """Returns seconds. Only differences have a meaning, as with `time.monotonic`."""
 
@@ -15,13 +18,22 @@ class SteadyClock:
 
     `time.monotonic` does not step back, but a caller may pass another clock, and a virtual machine
     may migrate. The length of a backward step is unknown: a reader that compares two times must
-    check whether the number of steps has changed between them.
+    check whether the number of steps has changed between them. Raises `ConfigError` for anything
+    but a function that returns a number.
     """
 
     def __init__(self, clock: Clock) -> None:
+        now_s = clock() if callable(clock) else None
+        if not is_finite(now_s):
+            returned = f", which returns {now_s!r}" if callable(clock) else ""
+            raise ConfigError(
+                f"clock must be a function that returns seconds, got {clock!r}{returned}: pass one "
+                "such as time.monotonic",
+                "clock",
+            )
         self._clock = clock
         self._lock = threading.Lock()
-        self._last_s = clock()
+        self._last_s = now_s
         self._offset_s = -self._last_s
         self._backward_steps = 0
 

@@ -10,22 +10,18 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
-from typing import TypeGuard
+from typing import Generic
 
 import attrs
 
 from trencadis.scheduler.config import SchedulerConfig, SettingsInForce
-from trencadis.scheduler.errors import ControlError, SchedulerError
-from trencadis.scheduler.group import SequenceGroup, SequenceStatus
-from trencadis.scheduler.group_states import GroupStates
-from trencadis.scheduler.output import SchedulingStep
-from trencadis.scheduler.preemption import Preemptor
-from trencadis.scheduler.running_limit import RunningLimit
+from trencadis.scheduler.errors import ControlError, InvalidValue
+from trencadis.scheduler.running_limit import BatchHost, RunningLimit
 from trencadis.scheduler.thermal.guard import ThermalGuard
 from trencadis.scheduler.thermal.policy import SchedulerView
 from trencadis.scheduler.thermal.power_model import PRIOR_W
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, VictimT
 from trencadis.scheduler.validators import boolean, instance_of, integer, number, one_of, setting
 
 _INT64_MAX = 2**63 - 1
@@ -117,25 +113,26 @@ class _ChangedView:
     now_s: float
 
 
-class ControlHandler:
+class ControlHandler(Generic[VictimT]):
     """Queues requests until the next step, then changes the running limit and preempts victims.
 
-    It also queues requests to preempt, of `Scheduler.abort_and_swap`.
+    It also queues requests to preempt, of `Scheduler.abort_and_swap`. ``num_slots``: the most
+    sequences that the host can run; None where it has no such limit.
     """
 
     def __init__(
         self,
         settings: SettingsInForce,
-        states: GroupStates,
-        preemptor: Preemptor,
-        limit: RunningLimit,
+        host: BatchHost[VictimT],
+        limit: RunningLimit[VictimT],
         thermal: ThermalGuard | None,
+        num_slots: int | None = None,
     ) -> None:
         self._settings = settings
-        self._states = states
-        self._preemptor = preemptor
+        self._host = host
         self._limit = limit
         self._thermal = thermal
+        self._num_slots = num_slots
         self._pending: deque[tuple[BatchControl, Future[BatchControlResult]]] = deque()
         self._to_preempt: list[str] = []
         self._was_carried_out = False
@@ -159,46 +156,47 @@ class ControlHandler:
 
     def request_preemption(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Preempt those of the requests that run in the next step; returns their ids."""
+        is_text = isinstance(request_ids, str)  # whose characters are not ids
         try:
-            unique_ids = tuple(dict.fromkeys(request_ids))
-        except TypeError as error:
+            unique_ids = None if is_text else tuple(dict.fromkeys(request_ids))
+        except TypeError:
+            unique_ids = None
+        if unique_ids is None:
             raise ControlError(
                 f"abort_and_swap() needs request ids, got {request_ids!r}: pass a list of them"
-            ) from error
-        groups = map(self._states.groups.get, unique_ids)
-        running = [group.request_id for group in groups if _is_running(group)]
+            )
+        known = self._running()
+        running = [request_id for request_id in unique_ids if request_id in known]
         self._to_preempt.extend(running)
         return tuple(running)
 
-    def apply(self, step: SchedulingStep, view: SchedulerView) -> None:
-        """Preempt the requested groups, then apply each control request and answer it.
+    def apply(self, now: float, view: SchedulerView) -> bool:
+        """Preempt the requested ones, then apply each control request and answer it.
 
-        A step that carries out a control request starts no group, so the next one carries out
-        none: groups start however many requests arrive. Skips control requests that were
-        cancelled. The others can no longer be cancelled.
+        Returns whether it has carried out a control request. Such a step starts nothing, so the
+        next one carries out none: requests start however many orders arrive. Skips control requests
+        that were cancelled. The others can no longer be cancelled.
         """
         if self._to_preempt:
-            requested = [self._states.groups.get(request_id) for request_id in self._to_preempt]
+            known, requested = self._running(), dict.fromkeys(self._to_preempt)
             self._to_preempt.clear()
-            victims = [group for group in requested if _is_running(group)]
-            self._force_evict(list(dict.fromkeys(victims)), step)
+            self._force_evict([known[name] for name in requested if name in known], now)
         must_wait, self._was_carried_out = self._was_carried_out, False
         while self._pending and not must_wait:
             control, future = self._pending.popleft()
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                result = self._apply(control, step, view)
+                result = self._apply(control, now, view)
             except Exception as error:
                 future.set_exception(error)
-                if not isinstance(error, SchedulerError):
-                    raise  # a fault of the scheduler; the caller of the order must not wait for it
+                if not isinstance(error, InvalidValue):
+                    raise  # a fault of the host; the caller of the order must not wait for it
             else:
                 future.set_result(result)
+        return self._was_carried_out
 
-    def _apply(
-        self, control: BatchControl, step: SchedulingStep, view: SchedulerView
-    ) -> BatchControlResult:
+    def _apply(self, control: BatchControl, now: float, view: SchedulerView) -> BatchControlResult:
         """Decide, then change the limits and preempt. Raises `ControlError` before any change."""
         config = self._config_under(control)
         max_num_seqs = config.max_num_seqs
@@ -206,21 +204,26 @@ class ControlHandler:
         policy_limit = self._policy_limit(control, config, view)
         num_to_evict = control.force_evict or 0
         ends_hold = control.max_num_seqs is not None and not num_to_evict
-        now = math.inf if ends_hold else step.now
-        victims = self._limit.victims(control.policy, num_to_evict, max_num_seqs, policy_limit, now)
-        previous_running = self._states.num_running_seqs
+        victims = self._limit.victims(
+            control.policy,
+            num_to_evict,
+            max_num_seqs,
+            policy_limit,
+            math.inf if ends_hold else now,
+        )
+        previous_running = self._limit.num_running_seqs
         num_preempted = sum(group.num_seqs for group in victims)
         if not control.dry_run:
-            step.carries_out_order = self._was_carried_out = True
+            self._was_carried_out = True
             self._forget(control)
             self._settings.config = config
             self._limit.policy_limit = policy_limit
             if ends_hold:
                 self._limit.end_hold()
             if num_to_evict:
-                self._force_evict(victims, step, control.hold_s)
+                self._force_evict(victims, now, control.hold_s)
             else:
-                self._preempt(victims, step)
+                self._preempt(victims)
         thermal = self._thermal
         sequence_w = PRIOR_W if thermal is None else thermal.power_model.per_sequence_w
         return BatchControlResult(
@@ -250,6 +253,12 @@ class ControlHandler:
                 f"max_num_seqs {max_num_seqs} is above max_num_batched_tokens "
                 f"{config.max_num_batched_tokens}, so a full decode batch does not fit in a step: "
                 "lower the first",
+                "max_num_seqs",
+            )
+        if self._num_slots is not None and max_num_seqs > self._num_slots:
+            raise ControlError(
+                f"max_num_seqs {max_num_seqs} is above the {self._num_slots} sequences that the "
+                "host can run: lower it",
                 "max_num_seqs",
             )
         return attrs.evolve(
@@ -290,18 +299,15 @@ class ControlHandler:
             )
         self._thermal.forget(control.forget_device, dry_run=dry_run)
 
-    def _preempt(self, groups: list[SequenceGroup], step: SchedulingStep) -> None:
-        for group in groups:
-            self._preemptor.preempt(group, step)
+    def _running(self) -> dict[str, VictimT]:
+        return {victim.request_id: victim for victim in self._host.running}
 
-    def _force_evict(
-        self, groups: list[SequenceGroup], step: SchedulingStep, hold_s: float | None = None
-    ) -> None:
-        """Preempt groups and hold the running limit at the number of sequences that are left."""
-        self._preempt(groups, step)
-        if groups:
-            self._limit.hold(step.now, hold_s)
+    def _preempt(self, victims: list[VictimT]) -> None:
+        for victim in victims:
+            self._host.preempt(victim)
 
-
-def _is_running(group: SequenceGroup | None) -> TypeGuard[SequenceGroup]:
-    return group is not None and group.status is SequenceStatus.RUNNING
+    def _force_evict(self, victims: list[VictimT], now: float, hold_s: float | None = None) -> None:
+        """Preempt, and hold the running limit at the number of sequences that are left."""
+        self._preempt(victims)
+        if victims:
+            self._limit.hold(now, hold_s)

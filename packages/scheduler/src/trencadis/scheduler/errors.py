@@ -7,6 +7,10 @@ class SchedulerError(Exception):
     """Base class of the errors of this package."""
 
 
+class CannotCopy(SchedulerError, TypeError):
+    """A scheduler cannot be copied: two would schedule the same requests and blocks."""
+
+
 class InvalidValue(SchedulerError, ValueError):
     """A wrong setting, argument or result. ``field`` names it, where it is a single one."""
 
@@ -32,11 +36,15 @@ class QueueFull(SchedulerError):
 
 
 class StepOrderError(SchedulerError):
-    """``schedule()`` and ``update()`` did not alternate."""
+    """``schedule()`` and ``update()`` did not alternate, or one of them is still running."""
 
 
 class InvalidResults(InvalidValue):
     """``update()`` got results that are missing or invalid; it can be called again."""
+
+
+class HostError(SchedulerError):
+    """A host of a `BatchLimiter` does not do what its protocol says."""
 
 
 class IllegalTransition(SchedulerError):

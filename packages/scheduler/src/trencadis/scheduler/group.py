@@ -185,6 +185,12 @@ class SequenceGroup:
         return len(self.unfinished_seqs)
 
     @property
+    def num_tokens_left(self) -> int:
+        """Tokens that its sequences may still generate, by ``max_tokens``."""
+        most = self.request.max_tokens
+        return sum(most - sequence.num_output_tokens for sequence in self.unfinished_seqs)
+
+    @property
     def order(self) -> tuple[float, int, int, int]:
         """The position among all groups of a queue now: those with a lower one start first.
 

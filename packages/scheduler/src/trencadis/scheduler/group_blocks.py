@@ -82,10 +82,12 @@ class GroupBlocks:
 
     def num_blocks_to_allocate(self, group: SequenceGroup) -> int:
         """Free blocks that a waiting group needs to start, if its cached prefix is in use."""
-        num_blocks = ceil_div(group.request.num_prompt_tokens, self._block_size)
-        if group.prefix_keys is None:
+        num_tokens = group.request.num_prompt_tokens
+        num_blocks = ceil_div(num_tokens, self._block_size)
+        keys = group.prefix_keys
+        if keys is None:
             return num_blocks
-        return num_blocks - self._blocks.num_cached_prefix_blocks(group.prefix_keys)
+        return num_blocks - self._blocks.num_cached_prefix_blocks(keys, num_tokens=num_tokens)
 
     def can_allocate(self, group: SequenceGroup, num_spare: int = 0) -> bool:
         """Whether there are free blocks for the common prefix and, after the fork, for the rest.

@@ -10,20 +10,32 @@ import math
 import attrs
 
 from trencadis.kvcache import Direction
+from trencadis.scheduler.errors import ConfigError
 from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.output import SchedulerOutput
+from trencadis.scheduler.validators import Validator, is_number, number
 
 NEWEST_WEIGHT = 0.2
 """Weight of the newest measurement in a moving average."""
 
 
+_SECONDS = Validator(
+    "a number", is_number, optional=True, remedy="pass seconds, or None", error=ConfigError
+)
+_COST = number(0)
+
+
 @attrs.frozen(kw_only=True)
 class StepTiming:
-    """Measured durations of the parts of one step, in seconds; None: not measured."""
+    """Measured durations of the parts of one step, in seconds; None: not measured.
 
-    prompts_s: float | None = None
-    swap_out_s: float | None = None
-    swap_in_s: float | None = None
+    A duration that is negative or not finite, as of a clock that stepped, does not count. Raises
+    `ConfigError` for one that is not a number.
+    """
+
+    prompts_s: float | None = attrs.field(default=None, validator=_SECONDS)
+    swap_out_s: float | None = attrs.field(default=None, validator=_SECONDS)
+    swap_in_s: float | None = attrs.field(default=None, validator=_SECONDS)
 
 
 @attrs.define(kw_only=True)
@@ -32,11 +44,12 @@ class PreemptionCosts:
 
     The initial values for swaps are those of seed 003, section 5. The one for prefill is that of a
     model of 8 billion parameters (16e9 operations per token) at 400e12 operations per second.
+    Raises `ConfigError` for anything but finite numbers of at least 0.
     """
 
-    swap_out_s_per_block: float = 40e-6
-    swap_in_s_per_block: float = 50e-6
-    prefill_s_per_token: float = 40e-6
+    swap_out_s_per_block: float = attrs.field(default=40e-6, validator=_COST)
+    swap_in_s_per_block: float = attrs.field(default=50e-6, validator=_COST)
+    prefill_s_per_token: float = attrs.field(default=40e-6, validator=_COST)
 
     def update(self, output: SchedulerOutput, timing: StepTiming) -> None:
         """Update the averages with the durations of a step."""

@@ -6,7 +6,8 @@ The scheduler knows no model and no device. `Scheduler` connects its parts:
 
 - `GroupStates` owns the queues, `GroupBlocks` the blocks of groups.
 - `AdmissionControl` checks new requests, admits and resumes groups.
-- `Preemptor` preempts them, also for `RunningLimit` and `ControlHandler`.
+- `RunningLimit` and `ControlHandler` limit how many run; `LimitEnforcement` enforces it.
+- `Preemptor` preempts them, also for these.
 - `StepResultProcessor` applies the results of a step.
 """
 
@@ -16,6 +17,7 @@ import math
 import time
 from collections import abc
 from concurrent.futures import Future
+from typing import NoReturn, SupportsIndex
 
 import attrs
 
@@ -25,11 +27,18 @@ from trencadis.scheduler.beams import Candidate
 from trencadis.scheduler.clock import SteadyClock
 from trencadis.scheduler.config import SchedulerConfig, SettingsInForce
 from trencadis.scheduler.control import BatchControl, BatchControlResult, ControlHandler
-from trencadis.scheduler.errors import InvalidResults, StepOrderError, UnservableRequest
+from trencadis.scheduler.errors import (
+    CannotCopy,
+    ConfigError,
+    InvalidResults,
+    StepOrderError,
+    UnservableRequest,
+)
 from trencadis.scheduler.fair_share import Client
 from trencadis.scheduler.group import Sequence, SequenceGroup, SequenceStatus
 from trencadis.scheduler.group_blocks import GroupBlocks
 from trencadis.scheduler.group_states import GroupStates
+from trencadis.scheduler.limit_enforcement import LimitEnforcement, RunningGroups
 from trencadis.scheduler.output import SchedulerOutput, SchedulingStep, SequenceUpdate
 from trencadis.scheduler.preemption import Preemptor
 from trencadis.scheduler.preemption_costs import CompletionRate, PreemptionCosts, StepTiming
@@ -54,7 +63,9 @@ class Scheduler:
     ``thermal`` limits the running sequences by temperature or power. ``defragmenter`` must be one
     of ``blocks``. ``costs`` are updated with the measured durations of steps. ``clock`` returns
     seconds and need not be monotonic: a step back counts as no time. Not thread-safe, except for
-    `control`. Raises `ConfigError` for an argument of another type.
+    `control`. What `schedule` calls, such as a thermal policy, may only read: other calls raise
+    `StepOrderError` meanwhile. Raises `ConfigError` for an argument of another type, and
+    `CannotCopy` if it is copied or pickled.
     """
 
     def __init__(
@@ -73,6 +84,12 @@ class Scheduler:
             instance_of(ThermalGuard).checked("thermal", thermal)
         if defragmenter is not None:
             instance_of(Defragmenter).checked("defragmenter", defragmenter)
+            if defragmenter.manager is not blocks:
+                raise ConfigError(
+                    f"defragmenter moves the blocks of {defragmenter.manager!r}, and the scheduler "
+                    f"has those of {blocks!r}: make it with Defragmenter(blocks)",
+                    "defragmenter",
+                )
         if costs is not None:
             instance_of(PreemptionCosts).checked("costs", costs)
         self.costs = costs or PreemptionCosts()
@@ -88,10 +105,10 @@ class Scheduler:
         self._preemptor = Preemptor(
             states, group_blocks, self.costs, self._completion_rate, self._admission
         )
-        self._running_limit = RunningLimit(settings, states, self._preemptor, thermal)
-        self._control = ControlHandler(
-            settings, states, self._preemptor, self._running_limit, thermal
-        )
+        self._running_groups = RunningGroups(states, self._preemptor)
+        self._running_limit = RunningLimit(settings, self._running_groups, thermal)
+        self._enforcement = LimitEnforcement(settings, states, self._preemptor, self._running_limit)
+        self._control = ControlHandler(settings, self._running_groups, self._running_limit, thermal)
         self._results = StepResultProcessor(states, group_blocks, blocks, config.max_model_len)
         self._num_prefill_tokens = 0
         self._num_deferrals = 0
@@ -101,6 +118,14 @@ class Scheduler:
         self._lacked_blocks = False
         self._in_flight: list[SchedulerOutput] = []
         """The steps whose results are not known, the oldest first."""
+        self._is_deciding = False
+        """Whether `schedule` is running."""
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise CannotCopy(
+            f"a Scheduler with {len(self._states.groups)} requests cannot be copied or pickled, "
+            "because both would schedule them: make one, and add the requests to it"
+        )
 
     # State and counters.
 
@@ -184,6 +209,7 @@ class Scheduler:
         blocks than the KV cache has. Nothing is queued then. ``is_resumed``: it was accepted
         before, by another scheduler, so ``max_waiting`` does not bind it.
         """
+        self._require_decided("add")
         self._admission.check(request, is_resumed=is_resumed)
         prefix_keys = self._group_blocks.hash_prompt(request)
         now_s, _ = self._clock.read()
@@ -207,6 +233,7 @@ class Scheduler:
 
         Between ``schedule()`` and ``update()``, the tokens of the step in flight are dropped.
         """
+        self._require_decided("abort")
         group = self._states.groups.get(request_id) if isinstance(request_id, str) else None
         if group is None:
             return False
@@ -219,6 +246,7 @@ class Scheduler:
         For a host whose device has failed while it carried out moves: the content of the KV cache
         is unknown then. Drops the steps in flight. Waiting requests stay.
         """
+        self._require_decided("abort_admitted")
         self._in_flight.clear()
         admitted = [
             request_id
@@ -238,6 +266,7 @@ class Scheduler:
         are to finish, the group is aborted at once. False for an unknown sequence, and for a beam,
         which is not an output before the search has ended.
         """
+        self._require_decided("finish")
         sequence = self._states.sequences.get(seq_id) if is_integer(seq_id) else None
         if sequence is None or sequence.group.beam_state is not None:
             return False
@@ -281,12 +310,28 @@ class Scheduler:
         preempts and defragments nothing. A sequence that ends with the token of the step in flight
         is scheduled in vain: its row is dropped, and ``update()`` needs no token for it.
         """
+        self._require_decided("schedule")
         reason = self.reason_to_wait
         if reason is not None:
             raise StepOrderError(
                 f"step {self._step} is still in flight and the next one has to wait for it "
                 f"({reason}): call update() or discard_step() before schedule()"
             )
+        self._is_deciding = True
+        try:
+            return self._decide()
+        finally:
+            self._is_deciding = False
+
+    def _require_decided(self, call: str) -> None:
+        """Raise `StepOrderError` for a call that would change what `schedule` is deciding."""
+        if self._is_deciding:
+            raise StepOrderError(
+                f"{call}() was called while schedule() decides step {self._step}: a thermal policy "
+                "or a clock may only read the scheduler, and one thread at a time may call it"
+            )
+
+    def _decide(self) -> SchedulerOutput:
         self._step += 1
         self._now, _ = self._clock.read()
         self._group_blocks.begin_step(self._now)
@@ -306,8 +351,9 @@ class Scheduler:
             self._results.assume(self._in_flight[-1])
         self._running_limit.ask_policy(self)
         if not step.is_ahead:
-            self._control.apply(step, self)
-        self._running_limit.enforce(step)
+            self._running_groups.step = step
+            step.carries_out_order = self._control.apply(self._now, self)
+        self._enforcement.enforce(step)
         if self._settings.config.policy == "priority" and not step.carries_out_order:
             self._preemptor.preempt_for_priority(step)
         self._append_slots(step)
@@ -317,7 +363,7 @@ class Scheduler:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
         self._schedule_running(step)
         self._admission.start_groups(step)
-        self._running_limit.warn_if_stalled()
+        self._enforcement.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
         output = step.to_output(self._group_blocks.take_moves())
         self._in_flight.append(output)
@@ -342,7 +388,7 @@ class Scheduler:
         yield self._in_flight[-1].branches, "it has beams, or samples that fork"
         yield self._control.has_orders, "an order is to be carried out"
         yield self._lacked_blocks, "running requests lack blocks"
-        yield self._running_limit.is_exceeded(self._now), "the running limit is exceeded"
+        yield self._enforcement.is_exceeded(self._now), "the running limit is exceeded"
         if self._defragmenter is not None:
             yield self._defragmenter.is_due(), "blocks are to be defragmented"
         if self._settings.config.policy == "priority":
@@ -355,6 +401,7 @@ class Scheduler:
         where they have failed, too, call `abort_admitted`. Abort the requests that must not be
         tried again. Raises `StepOrderError` if no step is in flight.
         """
+        self._require_decided("discard_step")
         if not self._in_flight:
             raise StepOrderError("no step is in flight: discard_step() follows schedule()")
         for output in self._in_flight[:-1]:
@@ -388,6 +435,7 @@ class Scheduler:
         sequence, for results that are missing or invalid. Nothing has changed then, and
         ``update()`` may be called again.
         """
+        self._require_decided("update")
         if not self._in_flight:
             raise StepOrderError("no step is in flight: update() follows schedule()")
         if output is not self._in_flight[0]:
@@ -399,12 +447,12 @@ class Scheduler:
         self._results.check(output, results)
         if timing is not None and not isinstance(timing, StepTiming):
             raise InvalidResults(f"timing must be a StepTiming or None, got {timing!r}")
-        del self._in_flight[0]
         if timing is not None:
             if self._has_forced_chunks(output):
                 # They are as short as decodes, and do not tell how long a token of a prompt takes.
                 timing = attrs.evolve(timing, prompts_s=None)
             self.costs.update(output, timing)
+        del self._in_flight[0]
         updates = self._results.apply(output, results)
         self._completion_rate.update(self._states.num_finished_seqs, self._now)
         return tuple(updates)

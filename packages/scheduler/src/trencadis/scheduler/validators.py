@@ -12,7 +12,7 @@ from trencadis.kvcache import validators
 from trencadis.kvcache.validators import Validator, is_finite, is_integer, plain_number
 from trencadis.scheduler.errors import ConfigError
 
-__all__ = ["is_finite", "is_integer"]
+__all__ = ["Validator", "is_finite", "is_integer"]
 
 integer = partial(validators.integer, error=ConfigError)
 number = partial(validators.number, error=ConfigError)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping
 import attrs
 
 from trencadis.bucketing import Bucket
+from trencadis.warmup.errors import WarmupError
 from trencadis.warmup.execution import RUNTIME_METHODS, execute_bucket, read_free_memory
 from trencadis.warmup.log_lines import bucket_line
 from trencadis.warmup.report import BucketTime, WarmupReport
@@ -93,6 +94,7 @@ class BackgroundWarmup:
             for position, bucket in enumerate(by_size):
                 self._cold[phase, bucket] = _Rank(expected.get(bucket, 0.0), position)
         self._all = frozenset(self._cold)
+        self._running: tuple[Phase, Bucket] | None = None
 
     @property
     def ready(self) -> bool:
@@ -123,12 +125,22 @@ class BackgroundWarmup:
     def advance(self) -> BucketTime | None:
         """Execute the `next_bucket`; None if all are ready.
 
-        An error of the runtime is passed on; the bucket stays cold.
+        An error of the runtime is passed on; the bucket stays cold. Raises `WarmupError` if the
+        runtime itself calls it.
         """
-        selected = self.next_bucket()
-        if selected is None:
-            return None
-        phase, bucket = selected
+        if self._running is not None:
+            phase, bucket = self._running
+            raise WarmupError(
+                f"advance() was called while it executes the {phase.value} bucket {bucket}: call "
+                "it from the serving loop, and not from the runtime"
+            )
+        self._running = selected = self.next_bucket()
+        try:
+            return None if selected is None else self._execute(*selected)
+        finally:
+            self._running = None
+
+    def _execute(self, phase: Phase, bucket: Bucket) -> BucketTime:
         position, total = self._num_ready[phase] + 1, self._totals[phase]
         free = read_free_memory(self._runtime)
         logger.info(bucket_line(phase.value, position, total, bucket, free))
@@ -149,9 +161,12 @@ class BackgroundWarmup:
             rank.replays += 1
 
     def mark_ready(self, phase: Phase, bucket: Bucket) -> None:
-        """The bucket is compiled by live traffic. A ready or unknown bucket is ignored."""
+        """The bucket is compiled by live traffic. A ready or unknown bucket is ignored.
+
+        So is the one that `advance` executes, which is ready once the device has finished it.
+        """
         _require_key(phase, bucket)
-        if (phase, bucket) in self._cold:
+        if (phase, bucket) in self._cold and (phase, bucket) != self._running:
             self._finish(phase, bucket)
 
     def _finish(self, phase: Phase, bucket: Bucket, measured: BucketTime | None = None) -> None:

@@ -25,7 +25,9 @@ MAX_BYTES = (1 << 63) - 1
 
 
 def require_methods(name: str, value: object, methods: Iterable[str]) -> None:
-    """Reject an object that lacks one of these methods."""
+    """Reject an object that lacks one of these methods, and a class, which lacks an instance."""
+    if isinstance(value, type):
+        raise ConfigError(f"{name} is the class {value.__name__}: pass an instance of it", name)
     missing = [method for method in methods if not callable(getattr(value, method, None))]
     if missing:
         raise ConfigError(

@@ -2,6 +2,7 @@
 
 from trencadis.bucketing.grid.bucket import Bucket, PromptCost, Shape
 from trencadis.bucketing.grid.bucket_grid import BucketGrid
+from trencadis.bucketing.grid.fallback_sizes import fallback_size
 from trencadis.bucketing.grid.lookup_table import CoverageGap
 from trencadis.bucketing.grid.reachable_shapes import (
     ReachableDecodeShapes,
@@ -18,4 +19,5 @@ __all__ = [
     "ReachablePromptShapes",
     "Shape",
     "every_shape",
+    "fallback_size",
 ]

@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import pickle
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, SupportsIndex, TypeAlias
 
 from trencadis.bucketing.errors import BucketingError, UnknownAxis, shown
 from trencadis.bucketing.grid.bucket import Bucket, Cost, Shape, element_count
@@ -38,6 +40,8 @@ _MOST_DESCRIBED = 1000
 class BucketGrid:
     """An immutable set of buckets with named axes, safe to share between threads.
 
+    A copy is the grid itself. To pickle it, `reachable` and `cost` must be functions of a module.
+
     Args:
         axes: the sizes of each axis, increasing; the buckets are their full product, except
             those that `filters` or `reachable` drop.
@@ -58,6 +62,7 @@ class BucketGrid:
     """
 
     __slots__ = (
+        "_added",
         "_axes",
         "_buckets",
         "_cost",
@@ -136,6 +141,8 @@ class BucketGrid:
         phase: str,
         settings_line: str,
     ) -> None:
+        self._added: tuple[tuple[float, Bucket], ...] = ()
+        """The buckets of `with_bucket` with their costs, the cheapest first."""
         self._axes = tuple(values)
         self._values = tuple(values.values())
         self._buckets = tuple(buckets)
@@ -191,13 +198,45 @@ class BucketGrid:
                     )
                 answer = answer[axis_positions[size]]
         except IndexError:
-            return None
+            answer = None
         except TypeError:
             raise BucketingError(
                 f"shape {shown(shape)} is not a sequence of integers: give one size per axis"
             ) from None
         bucket: Bucket | None = answer
-        return bucket
+        return self._cheaper(shape, bucket) if self._added else bucket
+
+    def _cheaper(self, shape: Sequence[int], tabulated: Bucket | None) -> Bucket | None:
+        """The bucket for a shape among those that were added and the one in the table."""
+        sizes = self._checked_shape("shape", shape)
+        best = (math.inf, None) if tabulated is None else (self._cost(tabulated), tabulated.shape)
+        for cost, bucket in self._added:
+            if best[1] is not None and (cost, bucket.shape) > best:
+                break
+            if all(map(operator.le, sizes, bucket.shape)):
+                return bucket
+        return tabulated
+
+    def with_bucket(self, shape: Sequence[int]) -> BucketGrid:
+        """This grid with one more bucket, such as that of a `fallback`; made in microseconds.
+
+        For a host that compiles a shape after a bucket miss. `values` do not change, and `find`
+        looks at each added bucket in turn: make a grid of all shapes where there are many.
+
+        Raises:
+            BucketingError: as for `find`; a cost that is not a number.
+        """
+        bucket = Bucket(self._axes, self._checked_shape("shape", shape))
+        position = bisect_left(self._buckets, bucket)
+        if self._buckets[position : position + 1] == (bucket,):
+            return self
+        (cost,) = _checked_costs([bucket], self._cost)
+        grid = BucketGrid.__new__(BucketGrid)
+        for name in self.__slots__:
+            setattr(grid, name, getattr(self, name))
+        grid._buckets = (*self._buckets[:position], bucket, *self._buckets[position:])
+        grid._added = tuple(sorted((*self._added, (cost, bucket))))
+        return grid
 
     def fallback(self, shape: Sequence[int]) -> Bucket:
         """The bucket to compile after a bucket miss, each size grown as `fallback_size` says.
@@ -241,7 +280,7 @@ class BucketGrid:
             BucketingError: not one limit per axis.
         """
         ends = self._limits if limits is None else self._checked_shape("limits", limits)
-        edges = [cell_edges(values, end) for values, end in zip(self._values, ends, strict=True)]
+        edges = self._cell_edges(ends)
         can_come = self._reachable if reachable is None else reachable
         return tuple(
             CoverageGap(low, high)
@@ -255,9 +294,7 @@ class BucketGrid:
         A grid of a full product has no others. A list of buckets may: such as a batch whose tokens
         are above the limit, while every shorter prompt in it has a bucket of its own.
         """
-        edges = [
-            cell_edges(sizes, end) for sizes, end in zip(self._values, self._limits, strict=True)
-        ]
+        edges = self._cell_edges(self._limits)
         used: set[Bucket] = set()
         for low, high in cells(edges):
             bucket = self.find(high)
@@ -267,6 +304,15 @@ class BucketGrid:
             if self._reachable(low, bucket.shape):
                 used.add(bucket)
         return tuple(bucket for bucket in self._buckets if bucket in used)
+
+    def _cell_edges(self, ends: Shape) -> list[list[tuple[int, int]]]:
+        """The cells along each axis up to these sizes, also those of the added buckets."""
+        added = [bucket.shape for _, bucket in self._added]
+        columns = zip(*added, strict=True) if added else [()] * len(self._axes)
+        return [
+            cell_edges(sorted({*values, *column}), end)
+            for values, column, end in zip(self._values, columns, ends, strict=True)
+        ]
 
     def describe(self) -> tuple[str, ...]:
         """The log lines of the grid: its settings, if given, and its first thousand buckets."""
@@ -284,6 +330,27 @@ class BucketGrid:
                 f"{', '.join(self._axes)}: give one size per axis"
             )
         return sizes
+
+    def __copy__(self) -> BucketGrid:
+        return self
+
+    def __deepcopy__(self, memo: object) -> BucketGrid:
+        return self
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Raises `BucketingError` for a function that cannot be pickled, such as a lambda."""
+        self._require_picklable("cost", self._cost)
+        self._require_picklable("reachable", self._reachable)
+        return super().__reduce_ex__(max(2, operator.index(protocol)))  # 2: the first with slots
+
+    def _require_picklable(self, name: str, function: object) -> None:
+        try:
+            pickle.dumps(function)
+        except Exception as error:  # whatever the function's own protocol raises
+            raise BucketingError(
+                f"{self!r} cannot be pickled, because its {name} {shown(function)} cannot "
+                f"({error}): define that function in a module"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._buckets)

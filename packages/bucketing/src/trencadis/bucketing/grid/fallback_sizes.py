@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 
 from trencadis.bucketing.rounding import round_up
+from trencadis.bucketing.shapes import MAX_SIZE
+from trencadis.bucketing.validators import integer
+
+_SIZE = integer(0, MAX_SIZE)
 
 
 def fallback_size(axis: str, size: int, largest: int) -> int:
@@ -21,7 +25,11 @@ def fallback_size(axis: str, size: int, largest: int) -> int:
         axis: the name of the axis.
         size: the size to pad; 0 and 1 stay, as in the plugin.
         largest: the largest bucket of the axis; a size up to it is not padded beyond it.
+
+    Raises:
+        BucketingError: a size that is not an integer of 0 or more.
     """
+    size, largest = _SIZE.checked("size", size), _SIZE.checked("largest", largest)
     if size <= 1:
         return size
     unit = 2 if axis == "batch" else 32

@@ -68,7 +68,12 @@ def decode_axes(
             "batch", label="bs", user=config.decode_batch, default=batch, ceiling=max_num_seqs
         ),
         resolve_axis(
-            "blocks", label="blocks", user=user_blocks, default=blocks, ceiling=max_blocks
+            "blocks",
+            label="blocks",
+            user=user_blocks,
+            default=blocks,
+            ceiling=max_blocks,
+            lowers_by_step=True,
         ),
     )
 
@@ -136,12 +141,18 @@ def sequence_axes(
 
 
 def resolve_axis(
-    name: str, *, label: str, user: AxisConfig, default: AxisConfig, ceiling: int
+    name: str,
+    *,
+    label: str,
+    user: AxisConfig,
+    default: AxisConfig,
+    ceiling: int,
+    lowers_by_step: bool = False,
 ) -> AxisSettings:
     """The settings of an axis whose sizes can reach `ceiling`, the serving limit.
 
-    `max` is the user's, or `ceiling` where that is lower. A `min` above `max` is lowered to it, as
-    in Gaudi's plugin: a user who sets the minimum number of KV cache blocks does not know yet how
+    `max` is the user's, or `ceiling` where that is lower. A `min` above `max` is lowered to it, or
+    to a step below it: a user who sets the minimum number of KV cache blocks does not know yet how
     many blocks there will be.
 
     Args:
@@ -151,6 +162,8 @@ def resolve_axis(
         default: the settings for what the user leaves open. A `min` of 0 says that a batch may
             have nothing on this axis, such as no context.
         ceiling: the largest size that the serving limits allow.
+        lowers_by_step: whether a `min` above `max` becomes `max` less a step, at least 1, as for
+            the decode blocks of Gaudi's plugin, so that a small cache has several buckets.
 
     Raises:
         BucketingError: a `max` of 0 on an axis whose sizes start at 1.
@@ -159,15 +172,18 @@ def resolve_axis(
     if max_size == 0 and default.min:
         raise BucketingError(f"{name} bucket max 0 leaves nothing to run: give at least 1")
     min_size = _first_set(user.min, default.min, 1)
+    step = _first_set(user.step, default.step, 1)
     if min_size > max_size:
+        lowered = max(1, max_size - step) if lowers_by_step else max_size
         if user.min is not None:
             logger.warning(
-                "%s bucket min %d is lowered to %d, the largest size that can come",
+                "%s bucket min %d is lowered to %d, because no size above %d can come",
                 name,
                 min_size,
+                lowered,
                 max_size,
             )
-        min_size = max_size
+        min_size = lowered
     doublings = max(max_size - 1, 0).bit_length()
     # An axis that starts at 0 needs two buckets at least: one for 0, one for the rest.
     fewest = 2 if default.min == 0 else 1
@@ -175,7 +191,7 @@ def resolve_axis(
         name=name,
         label=label,
         min=min_size,
-        step=_first_set(user.step, default.step, 1),
+        step=step,
         max=max_size,
         limit=_first_set(user.limit, default.limit, max(fewest, doublings + 1)),
         pad_max=_first_set(user.pad_max, default.pad_max, ceil_div(max_size, 4)),

@@ -35,7 +35,7 @@ from trencadis.bucketing.serving_grids.limits import PromptLimits
 from trencadis.bucketing.shapes import checked_limits
 from trencadis.bucketing.strategies import STRATEGIES, AxisSettings
 from trencadis.bucketing.traffic import TrafficRecorder
-from trencadis.bucketing.validators import instance_of, one_of
+from trencadis.bucketing.validators import boolean, instance_of, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +137,7 @@ def decode_grid(
     block_size: int,
     max_model_len: int,
     traffic: TrafficRecorder | None = None,
+    clamp: bool = True,
 ) -> BucketGrid:
     """The grid of decode batches: axes (batch, blocks).
 
@@ -151,6 +152,9 @@ def decode_grid(
         block_size: tokens per block.
         max_model_len: tokens of one sequence.
         traffic: for the fit strategy, in place of the file `config.decode_traffic`.
+        clamp: without `contiguous_pa`, whether `blocks` ends at three times `num_blocks`. False for
+            models whose batches may have more pairs: with several groups of KV cache, as hybrids,
+            or with sliding windows (`skip_decode_block_clamp` of Gaudi's plugin).
 
     Raises:
         BucketingError: settings that contradict each other or the limits.
@@ -162,12 +166,15 @@ def decode_grid(
         max_model_len=max_model_len,
     )
     _check_arguments(config, traffic)
+    boolean().checked("clamp", clamp)
     max_blocks, reachable = num_blocks, every_shape
     if not config.contiguous_pa:
         # A block that several sequences share counts once for each; the plugin allows for three
         # sequences per block on average.
         per_sequence = ceil_div(max_model_len, block_size)
-        max_blocks = min(per_sequence * max_num_seqs, 3 * num_blocks)
+        max_blocks = per_sequence * max_num_seqs
+        if clamp:
+            max_blocks = min(max_blocks, 3 * num_blocks)
         reachable = ReachableDecodeShapes(per_sequence)
     limits = (max_num_seqs, max_blocks)
     listed = listed_buckets(config).decode

@@ -139,7 +139,8 @@ class TrafficRecorder:
 
         Raises:
             BucketingError: the file is not recorded traffic; the message has the line of a byte
-                that is not UTF-8 or not JSON, or the entry of a bad shape or count.
+                that is not UTF-8 or not JSON, or the entry of a bad shape or count; a pipe or a
+                device.
             OSError: the file cannot be read.
         """
         text = read_text(path)

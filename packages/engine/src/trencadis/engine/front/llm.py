@@ -7,7 +7,8 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
@@ -41,7 +42,7 @@ from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.grammars.checker import GrammarChecker
 from trencadis.engine.ipc.messages import Rejected, RequestError
 from trencadis.engine.settings.engine_config import EngineConfig
-from trencadis.engine.validators import MAX_ITEMS, items_of
+from trencadis.engine.validators import MAX_ITEMS, is_integer, items_of
 
 ItemT = TypeVar("ItemT")
 
@@ -83,7 +84,7 @@ class LLM:
     """A model in this process, for offline batches: ``LLM("path").generate(["Hello"])``.
 
     ``settings`` are those of `EngineConfig`. Calls from several threads are served one after the
-    other. Raises `ModelError` or `ConfigError`.
+    other; one from inside another raises `InvalidRequest`. Raises `ModelError` or `ConfigError`.
     """
 
     def __init__(self, model: str | os.PathLike[str], **settings: Any) -> None:
@@ -91,6 +92,8 @@ class LLM:
         self.tokenizer = Tokenizer.load(self.core.spec.source, self.core.config.chat_template)
         self._grammars = GrammarChecker(self.tokenizer.to_json)
         self._lock = threading.Lock()
+        self._caller: int | None = None
+        """The thread whose call is served."""
         self._numbers = itertools.count()
         self._keys: dict[int, str] = {}
         """The key of each prompt of the call that runs, by the number of the prompt."""
@@ -109,7 +112,7 @@ class LLM:
         before anything is generated, if one prompt cannot be served, and `RequestFailed` if an
         internal error ends one. After any error, or Ctrl-C, no request is left running.
         """
-        with self._lock:
+        with self._alone("generate"):
             return self._generate(self._encoded(prompts), params, fields)
 
     def chat(
@@ -122,7 +125,7 @@ class LLM:
 
         Prompts are rendered with the model's chat template.
         """
-        with self._lock:
+        with self._alone("chat"):
             listed: list[Any] = _listed(conversations, "conversations")
             if listed and isinstance(listed[0], Mapping):
                 listed = [listed]
@@ -141,7 +144,7 @@ class LLM:
         None for its default prompt, if it declares one. Token ids stay unchanged, so that they take
         no name.
         """
-        with self._lock:
+        with self._alone("embed"):
             check_pooling(self.core.facts.embedding_size, self.core.spec.scoring)
             prefix = self.core.spec.text_prompts.prefix(prompt_name)
             listed = [prompts] if isinstance(prompts, str) else _listed(prompts, "prompts")
@@ -164,7 +167,7 @@ class LLM:
         document relevant; None for what the model has by default. Without ``use_activation`` the
         logits are the scores. Otherwise as `generate`.
         """
-        with self._lock:
+        with self._alone("score"):
             scoring = check_scoring(self.core.spec.scoring)
             pairs = _pairs(queries, documents)
             prompts = [
@@ -178,12 +181,34 @@ class LLM:
         """Preempt prompts of the call that runs, by their numbers; from any thread.
 
         They keep their tokens and continue after ``force_evict_hold_s`` seconds, or once the others
-        have finished. Returns the numbers of those that run.
+        have finished. Returns the numbers of those that run. Raises `InvalidRequest` unless they
+        are a list of numbers.
         """
+        asked = items_of(prompts)
+        if asked is None or not all(map(is_integer, asked)):
+            raise InvalidRequest(
+                f"abort_and_swap needs a list of the numbers of prompts, got {shown(prompts)}",
+                "prompts",
+            )
         numbers = dict(self._keys)
-        wanted = [numbers[number] for number in prompts if number in numbers]
+        wanted = [numbers[number] for number in asked if number in numbers]
         running = self.core.abort_and_swap(wanted)
         return tuple(number for number, key in numbers.items() if key in running)
+
+    @contextmanager
+    def _alone(self, call: str) -> Iterator[None]:
+        """One call after the other. Raises `InvalidRequest` for one from inside another."""
+        if self._lock.locked() and self._caller == threading.get_ident():
+            raise InvalidRequest(
+                f"{call}() was called while this thread is in a call of the same LLM, which it "
+                "would wait for: make a list of the prompts first"
+            )
+        with self._lock:
+            try:
+                self._caller = threading.get_ident()
+                yield
+            finally:
+                self._caller = None
 
     def _encoded(
         self, prompts: str | Sequence[str | Sequence[int]], prefix: str = ""

@@ -170,7 +170,13 @@ class TemperatureReader:
 
     def _read(self) -> tuple[list[Reading], str]:
         try:
-            readings = list(self._source.read())
+            readings = self._source.read()
+            if not isinstance(readings, (list, tuple)):  # an iterator may never end
+                raise SensorError(
+                    f"read() of {type(self._source).__name__} returned {readings!r}: return a list "
+                    "of Reading"
+                )
+            readings = list(readings)
             for reading in readings:
                 if not is_well_formed(reading):
                     raise SensorError(f"the source returned {reading!r}, which is not a reading")

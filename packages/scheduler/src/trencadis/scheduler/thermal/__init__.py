@@ -15,7 +15,7 @@ from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
 from trencadis.scheduler.thermal.registry import POLICIES, load_thermal_policy
 from trencadis.scheduler.thermal.two_phase import TwoPhaseThermalPolicy
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, Victim, first_victims
 
 __all__ = [
     "BOARDS",
@@ -34,6 +34,7 @@ __all__ = [
     "ThermalGuard",
     "ThermalState",
     "TwoPhaseThermalPolicy",
+    "Victim",
     "first_victims",
     "load_thermal_policy",
 ]

@@ -10,7 +10,6 @@ from operator import itemgetter
 from typing import Any, Protocol
 
 from trencadis.scheduler.errors import ConfigError, ControlError
-from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.continued_view import ContinuedView
 from trencadis.scheduler.thermal.policy import (
     GROUP_DEVICE,
@@ -21,7 +20,7 @@ from trencadis.scheduler.thermal.policy import (
 from trencadis.scheduler.thermal.power_model import PowerModel
 from trencadis.scheduler.thermal.proportional import ProportionalThermalPolicy
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
-from trencadis.scheduler.thermal.victims import first_victims, lru, victim_order
+from trencadis.scheduler.thermal.victims import VictimT, first_victims, lru, victim_order
 from trencadis.scheduler.validators import instance_of, is_integer
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,7 @@ class ThermalGuard:
     ``alert`` (by default an error in the log) gets the first fault of each kind. ``num_faults`` and
     ``num_rejected_readings`` count them all.
     ``power_model`` is fitted to the measured power, with or without a policy that uses power.
-    Raises `ConfigError` for a policy of another type.
+    Raises `ConfigError` for a policy of another type, and for what is not a function.
     """
 
     def __init__(
@@ -70,6 +69,9 @@ class ThermalGuard:
     ) -> None:
         if policy is not None:
             instance_of(SchedulerThermalPolicy).checked("policy", policy)
+        for name, function in (("read", read), ("alert", alert), ("forget", forget)):
+            if not callable(function) and (name, function) != ("forget", None):
+                raise ConfigError(f"{name} must be a function, got {function!r}: pass one", name)
         self.policy = policy
         self.power_model = PowerModel()
         self.num_faults = 0
@@ -181,7 +183,7 @@ class ThermalGuard:
         except ConfigError as error:
             raise ControlError(str(error), "forget_device") from error
 
-    def victims(self, running: Sequence[SequenceGroup], count: int) -> list[SequenceGroup]:
+    def victims(self, running: Sequence[VictimT], count: int) -> list[VictimT]:
         """Groups to evict, with ``count`` or more sequences in total: the policy's choice first.
 
         The choice is that of the victim order that came with the last target of a control request,
@@ -189,20 +191,23 @@ class ThermalGuard:
         """
         if self.policy is None or self._victim_order is not None:
             return first_victims(victim_order(self._victim_order or "lru"), running, count)
+        selected: dict[int, VictimT] = {}
         try:
-            # No more than all groups and one: an iterator without end must not end the step.
-            victims = self.policy.select_victims(running, count)
-            selected = list(dict.fromkeys(islice(victims, len(running) + 1)))
-            for group in selected:
-                if group not in running:
+            # A copy, because a policy may sort the list that it gets. No more than all requests and
+            # one: an iterator without end must not end the step.
+            victims = self.policy.select_victims(list(running), count)
+            known = {id(group): group for group in running}
+            for group in islice(victims, len(running) + 1):
+                if id(group) not in known:
                     raise ValueError(f"a victim must be a running group, got {group!r}")
+                selected[id(group)] = known[id(group)]
             self._faults.pop("select_victims", None)
         except Exception as error:  # as above
             self._report("select_victims", error)
-            selected = []
-        left = count - sum(group.num_seqs for group in selected)
-        rest = [group for group in running if group not in selected]
-        return selected + first_victims(lru, rest, left)
+            selected = {}
+        left = count - sum(group.num_seqs for group in selected.values())
+        rest = [group for group in running if id(group) not in selected]
+        return [*selected.values(), *first_victims(lru, rest, left)]
 
     @property
     def _policies(self) -> list[SchedulerThermalPolicy]:

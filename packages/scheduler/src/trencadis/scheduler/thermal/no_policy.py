@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
-from trencadis.scheduler.thermal.victims import first_victims, lru
+from trencadis.scheduler.thermal.victims import Victim, first_victims, lru
 
 
 class NoThermalPolicy(SchedulerThermalPolicy):
@@ -15,7 +14,5 @@ class NoThermalPolicy(SchedulerThermalPolicy):
     def get_max_running_seqs(self, scheduler: SchedulerView) -> int:
         return scheduler.scheduler_config.max_num_seqs
 
-    def select_victims(
-        self, running: Sequence[SequenceGroup], num_to_evict: int
-    ) -> Sequence[SequenceGroup]:
+    def select_victims(self, running: Sequence[Victim], num_to_evict: int) -> Sequence[Victim]:
         return first_victims(lru, running, num_to_evict)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from trencadis.scheduler.config import SchedulerConfig
-from trencadis.scheduler.group import SequenceGroup
+from trencadis.scheduler.thermal.victims import Victim
 
 GROUP_DEVICE = -1
 """Index of the hottest device of a group if that is none of this rank's own devices."""
@@ -76,9 +76,7 @@ class SchedulerThermalPolicy(ABC):
         """The cap on running sequences, at most ``scheduler.scheduler_config.max_num_seqs``."""
 
     @abstractmethod
-    def select_victims(
-        self, running: Sequence[SequenceGroup], num_to_evict: int
-    ) -> Sequence[SequenceGroup]:
+    def select_victims(self, running: Sequence[Victim], num_to_evict: int) -> Sequence[Victim]:
         """Groups to evict, which have ``num_to_evict`` or more sequences in total."""
 
     def get_max_prefill_tokens(self, scheduler: SchedulerView) -> int | None:

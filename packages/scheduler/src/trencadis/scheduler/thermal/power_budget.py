@@ -7,11 +7,10 @@ from collections.abc import Sequence
 
 import attrs
 
-from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
 from trencadis.scheduler.thermal.power_model import PRIOR_W, PowerModel
 from trencadis.scheduler.thermal.readings import is_power
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, Victim, first_victims, victim_order
 from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 MAX_GROWTH = 0.5
@@ -102,9 +101,7 @@ class PowerBudgetPolicy(SchedulerThermalPolicy):
             self._reading_w = None
         return min(self._cap, most)
 
-    def select_victims(
-        self, running: Sequence[SequenceGroup], num_to_evict: int
-    ) -> Sequence[SequenceGroup]:
+    def select_victims(self, running: Sequence[Victim], num_to_evict: int) -> Sequence[Victim]:
         return first_victims(victim_order(self.victims), running, num_to_evict)
 
     def _take_reading(self, watts: float, scheduler: SchedulerView, most: int) -> None:

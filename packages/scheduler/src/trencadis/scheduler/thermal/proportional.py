@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 import attrs
 
-from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
 from trencadis.scheduler.thermal.readings import is_temperature
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, Victim, first_victims, victim_order
 from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 MAX_TARGET_C = 95.0
@@ -97,9 +96,7 @@ class ProportionalThermalPolicy(SchedulerThermalPolicy):
         gain = most / PROPORTIONAL_BAND_C if self.k_p is None else self.k_p
         return max(min(self.min_seqs, most), most - math.ceil(self._excess_c * gain))
 
-    def select_victims(
-        self, running: Sequence[SequenceGroup], num_to_evict: int
-    ) -> Sequence[SequenceGroup]:
+    def select_victims(self, running: Sequence[Victim], num_to_evict: int) -> Sequence[Victim]:
         return first_victims(victim_order(self.victims), running, num_to_evict)
 
     def retarget(self, target_temp_c: float) -> bool:

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 
 import attrs
 
-from trencadis.scheduler.group import SequenceGroup
 from trencadis.scheduler.thermal.phase_power import PhasePowerModel, StepTimeModel
 from trencadis.scheduler.thermal.policy import SchedulerThermalPolicy, SchedulerView
 from trencadis.scheduler.thermal.proportional import MAX_TARGET_C, PROPORTIONAL_BAND_C
 from trencadis.scheduler.thermal.readings import is_power, is_temperature
-from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, first_victims, victim_order
+from trencadis.scheduler.thermal.victims import VICTIM_ORDERS, Victim, first_victims, victim_order
 from trencadis.scheduler.validators import POSITIVE, integer, number, one_of, setting
 
 WINDOW_S = 1.0
@@ -165,9 +164,7 @@ class TwoPhaseThermalPolicy(SchedulerThermalPolicy):
     def get_max_prefill_tokens(self, scheduler: SchedulerView) -> int | None:
         return self._prefill_limit
 
-    def select_victims(
-        self, running: Sequence[SequenceGroup], num_to_evict: int
-    ) -> Sequence[SequenceGroup]:
+    def select_victims(self, running: Sequence[Victim], num_to_evict: int) -> Sequence[Victim]:
         return first_victims(victim_order(self.victims), running, num_to_evict)
 
     def retarget(self, target_temp_c: float) -> bool:
