@@ -210,9 +210,10 @@ def test_the_help_names_every_variable_that_is_read():
     assert f"* is {', '.join(ends[:-1])} or {ends[-1]}" in environment
 
 
-def test_every_setting_of_the_server_has_a_meaning():
+def test_every_setting_of_the_server_has_a_meaning_and_every_flag_a_group():
     for field in attrs.fields(ServerSettings):
         assert field.metadata["help"], field.name
+        assert field.metadata["group"] or not field.metadata["flags"], field.name
 
 
 def test_graphs_are_switched_off_by_a_flag():
@@ -502,6 +503,13 @@ def test_a_single_text_is_one_key():
         ("body_timeout", float("nan")),
         ("send_timeout", 10**400),
         ("retry_after", 10**9),
+        ("model_stash_gib", -0.1),
+        ("model_stash_gib", (1 << 20) + 1),
+        ("min_model_stay", 0),
+        ("min_model_stay", 86_401),
+        ("max_switch_waiting", 0),
+        ("max_switch_waiting", 1 << 31),
+        ("auto_switch", 1),
         ("access_log", "no"),
     ],
 )
