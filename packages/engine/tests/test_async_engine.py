@@ -499,6 +499,9 @@ def test_an_engine_belongs_to_its_event_loop(tiny_model: Path) -> None:
             await collect(engine, [1, 2])
         with pytest.raises(EngineError, match="another event loop"):
             await engine.control(BatchControl())
+        for change in (engine.sleep(), engine.wake_up()):
+            with pytest.raises(EngineError, match="another event loop"):
+                await change
         await engine.stop()
         await engine.stop()
 

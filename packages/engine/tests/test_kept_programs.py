@@ -231,3 +231,12 @@ def test_programs_are_those_of_a_structure_under_settings_and_of_few_structures(
     store.of(Net(MAX_KEPT + 1), config)
     assert len(store) == MAX_KEPT
     assert store.of(Net(1), config) is first
+
+
+def test_only_the_programs_that_a_sleeping_model_may_use_are_renewed() -> None:
+    store, config = ProgramStore(), config_of(Path("a"))
+    first, second = store.of(Net(1), config), store.of(Net(2), config)
+    empty = store.renewed(first)
+    assert empty is not first
+    assert store.of(Net(1), config) is empty
+    assert store.of(Net(2), config) is second

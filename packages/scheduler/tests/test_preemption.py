@@ -508,9 +508,7 @@ def test_each_sequence_of_a_finished_beam_search_shortens_the_expected_wait() ->
 
 def priority_bench(num_host_blocks: int = 64, max_num_seqs: int = 1, **fields: object) -> Bench:
     clock, state = [0.0], State()
-    blocks = BlockManager(
-        CacheConfig(num_blocks=65, block_size=4, num_host_blocks=num_host_blocks)
-    )
+    blocks = BlockManager(CacheConfig(num_blocks=65, block_size=4, num_host_blocks=num_host_blocks))
     config = SchedulerConfig(
         max_num_seqs=max_num_seqs, max_num_batched_tokens=32, max_model_len=64, policy="priority"
     )

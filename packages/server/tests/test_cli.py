@@ -91,7 +91,7 @@ SERVER = {
     "access_log": (None, False),
     "server_dev_mode": ("1", True),
     "multi_model_config": ("models.yaml", "models.yaml"),
-    "model_stash_gib": ("1.5", 1.5),
+    "model_stash_gib": ("0", 0.0),
     "min_model_stay": ("3", 3.0),
     "max_switch_waiting": ("3", 3),
 }

@@ -13,6 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
+from stand_in_engine import ByteTokenizer
 from switching_engine import SwitchingStandIn
 
 from trencadis.engine import (
@@ -27,6 +28,7 @@ from trencadis.engine import (
 )
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.cli import flag_parser, multi_model_config, server_settings
+from trencadis.server.generation.served_model import ServedModels
 from trencadis.server.switching.switch_control import SwitchControl
 from trencadis.server.switching.switch_queue import Failure
 
@@ -57,6 +59,14 @@ async def client(engine):
 async def automatic(engine):
     async with client_of(engine, auto_switch=True, min_model_stay=0.05) as client:
         yield client
+
+
+async def test_what_follows_from_a_model_is_derived_once_until_there_is_another(engine):
+    served = ServedModels(engine, ServerSettings())
+    first = served.current
+    assert served.current is first
+    engine.tokenizers[engine.active] = ByteTokenizer()
+    assert served.current is not first
 
 
 def complete(client, model, prompt="abc", **fields):

@@ -267,6 +267,10 @@ def test_arguments_that_are_no_json_are_passed_on_to_their_end():
     text = '<tool_call>{"name": "get", "arguments": {"a": 1 2}}</tool_call>Done'
     content, _, calls = parse(new_parser(None, None, "hermes"), [text])
     assert (content, calls) == ("Done", [("get", '{"a": 1 2}}')])
+    for cut_off in ('{"a":', "{", '{"a": 1', '{"a": "b"'):
+        text = f'<tool_call>{{"name": "get", "arguments": {cut_off}</tool_call>Done'
+        content, _, calls = parse(new_parser(None, None, "hermes"), [text])
+        assert (content, calls) == ("Done", [("get", cut_off)])
 
 
 def test_one_call_at_most_where_calls_are_not_parallel():
