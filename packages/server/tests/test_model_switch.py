@@ -92,6 +92,7 @@ async def test_all_models_are_listed_and_one_is_active(client):
         ("b", False),
         ("c", False),
     ]
+    assert ["max_model_len" in model for model in listed] == [True, False, False]
     await client.post(SWITCH, json={"model": "b"})
     listed = (await client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed if model["active"]] == ["b"]
