@@ -62,8 +62,10 @@ def config(model: Path | str, **changes: object) -> EngineConfig:
 
 
 @asynccontextmanager
-async def running(model: Path, **changes: object) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(config(model, **changes), QUIET)
+async def running(
+    model: Path, log: LogSettings = QUIET, **changes: object
+) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config(model, **changes), log)
     try:
         yield engine
     finally:
@@ -138,9 +140,11 @@ def test_prompts_that_come_together_are_prefilled_together(tiny_model: Path) -> 
     limited(body)
 
 
-def test_life_of_an_engine(tiny_model: Path) -> None:
+def test_life_of_an_engine(tiny_model: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    log = LogSettings(format="%(asctime)s core: %(message)s", datefmt="at noon")
+
     async def body() -> None:
-        async with running(tiny_model) as engine:
+        async with running(tiny_model, log) as engine:
             assert engine.is_alive
             assert engine.max_model_len == 128
             await streams_join_to_the_same_text(engine)
@@ -155,6 +159,7 @@ def test_life_of_an_engine(tiny_model: Path) -> None:
             await collect(engine, [1, 2])
 
     limited(body)
+    assert "at noon core: # CPU blocks" in capfd.readouterr().err
 
 
 async def streams_join_to_the_same_text(engine: AsyncEngine) -> None:
@@ -499,6 +504,9 @@ def test_an_engine_belongs_to_its_event_loop(tiny_model: Path) -> None:
             await collect(engine, [1, 2])
         with pytest.raises(EngineError, match="another event loop"):
             await engine.control(BatchControl())
+        for change in (engine.sleep(), engine.wake_up()):
+            with pytest.raises(EngineError, match="another event loop"):
+                await change
         await engine.stop()
         await engine.stop()
 

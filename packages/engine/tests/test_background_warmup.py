@@ -40,6 +40,14 @@ class FakeRuntime:
         return 1 << 30
 
 
+def test_before_requests_are_served_the_first_bucket_of_each_phase_is_warmed_up() -> None:
+    runtime = FakeRuntime()
+    loop = BackgroundWarmupLoop(runtime, GRIDS, in_thread=False)
+    loop.warm_up_first()
+    assert len(runtime.executed) == len({phase for phase, _ in runtime.executed}) == len(Phase)
+    assert loop.is_running
+
+
 def test_under_steady_traffic_a_bucket_is_warmed_up_once_it_is_overdue(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -92,6 +100,9 @@ def test_a_batch_uses_the_smallest_ready_bucket_that_is_not_much_larger(
     )
     core.warm_up()
     runner = core.executor.worker.runner
+    for bucket in core.executor.worker.grids.decode.buckets:
+        shapes = runner.buckets.shapes(Phase.DECODE, bucket)
+        assert len(shapes) == 1, "others are run as they come"
     missed: list[Bucket] = []
     runner.buckets.prefer_ready(lambda phase, bucket: missed.append(bucket))
     for bucket in core.executor.worker.grids.decode.buckets:

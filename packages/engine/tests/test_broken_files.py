@@ -18,6 +18,7 @@ from transformers import AutoConfig
 from trencadis.engine.errors import ModelError
 from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.models import gguf
+from trencadis.engine.models.broken_files import reason_of
 from trencadis.engine.models.loader import inspect_model, load_model
 
 CONFIG = (
@@ -35,6 +36,15 @@ def assert_one_line(directory: Path, match: str) -> None:
         Tokenizer.load(str(directory))
     assert len(str(caught.value).splitlines()) == 1
     assert len(str(caught.value)) < 600
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [("a\n  b", "a b"), ("", "ValueError"), ("x" * 300, "x" * 300), ("x" * 301, "x" * 299 + "…")],
+    ids=["two lines", "nothing", "short", "long"],
+)
+def test_the_reason_is_one_line_of_300_characters_at_most(text: str, reason: str) -> None:
+    assert reason_of(ValueError(text)) == reason
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+import attrs
 import numpy as np
 import pytest
 
@@ -116,6 +117,9 @@ def test_grids_of_settings_have_no_gap_unless_a_maximum_is_set(
     small = small_grids(LIMITS)
     assert (prompt_gaps(small, LIMITS), decode_gaps(small, LIMITS)) == ((), ())
     assert not caplog.records
+    assert {bucket.shape[1] for bucket in small.prompt.buckets} == {32}
+    long = small_grids(attrs.evolve(LIMITS, max_num_batched_tokens=200, max_model_len=256))
+    assert {bucket.shape[1] for bucket in long.prompt.buckets} == {64, 128, 200}
     limited = BucketingConfig(prompt_context=AxisConfig(max=4), decode_batch=AxisConfig(max=2))
     grids = configured_grids(limited, LIMITS)
     assert prompt_gaps(grids, LIMITS)

@@ -101,6 +101,8 @@ def test_greedy_tokens_are_those_of_plain_generation(
     assert [one.completions[0].token_ids for one in results] == expected
     stats = llm.core.stats
     assert stats.num_used_blocks == 0
+    if changes.get("warmup") == "full":
+        assert llm.core.executor.worker.is_warm
     assert (stats.num_preemptions > 0) == (changes.get("num_blocks") == 18)
     assert (stats.num_swaps > 0) == ("num_host_blocks" in changes)
 

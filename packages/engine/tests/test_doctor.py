@@ -215,6 +215,10 @@ def test_every_kernel_of_the_device_has_a_check(model, lazy_gaudi):
     trials = device.kernel_trials(inspect_model(str(model)), device.preferred_dtype)
     assert tuple(trials) == KERNELS
     assert set(REQUIRED_KERNELS) < set(KERNELS)
+    remedies = {check.name: check.remedy for check in CHECKS}
+    for name in KERNELS:
+        is_required = "nothing replaces this kernel" in remedies[f"kernel {name}"]
+        assert is_required == (name in REQUIRED_KERNELS)
 
 
 def test_a_check_that_is_not_known_is_refused_with_the_names(model):

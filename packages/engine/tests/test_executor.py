@@ -23,7 +23,7 @@ from trencadis.engine import (
 from trencadis.engine.api.requests import PoolingRequest
 from trencadis.engine.core.config_payload import config_payload
 from trencadis.engine.core.reconfigure import ModelSwitcher
-from trencadis.engine.runner.in_process import InProcessExecutor
+from trencadis.engine.runner.in_process import InProcessExecutor, ModelStash
 from trencadis.engine.runner.step import (
     PendingStep,
     RowRequest,
@@ -209,3 +209,25 @@ def test_two_steps_may_be_in_flight(
     assert [result.token_ids for result in results] == expected
     # The time of a step that began behind another one tells nothing of its own.
     assert (results[1].timing is None) == (device == "hpu")
+
+
+@attrs.define(eq=False)
+class SleepingWorker:
+    """The weights of a model, as a stash sees them."""
+
+    weight_bytes: int
+    is_discarded: bool = False
+    config: EngineConfig = attrs.field(factory=lambda: EngineConfig(model="m"))
+
+    def discard(self) -> None:
+        self.is_discarded = True
+
+
+def test_the_stash_is_filled_to_its_limit_and_drops_the_oldest_models() -> None:
+    stash = ModelStash()
+    stash.limit_bytes = 10
+    workers = [SleepingWorker(size) for size in (11, 10, 4, 6, 1)]
+    assert [stash.put(worker) for worker in workers] == [False, True, True, True, True]
+    assert [worker.is_discarded for worker in workers] == [False, True, True, False, False]
+    assert (list(stash), stash.num_bytes) == (workers[3:], 7)
+    assert not stash.put(workers[1]), "its weights are gone"

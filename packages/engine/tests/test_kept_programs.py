@@ -268,3 +268,12 @@ def test_programs_are_dropped_where_the_cache_that_they_read_no_longer_fits(
     assert most > num_blocks[0] == num_blocks[1]
     assert num_blocks[2] == num_blocks[1], "a cache that fits has the size of its programs"
     assert len(num_programs) == 1, "none are kept that nothing uses"
+
+
+def test_only_the_programs_that_a_sleeping_model_may_use_are_renewed() -> None:
+    store, config = ProgramStore(), config_of(Path("a"))
+    first, second = store.of(Net(1), config), store.of(Net(2), config)
+    empty = store.renewed(first)
+    assert empty is not first
+    assert store.of(Net(1), config) is empty
+    assert store.of(Net(2), config) is second

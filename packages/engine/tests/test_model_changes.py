@@ -15,6 +15,7 @@ from trencadis.engine import (
     LogSettings,
     SamplingParams,
     SwitchFailedError,
+    SwitchInProgressError,
 )
 from trencadis.engine.core.core_process import _handle
 from trencadis.engine.core.engine_core import EngineCore
@@ -22,6 +23,8 @@ from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.front.core_supervisor import CoreSupervisor
 from trencadis.engine.front.model_changes import ModelChanges
 from trencadis.engine.front.open_requests import OpenRequests
+from trencadis.engine.front.request_stream import RequestStream
+from trencadis.engine.front.tokenizer import Tokenizer
 from trencadis.engine.ipc.messages import (
     Add,
     Ready,
@@ -73,6 +76,53 @@ def test_a_sleep_that_waits_for_a_wake_up_refuses_requests_all_the_time() -> Non
         assert await falling_asleep == 7
         with pytest.raises(EngineSleeping):
             changes.check_admission()
+
+    asyncio.run(body())
+
+
+def test_while_models_are_switched_there_is_no_sleep_and_no_wake_up() -> None:
+    async def body() -> None:
+        core, changes = front()
+        changes.switching = "from first to second"
+        for change in (changes.sleep(1), changes.wake_up()):
+            with pytest.raises(SwitchInProgressError, match="from first to second"):
+                await change
+        assert not core.messages
+
+    asyncio.run(body())
+
+
+def test_a_change_has_begun_once_the_core_is_busy_with_the_last_call() -> None:
+    async def body() -> None:
+        core, changes = front()
+        changes.begin(None)
+        assert not changes.has_begun
+        changes.is_sleeping = True
+        waking = asyncio.create_task(changes.wake_up())
+        await asyncio.sleep(0)
+        (wake_up,) = core.messages
+        for number, has_begun in (
+            (None, False),
+            (wake_up.number - 1, False),
+            (wake_up.number, True),
+        ):
+            changes.begin(number)
+            assert changes.has_begun is has_begun
+        changes.answer(Reconfigured(wake_up.number, READY))
+        await waking
+
+    asyncio.run(body())
+
+
+def test_waiting_for_requests_ends_with_the_last_one_or_the_time(tiny_model: Any) -> None:
+    async def body() -> None:
+        supervisor = CoreSupervisor(EngineConfig(model="m"), Core(), READY, LogSettings())
+        requests = OpenRequests(supervisor, itertools.count())
+        assert await asyncio.wait_for(requests.drain(3600.0), 60) == 0
+        request = GenerateRequest([1, 2], SamplingParams())
+        tokenizer = Tokenizer.load(str(tiny_model))
+        requests.begin("a", RequestStream("a", request, tokenizer, lambda _: None), asyncio.Queue())
+        assert await asyncio.wait_for(requests.drain(0.0), 60) == 1
 
     asyncio.run(body())
 

@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from trencadis.engine import ConfigError, EngineConfig, EngineCore
 from trencadis.engine.devices import CPUDevice, CUDADevice
 from trencadis.engine.devices.cpu.attention import CPUAttention
+from trencadis.engine.runner.grids import largest_prompts
+from trencadis.engine.runner.shapes import PromptShape
 from trencadis.engine.runner.worker import Worker
 from trencadis.warmup import Phase
 
@@ -31,6 +33,12 @@ def gaudi(model: Path, environ: dict[str, str] | None = None, **changes: object)
         **changes,
     }
     return EngineCore(EngineConfig.from_env(environ or {}, model=str(model), **settings))
+
+
+def test_the_largest_prompts_have_the_most_tokens_context_and_scores() -> None:
+    tokens, context, scores = PromptShape(8, 32, 0), PromptShape(1, 1, 100), PromptShape(1, 128, 8)
+    shapes = (PromptShape(1, 1, 0), scores, context, tokens, PromptShape(2, 64, 2))
+    assert largest_prompts(shapes, 16) == [tokens, context, scores]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Any
 
+import attrs
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -122,6 +124,23 @@ def test_calls_are_made_again_with_other_inputs(replayer: Replayer, rows: int) -
         kept.append((chain.again(given), chain.expected(given)))
     for result, expected in kept:  # no result is overwritten by a later run
         assert torch.equal(result, expected)
+
+
+def test_a_run_gives_the_changing_arguments_anew(replayer: Replayer) -> None:
+    chain = Chain(replayer, 4)
+    given, layer = chain.rows(4), chain.layers[0]
+    with torch.inference_mode(), recorded() as recording:
+        result = layer(given)
+    num_rows = recording.calls[0].arguments.index(4)
+    recording.calls[0] = attrs.evolve(recording.calls[0], changing=range(num_rows, num_rows + 1))
+    calls = CallList((layer.tiles, layer.bias), replayer, chain.scratch)
+    calls.add(recording, (given,), result)
+    calls.finish()
+    for count in (2, 4, 3):
+        chain.scratch.clear()
+        _, rows = calls.run((given,), np.array([[count]]))
+        assert torch.equal(rows[:, :count], result[:, :count])
+        assert rows[:, count:].isnan().all()
 
 
 def test_call_lists_share_memory_that_grows(replayer: Replayer) -> None:

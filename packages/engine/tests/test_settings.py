@@ -36,6 +36,7 @@ from trencadis.engine.settings import (
     setting,
     with_defaults,
 )
+from trencadis.engine.settings.capacity_settings import DeviceDefault
 from trencadis.engine.settings.engine_config import DEVICES, SchedulingPolicy
 from trencadis.engine.simulated import SimulationConfig
 from trencadis.engine.simulated import cli as simulated_cli
@@ -250,6 +251,13 @@ def test_the_help_shows_the_default_of_every_flag_that_takes_a_value() -> None:
             assert "(default: " in (action.help or ""), action.option_strings
 
 
+def test_a_default_that_a_device_may_replace_is_the_one_that_is_told() -> None:
+    fields = [field for field in attrs.fields(EngineConfig) if type(field.default) is DeviceDefault]
+    assert len(fields) >= 3
+    for field in fields:
+        assert field.metadata["default"].partition(";")[0] == str(field.default)
+
+
 def test_the_list_has_every_setting_with_its_names_default_and_meaning() -> None:
     items = flag_list(Oven).splitlines()
     assert items[0] == "- `--name`: its name"
@@ -263,9 +271,9 @@ def test_the_list_has_every_setting_with_its_names_default_and_meaning() -> None
 
 
 def test_a_subclass_changes_inherited_defaults() -> None:
-    changes = with_defaults({"hours": "all day"}, celsius=220)
+    changes = with_defaults({"hours": "all day"}, celsius=220, hours=24.0)
     small = attrs.make_class("Small", {}, bases=(Oven,), kw_only=True, field_transformer=changes)
-    assert small(name="x").celsius == 220
+    assert (small(name="x").celsius, small(name="x").hours) == (220, 24.0)
     assert Oven(name="x").celsius == 180
     assert "- `--hours` (all day): how long\n" in flag_list(small)
     with pytest.raises(KeyError, match="colour"):

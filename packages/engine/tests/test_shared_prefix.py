@@ -93,3 +93,12 @@ def test_shared_blocks_beyond_the_limit_are_gathered(
     assert found == expected
     assert any(shape.extra for shape in passes)
     assert not any(shape.shared for shape in passes)
+
+
+def test_without_warm_up_gathered_blocks_are_padded_to_powers_of_two(
+    tiny_model: Path, expected: Tokens
+) -> None:
+    """3 and 10 pairs of a block and a sequence: no more than 8 and 16 are gathered."""
+    found, passes = serve(EngineCore(config_of(tiny_model, device="cpu")))
+    assert found == expected
+    assert {shape.extra for shape in passes} == {0, 8, 16}

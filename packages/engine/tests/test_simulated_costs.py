@@ -303,8 +303,18 @@ def test_an_unknown_device_is_told_which_there_are() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"hbm_bytes_per_s": 0.0}, {"compile_s": -1.0}, {"hbm_efficiency": 1.5}],
-    ids=lambda changes: next(iter(changes)),
+    [
+        *({name: 0} for name in ("flops_per_s", "fp8_flops_per_s", "hbm_bytes")),
+        *({name: 0} for name in ("hbm_bytes_per_s", "link_bytes_per_s", "product_rows")),
+        *({name: -0.1} for name in ("launch_s", "compile_s", "capture_s", "graph_bytes")),
+        *({name: -0.1} for name in ("replay_s", "copy_s", "step_s", "sequence_s")),
+        *(
+            {name: share}
+            for name in ("product_efficiency", "compute_efficiency", "hbm_efficiency")
+            for share in (0.0, 1.001)
+        ),
+    ],
+    ids=str,
 )
 def test_impossible_hardware_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):

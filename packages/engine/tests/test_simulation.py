@@ -195,6 +195,8 @@ def test_a_small_cache_swaps_and_loses_nothing() -> None:
     assert report.blocks_out >= report.blocks_in > 0
     assert report.swap_s > 0
     assert 50 < report.longest_prefix <= 60
+    assert "60 blocks, 960 MiB; longest" in report.table()  # 16 MiB each
+    assert f"{16 * report.blocks_out} MiB out, {16 * report.blocks_in} MiB in" in report.table()
     assert report.seconds > ample.seconds
     assert ample.preemptions == 0
 

@@ -129,6 +129,17 @@ def test_a_mistyped_argument_is_the_error_of_its_caller_alone(
     served(body)
 
 
+@pytest.mark.parametrize("request_", [None, 7, "text", {"prompt_token_ids": [1]}], ids=str)
+def test_what_is_no_request_is_refused(served: Served, request_: Any) -> None:
+    async def body(engine: AsyncEngine) -> None:
+        for answer in (engine.embed(request_), anext(engine.generate(request_))):
+            with pytest.raises(InvalidRequest, match="GenerateRequest") as refusal:
+                await answer
+            assert refusal.value.field == "request"
+
+    served(body)
+
+
 @pytest.mark.parametrize("request_id", [None, 7, "\ud800", np.ones(2)], ids=repr)
 def test_what_names_no_request_cannot_be_aborted(served: Served, request_id: Any) -> None:
     async def body(engine: AsyncEngine) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from harness import STOP, Memory, Runner, outcome
 
@@ -205,3 +207,23 @@ def test_an_extreme_length_penalty_ends_like_any_other(
     runner.run()
     assert group.results[0].finish_reason is not None
     assert blocks.pool.num_used_blocks == 0
+
+
+@pytest.mark.parametrize(
+    ("penalty", "logprob", "best"),
+    [
+        (1e4, -0.5, (5, 9)),
+        (1e4, -math.inf, (9,)),
+        (-1e4, -0.5, (9,)),
+        (-1e4, 0.0, (5, 9)),
+    ],
+)
+def test_an_extreme_length_penalty_prefers_long_or_short_outputs(
+    penalty: float, logprob: float, best: tuple[int, ...]
+) -> None:
+    """A score beyond a float ranks by its limit; an impossible output is the worst of all."""
+    search = BeamSearch(width=2, length_penalty=penalty)
+    beams = BeamSearchState(request(stop_token_ids=frozenset({9})), search, max_output=8)
+    beams.advance([()], [0.0], [[Candidate(9, -0.1), Candidate(5, 0.0)]])
+    beams.advance([(5,)], [0.0], [[Candidate(9, logprob), Candidate(6, -math.inf)]])
+    assert beams.hypotheses[0].output_token_ids == best

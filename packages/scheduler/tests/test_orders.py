@@ -348,6 +348,26 @@ def test_a_control_loop_does_not_end_on_a_stale_reading() -> None:
     assert not bench.guard.runs_control_loop
 
 
+def test_a_control_loop_raises_no_limit_while_readings_fail() -> None:
+    heat, failures = Heat(), []
+
+    def read() -> Heat:
+        if failures:
+            raise failures[0]
+        return heat
+
+    bench = Bench.of(guard=ThermalGuard(None, read), step_s=10.0)
+    bench.order(target_temp_c=80.0)
+    heat.hottest_c = 88.0
+    bench.steps(2)
+    heat.hottest_c = 60.0
+    limits = []
+    for failures[:] in ([], [OSError("no answer")], [OSError("no answer")], []):
+        output, _ = bench.runner.step()
+        limits.append(output.max_running_seqs)
+    assert limits[0] == limits[1] == limits[2] < limits[3]
+
+
 class Node(TemperatureSource):
     """Devices by index and their temperatures."""
 

@@ -491,13 +491,28 @@ def test_a_request_of_higher_priority_preempts_where_that_beats_waiting() -> Non
     assert outcome(slow) == alone(slow.request, 64)
 
 
-def priority_bench() -> Bench:
+def test_each_sequence_of_a_finished_beam_search_shortens_the_expected_wait() -> None:
+    """Four finish within 8 s: a wait of 2 s, which is less than computing 4 tokens again."""
+    costs = PreemptionCosts(prefill_s_per_token=1.0)
+    bench = priority_bench(num_host_blocks=0, max_num_seqs=4, costs=costs)
+    bench.add("beams", beam_search=BeamSearch(width=4), max_tokens=1)
+    bench.step(8.0)
+    slow = bench.add("slow", priority=5, n=4)
+    bench.step()
+    high = bench.add("high", priority=0, n=4)
+    bench.step()
+    assert (high.status, slow.status) == (W, R)
+    bench.step(60.0)
+    assert (high.status, slow.status) == (R, P)
+
+
+def priority_bench(num_host_blocks: int = 64, max_num_seqs: int = 1, **fields: object) -> Bench:
     clock, state = [0.0], State()
-    blocks = BlockManager(CacheConfig(num_blocks=65, block_size=4, num_host_blocks=64))
+    blocks = BlockManager(CacheConfig(num_blocks=65, block_size=4, num_host_blocks=num_host_blocks))
     config = SchedulerConfig(
-        max_num_seqs=1, max_num_batched_tokens=32, max_model_len=64, policy="priority"
+        max_num_seqs=max_num_seqs, max_num_batched_tokens=32, max_model_len=64, policy="priority"
     )
-    scheduler = Scheduler(config, blocks, clock=lambda: clock[0])
+    scheduler = Scheduler(config, blocks, clock=lambda: clock[0], **fields)
     return Bench(blocks, scheduler, Runner(scheduler, Memory(4)), state, clock)
 
 

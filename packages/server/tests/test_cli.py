@@ -91,7 +91,7 @@ SERVER = {
     "access_log": (None, False),
     "server_dev_mode": ("1", True),
     "multi_model_config": ("models.yaml", "models.yaml"),
-    "model_stash_gib": ("1.5", 1.5),
+    "model_stash_gib": ("0", 0.0),
     "min_model_stay": ("3", 3.0),
     "max_switch_waiting": ("3", 3),
 }
@@ -210,9 +210,10 @@ def test_the_help_names_every_variable_that_is_read():
     assert f"* is {', '.join(ends[:-1])} or {ends[-1]}" in environment
 
 
-def test_every_setting_of_the_server_has_a_meaning():
+def test_every_setting_of_the_server_has_a_meaning_and_every_flag_a_group():
     for field in attrs.fields(ServerSettings):
         assert field.metadata["help"], field.name
+        assert field.metadata["group"] or not field.metadata["flags"], field.name
 
 
 def test_graphs_are_switched_off_by_a_flag():
@@ -502,6 +503,13 @@ def test_a_single_text_is_one_key():
         ("body_timeout", float("nan")),
         ("send_timeout", 10**400),
         ("retry_after", 10**9),
+        ("model_stash_gib", -0.1),
+        ("model_stash_gib", (1 << 20) + 1),
+        ("min_model_stay", 0),
+        ("min_model_stay", 86_401),
+        ("max_switch_waiting", 0),
+        ("max_switch_waiting", 1 << 31),
+        ("auto_switch", 1),
         ("access_log", "no"),
     ],
 )
@@ -546,7 +554,8 @@ def test_a_device_that_is_not_there_is_one_line_that_says_what_to_install(checkp
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr
 
 
-def test_a_wrong_path_is_one_line_and_no_traceback():
+def test_a_wrong_path_is_one_line_and_no_traceback(monkeypatch):
+    monkeypatch.setenv("VLLM_PROMPT_BS_BUCKET_MXX", "1")  # a warning, which is not of the level
     done = run("./no-such-model", "--port", "0", "--log-level", "error")
     assert done.returncode == 1
     assert "no-such-model" in done.stderr

@@ -39,6 +39,7 @@ def test_a_machine_that_is_well_has_a_page_and_json_and_exit_code_0(model, tmp_p
     only = ("--only", "python", "--only", "program prompt", "--check-limit", "300")
     done = run(model, "--device", "cpu", "--json", file, *only, VLLM_API_KEY="a-secret")
     assert done.returncode == 0, done.stderr
+    assert "\npython: ok (" in f"\n{done.stderr}", "the progress"
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"engine-serve doctor: {model.name} on cpu, ")
     assert [line.split("  ")[0] for line in lines[2:-2]] == ["ok"] * 5

@@ -13,6 +13,7 @@ import openai
 import pytest
 import pytest_asyncio
 from prometheus_client.parser import text_string_to_metric_families
+from stand_in_engine import ByteTokenizer
 from switching_engine import SwitchingStandIn
 
 from trencadis.engine import (
@@ -27,6 +28,7 @@ from trencadis.engine import (
 )
 from trencadis.server import ServerSettings, create_app
 from trencadis.server.cli import flag_parser, multi_model_config, server_settings
+from trencadis.server.generation.served_model import ServedModels
 from trencadis.server.switching.switch_control import SwitchControl
 from trencadis.server.switching.switch_queue import Failure
 
@@ -59,6 +61,14 @@ async def automatic(engine):
         yield client
 
 
+async def test_what_follows_from_a_model_is_derived_once_until_there_is_another(engine):
+    served = ServedModels(engine, ServerSettings())
+    first = served.current
+    assert served.current is first
+    engine.tokenizers[engine.active] = ByteTokenizer()
+    assert served.current is not first
+
+
 def complete(client, model, prompt="abc", **fields):
     return client.post("/v1/completions", json={"model": model, "prompt": prompt, **fields})
 
@@ -82,6 +92,7 @@ async def test_all_models_are_listed_and_one_is_active(client):
         ("b", False),
         ("c", False),
     ]
+    assert ["max_model_len" in model for model in listed] == [True, False, False]
     await client.post(SWITCH, json={"model": "b"})
     listed = (await client.get("/v1/models")).json()["data"]
     assert [model["id"] for model in listed if model["active"]] == ["b"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tracemalloc
 
 import attrs
 import pytest
@@ -266,6 +267,10 @@ def test_arguments_that_are_no_json_are_passed_on_to_their_end():
     text = '<tool_call>{"name": "get", "arguments": {"a": 1 2}}</tool_call>Done'
     content, _, calls = parse(new_parser(None, None, "hermes"), [text])
     assert (content, calls) == ("Done", [("get", '{"a": 1 2}}')])
+    for cut_off in ('{"a":', "{", '{"a": 1', '{"a": "b"'):
+        text = f'<tool_call>{{"name": "get", "arguments": {cut_off}</tool_call>Done'
+        content, _, calls = parse(new_parser(None, None, "hermes"), [text])
+        assert (content, calls) == ("Done", [("get", cut_off)])
 
 
 def test_one_call_at_most_where_calls_are_not_parallel():
@@ -411,6 +416,28 @@ def test_little_text_is_held_back_between_deltas(tools):
             parser.push(letter)
             unread = parser.reader._text[parser.reader._position :]
             assert len(unread) < 128
+
+
+@pytest.mark.parametrize(
+    ("reasoning", "begin"),
+    [
+        (None, '<tool_call>{"name": "get", "arguments": {"a": "'),
+        ("openai_gptoss", "<|channel|>analysis<|message|>"),
+        ("openai_gptoss", '<|channel|>commentary to=functions.get<|message|>{"a": "'),
+    ],
+)
+def test_what_is_passed_on_is_not_kept(reasoning, begin):
+    parser = new_parser(reasoning, None, "hermes" if reasoning is None else "openai")
+    parser.push(begin)
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        for number in range(1000):
+            parser.push(f"{number:04}" * 250)
+        kept = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert kept < 100_000, "of a million characters"
 
 
 def test_long_answers_are_read_at_once():

@@ -82,6 +82,8 @@ async def test_documents_are_ranked_by_their_scores(client, path):
     fields |= {"top_n": 1, "return_documents": False}
     (best,) = (await client.post(path, json=fields)).json()["results"]
     assert set(best) == {"index", "relevance_score"}
+    fields["top_n"] = 0
+    assert len((await client.post(path, json=fields)).json()["results"]) == 3
 
 
 async def test_without_activation_scores_are_logits(client, engine):

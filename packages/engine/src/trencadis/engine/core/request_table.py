@@ -216,14 +216,12 @@ class RequestTable:
             for group in _scheduler_requests(entry.key, request, eos, max_model_len, running_limit):
                 added = self._scheduler.add(group, is_resumed=request.is_resumed)
                 entry.groups.append(added.group)
-        except QueueFull as error:
+        except BaseException as error:
             self.abort(entry.key)
-            raise EngineOverloaded(str(error)) from error
-        except UnservableRequest as error:
-            self.abort(entry.key)
-            raise InvalidRequest(str(error), "prompt") from error
-        except BaseException:
-            self.abort(entry.key)
+            if isinstance(error, QueueFull):
+                raise EngineOverloaded(str(error)) from error
+            if isinstance(error, UnservableRequest):
+                raise InvalidRequest(str(error), "prompt") from error
             raise
 
     def _add_samples(

@@ -176,7 +176,6 @@ class Worker:
         )
         forward_runner.on_cold = self._on_cold
         self._sampler = self._make_sampler(compiled)
-        self.read = self.grids.read if self.grids else self.read
         self.runner = ModelRunner(
             forward_runner, self._sampler, device, self.cache, self.grids, self.read
         )

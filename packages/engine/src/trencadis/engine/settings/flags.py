@@ -241,7 +241,7 @@ def flag_list(cls: AttrsClass) -> str:
     A field whose name is that of its flag, with underscores, stands by the flag alone. What a flag
     without a value sets is the opposite of the default.
     """
-    return "".join(f"- {_item(field)}\n" for field in attrs.fields(cls) if field.init)
+    return "".join(f"- {_item(field)}\n" for field in attrs.fields(cls))
 
 
 def parse_size(text: str) -> int:

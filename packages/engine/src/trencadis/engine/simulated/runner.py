@@ -57,7 +57,7 @@ class SimulatedRunner:
     and ``copy_s`` (seconds) by direction.
     """
 
-    def __init__(self, runtime: SimulatedRuntime, grids: Grids, seed: int = 0) -> None:
+    def __init__(self, runtime: SimulatedRuntime, grids: Grids, seed: int) -> None:
         self.prompt_tokens = Padding()
         self.decode_rows = Padding()
         self.decode_blocks = Padding()

@@ -185,8 +185,8 @@ def _has_content(path: Path) -> bool:
 
 
 def _load() -> Bridge:
-    # The import registers the device, its kernels and its compiler.
-    importlib.import_module("habana_frameworks.torch")
+    # The import, which is that of habana_frameworks.torch, too, registers the device, its kernels
+    # and its compiler.
     internal = importlib.import_module("habana_frameworks.torch.utils.internal")
     return Bridge(
         importlib.import_module("habana_frameworks.torch.hpu"),
