@@ -259,7 +259,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"temperature_pb2"},
     ],
     "server": [
-        {"engine_protocol", "errors", "settings"},
+        {"engine_protocol", "errors", "request_ids", "settings"},
         {"parsers"},
         {"api", "http", "metrics"},
         {"dashboard", "generation", "switching"},

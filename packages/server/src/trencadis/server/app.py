@@ -58,7 +58,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     context = _context(engine, settings, has_keys=len(keys) > 0)
     dashboard = DashboardFeed(engine, context.metrics, context.check_serving)
     app = DescribedApp(
-        title="Trencadís",
+        title="Trencadis",  # in ASCII, since generators of clients name a package after it
         version=__version__,
         lifespan=_lifespan(context, dashboard),
         docs_url=None,  # its page loads scripts from another host

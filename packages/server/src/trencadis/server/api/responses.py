@@ -245,6 +245,7 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: int | None = derived_field(_PARAMETERS["max_tokens"], None)
     temperature: float | None = derived_field(_PARAMETERS["temperature"], None)
     top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
+    top_k: int | None = derived_field(_PARAMETERS["top_k"], None)
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         ToolChoice | None, PlainValidator(_tool_choice, str | dict[str, Any] | None)
@@ -283,6 +284,7 @@ class ResponsesRequest(RequestBody):
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
             tools=None if self.tools is None else [tool.for_chat() for tool in self.tools],
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,

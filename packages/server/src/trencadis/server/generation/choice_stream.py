@@ -90,6 +90,7 @@ class FinishedChoice:
     """The complete output of one choice."""
 
     text: str = ""
+    token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[PositionLogprobs] = attrs.field(factory=list)
     finish_reason: FinishReason = "length"
     stop_reason: str | int | None = None
@@ -146,6 +147,7 @@ async def collect(stream: ChoiceStream, num_choices: int, usage: Usage) -> list[
             usage.add(item.prompt, item.delta)
             choice, delta = choices[item.choice], item.delta
             texts[item.choice].append(delta.text)
+            choice.token_ids.extend(delta.token_ids)
             choice.logprobs.extend(delta.logprobs)
             if item.finish_reason is not None:
                 choice.finish_reason = item.finish_reason

@@ -25,6 +25,11 @@ from trencadis.server.routes.generation_response import (
     respond_to_chat,
 )
 
+_WITHOUT_VALUE: dict[str, Any] = dict.fromkeys(
+    ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids")
+)
+"""Fields of a whole response that clients of vLLM read whether they asked for them or not."""
+
 
 def chat_router(context: ServingContext) -> APIRouter:
     """The route for conversations."""
@@ -50,12 +55,21 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
     id_prefix = "chatcmpl-"
 
     def __init__(
-        self, model: ServedModel, request: ChatCompletionRequest, prompts: Sequence[Prompt]
+        self,
+        model: ServedModel,
+        request: ChatCompletionRequest,
+        prompts: Sequence[Prompt],
+        name: str | None = None,
     ) -> None:
-        super().__init__(model, request, prompts)
+        super().__init__(model, request, prompts, name)
         if request.service_tier is not None:
             self.header["service_tier"] = "default"  # the one that served the request
-        self._begun: set[int] = set()
+        (self._prompt,) = prompts
+        self._plan = self._prompt.answer or AnswerPlan()
+        # The tokens of a reasoning that the client does not want would tell it.
+        is_hidden = self._plan.reasoning is not None and not self._plan.shows_reasoning
+        self._has_logprobs = request.num_logprobs is not None and not is_hidden
+        self._has_token_ids = bool(request.return_token_ids) and not is_hidden
         self._answers: dict[int, AnswerWriter] = {}
 
     def completion(self, choices: Sequence[FinishedChoice]) -> ChatCompletion:
@@ -63,39 +77,57 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
             object="chat.completion",
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.so_far(),
-            **self.header,
+            **_WITHOUT_VALUE | self.header | self._prompt_fields(),
         )
 
     def make_chunk(self, choices: list[chunk.Choice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self.header)
+        is_opening = bool(choices) and choices[0].delta.role is not None
+        fields = self._prompt_fields() if is_opening else {}
+        return ChatCompletionChunk(
+            object="chat.completion.chunk", choices=choices, **self.header | fields
+        )
+
+    def opening(self, delta: ChoiceDelta) -> Iterator[chunk.Choice]:
+        if delta.choice in self._answers:
+            return
+        self._answers[delta.choice] = self._new_answer()
+        first = chunk.ChoiceDelta(role="assistant", content="")
+        echo = chunk.ChoiceDelta(content=self._prompt.echo)
+        for part in (first, echo) if self._prompt.echo else (first,):
+            yield chunk.Choice(index=delta.choice, delta=part, logprobs=None, finish_reason=None)
 
     def new_choices(self, delta: ChoiceDelta) -> Iterator[chunk.Choice]:
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            self._answers[delta.choice] = self._new_answer()
-            role = chunk.ChoiceDelta(role="assistant", content="")
-            yield chunk.Choice(index=delta.choice, delta=role, logprobs=None, finish_reason=None)
         answer = self._answers[delta.choice]
         new = answer.add(delta.delta.text, is_last=delta.finish_reason is not None)
-        has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
-        if new or has_logprobs or delta.finish_reason:
+        has_tokens = (self._has_logprobs and delta.delta.logprobs) or (
+            self._has_token_ids and delta.delta.token_ids
+        )
+        if new or has_tokens or delta.finish_reason:
             yield self._new_choice(delta, new, answer.finish_reason(delta.finish_reason))
 
     def _new_answer(self) -> AnswerWriter:
-        return AnswerWriter(self.prompts[0].answer or AnswerPlan())
+        return AnswerWriter(self._plan)
+
+    def _prompt_fields(self) -> dict[str, Any]:
+        if not self.request.return_token_ids:
+            return {}
+        return {"prompt_token_ids": list(self._prompt.token_ids)}
 
     def _choice(self, index: int, choice: FinishedChoice) -> complete.Choice:
         logprobs = None
-        if self.request.num_logprobs is not None:
-            content = chat_logprobs(self.tokenizer, choice.logprobs)
+        if self._has_logprobs:
+            content = chat_logprobs(self.token_texts, choice.logprobs)
             logprobs = complete.ChoiceLogprobs(content=content, refusal=None)
-        vllm_fields: dict[str, Any] = {"stop_reason": choice.stop_reason}
+        vllm_fields: dict[str, Any] = {
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._has_token_ids else None,
+        }
         answer = self._new_answer()
         new = answer.add(choice.text, is_last=True)
         reason = answer.finish_reason(choice.finish_reason)
         return complete.Choice(
             index=index,
-            message=new.message(),
+            message=new.message(self._prompt.echo),
             logprobs=logprobs,
             finish_reason=reason or choice.finish_reason,
             **vllm_fields,
@@ -106,11 +138,13 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
     ) -> chunk.Choice:
         delta = item.delta
         logprobs = None
-        if self.request.num_logprobs is not None and delta.logprobs:
-            content = chat_logprobs(self.tokenizer, delta.logprobs)
+        if self._has_logprobs and delta.logprobs:
+            content = chat_logprobs(self.token_texts, delta.logprobs)
             logprobs = chunk.ChoiceLogprobs(content=content, refusal=None)
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": delta.stop_reason} if ended else {}
+        if self._has_token_ids:
+            vllm_fields["token_ids"] = list(delta.token_ids)
         return chunk.Choice(
             index=item.choice,
             delta=new.delta(),

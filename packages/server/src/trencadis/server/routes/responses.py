@@ -85,8 +85,9 @@ class ResponsesWriter(ResponseWriter):
         model: ServedModel,
         request: ChatCompletionRequest,
         prompts: Sequence[Prompt],
+        name: str | None = None,
     ) -> None:
-        super().__init__(model, request, prompts)
+        super().__init__(model, request, prompts, name)
         self._body = body
         self._chat = request
         self._params = request.sampling_params(None, model.default_sampling)
