@@ -286,7 +286,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"chat_messages"},
         {"protocol"},
         {"pooling", "translation"},
-        {"messages", "responses", "tokens"},
+        {"chat_batch", "invocations", "messages", "responses", "tokens"},
     ],
     "server.generation": [
         {"answer_plan", "choice_stream"},
@@ -324,6 +324,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"context", "docs"},
         {"admin", "dashboard", "generation_response", "health", "models", "switch"},
         {"chat", "completions", "messages", "pooling", "responses", "tokens"},
+        {"invocations"},
     ],
 }
 """The floors of each package, lowest first, each a set of rooms: subfolders and modules, as in the

@@ -33,6 +33,7 @@ from trencadis.server.routes.context import Drain, ServingContext
 from trencadis.server.routes.dashboard import dashboard_router
 from trencadis.server.routes.docs import docs_router
 from trencadis.server.routes.health import health_router
+from trencadis.server.routes.invocations import invocations_router
 from trencadis.server.routes.messages import messages_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
@@ -130,6 +131,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         messages_router,
         pooling_router,
         tokens_router,
+        invocations_router,
         models_router,
         switch_router,
         health_router,

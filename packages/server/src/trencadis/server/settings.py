@@ -82,8 +82,8 @@ class ServerSettings:
             group=SERVER,
             repeated=True,
             secret=True,
-            help="accept only requests to /v1, /v2, /score and /rerank that carry this bearer "
-            "token",
+            help="accept only requests to /v1, /v2 and other paths of clients that carry this "
+            "bearer token",
             default="none: accept all",
         ),
     )

@@ -77,6 +77,8 @@ UNSUPPORTED_POOLING: dict[str, tuple[Any, ...]] = {
     "normalized": (True,),
     "rank_fields": ([],),
     "task": _NULL_ONLY,
+    "images": ([],),
+    "inputs": ([],),
 }
 """As above, of requests for embeddings and scores."""
 

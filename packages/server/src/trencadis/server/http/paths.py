@@ -13,7 +13,10 @@ DASHBOARD_PATH = "/dashboard"
 DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 """The content of the page, which needs an admin key if there are any."""
 
-_CLIENT_PATHS = ("/v1", "/v2", "/rerank", "/score", "/tokenize", "/detokenize")
+_CLIENT_PATHS = (
+    *("/v1", "/v2", "/rerank", "/score", "/pooling", "/invocations"),
+    *("/tokenize", "/detokenize"),
+)
 """The paths of clients: all that reach a model, and what else is under ``/v1``."""
 
 _PROBES = ("/health", "/ping", "/ready", "/live", "/metrics")

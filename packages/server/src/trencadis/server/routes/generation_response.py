@@ -215,10 +215,15 @@ async def respond_to_chat(
     http_request: Request,
     request: ChatCompletionRequest,
     new_writer: NewWriter,
+    encode: Encode[ChatCompletionRequest] | None = None,
 ) -> Response:
-    """Answer a conversation, as `respond` does. Raises `InvalidRequest`."""
+    """Answer a conversation, as `respond` does. Raises `InvalidRequest`.
+
+    ``encode``: for the prompts of several conversations, of which ``request`` is the first.
+    """
+    encode = encode or context.encoder.chat
     try:
-        return await respond(context, http_request, request, context.encoder.chat, new_writer)
+        return await respond(context, http_request, request, encode, new_writer)
     except InvalidRequest as error:
         if error.field == "prompt":  # the engine's name for the rendered messages
             raise InvalidRequest(str(error), "messages") from error
