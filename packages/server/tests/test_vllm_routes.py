@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 
 import httpx
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from test_bad_input import assert_error
 
 from trencadis.engine import TextPrompts
+from trencadis.server import ServerSettings, create_app
 
 pytestmark = pytest.mark.asyncio
 
@@ -156,3 +158,38 @@ async def test_the_routes_need_a_key(serving, engine, path):
     async with serving(api_keys=["secret"]) as url, httpx.AsyncClient(base_url=url) as client:
         assert (await client.post(path, json={})).status_code == 401
         assert (await client.get("/load")).status_code == 200
+
+
+@pytest.mark.parametrize("root", ["/llm", "/v", "/v1"])
+async def test_a_proxy_may_add_a_prefix_or_leave_it_on(engine, root):
+    settings = ServerSettings(root_path=root, api_keys=["secret"])
+    transport = httpx.ASGITransport(create_app(engine, settings))
+    key = {"Authorization": "Bearer secret"}
+    async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
+        description = (await client.get("/openapi.json")).json()
+        assert description["servers"] == [{"url": root}]
+        # /v1/models below /v1 is the path /models, which there is not.
+        paths = {f"{root}/v1/models", "/v1/models"} - ({"/v1/models"} if root == "/v1" else set())
+        for path in paths:
+            assert (await client.get(path)).status_code == 401, path
+            assert (await client.get(path, headers=key)).status_code == 200, path
+
+
+async def test_token_counts_that_an_operator_wants_in_every_event(engine, serving):
+    async with (
+        serving(enable_force_include_usage=True) as url,
+        httpx.AsyncClient(base_url=url) as client,
+    ):
+        for path, prompt in (
+            ("chat/completions", {"messages": HELLO}),
+            ("completions", {"prompt": "a"}),
+        ):
+            body = {**prompt, "stream": True, "max_tokens": 2, "stream_options": None}
+            answer = await client.post(f"/v1/{path}", json=body)
+            events = [line[6:] for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            assert len(events) > 1
+            assert all(json.loads(each)["usage"]["prompt_tokens"] for each in events)
+            whole = await client.post(f"/v1/{path}", json={**body, "stream": False})
+            assert whole.status_code == 200
+        answer = await client.post("/v1/responses", json={"input": "a", "stream": True})
+        assert "response.completed" in answer.text

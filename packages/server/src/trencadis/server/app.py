@@ -61,6 +61,7 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     app = DescribedApp(
         title="Trencadis",  # in ASCII, since generators of clients name a package after it
         version=__version__,
+        root_path=settings.root_path,
         lifespan=_lifespan(context, dashboard),
         docs_url=None,  # its page loads scripts from another host
         redoc_url=None,

@@ -166,7 +166,10 @@ async def _generate(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     first_choice = prompt * request.params.n
     num_prompt_tokens = len(request.prompt_token_ids)
-    timeline = RequestTimeline(metrics, request.params.n, num_prompt_tokens, sender.api_key)
+    params = request.params
+    timeline = RequestTimeline(
+        metrics, params.n, num_prompt_tokens, sender.api_key, params.max_tokens
+    )
     metrics.num_active += 1
     outcome: str | None = "abort"
     failure: Exception | None = None

@@ -45,4 +45,7 @@ def is_probe(scope: Scope) -> bool:
 def path_of(scope: Scope) -> str:
     """The path of a request within this app, which may be mounted under another path."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    root: str = scope.get("root_path", "")
+    # As the router: below /v, the path /v1 is itself, and not the rest of it.
+    is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
+    return path[len(root) :] if is_below else path

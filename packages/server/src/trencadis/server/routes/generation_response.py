@@ -29,7 +29,12 @@ from trencadis.server.api.error_responses import (
     error_responses,
 )
 from trencadis.server.api.logprobs import TokensAsIds, TokenTexts
-from trencadis.server.api.protocol import ChatCompletionRequest, GenerationRequest, RequestBody
+from trencadis.server.api.protocol import (
+    ChatCompletionRequest,
+    GenerationRequest,
+    RequestBody,
+    StreamOptions,
+)
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import (
     PROMPTS_AT_ONCE,
@@ -252,6 +257,8 @@ async def respond(
     new_writer: NewWriter,
 ) -> Response:
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
+    if request.stream and context.settings.enable_force_include_usage:
+        request.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
         # before tokenisation, which takes longer

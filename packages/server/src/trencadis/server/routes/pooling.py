@@ -285,7 +285,7 @@ def _of_cohere(
         "meta": {"api_version": {"version": "2"}, "billed_units": tokens},
         "response_type": "embeddings_by_type",
     }
-    forms = dict.fromkeys(request.embedding_types or ["float"])
+    forms: dict[EmbeddingType, None] = dict.fromkeys(request.embedding_types or ["float"])
 
     def item(form: EmbeddingType, _: int, vector: Vector) -> Any:
         return _written(vector, form)
