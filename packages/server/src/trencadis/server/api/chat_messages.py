@@ -61,7 +61,7 @@ def _content_or_answer(content: str | None, info: ValidationInfo) -> str | None:
 class ChatMessage(BaseModel):
     """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``.
 
-    Other roles than those of OpenAI reach the chat template as they are, as in vLLM.
+    Roles that OpenAI does not have reach the chat template unchanged, as in vLLM.
 
     A message of the assistant may have ``tool_calls``, and the reasoning of its answer; a message
     of a ``tool`` answers the call ``tool_call_id``.

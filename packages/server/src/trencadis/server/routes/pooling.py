@@ -335,7 +335,7 @@ async def _rows(
 
 
 def _written(vector: Vector, form: EmbeddingType | None) -> Any:
-    """A vector as it is sent; see `EmbeddingType`."""
+    """A vector in the form of a response."""
     if form == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     if form in ("binary", "ubinary"):
