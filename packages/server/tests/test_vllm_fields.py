@@ -192,3 +192,39 @@ async def test_a_long_prompt_is_cut(official, engine):
 async def test_top_k_of_a_response(official, engine):
     await official.responses.create(model="stand-in", input="a", extra_body={"top_k": 3})
     assert engine.requests[0][1].top_k == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_the_text_of_a_response(engine, serving, stream):
+    engine.tokenizer.chat_template = "{{ '<think>' }}{{ '</think>' }}"
+    engine.script = ["<think>", "Hm", "</th", "ink>", "Y", "es"]
+    engine.script_tokens = range(6)
+    texts = dict(enumerate(engine.script)) | {65: "A"}
+    engine.tokenizer.token_text = lambda token: texts.get(token, "?")
+    engine.tokenizer.token_bytes = lambda token, *_: texts[token].encode()
+    async with serving(reasoning_parser="qwen3") as url:
+        official = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        async with official:
+            fields = {
+                "model": "stand-in",
+                "input": "a",
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 1,
+            }
+            if not stream:
+                answer = await official.responses.create(**fields)
+            else:
+                events = [e async for e in await official.responses.create(**fields, stream=True)]
+                deltas = [e for e in events if e.type == "response.output_text.delta"]
+                assert [[each.token for each in e.logprobs] for e in deltas] == [["Y"], ["es"]]
+                answer = events[-1].response
+            (reasoning, message) = answer.output
+            assert reasoning.type == "reasoning"
+            tokens = message.content[0].logprobs
+            assert [each.token for each in tokens] == ["Y", "es"]
+            assert tokens[0].top_logprobs[0].logprob == -1.0
+            assert tokens[0].bytes == [ord("Y")]
+    with pytest.raises(openai.BadRequestError) as caught:
+        async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as plain:
+            await plain.responses.create(model="stand-in", input="a", top_logprobs=1)
+    assert caught.value.param == "top_logprobs"
