@@ -260,7 +260,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"temperature_pb2"},
     ],
     "server": [
-        {"engine_protocol", "errors", "settings"},
+        {"engine_protocol", "errors", "request_ids", "settings"},
         {"parsers"},
         {"api", "http", "metrics"},
         {"dashboard", "generation", "switching"},
@@ -287,7 +287,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"chat_messages"},
         {"protocol"},
         {"pooling", "translation"},
-        {"messages", "responses", "tokens"},
+        {"chat_batch", "invocations", "messages", "responses", "tokens"},
     ],
     "server.generation": [
         {"answer_plan", "choice_stream"},
@@ -325,6 +325,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"context", "docs"},
         {"admin", "dashboard", "generation_response", "health", "models", "switch"},
         {"chat", "completions", "messages", "pooling", "responses", "tokens"},
+        {"invocations"},
     ],
 }
 """The floors of each package, lowest first, each a set of rooms: subfolders and modules, as in the

@@ -113,6 +113,8 @@ class StandInEngine:
         self.stop_reason: str | int | None = None
         self.script: Sequence[str] = ()
         """The texts of an answer's tokens, in place of the prompt's bytes."""
+        self.script_tokens: Sequence[int] = ()
+        """The tokens with these texts; by default all are the same."""
         self.is_alive = True
         self.hangs = False
         self.running: set[str] = set()
@@ -235,7 +237,7 @@ class StandInEngine:
         answer = [token for token in prompt if token != BOS] or [ord("!")]
         texts = self.script or list(map(chr, answer))
         if self.script:
-            answer = [ord("a")] * len(texts)
+            answer = list(self.script_tokens) or [ord("a")] * len(texts)
         last = min(len(answer), params.max_tokens or math.inf)
         for step in range(1, int(last) + 1):
             await asyncio.sleep(self.delay)

@@ -24,12 +24,14 @@ OPERATIONS = (
     *("POST /v1/chat/completions", "POST /v1/completions", "POST /v1/admin/batch"),
     *("POST /v1/responses", "POST /v1/messages", "POST /v1/messages/count_tokens"),
     *("POST /v1/admin/drain", "GET /v1/models", "GET /v1/models/{name}", "GET /v1/admin/state"),
-    *("POST /tokenize", "POST /detokenize"),
+    *("POST /tokenize", "POST /detokenize", "POST /v1/chat/completions/batch"),
     *("GET /health", "GET /ping", "GET /ready", "GET /live", "GET /version", "GET /metrics"),
+    "GET /load",
+    "POST /invocations",
 )
 EMBEDDING_OPERATIONS = (
     *("POST /v1/embeddings", "POST /v1/score", "POST /score"),
-    *("POST /v1/rerank", "POST /v2/rerank", "POST /rerank"),
+    *("POST /v1/rerank", "POST /v2/rerank", "POST /rerank", "POST /pooling", "POST /v2/embed"),
 )
 """Those that a model of embeddings serves."""
 

@@ -63,7 +63,8 @@ CHAT = [
     ({"messages": [{"role": "user"}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
-    ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "a robot", "content": "a"}]}, "messages[0].role"),
+    ({"messages": [{"role": "robot"}]}, "messages[0].content"),
     ({"messages": [{"role": "tool"}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": "a", "tool_call_id": 1}]}, TOOL_CALL_ID),
     ({"messages": [{"role": "user", "content": "a", "tool_calls": [CALL]}]}, "messages[0]"),
@@ -190,7 +191,15 @@ CHAT = [
     ({"use_beam_search": True, "early_stopping": "soon"}, "early_stopping"),
     ({"use_beam_search": True, "early_stopping": 1}, "early_stopping"),
     ({"chat_template": "{{ x }}"}, "chat_template"),
-    ({"echo": True}, "echo"),
+    ({"echo": 1}, "echo"),
+    ({"documents": [{"title": 1}]}, "documents[0].title"),
+    ({"documents": [{}] * 1025}, "documents"),
+    ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+    ({"truncate_prompt_tokens": -2}, "truncate_prompt_tokens"),
+    ({"truncation_side": "left"}, "truncation_side"),
+    ({"truncate_prompt_tokens": 1, "truncation_side": "both"}, "truncation_side"),
+    ({"return_token_ids": 1}, "return_token_ids"),
+    ({"return_tokens_as_token_ids": 1}, "return_tokens_as_token_ids"),
 ]
 
 

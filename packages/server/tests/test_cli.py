@@ -75,6 +75,8 @@ SERVER = {
     "host": ("::1", "::1"),
     "port": ("9", 9),
     "allowed_hosts": ("a", ("a",)),
+    "root_path": ("/llm", "/llm"),
+    "enable_force_include_usage": (None, True),
     "api_keys": ("a", ("a",)),
     "api_key_file": ("keys", "keys"),
     "tool_call_parser": ("hermes", "hermes"),
@@ -511,6 +513,10 @@ def test_a_single_text_is_one_key():
         ("max_switch_waiting", 1 << 31),
         ("auto_switch", 1),
         ("access_log", "no"),
+        ("root_path", "llm"),
+        ("root_path", "/llm/"),
+        ("root_path", None),
+        ("enable_force_include_usage", 1),
     ],
 )
 def test_a_setting_of_a_wrong_type_or_beyond_sense_is_named(name, value):

@@ -531,7 +531,7 @@ RESPONSES = ParameterTable(
         "context_management": [{"type": "compaction"}],
         "conversation": "conv_1",
         "image": {"context_compression": "enabled"},
-        "include": ["message.output_text.logprobs"],
+        "include": ["file_search_call.results"],
         "max_tool_calls": 1,
         "moderation": {"model": "omni-moderation-latest"},
         "previous_response_id": "resp_1",

@@ -236,6 +236,8 @@ async def test_requests_are_counted_by_how_they_ended(client, engine):
     assert counts == [4, 0, 0]
     assert after["vllm:inter_token_latency_seconds_count", None] == 2 + 4
     assert after["vllm:request_generation_tokens_sum", None] == 3 + 4 * 2
+    assert after["vllm:request_params_n_sum", None] == 1 + 2 + 2 + 1, "of each prompt"
+    assert after["vllm:request_params_max_tokens_sum", None] == 16 + 2 + 2 + 16
 
 
 async def test_the_time_to_first_token_of_swapped_requests_is_known(client, engine):

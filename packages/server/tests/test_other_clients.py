@@ -208,3 +208,20 @@ async def test_the_examples_of_the_api_reference_are_answered(tool_url, name):
 async def test_the_example_of_embeddings_is_answered(embedding_url):
     answer = await asyncio.to_thread(printed_by_curl, embedding_url, "stand-in", EMBEDDINGS)
     check_answer(EMBEDDINGS, *answer)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_litellm_reads_answers_of_vllm(engine, url, stream):
+    """Its provider for servers of vLLM, which sends and reads fields of vLLM."""
+    litellm = pytest.importorskip("litellm")
+    fields = {"api_base": f"{url}/v1", "api_key": "none", "max_retries": 0, "stream": stream}
+    answer = await litellm.acompletion(
+        model="hosted_vllm/stand-in", messages=MESSAGES, reasoning_effort="low", top_k=3, **fields
+    )
+    if stream:
+        chunks = [chunk async for chunk in answer]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    else:
+        text = answer.choices[0].message.content
+    assert text.startswith("[user]hello")
+    assert engine.requests[0][1].top_k == 3

@@ -33,6 +33,7 @@ from trencadis.server.routes.context import Drain, ServingContext
 from trencadis.server.routes.dashboard import dashboard_router
 from trencadis.server.routes.docs import docs_router
 from trencadis.server.routes.health import health_router
+from trencadis.server.routes.invocations import invocations_router
 from trencadis.server.routes.messages import messages_router
 from trencadis.server.routes.models import models_router
 from trencadis.server.routes.pooling import pooling_router
@@ -58,8 +59,9 @@ def create_app(engine: ServingEngine, settings: ServerSettings | None = None) ->
     context = _context(engine, settings, has_keys=len(keys) > 0)
     dashboard = DashboardFeed(engine, context.metrics, context.check_serving)
     app = DescribedApp(
-        title="Trencadís",
+        title="Trencadis",  # in ASCII, since generators of clients name a package after it
         version=__version__,
+        root_path=settings.root_path,
         lifespan=_lifespan(context, dashboard),
         docs_url=None,  # its page loads scripts from another host
         redoc_url=None,
@@ -130,6 +132,7 @@ def _add_routes(app: FastAPI, context: ServingContext, dashboard: DashboardFeed)
         messages_router,
         pooling_router,
         tokens_router,
+        invocations_router,
         models_router,
         switch_router,
         health_router,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -17,6 +18,8 @@ CHAT = "tools and reasoning"
 MODELS = "several models"
 """Groups of flags in ``--help``."""
 
+_PATH_PREFIX = re.compile(r"(/[A-Za-z0-9_.~-]+)+")
+
 _seconds = number(0, 86_400, exclusive_low=True)
 
 
@@ -26,6 +29,14 @@ def _texts(values: str | Iterable[str]) -> tuple[str, ...]:
         return (values,)
     # What is not a list is left to the validator, which names the field.
     return tuple(values) if isinstance(values, Iterable) else (values,)
+
+
+def _path_prefix(_: object, attribute: attrs.Attribute[Any], path: object) -> None:
+    if not isinstance(path, str) or (path and not _PATH_PREFIX.fullmatch(path)):
+        raise ConfigError(
+            f"{attribute.name} must begin with / and not end with it, as in /llm, got {path!r}",
+            attribute.name,
+        )
 
 
 def _no_blank_text(_: object, attribute: attrs.Attribute[Any], texts: tuple[str, ...]) -> None:
@@ -56,6 +67,15 @@ class ServerSettings:
         group=SERVER,
         help="port to listen on; 0 takes any free port",
     )
+    root_path: str = setting_field(
+        "",
+        _path_prefix,
+        "--root-path",
+        metavar="PATH",
+        group=SERVER,
+        help="prefix of all paths at the proxy before this server, as in /llm",
+        default="none",
+    )
     allowed_hosts: tuple[str, ...] = attrs.field(
         default=(),
         converter=_texts,
@@ -82,8 +102,8 @@ class ServerSettings:
             group=SERVER,
             repeated=True,
             secret=True,
-            help="accept only requests to /v1, /v2, /score and /rerank that carry this bearer "
-            "token",
+            help="accept only requests to /v1, /v2 and other paths of clients that carry this "
+            "bearer token",
             default="none: accept all",
         ),
     )
@@ -140,6 +160,13 @@ class ServerSettings:
         "--enable-auto-tool-choice",
         group=CHAT,
         help="do not start without a tool call parser, with which models choose tools",
+    )
+    enable_force_include_usage: bool = setting_field(
+        False,
+        boolean(),
+        "--enable-force-include-usage",
+        group=SERVER,
+        help="every event of a stream of chat or completions has token counts, asked for or not",
     )
     prefix_cache_per_key: bool = setting_field(
         False,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import (
     AfterValidator,
@@ -61,13 +61,15 @@ def _content_or_answer(content: str | None, info: ValidationInfo) -> str | None:
 class ChatMessage(BaseModel):
     """One message of a conversation. ``developer`` is OpenAI's newer name for ``system``.
 
+    Roles that OpenAI does not have reach the chat template unchanged, as in vLLM.
+
     A message of the assistant may have ``tool_calls``, and the reasoning of its answer; a message
     of a ``tool`` answers the call ``tool_call_id``.
     """
 
     model_config = ConfigDict(strict=True, extra="allow")
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Field(pattern=r"^[\w.-]{1,64}$")]
     tool_calls: Listed[EarlierCall] | None = None
     content: Annotated[
         Text | None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
+from typing import Protocol
 
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
@@ -15,8 +16,29 @@ MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON does not have. OpenAI and vLLM report the same value."""
 
 
+class TokenTexts(Protocol):
+    """How tokens are written: what log-probabilities need of a tokenizer."""
+
+    def token_text(self, token_id: int) -> str: ...
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes: ...
+
+
+class TokensAsIds:
+    """A tokenizer whose tokens are written as vLLM's ``return_tokens_as_token_ids`` writes them."""
+
+    def __init__(self, tokenizer: ServingTokenizer) -> None:
+        self._tokenizer = tokenizer
+
+    def token_text(self, token_id: int) -> str:
+        return f"token_id:{token_id}"
+
+    def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
+        return self._tokenizer.token_bytes(token_id, skip_special_tokens)
+
+
 def chat_logprobs(
-    tokenizer: ServingTokenizer, positions: Iterable[PositionLogprobs]
+    tokenizer: TokenTexts, positions: Iterable[PositionLogprobs]
 ) -> list[ChatCompletionTokenLogprob]:
     """The format of chat completions: one entry per generated token."""
     return [_chat_position(tokenizer, position) for position in positions]
@@ -41,7 +63,7 @@ class TextOffset:
 
 
 def completion_logprobs(
-    tokenizer: ServingTokenizer, positions: Iterable[PositionLogprobs], offset: TextOffset
+    tokenizer: TokenTexts, positions: Iterable[PositionLogprobs], offset: TextOffset
 ) -> Logprobs:
     """The format of completions: parallel lists with an entry per generated token.
 
@@ -66,9 +88,7 @@ def completion_logprobs(
     return Logprobs(text_offset=offsets, token_logprobs=chosen, tokens=texts, top_logprobs=top)
 
 
-def _chat_position(
-    tokenizer: ServingTokenizer, position: PositionLogprobs
-) -> ChatCompletionTokenLogprob:
+def _chat_position(tokenizer: TokenTexts, position: PositionLogprobs) -> ChatCompletionTokenLogprob:
     text = tokenizer.token_text(position.chosen.token_id)
     return ChatCompletionTokenLogprob(
         token=text,
@@ -78,7 +98,7 @@ def _chat_position(
     )
 
 
-def _top(tokenizer: ServingTokenizer, token: TokenLogprob) -> TopLogprob:
+def _top(tokenizer: TokenTexts, token: TokenLogprob) -> TopLogprob:
     text = tokenizer.token_text(token.token_id)
     spelling = list(tokenizer.token_bytes(token.token_id))
     return TopLogprob(token=text, bytes=spelling, logprob=_finite(token.logprob))

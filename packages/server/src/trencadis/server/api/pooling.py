@@ -7,7 +7,7 @@ Types are strict, and fields that are not supported are rejected, as in `protoco
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from openai.types.completion_usage import PromptTokensDetails
 from pydantic import BaseModel, Field, PlainValidator, PrivateAttr, model_validator
@@ -61,6 +61,9 @@ def _text_of(document: dict[str, Any]) -> Any:
     return document["text"]
 
 
+Number: TypeAlias = float
+"""For a class with a field ``float``."""
+
 Texts = Annotated[list[str], PlainValidator(_texts, str | list[str])]
 
 
@@ -71,6 +74,11 @@ class Document(BaseModel):
 
 
 Documents = Annotated[list[str], PlainValidator(_documents, list[str | Document])]
+
+
+EmbeddingType = Literal["float", "base64", "binary", "ubinary"]
+"""How Cohere's API writes embeddings: numbers, their float32 in little endian, or the signs of
+eight numbers as the bits of an integer, which is signed or not."""
 
 
 class PoolingBody(RequestBody):
@@ -100,7 +108,7 @@ class PoolingBody(RequestBody):
             )
         return self
 
-    def max_tokens(self, max_model_len: int) -> int | None:
+    def kept_tokens(self, max_model_len: int) -> int | None:
         """How many tokens of an input are kept; None: longer ones are an error."""
         asked = self.truncate_prompt_tokens
         return max_model_len if asked == -1 else asked
@@ -202,6 +210,63 @@ class EmbeddingRequest(PoolingBody):
                 f"dimensions {self.dimensions} is above the {embedding_size} numbers of this "
                 "model's embeddings",
                 "dimensions",
+            )
+
+
+class VectorRequest(EmbeddingRequest):
+    """``POST /pooling`` of vLLM, for what the pooler computes: here embeddings."""
+
+    id_prefix: ClassVar[str] = "pool"
+
+    task: Literal["embed"] | None = None
+
+
+class CohereEmbedRequest(PoolingBody):
+    """``POST /v2/embed`` of Cohere's API, for texts.
+
+    ``input_type``: the prompt of the checkpoint that is put before each text, as in vLLM.
+    """
+
+    id_prefix: ClassVar[str] = "embd"
+
+    texts: Texts
+    input_type: Text | None = None
+    embedding_types: list[EmbeddingType] | None = Field(default=None, max_length=8)
+    output_dimension: int | None = Field(
+        default=None, ge=1, le=2**31 - 1, description="As dimensions of /v1/embeddings."
+    )
+    truncate: Literal["NONE", "END"] | None = Field(
+        default=None, description="END, the default: longer texts are cut; NONE: they are an error."
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=2**31 - 1, description="So many tokens of a text are kept."
+    )
+
+    @property
+    def text_prompt(self) -> str | None:
+        return self.input_type
+
+    def kept_tokens(self, max_model_len: int) -> int | None:
+        if self.truncate == "NONE":
+            return None
+        return min(self.max_tokens or max_model_len, max_model_len)
+
+    def named_inputs(self) -> dict[str, str | list[int]]:
+        return {f"texts[{number}]": each for number, each in enumerate(self.texts)}
+
+    def check_embeddings(self, embedding_size: int) -> None:
+        size = self.output_dimension or embedding_size
+        if size > embedding_size:
+            raise InvalidRequest(
+                f"output_dimension {size} is above the {embedding_size} numbers of this model's "
+                "embeddings",
+                "output_dimension",
+            )
+        if size % 8 and {"binary", "ubinary"} & set(self.embedding_types or ()):
+            raise InvalidRequest(
+                f"binary embeddings have 8 numbers in a byte, and these have {size}: ask for a "
+                "multiple of 8 with output_dimension",
+                "embedding_types",
             )
 
 
@@ -326,6 +391,44 @@ class ScoreList(BaseModel):
     model: str
     data: list[ScoreObject]
     usage: PoolingUsage
+
+
+class VectorObject(BaseModel):
+    """What the pooler computed of an input."""
+
+    object: Literal["pooling"]
+    index: int
+    data: list[float] | str
+
+
+class VectorList(BaseModel):
+    """The response of ``/pooling``, in the order of the inputs."""
+
+    id: str
+    object: Literal["list"]
+    created: int
+    model: str
+    data: list[VectorObject]
+    usage: PoolingUsage
+
+
+class CohereEmbeddings(BaseModel):
+    """The embeddings in each form that was asked for."""
+
+    float: list[list[Number]] | None = None
+    base64: list[str] | None = None
+    binary: list[list[int]] | None = None
+    ubinary: list[list[int]] | None = None
+
+
+class CohereEmbedResponse(BaseModel):
+    """The response of ``/v2/embed``, in the order of the texts."""
+
+    id: str
+    embeddings: CohereEmbeddings
+    texts: list[str]
+    meta: dict[str, Any]
+    response_type: Literal["embeddings_by_type"]
 
 
 class RerankResult(BaseModel):

@@ -47,6 +47,7 @@ from trencadis.server.api.structured_output import (
 )
 from trencadis.server.api.tools import MAX_TOOLS, FunctionTool, ToolChoice, ToolChoiceField
 from trencadis.server.api.unsupported_fields import refuse_unsupported
+from trencadis.server.request_ids import REQUEST_ID_PATTERN
 
 MAX_CHOICES = 1024
 """Maximum number of choices (prompts times ``n``) of one request."""
@@ -54,6 +55,9 @@ MAX_CHOICES = 1024
 MAX_MESSAGES = 8192
 """Maximum number of messages of one request. Rendering so many takes a thread about a second, and
 other prompts wait for it."""
+
+MAX_DOCUMENTS = 1024
+"""Maximum number of documents of a conversation."""
 
 _PARAMETERS = attrs.fields_dict(SamplingParams)
 
@@ -159,6 +163,14 @@ CacheSalt = Annotated[
 
 Priority = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 
+RequestId = Annotated[
+    str,
+    Field(
+        pattern=REQUEST_ID_PATTERN,
+        description="With which the id of the response ends; the header X-Request-Id wins.",
+    ),
+]
+
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 """How much a model is to reason, which its chat template tells it, if it takes that."""
@@ -200,6 +212,7 @@ class GenerationRequest(RequestBody):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
+    request_id: RequestId | None = None
     # sampling parameters
     n: int | None = _parameter("n")
     temperature: float | None = _parameter("temperature")
@@ -227,6 +240,28 @@ class GenerationRequest(RequestBody):
     use_beam_search: bool | None = _parameter("use_beam_search")
     length_penalty: float | None = _parameter("length_penalty")
     early_stopping: SkipValidation[bool | Literal["never"] | None] = _parameter("early_stopping")
+    truncate_prompt_tokens: int | None = Field(
+        default=None,
+        ge=-1,
+        le=2**31 - 1,
+        description="Of a longer prompt so many last tokens are kept; -1: what the context has "
+        "beside max_tokens. By default a prompt beyond the context is an error.",
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        default=None,
+        description="Where truncate_prompt_tokens cuts: left, the default, or right.",
+    )
+    # what the answers carry besides
+    return_token_ids: bool | None = Field(
+        default=None,
+        description="Whether the response has the token ids of the prompt and of each answer; in a "
+        "stream the prompt's come with the first chunk.",
+    )
+    return_tokens_as_token_ids: bool | None = Field(
+        default=None,
+        description="Whether the tokens of log-probabilities are written as token_id:N, since "
+        "several tokens may have the same text.",
+    )
     # the form of the answers
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -254,6 +289,28 @@ class GenerationRequest(RequestBody):
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _check_truncation(self) -> Self:
+        if self.truncate_prompt_tokens == 0:
+            raise InvalidRequest(
+                "truncate_prompt_tokens is 0: leave at least one token", "truncate_prompt_tokens"
+            )
+        if self.truncation_side is not None and self.truncate_prompt_tokens is None:
+            raise InvalidRequest(
+                "truncation_side needs truncate_prompt_tokens, which says how much is kept",
+                "truncation_side",
+            )
+        return self
+
+    def truncated(self, token_ids: list[int], max_model_len: int) -> list[int]:
+        """The tokens of a prompt that are kept, for a model with this context."""
+        most = self.truncate_prompt_tokens
+        if most is None:
+            return token_ids
+        if most == -1:
+            most = max(1, max_model_len - (self.requested_tokens or 1))
+        return token_ids[:most] if self.truncation_side == "right" else token_ids[-most:]
 
     @property
     def num_choices(self) -> int:
@@ -338,6 +395,19 @@ class ChatCompletionRequest(GenerationRequest):
     reasoning_effort: ReasoningEffort | None = None
     # vLLM extensions
     include_reasoning: bool | None = None
+    echo: bool | None = Field(
+        default=None,
+        description="Whether the answer begins with the last message, if that is the assistant's.",
+    )
+    documents: Annotated[list[dict[Text, Text]], Field(max_length=MAX_DOCUMENTS)] | None = Field(
+        default=None,
+        description="Texts for chat templates that take documents, each with title and text.",
+    )
+    add_special_tokens: bool | None = Field(
+        default=None,
+        description="Whether the tokens that begin and end a text are added to those of the "
+        "chat template.",
+    )
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: TemplateArguments | None = None
@@ -361,13 +431,19 @@ class ChatCompletionRequest(GenerationRequest):
         As in vLLM, an effort also switches the reasoning of a template that has
         ``enable_thinking`` on, or off for ``none``. ``chat_template_kwargs`` win.
         """
-        if self.reasoning_effort is None:
-            return self.chat_template_kwargs
-        effort = {
-            "reasoning_effort": self.reasoning_effort,
-            "enable_thinking": self.reasoning_effort != "none",
-        }
-        return effort | (self.chat_template_kwargs or {})
+        arguments: dict[str, Any] = {}
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+            arguments["enable_thinking"] = self.reasoning_effort != "none"
+        if self.documents:
+            arguments["documents"] = self.documents
+        return arguments | (self.chat_template_kwargs or {}) or None
+
+    @property
+    def echoed(self) -> str:
+        """The text with which an answer begins under ``echo``."""
+        last = self.messages[-1]
+        return last.content or "" if self.echo and last.role == "assistant" else ""
 
     @property
     def choice_of_tools(self) -> ToolChoice:

@@ -78,8 +78,6 @@ _WITHOUT_EFFECT = (
 
 _ACCEPTED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
-    "include": (["reasoning.encrypted_content"],),  # reasoning is sent unencrypted
-    "top_logprobs": (0,),
     "stream_options": ({"include_obfuscation": False},),
 }
 """Unsupported fields, each with the values that have no effect."""
@@ -233,6 +231,11 @@ class ReasoningConfig(RequestPart):
     generate_summary: Literal["auto", "concise", "detailed"] | None = None
 
 
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+"""What a response can have besides: log-probabilities of its text. Reasoning has it anyway, and
+unencrypted."""
+
+
 class ResponsesRequest(RequestBody):
     """``POST /v1/responses``. Nothing is stored, whatever ``store`` is left at."""
 
@@ -245,6 +248,7 @@ class ResponsesRequest(RequestBody):
     max_output_tokens: int | None = derived_field(_PARAMETERS["max_tokens"], None)
     temperature: float | None = derived_field(_PARAMETERS["temperature"], None)
     top_p: float | None = derived_field(_PARAMETERS["top_p"], None)
+    top_k: int | None = derived_field(_PARAMETERS["top_k"], None)
     tools: Annotated[list[ResponsesTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Annotated[
         ToolChoice | None, PlainValidator(_tool_choice, str | dict[str, Any] | None)
@@ -253,6 +257,8 @@ class ResponsesRequest(RequestBody):
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
     chat_template_kwargs: TemplateArguments | None = None
+    include: list[Included] | None = Field(default=None, max_length=16)
+    top_logprobs: int | None = derived_field(_PARAMETERS["logprobs"], None)
     stream: bool | None = None
     metadata: dict[Text, Text] | None = None
     service_tier: ServiceTier | None = None
@@ -260,6 +266,10 @@ class ResponsesRequest(RequestBody):
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
         fields = self.model_extra or {}
+        if self.top_logprobs and not self.has_logprobs:
+            raise InvalidRequest(
+                'top_logprobs needs "message.output_text.logprobs" in include', "top_logprobs"
+            )
         if fields.get("store"):
             raise InvalidRequest(
                 "store is not supported, because this server stores no responses: send false",
@@ -274,6 +284,11 @@ class ResponsesRequest(RequestBody):
         refuse_undeclared(fields, _WITHOUT_EFFECT, accepted=_ACCEPTED)
         return self
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has the log-probabilities of its text."""
+        return "message.output_text.logprobs" in (self.include or ())
+
     def chat(self) -> ChatCompletionRequest:
         """This request as a chat request. Raises `InvalidRequest`."""
         text_format = self.text.format if self.text else None
@@ -283,6 +298,9 @@ class ResponsesRequest(RequestBody):
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
+            top_k=self.top_k,
+            logprobs=self.has_logprobs or None,
+            top_logprobs=self.top_logprobs,
             tools=None if self.tools is None else [tool.for_chat() for tool in self.tools],
             tool_choice=self.tool_choice,
             parallel_tool_calls=self.parallel_tool_calls,

@@ -35,13 +35,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "best_of": (1,),
     "suffix": ("",),
-    "echo": (False,),
     # vLLM
-    "add_special_tokens": (False,),
     "allowed_token_ids": _NULL_ONLY,
     "bad_words": ([],),
     "chat_template": _NULL_ONLY,
-    "documents": ([],),
     "guided_whitespace_pattern": _NULL_ONLY,
     "kv_transfer_params": _NULL_ONLY,
     "logits_processors": ([],),
@@ -50,12 +47,12 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "prompt_embeds": _NULL_ONLY,
     "prompt_logprobs": _NULL_ONLY,
     "repetition_detection": _NULL_ONLY,
-    "return_token_ids": (False,),
-    "return_tokens_as_token_ids": (False,),
+    "return_prompt_text": (False,),
     "spaces_between_special_tokens": (True,),
+    "stream_interval": (1,),
     "thinking_token_budget": (-1,),
-    "truncate_prompt_tokens": _NULL_ONLY,
     "vllm_xargs": _NULL_ONLY,
+    "watermarking": (False,),
 }
 """Unsupported fields, each with the values (besides null) that have no effect."""
 
@@ -80,6 +77,8 @@ UNSUPPORTED_POOLING: dict[str, tuple[Any, ...]] = {
     "normalized": (True,),
     "rank_fields": ([],),
     "task": _NULL_ONLY,
+    "images": ([],),
+    "inputs": ([],),
 }
 """As above, of requests for embeddings and scores."""
 
@@ -87,7 +86,7 @@ _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
-        *("include_reasoning", "request_id"),
+        *("include_reasoning"),
     }
 )
 """Fields that OpenAI or vLLM defines and that do not affect the output of a text model."""

@@ -41,10 +41,18 @@ class AnswerText:
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.calls)
 
-    def message(self) -> ChatCompletionMessage:
-        """A whole answer. Content is null where there is none beside calls or reasoning."""
-        has_content = bool(self.content) or not self
-        fields: dict[str, Any] = {"content": "".join(self.content) if has_content else None}
+    def message(self, echo: str = "") -> ChatCompletionMessage:
+        """A whole answer. Content is null where there is none beside calls or reasoning.
+
+        ``echo``: what the content repeats before the answer.
+
+        Other fields of OpenAI and vLLM that have no value are null: clients read them unasked.
+        """
+        has_content = bool(self.content or echo) or not self
+        fields: dict[str, Any] = {
+            "content": echo + "".join(self.content) if has_content else None,
+            **dict.fromkeys(("refusal", "annotations", "audio", "function_call", "reasoning")),
+        }
         if self.reasoning:
             fields |= _reasoning_fields(self.reasoning)
         if self.calls:
@@ -56,7 +64,7 @@ class AnswerText:
                 )
                 for call in self.calls.values()
             ]
-        return ChatCompletionMessage(role="assistant", refusal=None, **fields)
+        return ChatCompletionMessage(role="assistant", **fields)
 
     def delta(self) -> chunk.ChoiceDelta:
         """A part of a streamed answer."""

@@ -90,6 +90,7 @@ class FinishedChoice:
     """The complete output of one choice."""
 
     text: str = ""
+    token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[PositionLogprobs] = attrs.field(factory=list)
     finish_reason: FinishReason = "length"
     stop_reason: str | int | None = None
@@ -146,6 +147,7 @@ async def collect(stream: ChoiceStream, num_choices: int, usage: Usage) -> list[
             usage.add(item.prompt, item.delta)
             choice, delta = choices[item.choice], item.delta
             texts[item.choice].append(delta.text)
+            choice.token_ids.extend(delta.token_ids)
             choice.logprobs.extend(delta.logprobs)
             if item.finish_reason is not None:
                 choice.finish_reason = item.finish_reason
@@ -164,7 +166,10 @@ async def _generate(
 ) -> AsyncGenerator[ChoiceDelta, None]:
     first_choice = prompt * request.params.n
     num_prompt_tokens = len(request.prompt_token_ids)
-    timeline = RequestTimeline(metrics, request.params.n, num_prompt_tokens, sender.api_key)
+    params = request.params
+    timeline = RequestTimeline(
+        metrics, params.n, num_prompt_tokens, sender.api_key, params.max_tokens
+    )
     metrics.num_active += 1
     outcome: str | None = "abort"
     failure: Exception | None = None

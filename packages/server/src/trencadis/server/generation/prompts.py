@@ -86,9 +86,12 @@ class PromptEncoder:
         `ApiError` if it leaves no token of the context for the output.
         """
         model.answers.check(request)
-        token_ids = await self._conversation(request, model, client)
+        special = bool(request.add_special_tokens)
+        token_ids = await self.conversation(request, model, client, add_special_tokens=special)
+        token_ids = request.truncated(token_ids, model.max_model_len)
         _check(token_ids, "messages", model)
-        return [Prompt(token_ids, answer=model.answers.plan(request, token_ids))]
+        plan = model.answers.plan(request, token_ids)
+        return [Prompt(token_ids, echo=request.echoed, answer=plan)]
 
     async def conversation(
         self,
@@ -144,12 +147,16 @@ class PromptEncoder:
 
         def encode(prompt: str | list[int]) -> Prompt:
             if isinstance(prompt, str):
-                return Prompt(tokenizer.encode(prompt, special), prompt if request.echo else "")
-            _check(prompt, "prompt", model)  # decode may fail on ids outside the vocabulary
-            return Prompt(prompt, tokenizer.decode(prompt) if request.echo else "")
+                token_ids = request.truncated(tokenizer.encode(prompt, special), limit)
+                return Prompt(token_ids, prompt if request.echo else "")
+            token_ids = request.truncated(prompt, limit)
+            _check(token_ids, "prompt", model)  # decode may fail on ids outside the vocabulary
+            return Prompt(token_ids, tokenizer.decode(prompt) if request.echo else "")
 
+        limit = model.max_model_len
         lengths = [len(prompt) for prompt in request.prompt if isinstance(prompt, str)]
-        _check_length(max(lengths, default=0), "prompt", model)
+        if request.truncate_prompt_tokens is None:
+            _check_length(max(lengths, default=0), "prompt", model)
         thread = self._long if sum(lengths) > _LONG else self._short
         prompts = await self._run(
             lambda: [encode(prompt) for prompt in request.prompt], thread, client
@@ -293,7 +300,8 @@ class PromptEncoder:
             )
 
         length = sum(len(message.content or "") for message in request.messages)
-        _check_length(length, "messages", model)
+        if request.truncate_prompt_tokens is None:
+            _check_length(length, "messages", model)
         if length > _LONG:
             return await self._run(lambda: render(None), self._render_long, client)
         try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from trencadis.server.errors import ApiError
 from trencadis.server.http.paths import MESSAGES_PATH, is_under
+from trencadis.server.request_ids import REQUEST_ID, given_request_id
 
 
 class ErrorResponse(Response):
@@ -20,5 +22,8 @@ class ErrorResponse(Response):
         error = self._error
         is_messages = is_under(scope, MESSAGES_PATH)
         body = error.anthropic_body if is_messages else error.body
-        response = JSONResponse(body, status_code=error.status, headers=error.headers)
+        headers = dict(error.headers)
+        if name := given_request_id(Headers(scope=scope)):
+            headers[REQUEST_ID] = name
+        response = JSONResponse(body, status_code=error.status, headers=headers)
         await response(scope, receive, send)

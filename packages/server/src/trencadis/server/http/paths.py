@@ -13,7 +13,10 @@ DASHBOARD_PATH = "/dashboard"
 DASHBOARD_EVENTS_PATH = f"{DASHBOARD_PATH}/events"
 """The content of the page, which needs an admin key if there are any."""
 
-_CLIENT_PATHS = ("/v1", "/v2", "/rerank", "/score", "/tokenize", "/detokenize")
+_CLIENT_PATHS = (
+    *("/v1", "/v2", "/rerank", "/score", "/pooling", "/invocations"),
+    *("/tokenize", "/detokenize"),
+)
 """The paths of clients: all that reach a model, and what else is under ``/v1``."""
 
 _PROBES = ("/health", "/ping", "/ready", "/live", "/metrics")
@@ -42,4 +45,7 @@ def is_probe(scope: Scope) -> bool:
 def path_of(scope: Scope) -> str:
     """The path of a request within this app, which may be mounted under another path."""
     path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    root: str = scope.get("root_path", "")
+    # As the router: below /v, the path /v1 is itself, and not the rest of it.
+    is_below = bool(root) and (path == root or path.startswith(f"{root}/"))
+    return path[len(root) :] if is_below else path

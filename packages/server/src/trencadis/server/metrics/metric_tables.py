@@ -262,7 +262,8 @@ class RequestEvent:
 
     ``seconds`` is the time since the request arrived. ``token_seconds`` is the time since the
     choice's previous tokens, None if there are no new or no previous ones. ``is_first`` marks the
-    first tokens of the request, ``is_last`` the last delta of the choice. ``request_status``:
+    first tokens of the request, ``is_last`` the last delta of the choice. ``num_choices`` and
+    ``max_tokens`` are what the request asked for; None: it generates nothing. ``request_status``:
     whether the request was preempted until then. ``queue_seconds`` and ``first_seconds``: the time
     until the request first ran, and until its first token; None while they are not known.
     ``away_seconds``: the time that it was preempted.
@@ -274,6 +275,8 @@ class RequestEvent:
     is_last: bool
     num_prompt_tokens: int
     num_generation_tokens: int
+    num_choices: int = 1
+    max_tokens: int | None = None
     request_status: RequestStatus = "normal"
     queue_seconds: float | None = None
     first_seconds: float | None = None
@@ -388,6 +391,18 @@ REQUEST_METRICS = (
         "Tokens of a finished choice.",
         None,
         lambda event: event.num_generation_tokens if event.is_last else None,
+    ),
+    RequestMetric(
+        "vllm:request_params_n",
+        "n of a request that has its first token.",
+        (1.0, 2.0, 5.0, 10.0, 20.0),
+        lambda event: event.num_choices if event.is_first else None,
+    ),
+    RequestMetric(
+        "vllm:request_params_max_tokens",
+        "max_tokens of a request that has its first token, at most what its prompt left.",
+        None,
+        lambda event: event.max_tokens if event.is_first else None,
     ),
 )
 

@@ -236,6 +236,7 @@ class RequestTimeline:
     num_choices: int
     num_prompt_tokens: int
     api_key: str = ""
+    max_tokens: int | None = None
     arrived_ns: int = attrs.field(init=False, factory=time.time_ns)
     """When the request came, in nanoseconds since the Unix epoch."""
     queue_s: float | None = attrs.field(init=False, default=None)
@@ -286,6 +287,8 @@ class RequestTimeline:
                 is_last=delta.finish_reason is not None,
                 num_prompt_tokens=self.num_prompt_tokens,
                 num_generation_tokens=num_tokens,
+                num_choices=self.num_choices,
+                max_tokens=self.max_tokens,
                 request_status=delta.request_status,
                 queue_seconds=self.queue_s,
                 first_seconds=self.first_token_s,

@@ -10,8 +10,11 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.chat import chat_completion as complete
 from openai.types.chat import chat_completion_chunk as chunk
 
+from trencadis.server.api.chat_batch import ChatBatchRequest
+from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
+from trencadis.server.api.translation import client_fields
 from trencadis.server.generation.answer_plan import AnswerPlan
 from trencadis.server.generation.answer_writer import AnswerText, AnswerWriter, ChatFinishReason
 from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
@@ -24,6 +27,11 @@ from trencadis.server.routes.generation_response import (
     generation_responses,
     respond_to_chat,
 )
+
+_WITHOUT_VALUE: dict[str, Any] = dict.fromkeys(
+    ("service_tier", "system_fingerprint", "prompt_logprobs", "prompt_token_ids")
+)
+"""Fields of a whole response that clients of vLLM read whether they asked for them or not."""
 
 
 def chat_router(context: ServingContext) -> APIRouter:
@@ -41,7 +49,35 @@ def chat_router(context: ServingContext) -> APIRouter:
         """Answer a conversation, in one response or as a stream of chunks."""
         return await respond_to_chat(context, request, body, ChatWriter)
 
+    @router.post(
+        "/v1/chat/completions/batch",
+        response_model=None,
+        responses={
+            200: {"model": ChatCompletion},
+            **error_responses(*BODY_ERRORS, 404, 415, 429, 500, 503),
+        },
+    )
+    async def create_chat_batch(body: Checked[ChatBatchRequest], request: Request) -> Response:
+        """Answer several conversations: choice i is the answer to conversation i."""
+        with client_fields({}):
+            chats = await context.bodies.translated(request, body.chats)
+
+        async def encode(_: object, model: ServedModel, client: str) -> list[Prompt]:
+            # One after the other: of those that wait for the tokenizer there is a limit.
+            encoded = [await context.encoder.chat(chat, model, client) for chat in chats]
+            return [prompt for prompts in encoded for prompt in prompts]
+
+        return await respond_to_chat(context, request, chats[0], ChatWriter, encode)
+
     return router
+
+
+def _hides_reasoning(plan: AnswerPlan | None) -> bool:
+    return plan is not None and plan.reasoning is not None and not plan.shows_reasoning
+
+
+def _new_answer(prompt: Prompt) -> AnswerWriter:
+    return AnswerWriter(prompt.answer or AnswerPlan())
 
 
 class ChatWriter(ChunkWriter[ChatCompletionChunk]):
@@ -50,12 +86,19 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
     id_prefix = "chatcmpl-"
 
     def __init__(
-        self, model: ServedModel, request: ChatCompletionRequest, prompts: Sequence[Prompt]
+        self,
+        model: ServedModel,
+        request: ChatCompletionRequest,
+        prompts: Sequence[Prompt],
+        name: str | None = None,
     ) -> None:
-        super().__init__(model, request, prompts)
+        super().__init__(model, request, prompts, name)
         if request.service_tier is not None:
             self.header["service_tier"] = "default"  # the one that served the request
-        self._begun: set[int] = set()
+        # The tokens of a reasoning that the client does not want would tell it.
+        is_hidden = any(_hides_reasoning(prompt.answer) for prompt in prompts)
+        self._has_logprobs = request.num_logprobs is not None and not is_hidden
+        self._has_token_ids = bool(request.return_token_ids) and not is_hidden
         self._answers: dict[int, AnswerWriter] = {}
 
     def completion(self, choices: Sequence[FinishedChoice]) -> ChatCompletion:
@@ -63,39 +106,55 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
             object="chat.completion",
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.so_far(),
-            **self.header,
+            **_WITHOUT_VALUE | self.header | self._prompt_fields(),
         )
 
     def make_chunk(self, choices: list[chunk.Choice]) -> ChatCompletionChunk:
-        return ChatCompletionChunk(object="chat.completion.chunk", choices=choices, **self.header)
+        is_opening = bool(choices) and choices[0].delta.role is not None
+        fields = self._prompt_fields() if is_opening else {}
+        return ChatCompletionChunk(
+            object="chat.completion.chunk", choices=choices, **self.header | fields
+        )
+
+    def opening(self, delta: ChoiceDelta) -> Iterator[chunk.Choice]:
+        if delta.choice in self._answers:
+            return
+        self._answers[delta.choice] = _new_answer(self.prompts[delta.prompt])
+        first = chunk.ChoiceDelta(role="assistant", content="")
+        echo = chunk.ChoiceDelta(content=self.prompts[delta.prompt].echo)
+        for part in (first, echo) if echo.content else (first,):
+            yield chunk.Choice(index=delta.choice, delta=part, logprobs=None, finish_reason=None)
 
     def new_choices(self, delta: ChoiceDelta) -> Iterator[chunk.Choice]:
-        if delta.choice not in self._begun:
-            self._begun.add(delta.choice)
-            self._answers[delta.choice] = self._new_answer()
-            role = chunk.ChoiceDelta(role="assistant", content="")
-            yield chunk.Choice(index=delta.choice, delta=role, logprobs=None, finish_reason=None)
         answer = self._answers[delta.choice]
         new = answer.add(delta.delta.text, is_last=delta.finish_reason is not None)
-        has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
-        if new or has_logprobs or delta.finish_reason:
+        has_tokens = (self._has_logprobs and delta.delta.logprobs) or (
+            self._has_token_ids and delta.delta.token_ids
+        )
+        if new or has_tokens or delta.finish_reason:
             yield self._new_choice(delta, new, answer.finish_reason(delta.finish_reason))
 
-    def _new_answer(self) -> AnswerWriter:
-        return AnswerWriter(self.prompts[0].answer or AnswerPlan())
+    def _prompt_fields(self) -> dict[str, Any]:
+        if not self.request.return_token_ids or len(self.prompts) > 1:
+            return {}
+        return {"prompt_token_ids": list(self.prompts[0].token_ids)}
 
     def _choice(self, index: int, choice: FinishedChoice) -> complete.Choice:
         logprobs = None
-        if self.request.num_logprobs is not None:
-            content = chat_logprobs(self.tokenizer, choice.logprobs)
+        if self._has_logprobs:
+            content = chat_logprobs(self.token_texts, choice.logprobs)
             logprobs = complete.ChoiceLogprobs(content=content, refusal=None)
-        vllm_fields: dict[str, Any] = {"stop_reason": choice.stop_reason}
-        answer = self._new_answer()
+        vllm_fields: dict[str, Any] = {
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if self._has_token_ids else None,
+        }
+        prompt = self.prompts[index // self.request.num_choices]
+        answer = _new_answer(prompt)
         new = answer.add(choice.text, is_last=True)
         reason = answer.finish_reason(choice.finish_reason)
         return complete.Choice(
             index=index,
-            message=new.message(),
+            message=new.message(prompt.echo),
             logprobs=logprobs,
             finish_reason=reason or choice.finish_reason,
             **vllm_fields,
@@ -106,11 +165,13 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
     ) -> chunk.Choice:
         delta = item.delta
         logprobs = None
-        if self.request.num_logprobs is not None and delta.logprobs:
-            content = chat_logprobs(self.tokenizer, delta.logprobs)
+        if self._has_logprobs and delta.logprobs:
+            content = chat_logprobs(self.token_texts, delta.logprobs)
             logprobs = chunk.ChoiceLogprobs(content=content, refusal=None)
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": delta.stop_reason} if ended else {}
+        if self._has_token_ids:
+            vllm_fields["token_ids"] = list(delta.token_ids)
         return chunk.Choice(
             index=item.choice,
             delta=new.delta(),

@@ -21,6 +21,9 @@ from trencadis.server.routes.generation_response import (
     respond,
 )
 
+_WITHOUT_VALUE: dict[str, Any] = dict.fromkeys(("service_tier", "system_fingerprint"))
+"""Fields of a whole response that clients of vLLM read whether they asked for them or not."""
+
 
 def completions_router(context: ServingContext) -> APIRouter:
     """The route for texts and token ids."""
@@ -54,24 +57,32 @@ class CompletionWriter(ChunkWriter[Completion]):
             object="text_completion",
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.so_far(),
-            **self.header,
+            **_WITHOUT_VALUE | self.header,
         )
 
     def make_chunk(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(object="text_completion", choices=choices, **self.header)
 
     def new_choices(self, delta: ChoiceDelta) -> Iterator[CompletionChoice]:
-        text = delta.delta.text
+        text, is_first = delta.delta.text, False
         if delta.choice not in self._text_offsets:
             self._text_offsets[delta.choice] = self._text_offset()
             text = self.prompts[delta.prompt].echo + text
+            is_first = True
         has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
-        if text or has_logprobs or delta.finish_reason:
-            yield self._new_choice(delta, text)
+        has_token_ids = self.request.return_token_ids and delta.delta.token_ids
+        if text or has_logprobs or has_token_ids or delta.finish_reason:
+            yield self._new_choice(delta, text, is_first=is_first)
 
     def _choice(self, index: int, choice: FinishedChoice) -> CompletionChoice:
         prompt = self.prompts[index // self.request.num_choices]
-        vllm_fields: dict[str, Any] = {"stop_reason": choice.stop_reason}
+        has_token_ids = bool(self.request.return_token_ids)
+        vllm_fields: dict[str, Any] = {
+            "stop_reason": choice.stop_reason,
+            "token_ids": choice.token_ids if has_token_ids else None,
+            "prompt_token_ids": list(prompt.token_ids) if has_token_ids else None,
+            "prompt_logprobs": None,
+        }
         return CompletionChoice(
             index=index,
             text=prompt.echo + choice.text,
@@ -80,10 +91,14 @@ class CompletionWriter(ChunkWriter[Completion]):
             **vllm_fields,
         )
 
-    def _new_choice(self, item: ChoiceDelta, text: str) -> CompletionChoice:
+    def _new_choice(self, item: ChoiceDelta, text: str, *, is_first: bool) -> CompletionChoice:
         logprobs = self._logprobs(item.delta.logprobs, self._text_offsets[item.choice])
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": item.delta.stop_reason} if ended else {}
+        if self.request.return_token_ids:
+            vllm_fields["token_ids"] = list(item.delta.token_ids)
+            if is_first:
+                vllm_fields["prompt_token_ids"] = list(self.prompts[item.prompt].token_ids)
         # not validated: the type requires a finish_reason, which most chunks do not have
         return CompletionChoice.model_construct(
             index=item.choice,
@@ -101,4 +116,4 @@ class CompletionWriter(ChunkWriter[Completion]):
     ) -> Logprobs | None:
         if self.request.num_logprobs is None:
             return None
-        return completion_logprobs(self.tokenizer, positions, text_offset)
+        return completion_logprobs(self.token_texts, positions, text_offset)

@@ -28,7 +28,13 @@ from trencadis.server.api.error_responses import (
     ErrorResponse,
     error_responses,
 )
-from trencadis.server.api.protocol import ChatCompletionRequest, GenerationRequest, RequestBody
+from trencadis.server.api.logprobs import TokensAsIds, TokenTexts
+from trencadis.server.api.protocol import (
+    ChatCompletionRequest,
+    GenerationRequest,
+    RequestBody,
+    StreamOptions,
+)
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import (
     PROMPTS_AT_ONCE,
@@ -46,6 +52,7 @@ from trencadis.server.http.auth import key_salt
 from trencadis.server.http.cancelled_requests import unless_disconnected
 from trencadis.server.http.event_stream import EventStream
 from trencadis.server.metrics.tracing import TRACE_HEADERS
+from trencadis.server.request_ids import REQUEST_ID, given_request_id
 from trencadis.server.routes.context import ServingContext, check_runner, check_token_ids
 from trencadis.server.settings import ServerSettings
 from trencadis.server.switching.switch_control import SwitchControl
@@ -62,18 +69,29 @@ DONE = "data: [DONE]\n\n"
 
 
 class ResponseWriter(ABC):
-    """Writes the choices of one request in the form of one API: all at once, or as events."""
+    """Writes the choices of one request in the form of one API: all at once, or as events.
+
+    ``name``: the client's for the request, with which the id of the response ends.
+    """
 
     id_prefix: ClassVar[str]
 
     def __init__(
-        self, model: ServedModel, request: GenerationRequest, prompts: Sequence[Prompt]
+        self,
+        model: ServedModel,
+        request: GenerationRequest,
+        prompts: Sequence[Prompt],
+        name: str | None = None,
     ) -> None:
         self.request = request
         self.prompts = prompts
         self.tokenizer = model.tokenizer
+        self.token_texts: TokenTexts = model.tokenizer
+        """How log-probabilities write tokens."""
+        if request.return_tokens_as_token_ids:
+            self.token_texts = TokensAsIds(model.tokenizer)
         self.model_name = model.name
-        self.id = f"{self.id_prefix}{uuid.uuid4().hex}"
+        self.id = f"{self.id_prefix}{name or uuid.uuid4().hex}"
         self.created = int(time.time())
         self.usage = Usage(sum(len(prompt.token_ids) for prompt in prompts))
 
@@ -109,6 +127,11 @@ class ChunkWriter(ResponseWriter, Generic[ChunkT]):
     def completion(self, choices: Sequence[FinishedChoice]) -> BaseModel:
         """The response that is not streamed."""
 
+    def opening(self, delta: ChoiceDelta) -> Iterable[Any]:
+        """The choice objects before the first token of a choice, which carry none."""
+        del delta
+        return ()
+
     @abstractmethod
     def new_choices(self, delta: ChoiceDelta) -> Iterable[Any]:
         """The choice objects for one delta, each of which becomes a chunk."""
@@ -133,22 +156,28 @@ class ChunkWriter(ResponseWriter, Generic[ChunkT]):
     async def _chunks(self, deltas: ChoiceStream) -> AsyncGenerator[ChunkT, None]:
         """The chunks of a streamed response, with the token counts that the client asked for."""
         async for delta in deltas:
+            self.usage.cached[delta.prompt] = delta.delta.num_cached_tokens
+            for choice in self.opening(delta):
+                yield self._chunk(choice)
             self.usage.add(delta.prompt, delta.delta)
             for choice in self.new_choices(delta):
-                chunk = self.make_chunk([choice])
-                if self.request.usage_at_end:  # the API defines null for all chunks but the last
-                    chunk.usage = self.usage.so_far() if self.request.usage_throughout else None
-                yield chunk
+                yield self._chunk(choice)
         if self.request.usage_at_end:
             chunk = self.make_chunk([])
             chunk.usage = self.usage.so_far()
             yield chunk
 
+    def _chunk(self, choice: Any) -> ChunkT:
+        chunk = self.make_chunk([choice])
+        if self.request.usage_at_end:  # the API defines null for all chunks but the last
+            chunk.usage = self.usage.so_far() if self.request.usage_throughout else None
+        return chunk
+
 
 Encode: TypeAlias = Callable[[RequestT, ServedModel, str], Awaitable[list[Prompt]]]
 """Makes the prompts of a request to a model."""
 
-NewWriter: TypeAlias = Callable[[ServedModel, Any, Sequence[Prompt]], ResponseWriter]
+NewWriter: TypeAlias = Callable[[ServedModel, Any, Sequence[Prompt], str | None], ResponseWriter]
 """Makes the writer of a response; the class of a writer does."""
 
 
@@ -191,10 +220,15 @@ async def respond_to_chat(
     http_request: Request,
     request: ChatCompletionRequest,
     new_writer: NewWriter,
+    encode: Encode[ChatCompletionRequest] | None = None,
 ) -> Response:
-    """Answer a conversation, as `respond` does. Raises `InvalidRequest`."""
+    """Answer a conversation, as `respond` does. Raises `InvalidRequest`.
+
+    ``encode``: for the prompts of several conversations, of which ``request`` is the first.
+    """
+    encode = encode or context.encoder.chat
     try:
-        return await respond(context, http_request, request, context.encoder.chat, new_writer)
+        return await respond(context, http_request, request, encode, new_writer)
     except InvalidRequest as error:
         if error.field == "prompt":  # the engine's name for the rendered messages
             raise InvalidRequest(str(error), "messages") from error
@@ -223,13 +257,18 @@ async def respond(
     new_writer: NewWriter,
 ) -> Response:
     """Answer a request, streamed or not. A client that disconnects aborts its request."""
+    if request.stream and context.settings.enable_force_include_usage:
+        request.stream_options = StreamOptions(include_usage=True, continuous_usage_stats=True)
 
     async def answer(model: ServedModel, sender: Sender) -> Response:
         # before tokenisation, which takes longer
         check_token_ids(request.sampling_params(request.requested_tokens), model)
         prompts = await encode(request, model, sender.client)
         sampling = request.sampling_params(request.requested_tokens, model.default_sampling)
-        writer = new_writer(model, request, prompts)
+        name = given_request_id(http_request.headers) or request.request_id
+        writer = new_writer(model, request, prompts, name)
+        # Clients give several requests one name, as to the attempts of one call.
+        engine_id = f"{writer.id}-{uuid.uuid4().hex[:8]}" if name else writer.id
         requests = []
         for number, prompt in enumerate(prompts):
             if number and number % PROMPTS_AT_ONCE == 0:
@@ -237,7 +276,7 @@ async def respond(
             engine_request = GenerateRequest(
                 prompt.token_ids,
                 _params(request, prompt, model, sampling),
-                request_id=f"{writer.id}-{number}",
+                request_id=f"{engine_id}-{number}",
                 model=model.name,
                 **sender.fields,
             )
@@ -249,7 +288,7 @@ async def respond(
             return EventStream(writer.events(deltas), writer.failure, deltas, timeout, writer.id)
         choices = await collect(deltas, len(prompts) * request.num_choices, writer.usage)
         content = writer.whole(choices)
-        return Response(content, media_type="application/json", headers={"X-Request-Id": writer.id})
+        return Response(content, media_type="application/json", headers={REQUEST_ID: writer.id})
 
     try:
         return await with_model(context, http_request, request, answer)
@@ -291,7 +330,10 @@ async def with_model(
         work = _after_switch(context, context.switcher, name, sender, checked)
     else:
         work = checked(context.model_for(name), sender)
-    return await unless_disconnected(http_request.receive, work)
+    response = await unless_disconnected(http_request.receive, work)
+    if given := given_request_id(http_request.headers):
+        response.headers[REQUEST_ID] = given
+    return response
 
 
 async def _after_switch(

@@ -94,9 +94,13 @@ class MessagesWriter(ResponseWriter):
     id_prefix = "msg_"
 
     def __init__(
-        self, model: ServedModel, request: ChatCompletionRequest, prompts: Sequence[Prompt]
+        self,
+        model: ServedModel,
+        request: ChatCompletionRequest,
+        prompts: Sequence[Prompt],
+        name: str | None = None,
     ) -> None:
-        super().__init__(model, request, prompts)
+        super().__init__(model, request, prompts, name)
         plan = prompts[0].answer or AnswerPlan()
         self.usage: ReasoningUsage = ReasoningUsage.of(plan, self.usage.prompt_tokens)
         self._answer = AnswerBlocks(plan)

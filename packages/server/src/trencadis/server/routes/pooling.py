@@ -11,7 +11,7 @@ import base64
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeAlias, cast
 
@@ -25,9 +25,12 @@ from pydantic import BaseModel
 from trencadis.engine import CompletionDelta, Embedding, PoolingRequest, Score, Scoring
 from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
 from trencadis.server.api.pooling import (
+    CohereEmbedRequest,
+    CohereEmbedResponse,
     Document,
     EmbeddingList,
     EmbeddingRequest,
+    EmbeddingType,
     PairRequest,
     PoolingBody,
     PoolingUsage,
@@ -37,7 +40,10 @@ from trencadis.server.api.pooling import (
     ScoreList,
     ScoreObject,
     ScoreRequest,
+    VectorList,
+    VectorRequest,
 )
+from trencadis.server.api.translation import client_fields
 from trencadis.server.engine_protocol import PairTokenizer
 from trencadis.server.errors import ApiError
 from trencadis.server.generation.choice_stream import Sender
@@ -64,30 +70,61 @@ def pooling_router(context: ServingContext) -> APIRouter:
     @router.post("/v1/embeddings", response_model=None, responses=_responses(EmbeddingList))
     async def create_embeddings(body: Checked[EmbeddingRequest], request: Request) -> Response:
         """The embeddings of one or several inputs, texts or token ids."""
-        return await _respond(context, request, body, partial(_embeddings, body))
+        return await respond_to_embedding(context, request, body)
+
+    @router.post("/pooling", response_model=None, responses=_responses(VectorList))
+    async def pool(body: Checked[VectorRequest], request: Request) -> Response:
+        """The embeddings of inputs in the form of vLLM's /pooling."""
+        return await _respond(context, request, body, partial(_vectors, body))
+
+    @router.post("/v2/embed", response_model=None, responses=_responses(CohereEmbedResponse))
+    async def embed(body: Checked[CohereEmbedRequest], request: Request) -> Response:
+        """The embeddings of texts in the form of Cohere's API."""
+        with client_fields({"prompt_name": "input_type"}):
+            return await _respond(context, request, body, partial(_of_cohere, body))
 
     @router.post("/v1/score", response_model=None, responses=_responses(ScoreList))
     @router.post("/score", response_model=None, responses=_responses(ScoreList))
     async def create_scores(body: Checked[ScoreRequest], request: Request) -> Response:
         """How relevant texts are to others: by a reranker, or the cosines of their embeddings."""
-        return await _respond_to_pairs(
-            context, request, body, partial(_cosines_of_score, body), _scores
-        )
+        return await respond_to_score(context, request, body)
 
     @router.post("/v1/rerank", response_model=None, responses=_responses(RerankList))
     @router.post("/v2/rerank", response_model=None, responses=_responses(RerankList))
     @router.post("/rerank", response_model=None, responses=_responses(RerankList))
     async def rerank(body: Checked[RerankRequest], request: Request) -> Response:
         """Documents in the order of their relevance to a query."""
-        return await _respond_to_pairs(
-            context,
-            request,
-            body,
-            lambda found: _cosines(found[:1], found[1:]),
-            partial(_ranking, body),
-        )
+        return await respond_to_rerank(context, request, body)
 
     return router
+
+
+async def respond_to_embedding(
+    context: ServingContext, http_request: Request, request: EmbeddingRequest
+) -> Response:
+    """The embeddings of a request in OpenAI's form."""
+    return await _respond(context, http_request, request, partial(_embeddings, request))
+
+
+async def respond_to_score(
+    context: ServingContext, http_request: Request, request: ScoreRequest
+) -> Response:
+    """The scores of a request's pairs."""
+    cosines = partial(_cosines_of_score, request)
+    return await _respond_to_pairs(context, http_request, request, cosines, _scores)
+
+
+async def respond_to_rerank(
+    context: ServingContext, http_request: Request, request: RerankRequest
+) -> Response:
+    """The documents of a request in the order of their scores."""
+    return await _respond_to_pairs(
+        context,
+        http_request,
+        request,
+        lambda found: _cosines(found[:1], found[1:]),
+        partial(_ranking, request),
+    )
 
 
 def _responses(whole: type[BaseModel]) -> dict[int | str, dict[str, Any]]:
@@ -159,7 +196,7 @@ async def _embed(
         },
         model,
         add_special_tokens=request.add_special_tokens is not False,
-        max_tokens=request.max_tokens(model.max_model_len),
+        max_tokens=request.kept_tokens(model.max_model_len),
         client=sender.client,
     )
     requests = _engine_requests(inputs, model, sender, name)
@@ -187,7 +224,7 @@ async def _score(
             chat_template_kwargs=request.chat_template_kwargs,
             add_special_tokens=request.add_special_tokens is not False,
         ),
-        max_tokens=request.max_tokens(model.max_model_len),
+        max_tokens=request.kept_tokens(model.max_model_len),
         client=sender.client,
     )
     requests = _engine_requests(prompts, model, sender, name)
@@ -218,32 +255,93 @@ def _engine_requests(
 def _embeddings(
     request: EmbeddingRequest, name: str, model: str, found: Sequence[Embedding]
 ) -> Response:
-    return StreamingResponse(
-        _embedding_pieces(request, model, found),
-        media_type="application/json",
-        headers={"X-Request-Id": name},
-    )
+    def item(index: int, vector: Vector) -> dict[str, Any]:
+        numbers = _written(vector, request.encoding_format)
+        return {"object": "embedding", "index": index, "embedding": numbers}
+
+    rows = _rows(found, request.dimensions, item)
+    tail = {"model": model, "usage": _usage(found).model_dump(exclude_none=True)}
+    return _streamed(name, _listed({"object": "list"}, "data", rows, tail))
 
 
-async def _embedding_pieces(
-    request: EmbeddingRequest, model: str, found: Sequence[Embedding]
-) -> AsyncGenerator[str, None]:
-    """The text of an `EmbeddingList`, an embedding at a time.
+def _vectors(request: VectorRequest, name: str, model: str, found: Sequence[Embedding]) -> Response:
+    def item(index: int, vector: Vector) -> dict[str, Any]:
+        numbers = _written(vector, request.encoding_format)
+        return {"object": "pooling", "index": index, "data": numbers}
+
+    head = {"id": name, "object": "list", "created": int(time.time()), "model": model}
+    tail = {"usage": _usage(found).model_dump(exclude_none=True)}
+    rows = _rows(found, request.dimensions, item)
+    return _streamed(name, _listed(head, "data", rows, tail))
+
+
+def _of_cohere(
+    request: CohereEmbedRequest, name: str, model: str, found: Sequence[Embedding]
+) -> Response:
+    del model  # which Cohere's response does not name
+    tokens = {"input_tokens": sum(each.num_prompt_tokens for each in found)}
+    tail = {
+        "texts": request.texts,
+        "meta": {"api_version": {"version": "2"}, "billed_units": tokens},
+        "response_type": "embeddings_by_type",
+    }
+    forms: dict[EmbeddingType, None] = dict.fromkeys(request.embedding_types or ["float"])
+
+    def item(form: EmbeddingType, _: int, vector: Vector) -> Any:
+        return _written(vector, form)
+
+    async def pieces() -> AsyncGenerator[str, None]:
+        yield f'{{"id":{json.dumps(name)},"embeddings":{{'
+        for number, form in enumerate(forms):
+            rows = _rows(found, request.output_dimension, partial(item, form))
+            yield f'{"," if number else ""}"{form}":['
+            async for piece in rows:
+                yield piece
+            yield "]"
+        yield f"}},{json.dumps(tail, separators=(',', ':'))[1:]}"
+
+    return _streamed(name, pieces())
+
+
+def _streamed(name: str, pieces: AsyncGenerator[str, None]) -> Response:
+    """A response an embedding at a time.
 
     As a whole it may have a hundred megabytes, and would take the event loop seconds.
     """
-    yield '{"object":"list","data":['
+    return StreamingResponse(pieces, media_type="application/json", headers={"X-Request-Id": name})
+
+
+async def _listed(
+    head: Mapping[str, Any], name: str, rows: AsyncGenerator[str, None], tail: Mapping[str, Any]
+) -> AsyncGenerator[str, None]:
+    """The text of an object with these fields around a list."""
+    yield f'{json.dumps(head, separators=(",", ":"))[:-1]},"{name}":['
+    async for piece in rows:
+        yield piece
+    yield f"],{json.dumps(tail, separators=(',', ':'))[1:]}"
+
+
+async def _rows(
+    found: Sequence[Embedding], dimensions: int | None, item: Callable[[int, Vector], Any]
+) -> AsyncGenerator[str, None]:
+    """The items of a list, each made of an embedding with so many dimensions."""
     for index, embedding in enumerate(found):
-        vector = _shortened(embedding.vector, request.dimensions)
-        numbers: Any = vector.tolist()
-        if request.encoding_format == "base64":
-            numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-        item = {"object": "embedding", "index": index, "embedding": numbers}
-        yield ("," if index else "") + json.dumps(item, separators=(",", ":"))
+        row = json.dumps(
+            item(index, _shortened(embedding.vector, dimensions)), separators=(",", ":")
+        )
+        yield ("," if index else "") + row
         # Sending may never wait, and other requests would until the last embedding.
         await asyncio.sleep(0)
-    usage = _usage(found).model_dump_json(exclude_none=True)
-    yield f'],"model":{json.dumps(model)},"usage":{usage}}}'
+
+
+def _written(vector: Vector, form: EmbeddingType | None) -> Any:
+    """A vector in the form of a response."""
+    if form == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    if form in ("binary", "ubinary"):
+        packed = np.packbits(vector >= 0)
+        return (packed.astype(np.int16) - 128 if form == "binary" else packed).tolist()
+    return vector.tolist()
 
 
 def _cosines_of_score(request: ScoreRequest, found: Sequence[Embedding]) -> list[float]:

@@ -8,6 +8,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request, Response
 
+from trencadis.engine import PositionLogprobs
+from trencadis.server.api.logprobs import chat_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.responses import (
     CLIENT_FIELDS,
@@ -85,18 +87,26 @@ class ResponsesWriter(ResponseWriter):
         model: ServedModel,
         request: ChatCompletionRequest,
         prompts: Sequence[Prompt],
+        name: str | None = None,
     ) -> None:
-        super().__init__(model, request, prompts)
+        super().__init__(model, request, prompts, name)
         self._body = body
         self._chat = request
         self._params = request.sampling_params(None, model.default_sampling)
         plan = prompts[0].answer or AnswerPlan()
         self.usage: ReasoningUsage = ReasoningUsage.of(plan, self.usage.prompt_tokens)
+        self._plan = plan
         self._answer = AnswerBlocks(plan)
         self._num_events = 0
+        self._logprobs: dict[int, list[dict[str, Any]]] = {}
+        """The log-probabilities of each block of text."""
+        self._undecided: list[dict[str, Any]] = []
+        """Those of tokens whose text the parsers still hold back."""
 
     def whole(self, choices: Sequence[FinishedChoice]) -> str:
         (choice,) = choices
+        if self._body.has_logprobs:
+            self._follow(choice)
         self._answer.add(choice.text, is_last=True)
         return self._finished(choice.finish_reason).model_dump_json()
 
@@ -107,8 +117,10 @@ class ResponsesWriter(ResponseWriter):
                 for kind in ("created", "in_progress"):
                     yield self._event(f"response.{kind}", response=self._response("in_progress"))
             reason = item.finish_reason
-            for change in self._answer.add(item.delta.text, is_last=reason is not None):
-                for text in self._change(change, reason):
+            changes = self._answer.add(item.delta.text, is_last=reason is not None)
+            new = self._new_logprobs(changes, item.delta.logprobs)
+            for change in changes:
+                for text in self._change(change, reason, new):
                     yield text
             if reason is not None:
                 response = self._finished(reason)
@@ -131,8 +143,43 @@ class ResponsesWriter(ResponseWriter):
         }
         return event(kind, sequence_number=number, **values)
 
-    def _change(self, change: BlockChange, reason: FinishReason | None) -> Iterator[str]:
-        """The events of a change of the answer."""
+    def _follow(self, choice: FinishedChoice) -> None:
+        """Find the blocks of an answer's tokens, whose texts alone tell it."""
+        answer = AnswerBlocks(self._plan)
+        for position in choice.logprobs:
+            text = self.tokenizer.token_text(position.chosen.token_id)
+            self._new_logprobs(answer.add(text, is_last=False), [position])
+
+    def _new_logprobs(
+        self, changes: Sequence[BlockChange], positions: Sequence[PositionLogprobs]
+    ) -> list[dict[str, Any]]:
+        """The log-probabilities of the text that these changes add last, if they add any.
+
+        Those of reasoning and calls are left out.
+        """
+        self._undecided += [
+            each.model_dump() for each in chat_logprobs(self.token_texts, positions)
+        ]
+        texts = [change for change in changes if isinstance(change, BlockText)]
+        if not texts:
+            return []
+        held, self._undecided = self._undecided, []
+        block = texts[-1].block
+        if block.kind != "text":
+            return []
+        # The first of them may be a marker, such as that which ends the reasoning.
+        left = sum(len(change.text.encode()) for change in texts if change.block is block)
+        begin = len(held)
+        while begin and left > 0:
+            begin -= 1
+            left -= len(held[begin]["bytes"])
+        self._logprobs.setdefault(block.index, []).extend(held[begin:])
+        return held[begin:]
+
+    def _change(
+        self, change: BlockChange, reason: FinishReason | None, logprobs: list[dict[str, Any]]
+    ) -> Iterator[str]:
+        """The events of a change of the answer; ``logprobs``: of the last text of the delta."""
         block = change.block
         at = {"output_index": block.index}
         within = {"item_id": _item_id(block), **at}
@@ -147,7 +194,7 @@ class ResponsesWriter(ResponseWriter):
                 part = _part(block, "").model_dump()
                 yield self._event("response.content_part.added", **within, part=part)
         elif isinstance(change, BlockText):
-            extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            extra: dict[str, Any] = {"logprobs": logprobs} if block.kind == "text" else {}
             name = f"response.{_TEXT_EVENTS[block.kind]}.delta"
             yield self._event(name, **within, delta=change.text, **extra)
         else:
@@ -160,11 +207,12 @@ class ResponsesWriter(ResponseWriter):
         if block.kind == "call":
             yield self._event(name, **within, name=block.name, arguments=block.text)
         else:
-            extra: dict[str, Any] = {"logprobs": []} if block.kind == "text" else {}
+            logprobs = self._logprobs.get(block.index, [])
+            extra: dict[str, Any] = {"logprobs": logprobs} if block.kind == "text" else {}
             yield self._event(name, **within, text=block.text, **extra)
-            part = _part(block, block.text).model_dump()
+            part = _part(block, block.text, logprobs).model_dump()
             yield self._event("response.content_part.done", **within, part=part)
-        item = _item(block, block.text, status).model_dump()
+        item = self._item(block, status).model_dump()
         yield self._event("response.output_item.done", **at, item=item)
 
     def _finished(self, reason: FinishReason) -> ResponseObject:
@@ -180,9 +228,11 @@ class ResponsesWriter(ResponseWriter):
         """The blocks as items; ``last`` is the status of the last one."""
         blocks = self._answer.blocks
         return [
-            _item(block, block.text, "completed" if block is not blocks[-1] else last)
-            for block in blocks
+            self._item(block, "completed" if block is not blocks[-1] else last) for block in blocks
         ]
+
+    def _item(self, block: Block, status: ItemStatus) -> OutputItem:
+        return _item(block, block.text, status, self._logprobs.get(block.index, ()))
 
     def _status_of(self, block: Block, reason: FinishReason | None) -> ItemStatus:
         """The status of a block that has ended, in the delta with this finish reason."""
@@ -239,14 +289,21 @@ def _item_id(block: Block) -> str:
     return _ID_PREFIXES[block.kind] + block.id
 
 
-def _part(block: Block, text: str) -> OutputText | ReasoningText:
-    return OutputText(text=text) if block.kind == "text" else ReasoningText(text=text)
+def _part(
+    block: Block, text: str, logprobs: Sequence[dict[str, Any]] = ()
+) -> OutputText | ReasoningText:
+    if block.kind == "text":
+        return OutputText(text=text, logprobs=list(logprobs))
+    return ReasoningText(text=text)
 
 
-def _item(block: Block, text: str, status: ItemStatus) -> OutputItem:
+def _item(
+    block: Block, text: str, status: ItemStatus, logprobs: Sequence[dict[str, Any]] = ()
+) -> OutputItem:
     item_id = _item_id(block)
     if block.kind == "text":
-        return OutputMessage(id=item_id, status=status, content=[OutputText(text=text)])
+        part = OutputText(text=text, logprobs=list(logprobs))
+        return OutputMessage(id=item_id, status=status, content=[part])
     if block.kind == "reasoning":
         return ReasoningItem(id=item_id, status=status, content=[ReasoningText(text=text)])
     return FunctionCallItem(

@@ -1,0 +1,230 @@
+"""Fields of vLLM's server that its clients send and read, with the official client."""
+
+from __future__ import annotations
+
+import openai
+import pytest
+import pytest_asyncio
+from stand_in_engine import BOS
+
+pytestmark = pytest.mark.asyncio
+
+MESSAGES = [{"role": "user", "content": "hello"}]
+PROMPT = [BOS, *b"[user]hello[assistant]"]
+
+
+@pytest_asyncio.fixture
+async def official(url):
+    async with openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60
+    ) as client:
+        yield client
+
+
+async def chat(official, messages=MESSAGES, **extra):
+    return await official.chat.completions.create(
+        model="stand-in", messages=messages, extra_body=extra
+    )
+
+
+async def test_fields_without_a_value_are_null(official):
+    answer = await chat(official)
+    assert answer.prompt_logprobs is answer.prompt_token_ids is answer.system_fingerprint is None
+    (choice,) = answer.choices
+    assert choice.message.reasoning is choice.message.annotations is choice.token_ids is None
+    answer = await official.completions.create(model="stand-in", prompt="a")
+    assert answer.system_fingerprint is answer.choices[0].prompt_logprobs is None
+    assert answer.choices[0].token_ids is answer.choices[0].prompt_token_ids is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_names_its_request(client, engine, stream):
+    prompts = {
+        "chat/completions": ("chatcmpl-", {"messages": MESSAGES}),
+        "completions": ("cmpl-", {"prompt": "a"}),
+        "messages": ("msg_", {"messages": MESSAGES, "max_tokens": 5}),
+        "responses": ("resp_", {"input": "a"}),
+    }
+    for path, (prefix, prompt) in prompts.items():
+        answer = await client.post(
+            f"/v1/{path}", json={**prompt, "stream": stream}, headers={"X-Request-Id": "my-1"}
+        )
+        assert answer.headers["x-request-id"] == "my-1", answer.text
+        assert f'"{prefix}my-1"' in answer.text
+    answer = await client.post("/v1/completions", json={"prompt": "a", "request_id": "my-2"})
+    assert answer.headers["x-request-id"] == "cmpl-my-2"
+    names = [request_id for _, _, request_id, _ in engine.requests]
+    assert len(set(names)) == 5, "the engine tells requests of one name apart"
+    refused = await client.post("/v1/completions", json={}, headers={"X-Request-Id": "my-3"})
+    assert (refused.status_code, refused.headers["x-request-id"]) == (400, "my-3")
+
+
+@pytest.mark.parametrize("name", ["a b", "x" * 129, ""])
+async def test_a_name_that_is_unfit_for_logs_is_replaced(client, name):
+    answer = await client.post(
+        "/v1/completions", json={"prompt": "a"}, headers={"X-Request-Id": name}
+    )
+    assert answer.headers["x-request-id"] == answer.json()["id"]
+    refused = await client.post("/v1/completions", json={"prompt": "a", "request_id": name})
+    assert refused.json()["error"]["param"] == "request_id"
+
+
+async def test_token_ids_are_returned(official):
+    answer = await chat(official, return_token_ids=True)
+    assert answer.prompt_token_ids == PROMPT
+    assert answer.choices[0].token_ids == PROMPT[1:]
+    fields = {"model": "stand-in", "prompt": ["ab", "c"], "n": 2}
+    extra = {"return_token_ids": True}
+    answer = await official.completions.create(**fields, extra_body=extra)
+    assert [choice.prompt_token_ids for choice in answer.choices] == [[BOS, 97, 98]] * 2 + [
+        [BOS, 99]
+    ] * 2
+    assert [choice.token_ids for choice in answer.choices] == [[97, 98]] * 2 + [[99]] * 2
+
+
+async def test_token_ids_are_streamed(official):
+    extra = {"return_token_ids": True}
+    stream = await official.chat.completions.create(
+        model="stand-in", messages=MESSAGES, stream=True, extra_body=extra
+    )
+    first, *others = [chunk async for chunk in stream]
+    assert first.prompt_token_ids == PROMPT
+    assert not any(hasattr(chunk, "prompt_token_ids") for chunk in others)
+    assert [token for chunk in others for token in chunk.choices[0].token_ids] == PROMPT[1:]
+    stream = await official.completions.create(
+        model="stand-in", prompt="ab", stream=True, extra_body=extra
+    )
+    (choice, *others) = [chunk.choices[0] async for chunk in stream]
+    assert choice.prompt_token_ids == [BOS, 97, 98]
+    assert choice.token_ids + [token for each in others for token in each.token_ids] == [97, 98]
+
+
+async def test_tokens_of_a_reasoning_that_is_left_out_are_not_told(engine, served, serving):
+    engine.tokenizer.chat_template = "{{ '<think>' }}{{ '</think>' }}"
+    engine.script = list("<think>Hm</think>Yes")
+    async with serving(reasoning_parser="qwen3") as url:
+        official = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        async with official:
+            for hidden in (True, False):
+                answer = await chat(
+                    official, include_reasoning=not hidden, return_token_ids=True, logprobs=True
+                )
+                (choice,) = answer.choices
+                assert (choice.token_ids is None) == (choice.logprobs is None) == hidden
+
+
+async def test_tokens_are_written_as_token_ids(official):
+    extra = {"return_tokens_as_token_ids": True}
+    answer = await official.completions.create(
+        model="stand-in", prompt="ab", logprobs=1, extra_body=extra
+    )
+    assert answer.choices[0].logprobs.tokens == ["token_id:97", "token_id:98"]
+    assert set(answer.choices[0].logprobs.top_logprobs[0]) == {"token_id:97", "token_id:65"}
+    answer = await chat(official, logprobs=True, top_logprobs=1, **extra)
+    position = answer.choices[0].logprobs.content[0]
+    assert position.token == f"token_id:{ord('[')}"
+    assert position.bytes == list(b"[")
+    assert position.top_logprobs[0].token == "token_id:65"  # noqa: S105
+
+
+@pytest.mark.parametrize("field", ["watermarking", "return_prompt_text", "stream_interval"])
+async def test_what_is_not_supported_is_an_error(official, field):
+    with pytest.raises(openai.BadRequestError) as caught:
+        await chat(official, **{field: 2})
+    assert caught.value.param == field
+
+
+async def test_a_client_names_its_request_for_embeddings(client, engine):
+    engine.embedding_size = 8
+    answer = await client.post(
+        "/v1/embeddings", json={"input": "a"}, headers={"X-Request-Id": "my-1"}
+    )
+    assert answer.headers["x-request-id"] == "my-1"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_answer_repeats_the_message_that_it_continues(official, stream):
+    messages = [*MESSAGES, {"role": "assistant", "content": "I say"}]
+    extra = {"echo": True, "continue_final_message": True}
+    if not stream:
+        answer = await chat(official, messages, **extra)
+        text = answer.choices[0].message.content
+    else:
+        chunks = await official.chat.completions.create(
+            model="stand-in", messages=messages, stream=True, extra_body=extra
+        )
+        text = "".join([chunk.choices[0].delta.content or "" async for chunk in chunks])
+    assert text == "I say[user]hello[assistant]I say"
+    answer = await chat(official, echo=True)
+    assert answer.choices[0].message.content == "[user]hello[assistant]", "not that of the user"
+
+
+async def test_the_template_gets_documents_and_roles_of_its_own(official, engine):
+    documents = [{"title": "A", "text": "B"}]
+    answer = await chat(official, [{"role": "robot", "content": "hi"}], documents=documents)
+    assert answer.choices[0].message.content == f"[robot]hi<documents={documents}>[assistant]"
+
+
+async def test_special_tokens_are_added_to_a_conversation(official, engine):
+    await chat(official, add_special_tokens=True)
+    assert engine.requests[0][0] == [BOS, *PROMPT]
+
+
+async def test_a_long_prompt_is_cut(official, engine):
+    async def complete(prompt, **extra):
+        await official.completions.create(
+            model="stand-in", prompt=prompt, max_tokens=6, extra_body=extra
+        )
+        return bytes(token for token in engine.requests[-1][0] if token != BOS)
+
+    long = "a" * 300 + "b" * 300
+    assert await complete(long, truncate_prompt_tokens=-1) == b"b" * 250
+    assert await complete(long, truncate_prompt_tokens=7) == b"b" * 7
+    kept = await complete(long, truncate_prompt_tokens=7, truncation_side="right")
+    assert kept == b"a" * 6, "after the token that begins a text"
+    assert await complete(list(b"abc"), truncate_prompt_tokens=2) == b"bc"
+    assert await complete("abc", truncate_prompt_tokens=50) == b"abc"
+    messages = [{"role": "user", "content": long}]
+    await chat(official, messages, truncate_prompt_tokens=-1, max_tokens=6)
+    assert bytes(engine.requests[-1][0]) == b"b" * 239 + b"[assistant]"
+
+
+async def test_top_k_of_a_response(official, engine):
+    await official.responses.create(model="stand-in", input="a", extra_body={"top_k": 3})
+    assert engine.requests[0][1].top_k == 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_log_probabilities_of_the_text_of_a_response(engine, serving, stream):
+    engine.tokenizer.chat_template = "{{ '<think>' }}{{ '</think>' }}"
+    engine.script = ["<think>", "Hm", "</th", "ink>", "Y", "es"]
+    engine.script_tokens = range(6)
+    texts = dict(enumerate(engine.script)) | {65: "A"}
+    engine.tokenizer.token_text = lambda token: texts.get(token, "?")
+    engine.tokenizer.token_bytes = lambda token, *_: texts[token].encode()
+    async with serving(reasoning_parser="qwen3") as url:
+        official = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+        async with official:
+            fields = {
+                "model": "stand-in",
+                "input": "a",
+                "include": ["message.output_text.logprobs"],
+                "top_logprobs": 1,
+            }
+            if not stream:
+                answer = await official.responses.create(**fields)
+            else:
+                events = [e async for e in await official.responses.create(**fields, stream=True)]
+                deltas = [e for e in events if e.type == "response.output_text.delta"]
+                assert [[each.token for each in e.logprobs] for e in deltas] == [["Y"], ["es"]]
+                answer = events[-1].response
+            (reasoning, message) = answer.output
+            assert reasoning.type == "reasoning"
+            tokens = message.content[0].logprobs
+            assert [each.token for each in tokens] == ["Y", "es"]
+            assert tokens[0].top_logprobs[0].logprob == -1.0
+            assert tokens[0].bytes == [ord("Y")]
+    with pytest.raises(openai.BadRequestError) as caught:
+        async with serving() as url, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="n") as plain:
+            await plain.responses.create(model="stand-in", input="a", top_logprobs=1)
+    assert caught.value.param == "top_logprobs"
