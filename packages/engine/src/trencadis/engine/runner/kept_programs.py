@@ -78,7 +78,7 @@ class ProgramStore:
         return self._kept[-1][2]
 
     def renewed(self, programs: KeptPrograms) -> KeptPrograms:
-        """Those of the sampler alone in place of ``programs``, which a sleeping model may still use.
+        """Those of the sampler alone in place of ``programs``, which a sleeping model may use.
 
         The others read a cache of the size that they were compiled for.
         """
