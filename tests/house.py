@@ -213,8 +213,8 @@ FLOORS: dict[str, list[set[str]]] = {
     "engine.models": [
         {"broken_files", "chat_templates", "layer_spec", "pooling", "rotary", "weight_files"},
         {"declared_modules", "gguf", "hub", "paged_context", "score_heads"},
-        {"attention_operator", "block_attention", "checkpoint", "default_model"},
-        {"checkpoint_process", "decoder_layers", "pair_prompts"},
+        {"attention_operator", "checkpoint", "default_model", "softmax_attention"},
+        {"block_attention", "checkpoint_process", "decoder_layers", "pair_prompts"},
         {"attention", "compiled_forward", "layer_reading"},
         {"loader"},
     ],

@@ -65,7 +65,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "Llama": ("llama", {}),
     "Llama 4 (text)": (
         "llama4_text",
-        {**EXPERTS, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 64},
+        {
+            **{**EXPERTS, "attention_chunk_size": WINDOW, "intermediate_size_mlp": 64},
+            **{"attn_scale": 2.0, "floor_scale": 8},  # so that short prompts reach several steps
+        },
     ),
     "Llama 4 (text), within a chunk": (
         "llama4_text",

@@ -14,7 +14,6 @@ import attrs
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +30,7 @@ from trencadis.engine.devices.hpu.attention import RowAttention
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.attention import paged_attention
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.layer_spec import LayerSpec, features_of
 from trencadis.engine.models.paged_context import (
     MASKED,
     Attention,
@@ -89,10 +88,11 @@ class KernelAttention(CPUAttention):
         layer: int,
         paged: Any,
         spec: LayerSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         groups = query.shape[1] // key.shape[1]
         chosen = attrs.evolve(kernel(groups, query.shape[3], query.dtype), widens=self._widens)
-        return CPUAttention(chosen).attend(query, key, value, layer, paged, spec)
+        return CPUAttention(chosen).attend(query, key, value, layer, paged, spec, sinks)
 
 
 FORMULATIONS: list[Attention] = [BlockAttention(), RowAttention(), KernelAttention()]
@@ -116,6 +116,7 @@ class Sequences:
         block_size: int = 4,
         head_dim: int = 16,
         value_dim: int | None = None,
+        **features: Any,
     ) -> None:
         self.attention = attention
         self.rng = np.random.default_rng(sum(lengths))
@@ -127,7 +128,14 @@ class Sequences:
         self.lengths = lengths
         self.q = [torch.randn(heads, n, self.head_dim).to(dtype) for n in lengths]
         self.k = [torch.randn(kv_heads, n, self.head_dim).to(dtype) for n in lengths]
-        self.spec = layer_spec(heads, kv_heads, head_dim, value_width=value_dim or head_dim)
+        self.spec = layer_spec(
+            heads, kv_heads, head_dim, value_width=value_dim or head_dim, **features
+        )
+        self.sinks = (3 * torch.randn(heads)).to(dtype) if self.spec.sinks else None
+        names = {"window": "sliding_window", "softcap": "softcap"}
+        self.passed = {names[x]: features[x] for x in names if features.get(x) is not None}
+        self.passed |= {} if self.sinks is None else {"s_aux": self.sinks}
+        self.spec = attrs.evolve(self.spec, arguments=features_of(None, self.passed))
         self.module = types.SimpleNamespace(layer_idx=0, layer_spec=self.spec)
         width = self.spec.value_width
         self.v = [torch.randn(kv_heads, n, width).to(dtype) for n in lengths]
@@ -158,13 +166,24 @@ class Sequences:
         """Attention of (row, start, count) parts, as a decoder layer computes it."""
         tensors = (self.flat(parts, query, source, batch) for source in (self.q, self.k, self.v))
         paged = self.attention.prepare(paged, self.q[0].dtype)
-        return paged_attention(self.module, *tensors, None, paged=paged)[0]
+        return paged_attention(self.module, *tensors, None, paged=paged, **self.passed)[0]
 
     def expected(self, row: int) -> torch.Tensor:
-        """Causal attention of the whole sequence, ``[T, H, D]``, in fp32."""
-        q, k, v = (x[row][None].float() for x in (self.q, self.k, self.v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out[0].transpose(0, 1)
+        """Attention of the whole sequence as the spec says, ``[T, H, D]``, in fp64, as fp32."""
+        q, k, v = (x[row].double() for x in (self.q, self.k, self.v))
+        k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+        scores = (q @ k.mT) * self.spec.scale
+        if cap := self.spec.softcap:
+            scores = cap * (scores / cap).tanh()
+        place = torch.arange(num_tokens := q.shape[1])
+        at, window = place[:, None], self.spec.window or num_tokens
+        chunk = self.spec.chunk or num_tokens
+        seen = (place <= at) & (at - place < window) & (at // chunk == place // chunk)
+        scores = scores.masked_fill(~seen, -torch.inf)
+        if self.sinks is not None:
+            of_heads = self.sinks.double()[:, None, None].expand(-1, num_tokens, 1)
+            scores = torch.cat((scores, of_heads), -1)
+        return (scores.softmax(-1)[..., :num_tokens] @ v).transpose(0, 1).float()
 
     def scheduled(self, row: int, start: int, count: int) -> ScheduledSequence:
         return ScheduledSequence(row, start, (1,) * count, self.tables[row], samples=True)
@@ -185,6 +204,21 @@ shapes = st.tuples(
     st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1)]),
 )
 
+features = st.one_of(
+    st.just({}),
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "window": st.integers(1, 30),
+            "chunk": st.integers(1, 30),
+            "softcap": st.sampled_from([0.5, 2.0, 30.0]),
+            "sinks": st.just(value=True),
+            "scale": st.sampled_from([0.1, 1.0]),
+        },
+    ),
+)
+"""What a layer computes beyond plain causal attention."""
+
 
 def decode_input(
     case: Sequences, parts: list[tuple[int, int, int]], shape: DecodeShape, spare_pairs: int = 0
@@ -197,17 +231,18 @@ def decode_input(
 
 @formulations
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5), st.booleans())
+@given(shapes, features, st.integers(0, 2), st.integers(0, 4), st.integers(0, 5), st.booleans())
 def test_decode_equals_plain_attention(
     attention: Attention,
     shape: tuple[list[int], tuple[int, int]],
+    features: dict[str, Any],
     spare_rows: int,
     spare_blocks: int,
     spare_pairs: int,
     has_prefix: bool,
 ) -> None:
     lengths, (heads, kv_heads) = shape
-    case = Sequences(lengths, heads, kv_heads, torch.float32, attention)
+    case = Sequences(lengths, heads, kv_heads, torch.float32, attention, **features)
     for row, length in enumerate(lengths):
         case.fill(row, length - 1)
     batch = len(lengths) + spare_rows
@@ -228,6 +263,7 @@ def test_decode_equals_plain_attention(
     st.integers(0, 2),
     st.integers(1, 30),
     st.sampled_from([8, 4096]),
+    features,
 )
 def test_shared_blocks_are_scored_for_every_sequence(
     own: list[int],
@@ -236,9 +272,11 @@ def test_shared_blocks_are_scored_for_every_sequence(
     spare_rows: int,
     shared: int,
     at_once: int,
+    features: dict[str, Any],
 ) -> None:
     common = 4 * num_common
-    case = Sequences([common + length for length in own], *heads, torch.float32, RowAttention())
+    lengths = [common + length for length in own]
+    case = Sequences(lengths, *heads, torch.float32, RowAttention(), **features)
     for row in range(1, len(own)):
         case.tables[row][:num_common] = case.tables[0][:num_common]
         case.k[row][:, :common] = case.k[0][:, :common]
@@ -262,12 +300,15 @@ def test_shared_blocks_are_scored_for_every_sequence(
 
 @formulations
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.data())
+@given(shapes, features, st.data())
 def test_prompt_chunk_equals_plain_attention(
-    attention: Attention, shape: tuple[list[int], tuple[int, int]], data: st.DataObject
+    attention: Attention,
+    shape: tuple[list[int], tuple[int, int]],
+    features: dict[str, Any],
+    data: st.DataObject,
 ) -> None:
     lengths, (heads, kv_heads) = shape
-    case = Sequences(lengths, heads, kv_heads, torch.float32, attention)
+    case = Sequences(lengths, heads, kv_heads, torch.float32, attention, **features)
     parts = []
     for row, length in enumerate(lengths):
         start = data.draw(st.integers(0, length - 1))
@@ -292,16 +333,17 @@ def test_prompt_chunk_equals_plain_attention(
 
 @pytest.mark.parametrize("attention", [FORMULATIONS[0], FORMULATIONS[2]], ids=["blocks", "cpu"])
 @settings(max_examples=60, deadline=None)
-@given(shapes, st.integers(0, 5), st.sampled_from([1, 4, 512]), st.data())
+@given(shapes, features, st.integers(0, 5), st.sampled_from([1, 4, 512]), st.data())
 def test_ragged_chunks_equal_plain_attention(
     attention: Attention,
     shape: tuple[list[int], tuple[int, int]],
+    features: dict[str, Any],
     spare: int,
     mask_rows: int,
     data: st.DataObject,
 ) -> None:
     lengths, (heads, kv_heads) = shape
-    case = Sequences(lengths, heads, kv_heads, torch.float32, attention)
+    case = Sequences(lengths, heads, kv_heads, torch.float32, attention, **features)
     parts = []
     for row, length in enumerate(lengths):
         start = data.draw(st.integers(0, length - 1))
@@ -318,9 +360,11 @@ def test_ragged_chunks_equal_plain_attention(
         rows = [source[row][:, start : start + count] for row, start, count in parts]
         return torch.cat((*rows, torch.randn(len(rows[0]), spare, rows[0].shape[-1])), dim=1)[None]
 
-    given_tensors = (flat(source) for source in (case.q, case.k, case.v))
+    given_tensors = [flat(source) for source in (case.q, case.k, case.v)]
     paged = attention.prepare(tensors.paged, torch.float32)
-    out, _ = paged_attention(case.module, *given_tensors, None, paged=paged)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trencadis.engine.models.block_attention._ROWS", mask_rows)
+        out, _ = paged_attention(case.module, *given_tensors, None, paged=paged, **case.passed)
     assert torch.isfinite(out).all()
     end = 0
     for (row, start, count), last in zip(parts, tensors.logit_rows.tolist(), strict=True):
@@ -346,7 +390,7 @@ def prefill(case: Sequences, parts: list[tuple[int, int, int]], spare: int = 0) 
         padding = torch.randn(len(rows[0]), spare, rows[0].shape[-1]).to(rows[0].dtype)
         tensors.append(torch.cat((*rows, padding), dim=1)[None])
     paged = case.attention.prepare(paged, tensors[0].dtype)
-    return paged_attention(case.module, *tensors, None, paged=paged)[0][0]
+    return paged_attention(case.module, *tensors, None, paged=paged, **case.passed)[0][0]
 
 
 def exact(case: Sequences, row: int) -> torch.Tensor:
@@ -423,9 +467,10 @@ class ScatteredHeads(KernelAttention):
         layer: int,
         paged: Any,
         spec: LayerSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         given = (x.mT.contiguous().mT for x in (query, key, value))
-        return super().attend(*given, layer, paged, spec)
+        return super().attend(*given, layer, paged, spec, sinks)
 
 
 def test_values_of_a_head_that_are_not_adjacent_are_read_in_order() -> None:
@@ -571,6 +616,7 @@ def test_masks_of_long_chunks_are_small() -> None:
     st.lists(st.integers(1, 30), min_size=1, max_size=3),
     st.lists(st.integers(2, 30), min_size=1, max_size=3),
     st.sampled_from([(1, 1), (4, 4), (6, 2), (8, 1)]),
+    features,
     st.integers(0, 5),
     st.data(),
 )
@@ -579,10 +625,11 @@ def test_decodes_and_chunks_in_one_row_equal_plain_attention(
     decoded: list[int],
     chunked: list[int],
     heads: tuple[int, int],
+    features: dict[str, Any],
     spare: int,
     data: st.DataObject,
 ) -> None:
-    case = Sequences([*decoded, *chunked], *heads, torch.float32, attention)
+    case = Sequences([*decoded, *chunked], *heads, torch.float32, attention, **features)
     parts = [(row, length - 1, 1) for row, length in enumerate(decoded)]
     for row, length in enumerate(chunked, len(decoded)):
         start = data.draw(st.integers(0, length - 2))
@@ -605,7 +652,7 @@ def test_decodes_and_chunks_in_one_row_equal_plain_attention(
 
     given_tensors = (flat(source) for source in (case.q, case.k, case.v))
     paged = attention.prepare(tensors.paged, torch.float32)
-    out, _ = paged_attention(case.module, *given_tensors, None, paged=paged)
+    out, _ = paged_attention(case.module, *given_tensors, None, paged=paged, **case.passed)
     assert torch.isfinite(out).all()
     assert out.shape[1] == tensors.token_ids.shape[1] == shape.num_tokens
     end = 0
@@ -844,11 +891,8 @@ def test_a_kernel_declines_layers_that_it_was_not_compiled_for() -> None:
         attention_kernel_of(layer_spec(6, 2, 32, value_width=16), torch.float32)
 
 
-FEATURES = {
-    "window": (5, "attends within a window of 5 tokens"),
-    "chunk": (5, "attends within chunks of 5 tokens"),
-    "sinks": (True, "attends to sinks"),
-    "softcap": (5.0, "bounds its scores to 5.0"),
+COMPUTED = {"window": 5, "chunk": 5, "sinks": True, "softcap": 5.0}
+REJECTED = {
     "kind": ("linear_attention", "is of kind linear_attention"),
     "calls": (2, "attends 2 times"),
     "others": (("indices",), "passes indices to attention"),
@@ -858,8 +902,9 @@ FEATURES = {
 @formulations
 def test_no_attention_ignores_a_feature_of_a_layer(attention: Attention) -> None:
     declared = {each.name for each in attrs.fields(LayerSpec) if "words" in each.metadata}
-    assert declared == FEATURES.keys()
-    for name, (value, words) in FEATURES.items():
+    assert declared == COMPUTED.keys() | REJECTED.keys()
+    assert attention.supports(layer_spec(6, 2, 16, **COMPUTED)) is None
+    for name, (value, words) in REJECTED.items():
         assert attention.supports(layer_spec(6, 2, 16, **{name: value})) == words
 
 

@@ -11,12 +11,11 @@ from model_families import FAMILIES, SIZES, WINDOW
 from transformers import AutoConfig, AutoModelForCausalLM, PhimoeConfig
 
 from trencadis.engine import ModelError
-from trencadis.engine.devices import CPUDevice
 from trencadis.engine.models.attention_operator import attend_in_program, forward_pass
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.decoder_layers import DecoderLayers
 from trencadis.engine.models.layer_reading import check_layers, declare_layers, read_layers
-from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import PromptContext
 from trencadis.kvcache.tensors import KVCache
 
@@ -108,10 +107,12 @@ def test_a_window_of_the_longest_sequence_is_none() -> None:
 def test_a_shorter_length_is_advised_only_where_it_is_enough() -> None:
     slides = attrs.evolve(SPEC, window=WINDOW)
     bounded = attrs.evolve(SPEC, softcap=5.0)
-    supports = CPUDevice().supports
-    with pytest.raises(ModelError, match=r"layer 1 .* window of 32 .* max_model_len to 32$"):
+    supports = feature_beyond
+    with pytest.raises(
+        ModelError, match=r"layer 1 .* window of 32 tokens: .* max_model_len to 32$"
+    ):
         check_layers([SPEC, slides], supports, "it")
-    with pytest.raises(ModelError, match=r"layer 1 bounds its scores to 5.0.* another model$"):
+    with pytest.raises(ModelError, match=r"layer 1 bounds its scores to 5.0: serve another model$"):
         check_layers([slides, bounded], supports, "it")
     check_layers([SPEC], supports, "it")
 
@@ -153,5 +154,5 @@ def test_an_operator_attends_as_the_layer_that_runs() -> None:
         spec = attrs.evolve(SPEC, scale=scale)
         with forward_pass(paged, layer, spec):
             outs.append(attend_in_program(*rows))
-        assert noted[-1] == (layer, paged, spec)
+        assert noted[-1] == (layer, paged, spec, None)
     assert not torch.allclose(*outs)

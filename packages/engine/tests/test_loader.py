@@ -21,7 +21,7 @@ from trencadis.engine.devices import DEVICES, CPUDevice
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models import gguf
 from trencadis.engine.models.layer_reading import check_layers
-from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
 from trencadis.engine.models.loader import inspect_model, load_model, resolve_dtype
 from trencadis.engine.settings.engine_config import EngineConfig
 
@@ -127,7 +127,7 @@ def test_absent_weight_file_is_one_clear_line(
     assert "\n" not in str(caught.value)
 
 
-def test_sliding_window_is_refused_unless_it_is_never_left(
+def test_a_window_is_refused_by_a_device_without_unless_it_is_never_left(
     tmp_path: Path, make_tiny_model: Callable[..., Path]
 ) -> None:
     make_tiny_model(tmp_path)
@@ -136,9 +136,10 @@ def test_sliding_window_is_refused_unless_it_is_never_left(
     (tmp_path / "config.json").write_text(json.dumps(config))
     layers = inspect_model(str(tmp_path)).layers
     assert [layer.window for layer in layers] == [None, 64]
-    with pytest.raises(ModelError, match=r"layer 1 attends within a window of 64 .* max_model_len"):
-        check_layers([layer.within(65) for layer in layers], CPUDevice().supports, "it")
-    check_layers([layer.within(64) for layer in layers], CPUDevice().supports, "it")
+    with pytest.raises(ModelError, match=r"layer 1 attends within a window of 64.* max_model_len"):
+        check_layers([layer.within(65) for layer in layers], feature_beyond, "it")
+    check_layers([layer.within(64) for layer in layers], feature_beyond, "it")
+    check_layers(layers, CPUDevice().supports, "it")
 
 
 def test_bf16_weights_are_packed_and_compute_the_same(tiny_model: Path) -> None:

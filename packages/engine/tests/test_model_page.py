@@ -32,8 +32,9 @@ SAMPLE = (
     "Mistral v0.1, within its window",
 )
 
-PROMPTS = ([1, 2, 3], list(range(40, 80)), [7] * 9)
-"""The second is longer than a window, and than a step takes at once."""
+PROMPTS = ([1, 2, 3], list(range(40, 80)), [*range(90, 112), 7])
+"""The second is longer than a window, and than a step takes at once; the third reaches a window's
+end while it is decoded."""
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 

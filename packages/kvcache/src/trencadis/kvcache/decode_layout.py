@@ -39,6 +39,9 @@ class DecodeLayout:
     slots of each extra pair.
     ``shared_used``: ``int32[rows, num_shared]``, the slots that each row attends to in each of the
     first blocks, which have no owners and no extra pairs then.
+    ``start``, ``extra_start``, ``shared_start``: beside each of these, the position that the
+    block's first slot has in the row's sequence. It follows from the order of the row's block
+    table: the same block can be at another place of another row.
     """
 
     owner: Int32Array
@@ -47,6 +50,9 @@ class DecodeLayout:
     extra_owner: Int32Array
     extra_used: Int32Array
     shared_used: Int32Array
+    start: Int32Array
+    extra_start: Int32Array
+    shared_start: Int32Array
 
     @property
     def num_blocks(self) -> int:
@@ -74,7 +80,7 @@ def lay_out(
     prefix, if ``num_shared`` is, or if a row does not have exactly the blocks that its slots need:
     a swapped sequence, which has none, is not part of a batch.
     """
-    blocks, rows, slots = _pairs(block_tables, num_tokens, block_size)
+    blocks, rows, slots, starts = _pairs(block_tables, num_tokens, block_size)
     needed = int(blocks.max(initial=0)) + 1
     if num_blocks is not None and (type(num_blocks) is not int or num_blocks < needed):
         remedy = f"pass at least {needed}"
@@ -85,20 +91,25 @@ def lay_out(
                 f"num_blocks {num_blocks} ends before block {needed - 1} of this batch: {remedy}"
             )
     owner = np.full(num_blocks or needed, NO_OWNER, np.int32)
-    used = np.zeros(len(owner), np.int32)
+    used, start = np.zeros((2, len(owner)), np.int32)
     if type(num_shared) is not int or not 0 <= num_shared <= len(owner):
         remedy = "pass a part of the prefix"
         num_shared = integer(0, len(owner), remedy=remedy).checked("num_shared", num_shared)
-    shared_used = np.zeros((len(block_tables), num_shared), np.int32)
+    shared_used, shared_start = np.zeros((2, len(block_tables), num_shared), np.int32)
     if num_shared:
         shared = blocks < num_shared
         shared_used[rows[shared], blocks[shared]] = slots[shared]
-        blocks, rows, slots = blocks[~shared], rows[~shared], slots[~shared]
+        shared_start[rows[shared], blocks[shared]] = starts[shared]
+        blocks, rows, slots, starts = (x[~shared] for x in (blocks, rows, slots, starts))
     # NumPy keeps the last of several values for one index. In reverse order that is the first row.
     owner[blocks[::-1]] = rows[::-1]
     used[blocks[::-1]] = slots[::-1]
+    start[blocks[::-1]] = starts[::-1]
     extra = np.flatnonzero(owner[blocks] != rows)
-    return DecodeLayout(owner, used, blocks[extra], rows[extra], slots[extra], shared_used)
+    return DecodeLayout(
+        *(owner, used, blocks[extra], rows[extra], slots[extra], shared_used),
+        *(start, starts[extra], shared_start),
+    )
 
 
 def lay_out_pairs(
@@ -109,15 +120,17 @@ def lay_out_pairs(
     A block that several rows share is one pair for each. Arguments and errors are those of
     `lay_out`.
     """
-    blocks, rows, slots = _pairs(block_tables, num_tokens, block_size)
+    blocks, rows, slots, starts = _pairs(block_tables, num_tokens, block_size)
     nothing, none_shared = np.empty(0, np.int32), np.empty((len(block_tables), 0), np.int32)
-    return DecodeLayout(nothing, nothing, blocks, rows, slots, none_shared)
+    return DecodeLayout(
+        *(nothing, nothing, blocks, rows, slots, none_shared), *(nothing, starts, none_shared)
+    )
 
 
 def _pairs(
     block_tables: Sequence[Int32Array], num_tokens: Sequence[int], block_size: int
-) -> tuple[Int32Array, Int32Array, Int32Array]:
-    """Block, row and slots of each (block, row) pair, row after row. Checks the arguments."""
+) -> tuple[Int32Array, Int32Array, Int32Array, Int32Array]:
+    """Block, row, slots and start of each (block, row) pair, row after row. Checks arguments."""
     if type(block_size) is not int or not 1 <= block_size <= MAX_BLOCK_SIZE:
         block_size = _BLOCK_SIZE.checked("block_size", block_size)
     lengths, blocks, tokens = _as_arrays(block_tables, num_tokens)
@@ -135,8 +148,10 @@ def _pairs(
         )
     rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     slots = np.full(len(blocks), block_size, np.int32)
-    slots[np.cumsum(lengths) - 1] = slots_of_last
-    return blocks, rows, slots
+    ends = np.cumsum(lengths)
+    slots[ends - 1] = slots_of_last
+    places = np.arange(len(blocks), dtype=np.int32) - np.repeat(ends - lengths, lengths)
+    return blocks, rows, slots, (places * block_size).astype(np.int32)
 
 
 def _as_arrays(

@@ -18,9 +18,9 @@ from torch import nn
 from transformers import AttentionInterface
 
 from trencadis.engine.errors import ModelError
-from trencadis.engine.models.attention_operator import attend_in_program
+from trencadis.engine.models.attention_operator import attend_in_program, attend_with
 from trencadis.engine.models.block_attention import BlockAttention
-from trencadis.engine.models.layer_spec import LayerSpec, features_of
+from trencadis.engine.models.layer_spec import SINKS, LayerSpec, features_of
 from trencadis.engine.models.paged_context import PagedContext
 
 ATTENTION_NAME = "trencadis_paged"
@@ -52,11 +52,11 @@ def paged_attention(
             f"layer {module.layer_idx} passes {features} and the scale {scaling} to attention, and "
             f"was read as {spec}: serve another model"
         )
-    attention = paged.attention or _BLOCK_ATTENTION
+    attention, sinks = paged.attention or _BLOCK_ATTENTION, arguments.get(SINKS)
     if attention.as_operator and type(query) is not torch.Tensor:  # it is being traced
-        return attend_in_program(query, key, value), None
+        return attend_in_program(query, key, value, sinks), None
     layer = int(module.layer_idx)  # type: ignore[arg-type]
-    return attention.attend(query, key, value, layer, paged, spec), None
+    return attend_with(attention, query, key, value, layer, paged, spec, sinks), None
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention)

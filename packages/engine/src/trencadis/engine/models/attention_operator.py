@@ -15,12 +15,12 @@ from collections.abc import Generator
 
 import torch
 
-from trencadis.engine.models.layer_spec import LayerSpec
-from trencadis.engine.models.paged_context import PagedContext
+from trencadis.engine.models.layer_spec import LayerSpec, scaled_by_position
+from trencadis.engine.models.paged_context import Attention, PagedContext
 
 _LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "paged_attention(Tensor query, Tensor key, Tensor value) -> Tensor"
+    "paged_attention(Tensor query, Tensor key, Tensor value, Tensor? sinks=None) -> Tensor"
 )
 
 
@@ -45,19 +45,45 @@ def forward_pass(paged: PagedContext, layer: int, spec: LayerSpec) -> Generator[
         _CURRENT.paged = None
 
 
-def attend_in_program(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def attend_in_program(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Call attention as an operator; see `Attention.attend` for the shapes."""
-    out: torch.Tensor = torch.ops.trencadis.paged_attention(query, key, value)
+    out: torch.Tensor = torch.ops.trencadis.paged_attention(query, key, value, sinks)
     return out
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+def attend_with(
+    attention: Attention,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    layer: int,
+    paged: PagedContext,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """`Attention.attend`, after what is computed alike for all backends."""
+    if spec.position_scale is not None and paged.positions is not None:
+        query = scaled_by_position(query, paged.positions, spec.position_scale)
+    return attention.attend(query, key, value, layer, paged, spec, sinks)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     paged = _CURRENT.paged
     if paged is None or paged.attention is None:
         raise RuntimeError("a program with attention runs outside of `forward_pass`")
+    given = (_CURRENT.layer, paged, _CURRENT.spec, sinks)
     # The program was compiled for the strides of `_shape` and does not check them.
-    out = paged.attention.attend(query, key, value, _CURRENT.layer, paged, _CURRENT.spec)
-    return out.contiguous()
+    return attend_with(paged.attention, query, key, value, *given).contiguous()
 
 
 # The KV cache that the operator writes is not among its arguments. Nothing else in a program reads
@@ -67,8 +93,13 @@ _LIBRARY.impl(  # type: ignore[no-untyped-call]
 )
 
 
-def _shape(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    del key
+def _shape(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    del key, sinks
     _, heads, tokens, _ = query.shape
     return query.new_empty((1, tokens, heads, value.shape[3]))
 

@@ -14,15 +14,24 @@ import attrs
 import torch
 import torch.nn.functional as F
 
-from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
+from trencadis.engine.models.layer_spec import FEATURES, LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
     MASKED,
     DecodeContext,
     MixedContext,
     PagedContext,
     PromptContext,
+    RaggedChunk,
     RaggedContext,
 )
+from trencadis.engine.models.softmax_attention import (
+    bounded_scores,
+    seen_in_prompt,
+    softmax_attention,
+)
+
+_ROWS = 512
+"""Queries of a chunk that attend at once within a window: their keys are few more than it has."""
 
 
 class BlockAttention:
@@ -38,8 +47,8 @@ class BlockAttention:
         return attrs.evolve(paged, attention=self)
 
     def supports(self, layer: LayerSpec) -> str | None:
-        """None for plain causal attention, with keys and values of any width."""
-        return feature_beyond(layer)
+        """None for causal attention with any `FEATURES`, keys and values of any width."""
+        return feature_beyond(layer, FEATURES)
 
     def attend(
         self,
@@ -49,20 +58,21 @@ class BlockAttention:
         layer: int,
         paged: Any,
         spec: LayerSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         if isinstance(paged, MixedContext):
-            return attend_in_parts(self.attend, query, key, value, layer, paged, spec)
+            return attend_in_parts(self.attend, query, key, value, layer, paged, spec, sinks)
         keys, values = paged.cache.key(layer), paged.cache.value(layer)
         # Finite, because the next owner of a block adds a bias to what it has not overwritten yet.
         for part, given in ((keys, key), (values, value)):
             rows = given[0].transpose(0, 1).nan_to_num(0.0, 0.0, 0.0)
             part[paged.write_blocks, :, paged.write_offsets] = rows
         if isinstance(paged, PromptContext):
-            return _attend_prompt(query, key, value, keys, values, paged, spec.scale)
+            return _attend_prompt(query, key, value, keys, values, paged, spec, sinks)
         if isinstance(paged, RaggedContext):
-            return _attend_ragged(query, key, value, keys, values, paged, spec.scale)
-        return _attend_decode(query, keys, values, paged, spec.scale)
+            return _attend_ragged(query, key, value, keys, values, paged, spec, sinks)
+        return _attend_decode(query, keys, values, paged.within(spec), spec, sinks)
 
 
 def attend_in_parts(
@@ -73,12 +83,13 @@ def attend_in_parts(
     layer: int,
     paged: MixedContext,
     spec: LayerSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`Attention.attend` for the decode batch, then for the prefill chunks, in one result."""
     count, outs = paged.num_decodes, []
     for rows, context in ((slice(count), paged.decode), (slice(count, None), paged.prompt)):
         given = (tensor[:, :, rows] for tensor in (query, key, value))
-        outs.append(attend(*given, layer, context, spec))
+        outs.append(attend(*given, layer, context, spec, sinks))
     return torch.cat(outs, dim=1)
 
 
@@ -89,22 +100,22 @@ def _attend_prompt(
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     paged: PromptContext,
-    scale: float,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Prefill: a chunk attends to its context, gathered from the cache, and to itself."""
     query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
     if paged.context_blocks is not None:
         key = torch.cat((_gather(cached_keys, paged.context_blocks), key), dim=2)
         value = torch.cat((_gather(cached_values, paged.context_blocks), value), dim=2)
-    out = F.scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask=paged.mask,
-        is_causal=paged.mask is None,
-        scale=scale,
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    mask = paged.mask
+    if mask is None and (spec.needs_scores or spec.is_limited(key.shape[2])):
+        tokens = torch.arange(query.shape[2], device=query.device)
+        mask = (tokens <= tokens[:, None])[None, None]
+    if mask is not None and paged.positions is not None and spec.is_limited(key.shape[2]):
+        positions = paged.positions.view(paged.batch, -1)
+        mask = mask & seen_in_prompt(spec, positions, key.shape[2] - query.shape[2])
+    out = _attend_masked(query, key, value, mask, spec, sinks)
     return out.transpose(1, 2).reshape(1, -1, query.shape[1], value.shape[-1])
 
 
@@ -115,7 +126,8 @@ def _attend_ragged(
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     paged: RaggedContext,
-    scale: float,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Prefill: each chunk, in its own size, attends to its context and to itself."""
     _, heads, tokens, _ = query.shape
@@ -124,19 +136,78 @@ def _attend_ragged(
     for chunk in paged.chunks:
         start, end = chunk.start, chunk.end
         rows, keys, values = (x[:, :, start:end] for x in (query, key, value))
+        if spec.needs_scores or spec.is_limited(chunk.context_tokens + end - start):
+            caches = (cached_keys, cached_values)
+            _attend_narrowly(rows, keys, values, *caches, chunk, spec, sinks, out[:, start:end])
+            continue
         if chunk.context_blocks is not None and chunk.mask is not None:
-            held = chunk.mask.shape[1] - (end - start)
-            context = chunk.context_blocks[None]
+            held, context = chunk.context_tokens, chunk.context_blocks[None]
             keys = torch.cat((_gather(cached_keys, context)[:, :, :held], keys), dim=2)
             values = torch.cat((_gather(cached_values, context)[:, :, :held], values), dim=2)
-            _attend_in_slices(rows, keys, values, chunk.mask, scale, out[:, start:end])
+            _attend_in_slices(rows, keys, values, chunk.mask, spec.scale, out[:, start:end])
             continue
-        attended = F.scaled_dot_product_attention(
-            rows, keys, values, is_causal=True, scale=scale, enable_gqa=heads != keys.shape[1]
-        )
+        attended = _attend_masked(rows, keys, values, None, spec, None)
         out[:, start:end] = attended.transpose(1, 2)
     out[:, end:] = 0.0
     return out
+
+
+def _attend_masked(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention of ``[B, H, Q, D]`` to ``[B, K, L, D]``. Without ``mask`` it is causal."""
+    if spec.needs_scores and mask is not None:
+        bias = torch.where(mask, 0.0, MASKED)
+        return softmax_attention(query, key, value, bias, spec, sinks)
+    return F.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=spec.scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+def _attend_narrowly(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cached_keys: torch.Tensor,
+    cached_values: torch.Tensor,
+    chunk: RaggedChunk,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """Attend from some queries of a chunk at once to the keys between the first and last they see.
+
+    Writes to ``out``, ``[1, Q, H, D]``.
+    """
+    held, tokens, size = chunk.context_tokens, query.shape[2], cached_keys.shape[2]
+    for first in range(0, tokens, _ROWS):
+        last = min(first + _ROWS, tokens)
+        begin = spec.first_seen(held + first)
+        rows = slice(max(0, begin - held), last)
+        keys, values = key[:, :, rows], value[:, :, rows]
+        if chunk.context_blocks is not None and begin < held:
+            blocks, skipped = chunk.context_blocks[None, begin // size :], begin % size
+            of_context = slice(skipped, skipped + held - begin)
+            keys, values = (
+                torch.cat((_gather(cached, blocks)[:, :, of_context], new), dim=2)
+                for cached, new in ((cached_keys, keys), (cached_values, values))
+            )
+        at = torch.arange(held + first, held + last)[:, None]
+        places = torch.arange(begin, held + last)
+        mask = ((places <= at) & spec.sees(at, places))[None, None]
+        attended = _attend_masked(query[:, :, first:last], keys, values, mask, spec, sinks)
+        out[:, first:last] = attended.transpose(1, 2)
 
 
 def _attend_in_slices(
@@ -172,7 +243,8 @@ def _attend_decode(
     cached_keys: torch.Tensor,
     cached_values: torch.Tensor,
     paged: DecodeContext,
-    scale: float,
+    spec: LayerSpec,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Decode: attend from each block's owner to that block, then combine the blocks of each owner.
 
@@ -183,31 +255,44 @@ def _attend_decode(
     """
     _, heads, batch, size = query.shape
     kv_heads = cached_keys.shape[1]
-    rows = (query[0].transpose(0, 1) * scale).view(batch, kv_heads, heads // kv_heads, size)
+    groups = heads // kv_heads
+    rows = (query[0].transpose(0, 1) * spec.scale).view(batch, kv_heads, groups, size)
     rows = rows[paged.readers]
-    n, extra = paged.prefix_blocks, paged.extra_blocks
+    n, extra, owners, cap = paged.prefix_blocks, paged.extra_blocks, paged.owners, spec.softcap
     scored = []
     if n:
-        scored.append(_score_blocks(rows[:n], cached_keys[:n], cached_values[:n], paged.bias[:n]))
+        held, weighed = cached_keys[:n], cached_values[:n]
+        scored.append(_score_blocks(rows[:n], held, weighed, paged.bias[:n], cap))
     if extra is not None:
-        keys, values = cached_keys[extra], cached_values[extra]
-        scored.append(_score_blocks(rows[n:], keys, values, paged.bias[n:]))
+        held, weighed = cached_keys[extra], cached_values[extra]
+        scored.append(_score_blocks(rows[n:], held, weighed, paged.bias[n:], cap))
+    if sinks is not None:  # a further block of each row: one score, of a value of 0
+        own = torch.arange(batch, device=owners.device, dtype=owners.dtype)
+        owners = torch.cat((owners, own))
+        peak = sinks.float().view(1, kv_heads, groups, 1).expand(batch, -1, -1, -1)
+        nothing = peak.new_zeros((1, 1, 1, cached_values.shape[3])).expand(*peak.shape[:3], -1)
+        scored.append((peak, torch.cat((nothing, torch.ones_like(peak)), dim=-1)))
     peak, sums = (
         parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
     )
-    combined = _combine(peak, sums, paged.owners, batch + 1)
+    combined = _combine(peak, sums, owners, batch + 1)
     return combined[:batch].to(query.dtype).view(1, batch, heads, -1)
 
 
 def _score_blocks(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
 
     Returns, in fp32, the maximum per row ``[N, K, G, 1]``, and ``[N, K, G, D + 1]``: the values
     weighted by the exponentials, then the sum of the exponentials.
     """
-    scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
+    scores = torch.matmul(rows, keys.transpose(-1, -2)).float()
+    scores = bounded_scores(scores, softcap) + bias
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - peak)
     weighted = torch.matmul(weights.to(values.dtype), values).float()

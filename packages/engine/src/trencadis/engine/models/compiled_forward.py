@@ -61,6 +61,7 @@ class CompiledForward:
 
     _start: _Part
     _layers: Sequence[Program]
+    _places: Sequence[tuple[int, ...]]
     _end: _Part
 
     @classmethod
@@ -75,7 +76,8 @@ class CompiledForward:
     ) -> CompiledForward:
         """Trace and compile the programs for a batch of ``tensors``: three for most models.
 
-        Raises `ModelError` for a model whose layers are given different tensors.
+        Layers may have rotary embeddings of their own: the start computes all. Raises `ModelError`
+        for a model whose layers are given tensors of different forms.
         """
 
         def call_with(outside: Sequence[torch.Tensor]) -> Callable[..., Any]:
@@ -83,11 +85,11 @@ class CompiledForward:
             return lambda **kwargs: torch.func.functional_call(model, named, (), kwargs)
 
         def start(*given: torch.Tensor) -> list[torch.Tensor]:
-            recording = Recording()
+            recording = Recording(until=layers.num_layers - 1)
             try:
                 compute(call_with(given[len(tensors) :]), given[: len(tensors)], recording)
             except LayersReached:
-                return recording.inputs()
+                return recording.distinct()
             raise ModelError("the model has no decoder layers: serve it without --compile")
 
         def end(*given: torch.Tensor) -> torch.Tensor:
@@ -97,8 +99,7 @@ class CompiledForward:
             outside = given[1 + len(tensors) :]
             return compute(call_with(outside), given[1 : 1 + len(tensors)], skip)
 
-        # What the start computes for the first layer is passed to all.
-        recording = Recording(same_until=layers.num_layers - 1)
+        recording = Recording(until=layers.num_layers - 1)
         with contextlib.suppress(LayersReached):
             compute(model, tensors, recording)
         programs = [
@@ -108,14 +109,17 @@ class CompiledForward:
         return cls(
             _Part.of(start, tensors, own.outside, compile_graph),
             layers.of_layers(programs),
+            recording.places(),
             _Part.of(end, (hidden, *tensors), own.outside, compile_graph),
         )
 
     def __call__(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> torch.Tensor:
         """Logits ``[rows, vocabulary]``."""
-        hidden, *others = self._start(tensors, own.outside)
-        for layer, of_layer in zip(self._layers, own.layers, strict=True):
-            hidden = single(layer(hidden, *others, *of_layer))
+        made = self._start(tensors, own.outside)
+        hidden = made[0]
+        for layer, places, of_layer in zip(self._layers, self._places, own.layers, strict=True):
+            given = (made[place] for place in places[1:])
+            hidden = single(layer(hidden, *given, *of_layer))
         return self._end((hidden, *tensors), own.outside)[0]
 
 

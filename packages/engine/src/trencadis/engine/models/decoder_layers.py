@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import operator
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
 
@@ -244,12 +243,14 @@ class LayersReached(Exception):
 class Recording:
     """A layer run that records the arguments of the first layer, and ends the forward pass there.
 
-    It raises `LayersReached`, so that nothing of the layers runs eagerly. With ``same_until`` the
-    pass ends at this layer, and raises `ModelError` at one that is not given the first layer's
-    tensors.
+    It raises `LayersReached`, so that nothing of the layers runs eagerly. With ``until`` the pass
+    ends at this layer, and raises `ModelError` at one to which the model does not pass on what the
+    layer before has returned, or that is given tensors of other forms than the first layer.
+    ``given``: the tensors of each layer that was reached.
     """
 
-    same_until: int = 0
+    until: int = 0
+    given: list[list[torch.Tensor]] = attrs.field(factory=list)
     paged: PagedContext | None = None
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = attrs.field(factory=dict)
@@ -260,15 +261,26 @@ class Recording:
         if self.paged is None:
             self.paged, self.args, self.kwargs = kwargs["paged"], args, kwargs
         given, first = layer_inputs(args, kwargs), self.inputs()
-        if len(given) != len(first) or any(map(operator.is_not, given, first)):
+        forms = [[(tensor.shape, tensor.dtype) for tensor in each] for each in (given, first)]
+        if forms[0] != forms[1] or given[0] is not first[0]:
             raise ModelError(
-                f"decoder layer {layer} is given other tensors than the first one, such as rotary "
+                f"decoder layer {layer} is given other tensors than the first one, beyond rotary "
                 "embeddings of its own, and one program cannot serve both: serve this model "
                 "without --compile"
             )
-        if layer >= self.same_until:
+        self.given.append(given)
+        if layer >= self.until:
             raise LayersReached
         return first[0]
+
+    def distinct(self) -> list[torch.Tensor]:
+        """Each tensor of the layers once, that of hidden states first."""
+        return list({id(x): x for given in self.given for x in given}.values())
+
+    def places(self) -> list[tuple[int, ...]]:
+        """For each layer, where its tensors are in `distinct`."""
+        numbers = {id(x): number for number, x in enumerate(self.distinct())}
+        return [tuple(numbers[id(x)] for x in given) for given in self.given]
 
     def inputs(self) -> list[torch.Tensor]:
         """The tensors among the recorded arguments."""

@@ -24,7 +24,7 @@ from trencadis.engine.models.broken_files import BROKEN_FILE_ERRORS, reason_of
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import (
     ATTENTION,
-    FEATURES,
+    PASSED_FEATURES,
     LayerSpec,
     features_of,
     is_replaceable,
@@ -57,11 +57,16 @@ def read_layers(config: PreTrainedConfig, name: str) -> tuple[LayerSpec, ...]:
 
 
 def declare_layers(model: nn.Module, layers: Sequence[LayerSpec]) -> None:
-    """Let the modules of each layer know its spec."""
+    """Let the modules of each layer know its spec.
+
+    What attention computes in place of the layer's own code is switched off there.
+    """
     modules: Any = model.modules()
     for module in modules:
         if isinstance(layer := getattr(module, "layer_idx", None), int):
             module.layer_spec = layers[layer]
+            if layers[layer].position_scale is not None:
+                module.attn_temperature_tuning = False
 
 
 def check_layers(
@@ -162,15 +167,27 @@ def _note(
             key_width=key.shape[3],
             value_width=value.shape[3],
             scale=query.shape[3] ** -0.5 if scaling is None else scaling,
-            others=tuple(name for name in features if name not in FEATURES),
+            position_scale=_position_scale(module),
+            others=tuple(name for name in features if name not in PASSED_FEATURES),
             arguments=features,
-            **{name: value for name, value in features.items() if name in FEATURES},
+            **{name: value for name, value in features.items() if name in PASSED_FEATURES},
         )
     )
     return value.new_empty((1, query.shape[2], query.shape[1], value.shape[3])), None
 
 
 AttentionInterface.register(_READING, _note)
+
+
+def _position_scale(module: Any) -> tuple[float, float] | None:
+    """That of Llama 4's layers without rotary embedding (`LayerSpec.position_scale`).
+
+    Its code takes the number of a token in the batch for its position, which holds for the prompt
+    of one sequence alone.
+    """
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return None
+    return float(module.floor_scale), float(module.attn_scale)
 
 
 def _of_layer(calls: Sequence[LayerSpec], layer_type: str | None, text: Any) -> LayerSpec:

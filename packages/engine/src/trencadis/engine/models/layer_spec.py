@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import attrs
+import torch
 from torch import nn
 
 from trencadis.engine.errors import ModelError
@@ -36,6 +37,9 @@ class LayerSpec(LayerShape):
     a forward pass, each time to other keys. ``others``: arguments of its attention that have no
     field here.
 
+    ``position_scale``: ``(f, a)`` of a layer whose query at position p is multiplied by
+    ``1 + a * log1p(floor((p + 1) / f))``, as in Llama 4 (`scaled_by_position`).
+
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
     ``replaceable_experts``: a device can compute them with its own products, see `is_replaceable`.
     ``arguments``: how the model's code asks for these features (`features_of`).
@@ -50,6 +54,7 @@ class LayerSpec(LayerShape):
     kind: str = _feature("is of kind {}", default=ATTENTION)
     calls: int = _feature("attends {} times", default=1)
     others: tuple[str, ...] = _feature("passes {} to attention", default=())
+    position_scale: tuple[float, float] | None = None
     experts: int = 0
     replaceable_experts: bool = False
     arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
@@ -67,6 +72,33 @@ class LayerSpec(LayerShape):
             chunk=self.chunk if self.chunk is None or self.chunk < max_model_len else None,
         )
 
+    def is_limited(self, num_tokens: int) -> bool:
+        """Whether the last of so many tokens attends to fewer than all, by a window or a chunk."""
+        return any(limit is not None and limit < num_tokens for limit in (self.window, self.chunk))
+
+    @property
+    def needs_scores(self) -> bool:
+        """Whether it changes scores in a way that PyTorch's fused attention does not."""
+        return self.softcap is not None or self.sinks
+
+    def first_seen(self, position: int) -> int:
+        """The first position to which the token at ``position`` attends."""
+        of_window = 0 if self.window is None else position - self.window + 1
+        of_chunk = 0 if self.chunk is None else position - position % self.chunk
+        return max(0, of_window, of_chunk)
+
+    def sees(self, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        """Whether window and chunk leave a key to a query, by their positions, which broadcast.
+
+        Keys after the query are not excluded here.
+        """
+        seen = torch.ones((), dtype=torch.bool, device=keys.device)
+        if self.window is not None:
+            seen = keys > queries - self.window
+        if self.chunk is not None:
+            seen = seen & (keys >= queries - queries % self.chunk)
+        return seen
+
 
 @functools.lru_cache(maxsize=1024)
 def feature_beyond(layer: LayerSpec, computed: frozenset[str] = frozenset()) -> str | None:
@@ -82,10 +114,16 @@ def feature_beyond(layer: LayerSpec, computed: frozenset[str] = frozenset()) -> 
     return None
 
 
-_FIELDS = {"sliding_window": "window", "softcap": "softcap", "s_aux": "sinks"}
+SINKS = "s_aux"
+"""What transformers calls the argument that has the sinks."""
+
+_FIELDS = {"sliding_window": "window", "softcap": "softcap", SINKS: "sinks"}
 """The fields of `LayerSpec` that transformers passes to attention, by the names it has there."""
 
-FEATURES = frozenset(_FIELDS.values())
+PASSED_FEATURES = frozenset(_FIELDS.values())
+
+FEATURES = PASSED_FEATURES | {"chunk"}
+"""What an attention that computes scores one by one can compute beyond plain causal attention."""
 
 _WITHOUT_EFFECT = frozenset(
     {
@@ -108,6 +146,15 @@ def features_of(mask: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
             is_number = isinstance(value, (int, float))
             features[_FIELDS.get(name, name)] = value if is_number else True
     return features
+
+
+def scaled_by_position(
+    query: torch.Tensor, positions: torch.Tensor, scale: tuple[float, float]
+) -> torch.Tensor:
+    """Queries ``[1, H, T, D]`` at ``positions`` ``[T]``, by `LayerSpec.position_scale`."""
+    floor, factor = scale
+    steps = torch.log1p(torch.floor((positions.float() + 1.0) / floor))
+    return (query * (steps * factor + 1.0).view(1, 1, -1, 1)).to(query.dtype)
 
 
 def is_replaceable(module: nn.Module) -> bool:

@@ -44,12 +44,14 @@ class PagedContext:
     """Base of what a forward pass reads and writes. Its tensors are inputs of graphs and programs.
 
     ``attention`` is the device's attention backend; None: that of the CPU. ``layer_run`` computes
-    the decoder layers in place of the model's own code; None for eager.
+    the decoder layers in place of the model's own code; None for eager. ``positions``: ``[T]``,
+    that of each token in its sequence, 0 for padding; None where no layer needs it.
     """
 
     cache: LayerCaches
     attention: Attention | None
     layer_run: LayerRun | None
+    positions: torch.Tensor | None
 
 
 class Attention(Protocol):
@@ -86,11 +88,12 @@ class Attention(Protocol):
         layer: int,
         paged: Any,
         spec: LayerSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write a layer's new keys and values, then attend.
 
-        ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``. Returns
-        ``[1, T, H, D]``.
+        ``query`` is ``[1, H, T, D]``, ``key`` and ``value`` are ``[1, K, T, D]``, ``sinks`` is
+        ``[H]``, given where ``spec.sinks``. Returns ``[1, T, H, D]``.
         """
 
 
@@ -112,6 +115,7 @@ class PromptContext(PagedContext):
     mask: torch.Tensor | None = None
     layer_run: LayerRun | None = None
     attention: Attention | None = None
+    positions: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -128,6 +132,11 @@ class RaggedChunk:
     context_blocks: torch.Tensor | None
     mask: torch.Tensor | None
 
+    @property
+    def context_tokens(self) -> int:
+        """Tokens of its sequence that are in the cache already."""
+        return 0 if self.mask is None else self.mask.shape[1] - (self.end - self.start)
+
 
 @attrs.frozen(eq=False)
 class RaggedContext(PagedContext):
@@ -142,6 +151,7 @@ class RaggedContext(PagedContext):
     chunks: tuple[RaggedChunk, ...]
     layer_run: LayerRun | None = None
     attention: Attention | None = None
+    positions: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -156,6 +166,10 @@ class DecodeContext(PagedContext):
     further sequence shares them, or all blocks where N is 0; None if there are none.
     ``shared_filled``: ``[B, P]``, how many slots of each of the first P blocks a sequence attends
     to; ``owners``, ``readers`` and ``bias`` begin with block P then. None where all have owners.
+
+    ``starts``: ``[N + E]``, the position of a block's first slot in its owner's sequence.
+    ``shared_starts``: ``[B, P]``. ``narrowed``: the results of `within`, for a backend that asks
+    for each layer and is not traced; None keeps none.
     """
 
     cache: LayerCaches
@@ -169,6 +183,34 @@ class DecodeContext(PagedContext):
     shared_filled: torch.Tensor | None = None
     layer_run: LayerRun | None = None
     attention: Attention | None = None
+    positions: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    shared_starts: torch.Tensor | None = None
+    narrowed: dict[tuple[int | None, int | None], DecodeContext] | None = None
+
+    def within(self, spec: LayerSpec) -> DecodeContext:
+        """The context of layers with the window or the chunk of ``spec``; itself without either.
+
+        Slots outside are masked, and a block that has no other slots has no owner.
+        """
+        limits = (spec.window, spec.chunk)
+        if limits == (None, None):
+            return self
+        if self.narrowed is not None and limits in self.narrowed:
+            return self.narrowed[limits]
+        if self.positions is None or self.starts is None:
+            raise ValueError("the context lacks the positions that a window needs")
+        queries, size = self.positions[self.readers], self.bias.shape[-1]
+        slots = self.starts[:, None] + torch.arange(size, device=self.starts.device)
+        seen = spec.sees(queries[:, None], slots)
+        found = attrs.evolve(
+            self,
+            owners=torch.where(seen[:, -1], self.owners, self.positions.shape[0]),
+            bias=torch.where(seen[:, None, None], self.bias, MASKED),
+        )
+        if self.narrowed is not None:
+            self.narrowed[limits] = found
+        return found
 
 
 @attrs.frozen(eq=False)
@@ -184,6 +226,7 @@ class MixedContext(PagedContext):
     prompt: RaggedContext
     layer_run: LayerRun | None = None
     attention: Attention | None = None
+    positions: torch.Tensor | None = None
 
 
 def is_operator(paged: PagedContext | None) -> bool:

@@ -242,13 +242,17 @@ def _fill_decode(
     owned = owner != NO_OWNER
     owners[:num_owned][owned] = owner[owned]
     filled[:num_owned] = layout.used[shape.shared :]
+    starts = fields["starts"]
+    starts[:num_owned] = layout.start[shape.shared :]
     extra = slice(num_owned, num_owned + layout.num_extra)
     owners[extra], filled[extra] = layout.extra_owner, layout.extra_used
+    starts[extra] = layout.extra_start
     fields["readers"][:] = np.minimum(owners, shape.batch - 1)
     if shape.extra:
         fields["extra_blocks"][: layout.num_extra] = layout.extra_block
     if shape.shared:
         fields["shared_filled"][: len(layout.shared_used)] = layout.shared_used
+        fields["shared_starts"][: len(layout.shared_used)] = layout.shared_start
 
 
 def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
@@ -276,11 +280,12 @@ def _sections(shape: ForwardShape) -> dict[str, tuple[int, ...]]:
     rows = ("token_ids", "position_ids", "write_blocks", "write_offsets", "logit_rows")
     sections = dict.fromkeys(rows, (shape.batch,))
     blocks = (shape.blocks - shape.shared + shape.extra,)
-    sections |= dict.fromkeys(("owners", "readers", "filled"), blocks)
+    sections |= dict.fromkeys(("owners", "readers", "filled", "starts"), blocks)
     if shape.extra:
         sections["extra_blocks"] = (shape.extra,)
     if shape.shared:
-        sections["shared_filled"] = (shape.batch, shape.shared)
+        shared = ("shared_filled", "shared_starts")
+        sections |= dict.fromkeys(shared, (shape.batch, shape.shared))
     return sections
 
 
@@ -338,6 +343,7 @@ def _context(shape: ForwardShape, views: dict[str, torch.Tensor], cache: KVCache
         shape.decode.num_tokens,
         _decode_context(shape.decode, decode, cache),
         _ragged_context(shape.prompt, prompt, cache),
+        positions=views["position_ids"],
     )
 
 
@@ -354,6 +360,7 @@ def _prompt_context(
         None
         if context is None
         else _context_mask(views["context_tokens"], shape, cache.block_size),
+        positions=views["position_ids"].flatten(),
     )
 
 
@@ -371,7 +378,13 @@ def _ragged_context(
         # All masks are equal when read from their last row and column.
         part = mask[-size.tokens :, -(size.context_tokens + size.tokens) :]
         chunks.append(RaggedChunk(start, end, blocks, part))
-    return RaggedContext(cache, views["write_blocks"], views["write_offsets"], tuple(chunks))
+    return RaggedContext(
+        cache,
+        views["write_blocks"],
+        views["write_offsets"],
+        tuple(chunks),
+        positions=views["position_ids"],
+    )
 
 
 def _last_rows(shape: RaggedShape) -> torch.Tensor:
@@ -399,6 +412,9 @@ def _decode_context(
         bias,
         views.get("extra_blocks"),
         views.get("shared_filled"),
+        positions=views["position_ids"],
+        starts=views["starts"],
+        shared_starts=views.get("shared_starts"),
     )
 
 

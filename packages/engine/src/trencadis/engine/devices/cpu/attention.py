@@ -113,9 +113,14 @@ class CPUAttention:
         self._kernel = kernel
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
-        """Nothing to derive."""
+        """Nothing but a place for what layers of one window share."""
         del dtype
-        return attrs.evolve(paged, attention=self)
+        changes: dict[str, Any] = {}
+        if isinstance(paged, DecodeContext):
+            changes["narrowed"] = {}
+        elif isinstance(paged, MixedContext):
+            changes["decode"] = attrs.evolve(paged.decode, narrowed={})
+        return attrs.evolve(paged, attention=self, **changes)
 
     def supports(self, layer: LayerSpec) -> str | None:
         """What PyTorch's operations support: the kernel is for some of it."""
@@ -129,17 +134,18 @@ class CPUAttention:
         layer: int,
         paged: Any,
         spec: LayerSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         if isinstance(paged, MixedContext):
-            return attend_in_parts(self.attend, query, key, value, layer, paged, spec)
+            return attend_in_parts(self.attend, query, key, value, layer, paged, spec, sinks)
         kernel = self._kernel
         if (
             kernel is None
             or kernel.supports(spec) is not None
             or not kernel.fits(query, key, value, paged.cache.key(layer))
         ):
-            return self._blocks.attend(query, key, value, layer, paged, spec)
+            return self._blocks.attend(query, key, value, layer, paged, spec, sinks)
         scale = spec.scale
         # The kernels read heads as rows of contiguous values.
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
@@ -147,7 +153,7 @@ class CPUAttention:
             return _decode(kernel.decode, query, key, value, layer, paged, scale)
         if isinstance(paged, RaggedContext) and kernel.prefill is not None:
             return _prefill(kernel.prefill, kernel.widens, query, key, value, layer, paged, scale)
-        return self._blocks.attend(query, key, value, layer, paged, spec)
+        return self._blocks.attend(query, key, value, layer, paged, spec, sinks)
 
 
 def _decode(

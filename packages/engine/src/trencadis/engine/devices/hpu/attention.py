@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from trencadis.engine.devices.hpu.kernels import Kernels, block_adjustment, prompt_attention
-from trencadis.engine.models.layer_spec import LayerSpec, feature_beyond
+from trencadis.engine.models.layer_spec import FEATURES, LayerSpec, feature_beyond
 from trencadis.engine.models.paged_context import (
     MASKED,
     Attention,
@@ -30,6 +30,11 @@ from trencadis.engine.models.paged_context import (
     LayerRun,
     PagedContext,
     PromptContext,
+)
+from trencadis.engine.models.softmax_attention import (
+    bounded_scores,
+    seen_in_prompt,
+    softmax_attention,
 )
 
 _BOUND = 1e15
@@ -53,6 +58,7 @@ class PromptRows(PagedContext):
     bias: torch.Tensor | None = None
     attention: Attention | None = None
     layer_run: LayerRun | None = None
+    positions: torch.Tensor | None = None
 
 
 @attrs.frozen(eq=False)
@@ -65,6 +71,9 @@ class DecodeRows(PagedContext):
 
     Where the first P blocks are shared, N counts the others, ``shared_bias`` is ``[B, P * S]``
     fp32, and ``owners`` and ``mapping`` go on with the B sequences for each part of the P blocks.
+
+    ``starts`` and ``shared_starts``: as in `DecodeContext`. ``queries_at``: ``[N + E]``, the
+    position of the query that reads the block.
     """
 
     cache: LayerCaches
@@ -77,6 +86,10 @@ class DecodeRows(PagedContext):
     shared_bias: torch.Tensor | None = None
     attention: Attention | None = None
     layer_run: LayerRun | None = None
+    positions: torch.Tensor | None = None
+    starts: torch.Tensor | None = None
+    shared_starts: torch.Tensor | None = None
+    queries_at: torch.Tensor | None = None
 
 
 class RowAttention:
@@ -93,8 +106,8 @@ class RowAttention:
         self.kernels = kernels or Kernels()
 
     def supports(self, layer: LayerSpec) -> str | None:
-        """None for plain causal attention, with keys and values of any width."""
-        return feature_beyond(layer)
+        """None for causal attention with any `FEATURES`, keys and values of any width."""
+        return feature_beyond(layer, FEATURES)
 
     def prepare(self, paged: PagedContext, dtype: torch.dtype) -> PagedContext:
         """Slots, biases and the one-hot matrix: once for each forward pass."""
@@ -112,14 +125,15 @@ class RowAttention:
         layer: int,
         paged: Any,
         spec: LayerSpec,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write, then attend: see `Attention.attend`."""
         written = _bounded(key[0].transpose(0, 1)), _bounded(value[0].transpose(0, 1))
         keys = paged.cache.key(layer).index_copy_(0, paged.slots, written[0])
         values = paged.cache.value(layer).index_copy_(0, paged.slots, written[1])
         if isinstance(paged, PromptRows):
-            return self._attend_prompt(query, key, value, keys, values, paged, spec)
-        return self._attend_decode(query, keys, values, paged, spec.scale)
+            return self._attend_prompt(query, key, value, keys, values, paged, spec, sinks)
+        return self._attend_decode(query, keys, values, paged, spec, sinks)
 
     # Prefill.
 
@@ -130,12 +144,16 @@ class RowAttention:
             real = (paged.write_blocks != 0).view(paged.batch, -1)
             lengths = real.sum(1, dtype=torch.int32).clamp_min(1)
             return PromptRows(
-                paged.cache, paged.batch, slots, lengths, attention=self, layer_run=paged.layer_run
+                *(paged.cache, paged.batch, slots, lengths),
+                attention=self,
+                layer_run=paged.layer_run,
+                positions=paged.positions,
             )
         bias = torch.where(paged.mask, 0.0, MASKED).to(dtype)
         blocks = paged.context_blocks.flatten()
         return PromptRows(
-            paged.cache, paged.batch, slots, None, blocks, bias, self, paged.layer_run
+            *(paged.cache, paged.batch, slots, None, blocks, bias, self, paged.layer_run),
+            paged.positions,
         )
 
     def _attend_prompt(
@@ -147,18 +165,24 @@ class RowAttention:
         values: torch.Tensor,
         paged: PromptRows,
         spec: LayerSpec,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         query, key, value = (_by_sequence(x, paged.batch) for x in (query, key, value))
         if paged.context_blocks is not None:
             size = paged.cache.block_size
             key = torch.cat((_gather(keys, paged.context_blocks, size, paged.batch), key), 2)
             value = torch.cat((_gather(values, paged.context_blocks, size, paged.batch), value), 2)
+        bias = _prompt_bias(paged, spec, query.shape[2], key.shape[2])
+        if spec.needs_scores and bias is not None:
+            out = softmax_attention(query, key, value, bias, spec, sinks)
+            return out.transpose(1, 2).reshape(1, -1, query.shape[1], spec.value_width)
         attend = self.kernels.prompt_attention or prompt_attention
         if spec.key_width != spec.value_width:
             # Intel's kernel was tried with one width. Zeros change no score.
             width = max(spec.key_width, spec.value_width)
             query, key, value = (F.pad(x, (0, width - x.shape[-1])) for x in (query, key, value))
-        out = attend(query, key, value, spec.scale, paged.bias, paged.lengths)
+        lengths = paged.lengths if bias is None else None
+        out = attend(query, key, value, spec.scale, bias, lengths)
         if spec.key_width > spec.value_width:
             out = out[..., : spec.value_width]
         return out.transpose(1, 2).reshape(1, -1, query.shape[1], spec.value_width)
@@ -167,7 +191,9 @@ class RowAttention:
 
     def _prepare_decode(self, paged: DecodeContext, dtype: torch.dtype) -> DecodeRows:
         batch, size = paged.write_blocks.shape[0], paged.cache.block_size
-        owners, shared_bias = paged.owners, None
+        owners, shared_bias, queries_at = paged.owners, None, None
+        if paged.positions is not None:
+            queries_at = paged.positions.index_select(0, paged.readers)
         rows = torch.arange(batch, device=owners.device, dtype=owners.dtype)
         if paged.shared_filled is not None:
             filled = paged.shared_filled.unsqueeze(-1)
@@ -185,6 +211,10 @@ class RowAttention:
             shared_bias,
             self,
             paged.layer_run,
+            paged.positions,
+            paged.starts,
+            paged.shared_starts,
+            queries_at,
         )
 
     def _attend_decode(
@@ -193,7 +223,8 @@ class RowAttention:
         keys: torch.Tensor,
         values: torch.Tensor,
         paged: DecodeRows,
-        scale: float,
+        spec: LayerSpec,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
         """Score each block for its owner, then combine the blocks of each owner.
 
@@ -202,36 +233,79 @@ class RowAttention:
         """
         _, heads, batch, size = query.shape
         kv_heads, block_size = keys.shape[1], paged.cache.block_size
-        queries = _bounded(query[0].transpose(0, 1)) * scale
-        num_pairs = paged.bias.shape[0]
+        groups = heads // kv_heads
+        queries = _bounded(query[0].transpose(0, 1)) * spec.scale
+        num_pairs, owners, mapping_of_all = paged.bias.shape[0], paged.owners, paged.mapping
+        bias_of_all, shared_bias = _decode_bias(paged, spec)
         scored = []
         if num_pairs:
             # Each block gets the query of its owner; a block without an owner gets zeros.
             mapping = paged.mapping.narrow(0, 0, num_pairs)
             rows = torch.matmul(mapping, queries.reshape(batch, heads * size))
-            rows = rows.view(-1, kv_heads, heads // kv_heads, size)
+            rows = rows.view(-1, kv_heads, groups, size)
             extra = 0 if paged.extra_blocks is None else paged.extra_blocks.shape[0]
             if n := num_pairs - extra:
                 first = paged.prefix_blocks - n
-                prefix, bias = rows.narrow(0, 0, n), paged.bias.narrow(0, 0, n)
+                prefix, bias = rows.narrow(0, 0, n), bias_of_all.narrow(0, 0, n)
                 held, weighed = (_in_place(x, first, n, block_size) for x in (keys, values))
-                scored.append(_score_blocks(prefix, held, weighed, bias))
+                scored.append(_score_blocks(prefix, held, weighed, bias, spec.softcap))
             if paged.extra_blocks is not None:
-                pairs, bias = rows.narrow(0, n, extra), paged.bias.narrow(0, n, extra)
+                pairs, bias = rows.narrow(0, n, extra), bias_of_all.narrow(0, n, extra)
                 held = _selected(keys, paged.extra_blocks, block_size)
                 weighed = _selected(values, paged.extra_blocks, block_size)
-                scored.append(_score_blocks(pairs, held, weighed, bias))
-        if paged.shared_bias is not None:
-            grouped = queries.view(batch, kv_heads, heads // kv_heads, size)
-            scored += _score_shared(grouped, keys, values, paged.shared_bias)
+                scored.append(_score_blocks(pairs, held, weighed, bias, spec.softcap))
+        if shared_bias is not None:
+            grouped = queries.view(batch, kv_heads, groups, size)
+            scored += _score_shared(grouped, keys, values, shared_bias, spec.softcap)
+        if sinks is not None:  # a further block of each row: one score, of a value of 0
+            own = torch.arange(batch, device=owners.device, dtype=owners.dtype)
+            owners = torch.cat((owners, own))
+            one_hot = (own.unsqueeze(1) == own).to(mapping_of_all.dtype)
+            mapping_of_all = torch.cat((mapping_of_all, one_hot))
+            score = sinks.float().view(1, kv_heads, groups, 1).expand(batch, -1, -1, -1)
+            nothing = score.new_zeros((batch, kv_heads, groups, values.shape[-1]))
+            scored.append((score, torch.ones_like(score), nothing))
         peak, sums, weighted = (
             parts[0] if len(parts) == 1 else torch.cat(parts) for parts in zip(*scored, strict=True)
         )
         combine = self.kernels.block_adjustment or block_adjustment
-        factor = combine(peak, sums, paged.owners, paged.mapping)
-        scaled = (weighted * factor).flatten(1).to(paged.mapping.dtype)
-        out = torch.matmul(paged.mapping.t(), scaled)
+        factor = combine(peak, sums, owners, mapping_of_all)
+        scaled = (weighted * factor).flatten(1).to(mapping_of_all.dtype)
+        out = torch.matmul(mapping_of_all.t(), scaled)
         return out.to(query.dtype).view(1, batch, heads, values.shape[-1])
+
+
+def _prompt_bias(
+    paged: PromptRows, spec: LayerSpec, num_queries: int, num_keys: int
+) -> torch.Tensor | None:
+    """``[B, 1, Q, L]`` in the model's dtype; None where a causal mask suffices."""
+    bias = paged.bias
+    limited = paged.positions is not None and spec.is_limited(num_keys)
+    if bias is None and (limited or spec.needs_scores):
+        tokens = torch.arange(num_queries, device=paged.slots.device)
+        causal = torch.where(tokens <= tokens.unsqueeze(1), 0.0, MASKED)
+        key = paged.cache.key(0)
+        bias = causal.to(key.dtype).expand(paged.batch, 1, -1, -1)
+    if bias is None or paged.positions is None or not limited:
+        return bias
+    positions = paged.positions.view(paged.batch, num_queries)
+    return torch.where(seen_in_prompt(spec, positions, num_keys - num_queries), bias, MASKED)
+
+
+def _decode_bias(paged: DecodeRows, spec: LayerSpec) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """``bias`` and ``shared_bias`` of `DecodeRows`, with what the spec leaves out masked."""
+    bias, shared = paged.bias, paged.shared_bias
+    if spec.window is None and spec.chunk is None:
+        return bias, shared
+    if paged.positions is None or paged.starts is None or paged.queries_at is None:
+        raise ValueError("the context lacks the positions that a window needs")
+    offsets = torch.arange(paged.cache.block_size, device=paged.starts.device)
+    slots = paged.starts.view(-1, 1, 1, 1) + offsets
+    bias = torch.where(spec.sees(paged.queries_at.view(-1, 1, 1, 1), slots), bias, MASKED)
+    if shared is not None and paged.shared_starts is not None:
+        slots = (paged.shared_starts.unsqueeze(-1) + offsets).view(shared.shape)
+        shared = torch.where(spec.sees(paged.positions.unsqueeze(1), slots), shared, MASKED)
+    return bias, shared
 
 
 def _bounded(rows: torch.Tensor) -> torch.Tensor:
@@ -245,14 +319,19 @@ def _bounded(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _score_blocks(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    softcap: float | None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Partial softmax of ``rows`` ``[N, K, G, D]`` over blocks ``[N, K, S, D]``.
 
     Returns maximum and sum per row, ``[N, K, G, 1]`` fp32, and the weighted values
     ``[N, K, G, D]`` fp32.
     """
-    scores = torch.matmul(rows, keys.transpose(-1, -2)).float() + bias
+    scores = torch.matmul(rows, keys.transpose(-1, -2)).float()
+    scores = bounded_scores(scores, softcap) + bias
     peak = scores.amax(-1, keepdim=True)
     weights = torch.exp(scores - peak)
     weighted = torch.matmul(weights.to(values.dtype), values).float()
@@ -270,7 +349,11 @@ def _parts(num_tokens: int) -> list[tuple[int, int]]:
 
 
 def _score_shared(
-    rows: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    softcap: float | None,
 ) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Partial softmax of ``rows`` ``[B, K, G, D]`` over the first tokens of the cache, in parts.
 
@@ -282,7 +365,7 @@ def _score_shared(
     scored = []
     for start, count in _parts(bias.shape[1]):
         held, weighed = (x.narrow(0, start, count).transpose(0, 1) for x in (keys, values))
-        scores = torch.matmul(queries, held.transpose(1, 2)).float()
+        scores = bounded_scores(torch.matmul(queries, held.transpose(1, 2)).float(), softcap)
         scores = scores.view(kv_heads, batch, group, count) + bias.narrow(1, start, count)[:, None]
         peak = scores.amax(-1, keepdim=True)
         weights = torch.exp(scores - peak)
