@@ -30,7 +30,9 @@ def softmax_attention(
     at_once = max(1, _MOST_SCORES // (batch * heads * key.shape[2]))
     parts = [
         _attend_rows(rows, key, value, of_rows, spec, sinks)
-        for rows, of_rows in zip(query.split(at_once, 2), bias.split(at_once, 2), strict=True)
+        for rows, of_rows in zip(
+            torch.split(query, at_once, 2), torch.split(bias, at_once, 2), strict=True
+        )
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
