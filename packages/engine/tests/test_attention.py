@@ -209,8 +209,8 @@ features = st.one_of(
     st.fixed_dictionaries(
         {},
         optional={
-            "window": st.integers(1, 30),
-            "chunk": st.integers(1, 30),
+            "window": st.integers(1, 9),
+            "chunk": st.integers(1, 9),
             "softcap": st.sampled_from([0.5, 2.0, 30.0]),
             "sinks": st.just(value=True),
             "scale": st.sampled_from([0.1, 1.0]),

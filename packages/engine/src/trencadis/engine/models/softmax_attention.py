@@ -65,7 +65,7 @@ def _attend_rows(
 
 
 def bounded_scores(scores: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Scores within ``softcap`` of 0; as they are without one."""
+    """Scores within ``softcap`` of 0; unchanged without one."""
     return scores if softcap is None else torch.tanh(scores / softcap) * softcap
 
 
