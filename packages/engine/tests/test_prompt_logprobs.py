@@ -17,13 +17,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import (
     LLM,
+    CompletionDelta,
     EngineConfig,
     EngineCore,
     GenerateRequest,
     Generation,
     InvalidRequest,
     SamplingParams,
+    Tokenizer,
 )
+from trencadis.engine.front.request_stream import RequestStream
 from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden, take_last_hidden
 
 ASKED = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True, prompt_logprobs=4)
@@ -99,6 +102,20 @@ def test_cached_blocks_are_computed_again_and_stay_cached(tiny_model: Path) -> N
     assert llm.core.stats.num_prefix_hit_tokens == 0
     llm.generate([prompt], SamplingParams(max_tokens=1))
     assert llm.core.stats.num_prefix_hit_tokens == 64
+
+
+def test_a_request_that_goes_on_after_tokens_has_none(tiny_model: Path) -> None:
+    core = EngineCore(EngineConfig(model=str(tiny_model), **SMALL))
+    (prompt,) = prompts([33])
+    request = GenerateRequest(prompt, ASKED, output_token_ids=(5,))
+    core.add("a", request)
+    deltas: list[CompletionDelta] = []
+    tokenizer = Tokenizer.load(str(tiny_model))
+    stream = RequestStream("a", request, tokenizer, deltas.append)
+    for token in (token for tokens in [core.step() for _ in range(4)] for token in tokens):
+        stream.push(token)
+    assert stream.finished
+    assert [delta.prompt_logprobs for delta in deltas] == [None, None]
 
 
 @pytest.mark.parametrize("num_host_blocks", [0, 64], ids=["recomputed", "swapped"])

@@ -45,7 +45,9 @@ class RequestStream:
         self._tokenizer = tokenizer
         self._emit = emit
         self._prompt_logprobs: tuple[PromptLogprobs | None, ...] | None = None
-        self._awaits_prompt = request.params.prompt_logprobs is not None
+        # The prompt of a request that goes on after tokens was reported before.
+        is_new = not request.output_token_ids
+        self._awaits_prompt = is_new and request.params.prompt_logprobs is not None
         self._waiting: list[CompletionDelta] = []
         """The deltas that came before the log-probabilities of the prompt."""
         self._begin()
@@ -127,7 +129,7 @@ class RequestStream:
         another sample may come before, where that sequence was preempted.
         """
         self._waiting.append(delta)
-        if self._awaits_prompt:
+        if self._awaits_prompt and not self.finished:
             return
         waiting, self._waiting = self._waiting, []
         for each in waiting:
