@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import (
     LLM,
+    BatchControl,
     CompletionDelta,
     EngineConfig,
     EngineCore,
@@ -136,6 +137,7 @@ def test_a_preempted_request_reports_them_once(
         step += 1
         if step in (2, 5):  # also in the middle of a prompt
             core.abort_and_swap([f"{number}" for number in range(len(wanted))])
+            core.control(BatchControl(max_prefill_tokens=20))  # the chunks get other limits
         for token in core.step():
             if token.prompt_logprobs is not None:
                 reported.setdefault(token.key, []).append(token.prompt_logprobs)
@@ -155,11 +157,10 @@ def test_a_gaudi_compiles_nothing_for_them(
     stand_in: Callable[[str], Any],
     reference: Callable[..., torch.Tensor],
 ) -> None:
-    sizes = {"prompt_batch": 2, "prompt_query": 32, "prompt_context": 12}
-    sizes |= {"decode_batch": 4, "decode_blocks": 64}
-    grid = BucketingConfig(
-        **{axis: AxisConfig(min=size, step=size, max=size) for axis, size in sizes.items()}
-    )
+    sizes = {"prompt_batch": 2, "prompt_context": 12, "decode_batch": 4, "decode_blocks": 64}
+    axes = {axis: AxisConfig(min=size, step=size, max=size) for axis, size in sizes.items()}
+    # The profiling run has the longer chunks alone.
+    grid = BucketingConfig(**axes, prompt_query=AxisConfig(min=16, step=16, max=32))
     settings = {**SMALL, "num_blocks": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     with stand_in(mode) as machinery:
         llm = LLM(tiny_model, device="hpu", **{**settings, "warmup": "full", "bucketing": grid})
