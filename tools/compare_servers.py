@@ -258,9 +258,9 @@ BAD_COMPLETIONS: tuple[dict[str, Any], ...] = (
     {"prompt": ["a"] * 1000, "best_of": 2},
     {"prompt": "a", "best_of": 2, "stream": True},
     {"prompt": "a", "suffix": "b"},
-    {"prompt": "a", "echo": True, "logprobs": 1},
+    {"prompt": "a", "max_tokens": 0},
     {"prompt": "a", "max_tokens": 1000},
-    {"prompt": "a", "prompt_logprobs": 1},
+    {"prompt": "a", "prompt_logprobs": 21},
 )
 
 

@@ -105,6 +105,15 @@ def test_the_masks_of_a_structured_output_are_encoded_as_arrays(
     assert serve(here, ways) == serve(elsewhere, ways)
 
 
+def test_log_probabilities_of_prompts_come_back(
+    both: Callable[..., tuple[EngineCore, EngineCore]],
+) -> None:
+    here, elsewhere = both()
+    found = serve(here, [{**GREEDY, "prompt_logprobs": 2}])
+    assert sum(token.prompt_logprobs is not None for (token, *_) in found.values()) == 6
+    assert serve(elsewhere, [{**GREEDY, "prompt_logprobs": 2}]) == found
+
+
 def test_embeddings_come_back(both: Callable[..., tuple[EngineCore, EngineCore]]) -> None:
     here, elsewhere = both(runner="pooling")
     for core in (here, elsewhere):

@@ -237,3 +237,33 @@ def test_bf16_logits_stay_within_tolerance_of_fp32(
         theirs = max(theirs, (peer - reference).abs().max().item())
     assert worst < BF16_TOLERANCE
     assert worst < 1.25 * theirs, "further from fp32 than transformers' own bf16"
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_log_probabilities_of_prompts_are_those_of_transformers(
+    model_path: str, token_ids: list[tuple[int, ...]], compiled: bool
+) -> None:
+    text = sum(token_ids, ())
+    wanted = [text[:300], text[:300], text[50:120], text[:2]]
+    llm = LLM(
+        model_path,
+        dtype="float32",
+        max_model_len=512,
+        max_num_seqs=4,
+        max_num_batched_tokens=128,
+        num_blocks=200,
+        warmup="none",
+        compile=compiled,
+    )
+    params = SamplingParams(max_tokens=1, prompt_logprobs=1)
+    full = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)
+    for generation in llm.generate(wanted, params):
+        ids = torch.tensor([generation.prompt_token_ids])
+        with torch.inference_mode():
+            reference = torch.log_softmax(full(ids).logits[0, :-1], -1)
+        assert generation.prompt_logprobs is not None
+        found = [position for position in generation.prompt_logprobs if position is not None]
+        own = [position.chosen.logprob for position in found]
+        best = [position.top[0].logprob for position in found]
+        assert own == pytest.approx(reference.gather(1, ids[0, 1:, None])[:, 0].tolist(), abs=1e-3)
+        assert best == pytest.approx(reference.amax(-1).tolist(), abs=1e-3)

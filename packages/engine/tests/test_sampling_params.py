@@ -22,7 +22,9 @@ NO_INTEGERS = ("1", 1.0, math.nan, True, [1], HUGE, -HUGE, object())
 NO_NUMBERS = ("1", math.nan, math.inf, -math.inf, True, [1.0], HUGE, 1j, object())
 NO_BOOLS = ("no", 0, 1, 0.0, None, [], object())
 
-INTEGERS = ("n", "top_k", "min_tokens", "best_of", "seed", "max_tokens", "logprobs")
+INTEGERS = (
+    *("n", "top_k", "min_tokens", "best_of", "seed", "max_tokens", "logprobs", "prompt_logprobs"),
+)
 NUMBERS = (
     *("temperature", "top_p", "min_p", "length_penalty"),
     *("presence_penalty", "frequency_penalty", "repetition_penalty"),

@@ -114,6 +114,19 @@ def test_generated_tokens_are_cached() -> None:
     assert manager.allocate(2, [*PROMPT, *range(20, 26), 99]) == 16
 
 
+def test_a_sequence_that_reads_no_cached_blocks_still_caches_its_own() -> None:
+    manager = make()
+    compute(manager, 1, PROMPT)
+    manager.free(1)
+    assert manager.can_allocate(PROMPT, reads_cache=False) is AllocStatus.OK
+    assert manager.allocate(2, PROMPT, reads_cache=False) == 0
+    manager.reset_prefix_cache()
+    manager.free(2)
+    assert manager.allocate(3, PROMPT, reads_cache=False) == 0
+    manager.mark_computed(3, len(PROMPT))
+    assert manager.allocate(4, [*PROMPT, 99]) == len(PROMPT) // 4 * 4
+
+
 @pytest.mark.parametrize("length", [10, 3])
 def test_different_extra_keys_share_nothing(length: int) -> None:
     manager = make()

@@ -20,6 +20,7 @@ from trencadis.engine import (
     InvalidRequest,
     PairPrompt,
     PositionLogprobs,
+    PromptLogprobs,
     RequestStatus,
     SamplingParams,
     Scoring,
@@ -264,6 +265,7 @@ class StandInEngine:
                     request_status=self.request_status,
                     queue_s=self.queue_s if step == 1 else None,
                     away_s=self.away_s,
+                    prompt_logprobs=_prompt_logprobs(prompt, params) if step == 1 else None,
                 )
 
     def _embedded(self, key: str, prompt: Sequence[int]) -> CompletionDelta:
@@ -284,6 +286,16 @@ class StandInEngine:
             queue_s=self.queue_s,
             embedding=None if self.aborts else result.tobytes(),
         )
+
+
+def _prompt_logprobs(
+    prompt: Sequence[int], params: SamplingParams
+) -> tuple[PromptLogprobs | None, ...] | None:
+    if params.prompt_logprobs is None:
+        return None
+    top = tuple(TokenLogprob(65 + rank, -1.0 - rank) for rank in range(params.prompt_logprobs))
+    positions = [PromptLogprobs(TokenLogprob(token, -7.0), top, 9) for token in prompt[1:]]
+    return (None, *positions)
 
 
 def _logprobs(token: int, params: SamplingParams) -> tuple[PositionLogprobs, ...]:

@@ -237,10 +237,13 @@ COMPLETIONS = [
     ({"prompt": ["a"] * 1000, "best_of": 2}, "best_of"),
     ({"prompt": "a", "best_of": 2, "stream": True}, "stream"),
     ({"prompt": "a", "suffix": "b"}, "suffix"),
-    ({"prompt": "a", "echo": True, "logprobs": 1}, "echo"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "a", "max_tokens": -1, "echo": True}, "max_tokens"),
     ({"prompt": "a", "echo": "yes"}, "echo"),
     ({"prompt": "a", "max_tokens": 1000}, "max_tokens"),
-    ({"prompt": "a", "prompt_logprobs": 1}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
+    ({"prompt": "a", "prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs"),
 ]
 
 

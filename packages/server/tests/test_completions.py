@@ -70,6 +70,59 @@ async def test_echo_repeats_the_prompt(client, prompt, stream):
     assert "".join(answer["choices"][0]["text"] for answer in answers) == "abcab"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_echoed_prompt_has_log_probabilities(client, stream):
+    fields = {"prompt": ["abc", [98]], "echo": True, "logprobs": 1, "n": 2, "max_tokens": 2}
+    response = await complete(client, **fields, stream=stream)
+    found = {}
+    for answer in chunks(response.text) if stream else [response.json()]:
+        for choice in answer["choices"]:
+            if choice["logprobs"] is not None:
+                lists = found.setdefault(choice["index"], {})
+                for name, values in choice["logprobs"].items():
+                    lists.setdefault(name, []).extend(values)
+    assert found[0] == found[1]
+    assert found[1]["tokens"] == ["", "a", "b", "c", "a", "b"]
+    assert found[1]["token_logprobs"] == [None, -7.0, -7.0, -7.0, -9999.0, -9999.0]
+    assert found[1]["top_logprobs"][:2] == [None, {"a": -7.0, "A": -1.0}]
+    assert found[1]["text_offset"] == [0, 0, 1, 2, 3, 4]
+    assert found[2] == found[3]
+    assert found[3]["token_logprobs"] == [None, -9999.0]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_no_tokens_after_an_echo(client, engine, stream):
+    fields = {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 0}
+    usage = {"stream_options": {"include_usage": True}} if stream else {}
+    response = await complete(client, **fields, stream=stream, **usage)
+    answers = chunks(response.text) if stream else [response.json()]
+    (choice,) = answers[0]["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("abc", "length")
+    assert choice["logprobs"]["token_logprobs"] == [None, -7.0, -7.0, -7.0]
+    assert choice["logprobs"]["top_logprobs"][1:] == [{"a": -7.0}, {"b": -7.0}, {"c": -7.0}]
+    assert answers[-1]["usage"]["completion_tokens"] == 0
+    assert engine.requests[0][1].max_tokens == 1
+
+
+async def test_prompt_logprobs_are_those_of_vllm(client):
+    answer = (await complete(client, prompt="a", prompt_logprobs=2, max_tokens=1, n=2)).json()
+    first, second = (choice["prompt_logprobs"] for choice in answer["choices"])
+    assert first == second
+    assert first[0] is None
+    assert first[1] == {
+        "97": {"logprob": -7.0, "rank": 9, "decoded_token": "a"},
+        "65": {"logprob": -1.0, "rank": 1, "decoded_token": "A"},
+        "66": {"logprob": -2.0, "rank": 2, "decoded_token": "B"},
+    }
+    messages = [{"role": "user", "content": "a"}]
+    chat = await client.post(
+        "/v1/chat/completions", json={"messages": messages, "prompt_logprobs": 0}
+    )
+    positions = chat.json()["prompt_logprobs"]
+    assert positions[0] is None
+    assert {"97": {"logprob": -7.0, "rank": 9, "decoded_token": "a"}} in positions
+
+
 async def test_a_stream_ends_with_the_finish_reason_and_the_token_counts(client):
     response = await complete(
         client, prompt="abcd", max_tokens=2, stream=True, stream_options={"include_usage": True}

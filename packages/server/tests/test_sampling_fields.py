@@ -101,6 +101,8 @@ def test_the_ranges_are_those_of_the_sampling_parameters(model, name, field):
         outside[0] -= 0 if getattr(check, "exclusive_low", False) else 1
     if check.high is not None:
         outside[-1] += 1
+    if (model, field) == (CompletionRequest, "max_tokens"):
+        outside[0] = -1  # with echo, 0 asks for the prompt alone
     assert outside
     for value in outside:
         with pytest.raises(InvalidRequest):

@@ -137,6 +137,25 @@ def test_texts_are_continued(client, model):
     assert "five" in second
 
 
+def test_an_echoed_answer_is_as_probable_as_when_it_was_generated(client, model):
+    """As lm-eval computes loglikelihoods: token ids, ``echo``, ``logprobs``."""
+    text = "The capital of France is"
+    fields = {"model": model, "temperature": 0, "logprobs": 1}
+    generated = client.completions.create(prompt=text, max_tokens=8, **fields).choices[0]
+    whole = text + generated.text
+    for more in ({"max_tokens": 0}, {"max_tokens": 1}):
+        echoed = client.completions.create(prompt=whole, echo=True, **more, **fields).choices[0]
+        end = len(echoed.logprobs.tokens) - more["max_tokens"]
+        of_answer = slice(end - 8, end)
+        assert echoed.logprobs.tokens[of_answer] == generated.logprobs.tokens
+        found = echoed.logprobs.token_logprobs
+        assert found[0] is None
+        assert found[of_answer] == pytest.approx(generated.logprobs.token_logprobs, abs=0.15)
+        best = [max(top.values()) for top in echoed.logprobs.top_logprobs[of_answer]]
+        assert found[of_answer] == best
+        assert echoed.text.startswith(whole)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_responses_and_messages_are_answered_as_chats(server, client, model, stream):
     fields = {"model": model, "messages": QUESTION, "temperature": 0}

@@ -145,6 +145,7 @@ class BlockManager:
         *,
         prefix_keys: PrefixKeys | None = None,
         extra_keys: Sequence[Hashable] = (),
+        reads_cache: bool = True,
         num_spare: int = 0,
     ) -> AllocStatus:
         """Whether `allocate` with the same arguments should be called now.
@@ -160,8 +161,8 @@ class BlockManager:
         if needed > self.pool.num_usable_blocks:
             return AllocStatus.NEVER
         available = self._num_blocks_above_watermark() - num_spare
-        if needed <= available:
-            return AllocStatus.OK
+        if needed <= available or not reads_cache:
+            return AllocStatus.OK if needed <= available else AllocStatus.LATER
         tokens = as_token_array(token_ids)
         _, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
         needed -= sum(self.pool.ref_count(block) > 0 for block, _ in hits)
@@ -174,12 +175,16 @@ class BlockManager:
         *,
         prefix_keys: PrefixKeys | None = None,
         extra_keys: Sequence[Hashable] = (),
+        reads_cache: bool = True,
     ) -> int:
         """Allocate slots for all of ``token_ids``; returns the number of cached tokens.
 
         The sequence shares the blocks of the longest cached prefix. At least one token is left to
         compute, because its logits are needed: if the prefix cache holds the full prompt, the last
         block is recomputed, so that no shared block is ever written.
+
+        Without ``reads_cache`` it shares none, so that every token is computed; its own full blocks
+        enter the prefix cache all the same.
 
         ``prefix_keys``, from `RequestHasher`, are the keys of the prompt or of a first part of it.
         Only sequences with equal ``extra_keys`` (adapter id, cache salt) share blocks;
@@ -195,9 +200,12 @@ class BlockManager:
             )
         tokens = as_token_array(token_ids)
         keys, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
+        if not reads_cache:
+            hits = []
         num_new = ceil_div(len(tokens), self._block_size) - len(hits)
         self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block, _ in hits))
-        self.pool.reuse.record_misses(keys.blocks[len(hits) :])
+        if reads_cache:
+            self.pool.reuse.record_misses(keys.blocks[len(hits) :])
         num_cached_tokens = len(hits) * self._block_size
         sequence = SequenceState(
             seq_id=seq_id,

@@ -85,7 +85,7 @@ class GroupBlocks:
         num_tokens = group.request.num_prompt_tokens
         num_blocks = ceil_div(num_tokens, self._block_size)
         keys = group.prefix_keys
-        if keys is None:
+        if keys is None or not group.request.reads_prefix_cache:
             return num_blocks
         return num_blocks - self._blocks.num_cached_prefix_blocks(keys, num_tokens=num_tokens)
 
@@ -108,6 +108,7 @@ class GroupBlocks:
             sequences[0].token_ids[:prefix_len],
             prefix_keys=group.prefix_keys,
             extra_keys=group.request.extra_keys,
+            reads_cache=group.request.reads_prefix_cache,
             num_spare=num_spare,
         )
         return allocation is AllocStatus.OK
@@ -124,6 +125,7 @@ class GroupBlocks:
             leader.token_ids[:prefix_len],
             prefix_keys=group.prefix_keys,
             extra_keys=group.request.extra_keys,
+            reads_cache=group.request.reads_prefix_cache,
         )
         leader.num_computed_tokens, leader.num_slots = num_cached, prefix_len
         if not leader.num_output_tokens:
@@ -135,8 +137,11 @@ class GroupBlocks:
         ]
 
     def next_uncached_digest(self, group: SequenceGroup) -> bytes | None:
-        """The digest of the first full prompt block that is not in the prefix cache, or None."""
-        if group.prefix_keys is None:
+        """The digest of the first full prompt block that is not in the prefix cache, or None.
+
+        None for a group that reads no cached blocks, too.
+        """
+        if group.prefix_keys is None or not group.request.reads_prefix_cache:
             return None
         keys = group.prefix_keys.blocks
         num_cached = self._blocks.num_cached_prefix_blocks(group.prefix_keys)

@@ -58,6 +58,8 @@ class Request:
     Of equal priority, those of the ``client`` run first that got the least service
     (`ClientShares`); by default all requests are of the same one.
     ``extra_keys`` (adapter id, cache salt): prompts share cached prefixes only if these are equal.
+    Without ``reads_prefix_cache`` every token of the prompt is computed, also one that is cached,
+    for a host that needs what the model computes from each.
     Raises `UnservableRequest`.
     """
 
@@ -76,6 +78,9 @@ class Request:
     priority: int = attrs.field(default=0, validator=integer(None, error=UnservableRequest))
     extra_keys: tuple[Hashable, ...] = attrs.field(
         default=(), validator=instance_of(tuple, error=UnservableRequest)
+    )
+    reads_prefix_cache: bool = attrs.field(
+        default=True, validator=instance_of(bool, error=UnservableRequest)
     )
     client: str = attrs.field(default="", validator=instance_of(str, error=UnservableRequest))
 

@@ -113,10 +113,8 @@ STRATEGIES: dict[str, Strategy] = {
         fit=fit_to_traffic,
     ),
 }
-"""Every bucketing strategy by its name, the only place where one is registered.
+"""Every bucketing strategy by its name.
 
-To add a strategy, write a function in `ranges.py` and add its row here. The settings, their
-environment variables, the command's options, the log line and the comparison read this table.
-README.md needs a row in its table of ranges, CHANGELOG.md a line, and the function a test;
-`docs/bucketing/settings.md` has the strategies in its lists of variables.
+The settings, their environment variables, the command's options, the log line and the comparison
+read this table.
 """

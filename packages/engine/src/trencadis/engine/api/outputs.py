@@ -39,6 +39,13 @@ class PositionLogprobs:
 
 
 @attrs.frozen
+class PromptLogprobs(PositionLogprobs):
+    """As `PositionLogprobs`, of a token of the prompt. ``rank``: 1 for the most probable token."""
+
+    rank: int = 1
+
+
+@attrs.frozen
 class CompletionDelta:
     """New output of one answer of a request since its previous delta.
 
@@ -52,7 +59,8 @@ class CompletionDelta:
     was preempted until then, without those that it was parked. ``embedding``: of an engine with
     the runner ``pooling``, the vector of the prompt, which has length 1, as float32 in little
     endian, or of one that scores the logit alone; such a request has one delta, without text and
-    tokens.
+    tokens. ``prompt_logprobs``: in the first delta of a request that asked for them, one for each
+    token of the prompt; the first, which no token precedes, is None.
     """
 
     request_id: str
@@ -68,6 +76,7 @@ class CompletionDelta:
     queue_s: float | None = None
     embedding: bytes | None = None
     away_s: float = 0.0
+    prompt_logprobs: tuple[PromptLogprobs | None, ...] | None = None
 
 
 def _total(default: Any = 0) -> Any:

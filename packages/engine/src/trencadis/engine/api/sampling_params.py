@@ -100,7 +100,7 @@ class SamplingParams:
     field's validator.
 
     Beam search follows ``transformers``. It draws no tokens and knows the text of a beam only at
-    its end, so parameters that shape a draw, ``stop`` and ``logprobs`` are rejected with it.
+    its end, so parameters that shape a draw, ``stop`` and log-probabilities are rejected with it.
 
     Raises `InvalidRequest`, which names the parameter, on a value out of range and on parameters
     that contradict each other.
@@ -200,6 +200,12 @@ class SamplingParams:
         "Number of most probable tokens to report per position, besides the chosen one. "
         "Null: no log-probabilities.",
     )
+    prompt_logprobs: int | None = _parameter(
+        None,
+        _integer(0, MAX_LOGPROBS, optional=True),
+        "Number of most probable tokens to report for each token of the prompt, besides it. "
+        "Null: no log-probabilities of the prompt.",
+    )
     logit_bias: Mapping[int, float] = attrs.field(
         factory=dict,
         converter=_biases,
@@ -277,6 +283,7 @@ class SamplingParams:
             "min_p": (0.0,),
             "stop": ((),),
             "logprobs": (None,),
+            "prompt_logprobs": (None,),
         }
         for name, values in without_effect.items():
             value = getattr(self, name)

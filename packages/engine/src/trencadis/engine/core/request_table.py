@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from concurrent import futures
 
 import attrs
+import numpy as np
+import numpy.typing as npt
 
 from trencadis.engine.api.outputs import RequestStatus
 from trencadis.engine.api.requests import EngineRequest
@@ -21,7 +23,7 @@ from trencadis.engine.errors import BucketMiss, EngineOverloaded, InvalidRequest
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import CompiledGrammar, GrammarMatcher
 from trencadis.engine.ipc.messages import Rejected, RequestError
-from trencadis.engine.runner.step import SampleSettings
+from trencadis.engine.runner.step import ChunkScores, SampleSettings
 from trencadis.scheduler import (
     BeamSearch,
     QueueFull,
@@ -48,7 +50,8 @@ class Entry:
     ``sample_ids`` are sequence ids by sample index (empty for beam search). ``unfinished`` are the
     indices of samples that still generate. ``prompt_counted``: its prompt is in the total of
     prompt tokens. ``was_parked``: also before its first token. How long it waited is not known
-    then.
+    then. ``prompt_logprobs``: what is known of the prompt's, None where they are not asked for, or
+    were reported.
     """
 
     key: str
@@ -60,6 +63,28 @@ class Entry:
     prompt_counted: bool = False
     status: RequestStatus = "normal"
     was_parked: bool = False
+    prompt_logprobs: PromptScores | None = None
+
+
+@attrs.define(eq=False)
+class PromptScores:
+    """Log-probabilities of the tokens of a prompt, from the second one on.
+
+    ``values``: see `ChunkScores`. ``num_tokens``: how many tokens they are of.
+    """
+
+    values: list[npt.NDArray[np.float32]] = attrs.field(factory=list)
+    num_tokens: int = 0
+
+    def add(self, new: ChunkScores) -> None:
+        """Add those of a chunk; what is known, as after a preemption, stays."""
+        num_known = 1 + self.num_tokens - new.position
+        if 0 <= num_known < len(new.values):
+            self.values.append(new.values[num_known:])
+            self.num_tokens += len(new.values) - num_known
+
+    def to_bytes(self) -> bytes:
+        return b"".join(values.astype("<f4").tobytes() for values in self.values)
 
 
 @attrs.define(eq=False)
@@ -206,7 +231,9 @@ class RequestTable:
             params,
             len(request.prompt_token_ids),
             was_parked=request.is_resumed,
-            prompt_counted=bool(request.output_token_ids),  # when it was first added
+            # A request with output was added before, and its first token was reported.
+            prompt_counted=bool(request.output_token_ids),
+            prompt_logprobs=PromptScores() if _scores_prompt(request) else None,
         )
 
     def _schedule(self, entry: Entry, request: EngineRequest, running_limit: int) -> None:
@@ -364,6 +391,10 @@ class RequestTable:
         self.end_with(RequestError(entry.key, message))
 
 
+def _scores_prompt(request: EngineRequest) -> bool:
+    return request.params.prompt_logprobs is not None and not request.output_token_ids
+
+
 def _scheduler_requests(
     key: str,
     request: EngineRequest,
@@ -400,6 +431,7 @@ def _scheduler_requests(
         beam_search=beams,
         priority=request.priority,
         extra_keys=() if request.cache_salt is None else (request.cache_salt,),
+        reads_prefix_cache=not _scores_prompt(request),
         client=request.client,
     )
     # A group above the running limit would wait until temperature or an order raise it.
@@ -408,7 +440,10 @@ def _scheduler_requests(
 
 
 def _split_samples(request: Request, max_group_size: int) -> list[Request]:
-    """Split a request for n samples into groups of at most ``max_group_size`` samples."""
+    """Split a request for n samples into groups of at most ``max_group_size`` samples.
+
+    The first group scores the prompt, if that is asked for.
+    """
     if request.n <= max_group_size:
         return [request]
     starts = range(0, request.n, max_group_size)
@@ -418,6 +453,7 @@ def _split_samples(request: Request, max_group_size: int) -> list[Request]:
             request_id=f"{request.request_id}#{start}",
             n=min(max_group_size, request.n - start),
             best_of=None,
+            reads_prefix_cache=request.reads_prefix_cache or start > 0,
         )
         for start in starts
     ]

@@ -16,7 +16,13 @@ from trencadis.engine.core.request_table import Entry, RequestTable, Sample
 from trencadis.engine.grammars.compiler import GrammarCompiler
 from trencadis.engine.grammars.matcher import GrammarMatcher, StepMasks
 from trencadis.engine.ipc.messages import NewToken, RequestError
-from trencadis.engine.runner.step import RowRequest, SampleSettings, StepResult
+from trencadis.engine.runner.step import (
+    ChunkScores,
+    PromptTargets,
+    RowRequest,
+    SampleSettings,
+    StepResult,
+)
 from trencadis.scheduler import FinishReason as SchedulerFinishReason
 from trencadis.scheduler import Scheduler, SchedulerOutput, SequenceUpdate
 
@@ -101,6 +107,36 @@ class StepSampling:
             masks.start()
         return requests
 
+    def prompt_targets(self, output: SchedulerOutput) -> dict[int, PromptTargets]:
+        """The prompt tokens that the tokens of a step score, by sequence id.
+
+        Where several sequences share a prompt, that which computes it first scores it.
+        """
+        targets: dict[int, PromptTargets] = {}
+        for item in (*output.decodes, *output.prompts):
+            sample = self._samples.get(item.seq_id)  # None for a beam
+            known = None if sample is None else sample.entry.prompt_logprobs
+            if sample is None or known is None:
+                continue
+            entry, tokens = sample.entry, sample.sequence.token_ids
+            first = max(item.start, known.num_tokens)
+            end = min(item.start + len(item.token_ids), entry.num_prompt_tokens - 1)
+            if sample.sequence.group is entry.groups[0] and first < end:
+                targets[item.seq_id] = PromptTargets(
+                    1 + first,
+                    first - item.start,
+                    tuple(tokens[1 + first : 1 + end]),
+                    entry.params.prompt_logprobs or 0,
+                )
+        return targets
+
+    def keep_prompt_logprobs(self, results: Mapping[int, ChunkScores]) -> None:
+        """Keep what a step has scored until a token of the request is reported."""
+        for seq_id, new in results.items():
+            sample = self._samples.get(seq_id)  # None after an abort, or the failure of another
+            if sample is not None and sample.entry.prompt_logprobs is not None:
+                sample.entry.prompt_logprobs.add(new)
+
     def sampled(self, result: StepResult, pays: JumpPays) -> SampledStep:
         """What the scheduler is told of a step.
 
@@ -171,6 +207,7 @@ class StepSampling:
             sequence.group.queue_s if is_first and not entry.was_parked else None,
             result.embeddings.get(update.seq_id),
             sequence.group.away_s,
+            _take_prompt_logprobs(entry),
         )
         if reason is not None:
             self._table.end_sample(entry, sample.index)
@@ -228,6 +265,15 @@ class StepSampling:
         entry.prompt_counted = True
         self.num_prompt_tokens += entry.num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
+
+
+def _take_prompt_logprobs(entry: Entry) -> bytes | None:
+    """The log-probabilities of a prompt, once, as soon as all are known."""
+    known = entry.prompt_logprobs
+    if known is None or known.num_tokens < entry.num_prompt_tokens - 1:
+        return None
+    entry.prompt_logprobs = None
+    return known.to_bytes()
 
 
 def _finish_reason(reason: SchedulerFinishReason | None) -> FinishReason | None:

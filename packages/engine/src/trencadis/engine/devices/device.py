@@ -22,10 +22,11 @@ class Graph(abc.ABC):
     """A captured computation for inputs of one shape. It can be replayed on other inputs."""
 
     @abc.abstractmethod
-    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
         """Copy ``inputs`` into the graph's buffers and run it.
 
-        The next replay overwrites the result.
+        The result is that of the captured function, a tensor or a tuple of tensors. The next replay
+        overwrites it.
 
         Raises `GraphError` for inputs of another shape or dtype than the captured ones, and after
         `release`.
@@ -192,8 +193,11 @@ class Device(abc.ABC):
     def mark_step(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Let a lazy device execute the operations collected so far."""
 
-    def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
-        """Capture ``run(*inputs)`` as a graph. Only where `supports_graphs`."""
+    def capture(self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
+        """Capture ``run(*inputs)`` as a graph. Only where `supports_graphs`.
+
+        ``run`` returns a tensor or a tuple of tensors.
+        """
         raise NotImplementedError(f"{self.name} captures no graphs")
 
     def compiler_missing(self) -> str | None:

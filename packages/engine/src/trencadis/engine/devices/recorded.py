@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -24,30 +25,39 @@ class RecordedGraph(Graph):
     def __init__(
         self,
         buffers: tuple[torch.Tensor, ...],
-        output: torch.Tensor,
+        output: torch.Tensor | tuple[torch.Tensor, ...],
         replay: Callable[[], None],
         forget: Callable[[], None],
     ) -> None:
         self._buffers = buffers
-        self._output: torch.Tensor | None = output
+        self._output: torch.Tensor | tuple[torch.Tensor, ...] | None = output
         self._replay = replay
         self._forget = forget
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
         if self._output is None:
             raise GraphError("the graph was released: capture its shape again")
         check_inputs([(tuple(t.shape), t.dtype) for t in self._buffers], inputs)
         for buffer, given in zip(self._buffers, inputs, strict=True):
             buffer.copy_(given)
         self._replay()
-        # A new alias for each replay, so that a device can check the use of an outdated result.
-        return self._output.detach()
+        return new_aliases(self._output)
 
     def release(self) -> None:
         if self._output is not None:
             self._output = None
             self._buffers = ()
             self._forget()
+
+
+def new_aliases(output: torch.Tensor | tuple[torch.Tensor, ...]) -> Any:
+    """The result of a graph under a new alias for each replay.
+
+    So a device can check the use of an outdated result.
+    """
+    if isinstance(output, torch.Tensor):
+        return output.detach()
+    return tuple(tensor.detach() for tensor in output)
 
 
 def check_inputs(

@@ -52,7 +52,7 @@ def count_calls(device: Device) -> DeviceCounts:
 
         return counted_program
 
-    def counted_capture(run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
+    def counted_capture(run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
         graph = _CountedGraph(capture(run, inputs), counts)
         counts.captured += 1
         return graph
@@ -78,7 +78,7 @@ class _CountedGraph(Graph):
         self._graph = graph
         self._counts = counts
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
         self._counts.replays += 1
         return self._graph.replay(inputs)
 

@@ -15,7 +15,12 @@ from typing import Any, TypeVar
 import attrs
 from typing_extensions import Unpack
 
-from trencadis.engine.api.outputs import CompletionDelta, FinishReason, PositionLogprobs
+from trencadis.engine.api.outputs import (
+    CompletionDelta,
+    FinishReason,
+    PositionLogprobs,
+    PromptLogprobs,
+)
 from trencadis.engine.api.requests import (
     EngineRequest,
     GenerateRequest,
@@ -63,21 +68,25 @@ class Completion:
 
 @attrs.frozen
 class Generation:
-    """A prompt with its samples."""
+    """A prompt with its samples. ``prompt_logprobs``: see `CompletionDelta`."""
 
     prompt_token_ids: tuple[int, ...] = attrs.field(repr=False)
     completions: tuple[Completion, ...]
+    prompt_logprobs: tuple[PromptLogprobs | None, ...] | None = attrs.field(
+        default=None, repr=False
+    )
 
 
 @attrs.frozen
 class _Job:
     """A checked prompt with its number, and what it gets while it is served: the completions that
-    grow, or in ``pooled`` the delta with its embedding or logit."""
+    grow, or in ``pooled`` the delta with its embedding or logit; in ``prompt_logprobs`` those."""
 
     number: int
     request: EngineRequest
     completions: tuple[Completion, ...]
     pooled: list[CompletionDelta] = attrs.field(factory=list)
+    prompt_logprobs: list[PromptLogprobs | None] = attrs.field(factory=list)
 
 
 class LLM:
@@ -248,7 +257,14 @@ class LLM:
             )
         ]
         self._serve(jobs)
-        return [Generation(job.request.prompt_token_ids, job.completions) for job in jobs]
+        return [
+            Generation(
+                job.request.prompt_token_ids,
+                job.completions,
+                tuple(job.prompt_logprobs) or None,
+            )
+            for job in jobs
+        ]
 
     def _pooled(self, prompts: Sequence[Sequence[int]], fields: RequestFields) -> list[_Job]:
         jobs = [
@@ -382,6 +398,7 @@ def _extend(job: _Job, delta: CompletionDelta) -> None:
     if delta.embedding is not None:
         job.pooled.append(delta)
         return
+    job.prompt_logprobs.extend(delta.prompt_logprobs or ())
     completion = job.completions[delta.index]
     completion.text += delta.text
     completion.token_ids.extend(delta.token_ids)

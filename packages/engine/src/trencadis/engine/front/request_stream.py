@@ -6,8 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import attrs
+import numpy as np
 
-from trencadis.engine.api.outputs import CompletionDelta, FinishReason
+from trencadis.engine.api.outputs import (
+    CompletionDelta,
+    FinishReason,
+    PromptLogprobs,
+    TokenLogprob,
+)
 from trencadis.engine.api.requests import EngineRequest
 from trencadis.engine.errors import RequestFailed
 from trencadis.engine.front.detokenizer import IncrementalDetokenizer
@@ -38,6 +44,12 @@ class RequestStream:
         self._params = request.params
         self._tokenizer = tokenizer
         self._emit = emit
+        self._prompt_logprobs: tuple[PromptLogprobs | None, ...] | None = None
+        # The prompt of a request that goes on after tokens was reported before.
+        is_new = not request.output_token_ids
+        self._awaits_prompt = is_new and request.params.prompt_logprobs is not None
+        self._waiting: list[CompletionDelta] = []
+        """The deltas that came before the log-probabilities of the prompt."""
         self._begin()
 
     def _begin(self) -> None:
@@ -82,8 +94,11 @@ class RequestStream:
         if sample.finished:
             return False  # the core sent it before it knew that a stop string ended the sample
         delta = sample.push(token)
+        if token.prompt_logprobs is not None and self._awaits_prompt:
+            self._awaits_prompt = False
+            self._prompt_logprobs = _read_prompt(self.request, token.prompt_logprobs)
         if not self._params.needs_ranking:
-            self._emit(delta)
+            self._emit_with_prompt(delta)
         else:
             self._held[token.index].append(delta)
             if self.finished:
@@ -97,7 +112,7 @@ class RequestStream:
             ended = [attrs.evolve(sample.abort(), text="") for sample in samples]
         else:
             ended = [sample.abort() for sample in self._samples if not sample.finished]
-        for delta in ended:
+        for delta in (*self._waiting, *ended):
             self._emit(delta)
 
     def _emit_best(self) -> None:
@@ -105,7 +120,21 @@ class RequestStream:
         if not self._params.use_beam_search:
             ranked = sorted(self._held, key=self._mean_logprob, reverse=True)
         for rank, deltas in enumerate(ranked[: self._params.n]):
-            self._emit(self._joined(deltas, rank))
+            self._emit_with_prompt(self._joined(deltas, rank))
+
+    def _emit_with_prompt(self, delta: CompletionDelta) -> None:
+        """Emit a delta; the first one has the log-probabilities of the prompt, if these are asked.
+
+        They come with the first token of the sequence that computes the prompt. The first token of
+        another sample may come before, where that sequence was preempted.
+        """
+        self._waiting.append(delta)
+        if self._awaits_prompt and not self.finished:
+            return
+        waiting, self._waiting = self._waiting, []
+        for each in waiting:
+            prompt, self._prompt_logprobs = self._prompt_logprobs, None
+            self._emit(each if prompt is None else attrs.evolve(each, prompt_logprobs=prompt))
 
     def _mean_logprob(self, deltas: Sequence[CompletionDelta]) -> float:
         """Mean log-probability of a sample's tokens, by which OpenAI's API ranks ``best_of``."""
@@ -136,6 +165,21 @@ class RequestStream:
             deltas[0].queue_s,
             away_s=last.away_s,
         )
+
+
+def _read_prompt(request: EngineRequest, encoded: bytes) -> tuple[PromptLogprobs | None, ...]:
+    """The log-probabilities of each token of a prompt, from those of `NewToken`."""
+    token_ids = request.prompt_token_ids[1:]
+    if not token_ids:
+        return (None,)
+    rows = np.frombuffer(encoded, "<f4").reshape(len(token_ids), -1)
+    width = (rows.shape[1] - 2) // 2
+    positions = []
+    for token_id, row in zip(token_ids, rows.tolist(), strict=True):
+        logprob, rank, *best = row
+        top = tuple(TokenLogprob(int(best[width + i]), best[i]) for i in range(width))
+        positions.append(PromptLogprobs(TokenLogprob(token_id, logprob), top, int(rank)))
+    return (None, *positions)
 
 
 class SampleStream:

@@ -27,8 +27,9 @@ from trencadis.engine.models.decoder_layers import (
 )
 from trencadis.engine.models.paged_context import LayerRun
 
-Compute = Callable[[Callable[..., Any], Sequence[torch.Tensor], LayerRun], torch.Tensor]
-"""Computes logits. Arguments: how the model is called, the tensors of a batch, the layer run."""
+Compute = Callable[[Callable[..., Any], Sequence[torch.Tensor], LayerRun], tuple[torch.Tensor, ...]]
+"""Computes logits, and perhaps hidden states. Arguments: how the model is called, the tensors of a
+batch, the layer run."""
 
 Compile = Callable[[fx.GraphModule, Sequence[torch.Tensor]], Program]
 
@@ -53,7 +54,7 @@ class OwnTensors:
 
 @attrs.frozen(eq=False)
 class CompiledForward:
-    """Computes logits from the tensors of a batch, for one shape.
+    """Computes what `Compute` does from the tensors of a batch, for one shape.
 
     It holds no tensor of a model: the weights and the KV cache of any model of the same structure
     are given to it with each batch.
@@ -92,7 +93,7 @@ class CompiledForward:
                 return recording.distinct()
             raise ModelError("the model has no decoder layers: serve it without --compile")
 
-        def end(*given: torch.Tensor) -> torch.Tensor:
+        def end(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def skip(*_: Any) -> torch.Tensor:
                 return given[0]
 
@@ -113,14 +114,14 @@ class CompiledForward:
             _Part.of(end, (hidden, *tensors), own.outside, compile_graph),
         )
 
-    def __call__(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> torch.Tensor:
-        """Logits ``[rows, vocabulary]``."""
+    def __call__(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> list[torch.Tensor]:
+        """Logits ``[rows, vocabulary]``, and hidden states ``[tokens, hidden size]`` if kept."""
         made = self._start(tensors, own.outside)
         hidden = made[0]
         for layer, places, of_layer in zip(self._layers, self._places, own.layers, strict=True):
             given = (made[place] for place in places[1:])
             hidden = single(layer(hidden, *given, *of_layer))
-        return self._end((hidden, *tensors), own.outside)[0]
+        return self._end((hidden, *tensors), own.outside)
 
 
 @attrs.frozen(eq=False)

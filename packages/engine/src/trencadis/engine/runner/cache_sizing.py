@@ -20,7 +20,13 @@ from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.runner.forward_runner import ForwardRunner
 from trencadis.engine.runner.host_swap import num_host_blocks
 from trencadis.engine.runner.limits import check_memory, num_cache_blocks
-from trencadis.engine.runner.model_input import build_decode, build_prompt, lay_out_decodes
+from trencadis.engine.runner.model_input import (
+    ModelInput,
+    build_decode,
+    build_prompt,
+    lay_out_decodes,
+)
+from trencadis.engine.runner.prompt_scorer import PromptScorer
 from trencadis.engine.runner.shapes import (
     DecodeRead,
     DecodeShape,
@@ -69,7 +75,11 @@ class CacheSizing:
         self.num_blocks(self._plan_memory(self._device.total_memory()))
 
     def profile(
-        self, model: nn.Module, prompts: Sequence[PromptShape | RaggedShape], read: DecodeRead
+        self,
+        model: nn.Module,
+        prompts: Sequence[PromptShape | RaggedShape],
+        read: DecodeRead,
+        scorer: PromptScorer | None = None,
     ) -> MemoryPlan:
         """Run the largest forward passes once, and divide what the largest peak leaves.
 
@@ -77,12 +87,13 @@ class CacheSizing:
         gathers at most as many blocks as fit beside the prefill's peak; the plan only gets fewer
         of them by its own. A cache that would be too small without any peak is rejected first, with
         `ConfigError`. ``prompts``: shapes of prefill batches that may take the most memory.
+        ``scorer``: what may score the tokens of each.
         """
         self.num_blocks(self._plan_memory(self._device.free_memory()))
-        lowest = self._lowest_memory(model, prompts)
+        lowest = self._lowest_memory(model, prompts, scorer)
         num_blocks = self.num_blocks(self._plan_after_run(lowest), after_run=True)
         decode = DecodeShape(self._config.max_num_seqs, 0, self._most_pairs(num_blocks, read))
-        return self._plan_after_run(min(lowest, self._lowest_memory(model, [decode])))
+        return self._plan_after_run(min(lowest, self._lowest_memory(model, [decode], scorer)))
 
     def num_blocks(self, plan: MemoryPlan, *, after_run: bool = False) -> int:
         """Blocks of the KV cache under a plan and the settings. Raises `ConfigError`."""
@@ -150,12 +161,22 @@ class CacheSizing:
         )
 
     def _lowest_memory(
-        self, model: nn.Module, shapes: Sequence[PromptShape | RaggedShape | DecodeShape]
+        self,
+        model: nn.Module,
+        shapes: Sequence[PromptShape | RaggedShape | DecodeShape],
+        scorer: PromptScorer | None,
     ) -> int:
         """The least memory that is free while dummy batches of these shapes run, one by one."""
         cache = self.make_cache(1, 0)
         forward_runner = ForwardRunner(model, self._device, cache)
         upload, free = self._device.upload, []
+
+        def run(batch: ModelInput) -> object:
+            output = forward_runner.run(batch)
+            if scorer is None or output.hidden is None:
+                return output
+            return output, scorer.warm_up(output.hidden)
+
         for shape in shapes:
             if isinstance(shape, DecodeShape):
                 layout = lay_out_decodes((), shape.blocks, cache.block_size)
@@ -165,7 +186,7 @@ class CacheSizing:
             self._device.begin_step()
             before = self._device.free_memory()
             with self._shortened(model):
-                taken = self._device.peak_memory(functools.partial(forward_runner.run, batch))
+                taken = self._device.peak_memory(functools.partial(run, batch))
             free.append(before - taken)
         return min(free)
 

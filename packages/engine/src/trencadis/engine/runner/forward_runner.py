@@ -22,6 +22,7 @@ from trencadis.engine.models.decoder_layers import (
     Recording,
     depends_on_symbols,
 )
+from trencadis.engine.models.logit_head import take_last_hidden
 from trencadis.engine.models.paged_context import LayerRun
 from trencadis.engine.runner.kept_programs import KeptPrograms
 from trencadis.engine.runner.model_input import ModelInput
@@ -51,11 +52,13 @@ class ForwardOutput:
 
     ``logits`` is fp32 ``[batch, vocabulary]``, padding included; of a model without a head, the
     hidden states ``[batch, hidden size]``. ``sampler_words`` is what was uploaded with the batch
-    for the sampler.
+    for the sampler. ``hidden``: the last hidden state of every token, ``[tokens, hidden size]``, of
+    a model that keeps them (`keep_last_hidden`).
     """
 
     logits: torch.Tensor
     sampler_words: torch.Tensor
+    hidden: torch.Tensor | None = None
 
 
 class ForwardRunner:
@@ -184,15 +187,17 @@ class ForwardRunner:
             )
 
     @torch.inference_mode()
-    def prepare(self, batch: ModelInput) -> None:
+    def prepare(self, batch: ModelInput) -> ForwardOutput | None:
         """Compile for the shape of ``batch`` where layers are compiled, then run it.
 
         Does nothing where `takes_any_tokens` holds and the program of the shape has run, also in
         another shape: then this one is ready. Without programs, each shape counts by itself.
-        Elsewhere the batch runs each time; after `capture` it replays the graph.
+        Elsewhere the batch runs each time, and its result is returned; after `capture` it replays
+        the graph.
         """
-        if not (self.takes_any_tokens and self.is_warm(batch.shape)):
-            self._run_first(batch)
+        if self.takes_any_tokens and self.is_warm(batch.shape):
+            return None
+        return self._run_first(batch)
 
     @torch.inference_mode()
     def capture(self, batch: ModelInput) -> None:
@@ -200,7 +205,7 @@ class ForwardRunner:
         layer_run = self._layer_runs.get(self._program_key(batch.shape))
         captured = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
 
-        def run(*inputs: torch.Tensor) -> torch.Tensor:
+        def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
             return self._compute(captured.with_inputs(*inputs))
 
         self._graphs[batch.shape] = self._device.capture(run, batch.inputs)
@@ -327,7 +332,7 @@ class ForwardRunner:
     def _compile_forward(self, batch: ModelInput, layers: DecoderLayers) -> CompiledForward:
         def compute(
             model: Callable[..., Any], tensors: Sequence[torch.Tensor], layer_run: LayerRun
-        ) -> torch.Tensor:
+        ) -> tuple[torch.Tensor, ...]:
             given = attrs.evolve(batch.with_inputs(*tensors), layer_run=layer_run)
             return self._compute(given, model)
 
@@ -346,23 +351,30 @@ class ForwardRunner:
         return self._own
 
     def _run(self, batch: ModelInput) -> ForwardOutput:
+        computed: Sequence[torch.Tensor]
         graph, program = self._graphs.get(batch.shape), self._programs.forward.get(batch.shape)
         # Before the step mark: a lazy device would compile a copy of its own for each shape.
         words = batch.sampler_words() if batch.num_sampler_words else batch.packed[:0]
         if program is not None:
-            logits = program(batch.inputs, self._own_tensors())
+            computed = program(batch.inputs, self._own_tensors())
         elif graph is None:
             if self._layer_runs:
                 layer_run = self._layer_runs.get(self._program_key(batch.shape))
                 batch = batch if layer_run is None else attrs.evolve(batch, layer_run=layer_run)
-            logits = self._compute(batch)
+            computed = self._compute(batch)
         else:
-            logits = graph.replay(batch.inputs)
+            computed = graph.replay(batch.inputs)
         self._device.mark_step()
-        return ForwardOutput(logits, words)
+        logits, *hidden = computed
+        return ForwardOutput(logits, words, *hidden)
 
-    def _compute(self, batch: ModelInput, model: Callable[..., Any] | None = None) -> torch.Tensor:
-        """Logits. ``model`` is called in place of the model itself, with the same arguments."""
+    def _compute(
+        self, batch: ModelInput, model: Callable[..., Any] | None = None
+    ) -> tuple[torch.Tensor, ...]:
+        """Logits, then the hidden states of a model that keeps them.
+
+        ``model`` is called in place of the model itself, with the same arguments.
+        """
         tensors = batch.unpack()
         out = (model or self._model)(
             input_ids=tensors.token_ids,
@@ -372,4 +384,5 @@ class ForwardRunner:
             paged=self._device.attention.prepare(tensors.paged, self._dtype),
         )
         logits: torch.Tensor = out.logits[0].float()
-        return logits
+        hidden = take_last_hidden()
+        return (logits,) if hidden is None else (logits, hidden[0])

@@ -148,6 +148,21 @@ def build_prompt(
     return _uploaded(packed, shape, cache, upload, sampler_words)
 
 
+def first_rows(sequences: Sequence[ScheduledSequence], shape: ForwardShape) -> dict[int, int]:
+    """Where the tokens of each sequence of a batch begin in its forward pass, by sequence id."""
+    if isinstance(shape, PromptShape):
+        starts = [row * shape.query for row in range(len(sequences))]
+    else:
+        lengths = [len(sequence.token_ids) for sequence in sequences]
+        starts = [0, *np.cumsum(lengths).tolist()]
+        if isinstance(shape, MixedShape):
+            # The decodes, one token each, come first, and may be padded.
+            num_decodes = sum(length == 1 for length in lengths)
+            padding = shape.decode.num_tokens - num_decodes
+            starts = [start + padding * (i >= num_decodes) for i, start in enumerate(starts)]
+    return {sequence.seq_id: start for sequence, start in zip(sequences, starts, strict=False)}
+
+
 def _fill_ragged(
     chunks: Sequence[ScheduledSequence],
     shape: RaggedShape,

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import attrs
+import numpy as np
 import torch
 
 from trencadis.bucketing import Bucket
@@ -23,9 +24,23 @@ from trencadis.engine.runner.block_moves import copy_blocks
 from trencadis.engine.runner.bucket_choice import BucketChoice
 from trencadis.engine.runner.forward_runner import ForwardOutput, ForwardRunner
 from trencadis.engine.runner.grids import Grids
+from trencadis.engine.runner.model_input import first_rows
+from trencadis.engine.runner.prompt_scorer import PendingPrompts, PromptScorer
 from trencadis.engine.runner.sampling_rows import NO_TOKEN, PendingRows, Sampler
-from trencadis.engine.runner.shapes import ChunkSize, DecodeRead, PromptShape, RaggedShape
-from trencadis.engine.runner.step import RowRequest, StepInput, StepResult
+from trencadis.engine.runner.shapes import (
+    BucketShape,
+    ChunkSize,
+    DecodeRead,
+    PromptShape,
+    RaggedShape,
+)
+from trencadis.engine.runner.step import (
+    ChunkScores,
+    PromptTargets,
+    RowRequest,
+    StepInput,
+    StepResult,
+)
 from trencadis.kvcache import Direction, ceil_div
 from trencadis.kvcache.tensors import KVCache
 from trencadis.scheduler import Candidate, StepTiming
@@ -48,12 +63,30 @@ class _SampledBatch:
     rows: PendingRows
 
 
+@attrs.frozen(eq=False)
+class _Launched:
+    """What was started after forward passes: sampling, and the scoring of prompt tokens."""
+
+    sampled: list[_SampledBatch] = attrs.field(factory=list)
+    scored: list[PendingPrompts] = attrs.field(factory=list)
+
+    def extend(self, other: _Launched) -> None:
+        self.sampled.extend(other.sampled)
+        self.scored.extend(other.scored)
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        """What the host reads, the prompts first."""
+        tensors = [tensor for prompts in self.scored for tensor in prompts.outputs]
+        return tensors + [tensor for batch in self.sampled for tensor in batch.rows.outputs]
+
+
 @attrs.define(eq=False)
 class ModelStep:
     """A step that the device may still be working on: a `PendingStep`.
 
     ``swap_s``: seconds that its swap transfers took, by direction. ``copy``: what the host reads of
-    the sampling, None for nothing.
+    the results, None for nothing.
     """
 
     runner: ModelRunner
@@ -61,7 +94,7 @@ class ModelStep:
     began_s: float
     began_idle: bool
     swap_s: Mapping[Direction, float] = attrs.field(factory=dict)
-    sampled: list[_SampledBatch] = attrs.field(factory=list)
+    launched: _Launched = attrs.field(factory=_Launched)
     failed: dict[int, Exception] = attrs.field(factory=dict)
     copy: PendingCopy | None = None
 
@@ -74,14 +107,15 @@ class ModelStep:
         # A step with decodes does not tell how long its prefill chunks took.
         tells_prompts = self.began_idle and bool(self.step.prompts) and not self.step.decodes
         timing = self._timing(tells_prompts) if self.swap_s or tells_prompts else None
+        prompt_logprobs = self._read_prompts(copies)
         token_ids: dict[int, int] = {}
         logprobs: dict[int, PositionLogprobs] = {}
         embeddings: dict[int, bytes] = {}
         candidates: dict[int, Sequence[Candidate]] = {}
-        for batch in self.sampled:
+        for batch in self.launched.sampled:
             rows = batch.rows.read([next(copies) for _ in batch.rows.outputs])
             for sequence, request, row in zip(batch.sequences, batch.requests, rows, strict=True):
-                if request is None:
+                if request is None or sequence.seq_id in self.failed:
                     continue
                 is_number = not any(math.isnan(logprob) for _, logprob in row.candidates)
                 if not is_number or any(token.token_id == NO_TOKEN for token in row.tokens):
@@ -102,9 +136,22 @@ class ModelStep:
             logprobs=logprobs,
             embeddings=embeddings,
             candidates=candidates,
+            prompt_logprobs=prompt_logprobs,
             failed=self.failed,
             timing=timing,
         )
+
+    def _read_prompts(self, copies: Iterator[torch.Tensor]) -> dict[int, ChunkScores]:
+        """The scores of prompt tokens. A sequence whose scores are not numbers has failed."""
+        known: dict[int, ChunkScores] = {}
+        for prompts in self.launched.scored:
+            known |= prompts.read([next(copies) for _ in prompts.outputs])
+        for seq_id, scores in tuple(known.items()):
+            if np.isnan(scores.values).any():
+                logger.error("Sequence %d: %s", seq_id, _NO_LOGITS)
+                self.failed[seq_id] = ModelError(_NO_LOGITS)
+                del known[seq_id]
+        return known
 
     def _timing(self, tells_prompts: bool) -> StepTiming:
         """The durations that are known now, when the host has read what the step computed."""
@@ -120,8 +167,9 @@ class ModelRunner:
     """Executes steps on a model and a KV cache. Implements warm-up's ``GraphRuntime``.
 
     ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
-    batches are not padded. ``device_is_idle``: nothing runs that the host has not waited for.
-    ``last_step``: the number of the last one with forward passes.
+    batches are not padded. ``scorer``: None for a model that does not generate.
+    ``device_is_idle``: nothing runs that the host has not waited for. ``last_step``: the number of
+    the last one with forward passes.
     """
 
     def __init__(
@@ -132,6 +180,7 @@ class ModelRunner:
         cache: KVCache,
         grids: Grids | None,
         read: DecodeRead = DecodeRead.PREFIX,
+        scorer: PromptScorer | None = None,
     ) -> None:
         self.forward_runner = forward_runner
         self.buckets = BucketChoice(forward_runner, cache, grids, read)
@@ -139,6 +188,7 @@ class ModelRunner:
             forward_runner, sampler, device.upload, cache, grids, read, self.buckets
         )
         self._sampler = sampler
+        self.scorer = scorer
         self._device = device
         self.device_is_idle = True
         self.last_step = 0
@@ -171,7 +221,7 @@ class ModelRunner:
             self.last_step, self.device_is_idle = step.number, self._device.shares_host_memory
             self._run_forward_passes(pending)
             self.batches.end_step()
-            outputs = [tensor for batch in pending.sampled for tensor in batch.rows.outputs]
+            outputs = pending.launched.outputs
             pending.copy = self._device.fetch(outputs) if outputs else None
         return pending
 
@@ -241,9 +291,9 @@ class ModelRunner:
         """Run and sample batches of ``scheduled``. If that raises, do so with each of its halves:
         an error ends only sequences that cause it."""
         try:
-            sampled: list[_SampledBatch] = []
+            launched = _Launched()
             for batch in make_batches(scheduled, step.step.rows):
-                sampled.extend(self._run_batch(batch, step.failed))
+                launched.extend(self._run_batch(batch, step.step.targets, step.failed))
         except Exception as error:
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
@@ -258,30 +308,57 @@ class ModelRunner:
                 error,
             )
         else:
-            step.sampled.extend(sampled)
+            step.launched.extend(launched)
             return
         # After the except clause, so that the tensors in the frames of its traceback are freed.
         half = len(scheduled) // 2
         for part in (scheduled[:half], scheduled[half:]):
             self._run_divided(make_batches, part, step)
 
-    def _run_batch(self, batch: Batch, failed: dict[int, Exception]) -> list[_SampledBatch]:
-        """Run a batch and start its sampling; nothing is read where no row is sampled."""
+    def _run_batch(
+        self, batch: Batch, targets: Mapping[int, PromptTargets], failed: dict[int, Exception]
+    ) -> _Launched:
+        """Run a batch, start its sampling and the scoring of its prompt tokens.
+
+        Nothing is read where no row is sampled and no token is scored.
+        """
         computed = self.forward_runner.run(batch.input)
-        if all(request is None for request in batch.requests):
-            return []
+        launched = _Launched()
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.forward_runner.needs_warmup:
             cause = f"sampling {batch.input.shape.batch} rows"
             counting = self.forward_runner.count_compilations(cause)
         with counting:
-            try:
-                rows = self._sampler.launch(computed.logits, computed.sampler_words, batch.requests)
-            except Exception as error:
-                logger.warning("Sampling failed (%s) and is repeated for each row", error)
-            else:
-                return [_SampledBatch(batch.sequences, batch.requests, rows)]
-            return self._sample_each(batch, computed, failed)
+            if targets:
+                launched.scored.extend(self._score_prompts(batch, computed, targets))
+            if any(request is not None for request in batch.requests):
+                launched.sampled.extend(self._sample(batch, computed, failed))
+        return launched
+
+    def _score_prompts(
+        self, batch: Batch, computed: ForwardOutput, targets: Mapping[int, PromptTargets]
+    ) -> Iterator[PendingPrompts]:
+        of_batch = {
+            sequence.seq_id: targets[sequence.seq_id]
+            for sequence in batch.sequences
+            if sequence.seq_id in targets
+        }
+        if of_batch:
+            if self.scorer is None or computed.hidden is None:
+                raise ModelError("this model computes no log-probabilities of a prompt")
+            rows = first_rows(batch.sequences, batch.input.shape)
+            yield self.scorer.launch(computed.hidden, rows, of_batch)
+
+    def _sample(
+        self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]
+    ) -> list[_SampledBatch]:
+        try:
+            rows = self._sampler.launch(computed.logits, computed.sampler_words, batch.requests)
+        except Exception as error:
+            logger.warning("Sampling failed (%s) and is repeated for each row", error)
+        else:
+            return [_SampledBatch(batch.sequences, batch.requests, rows)]
+        return self._sample_each(batch, computed, failed)
 
     def _sample_each(
         self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]
@@ -311,7 +388,12 @@ class ModelRunner:
         """
         for shape in self.buckets.shapes(phase, bucket):
             self._device.begin_step()
-            self.forward_runner.prepare(self.batches.dummy(shape))
+            self._prepare(shape)
+
+    def _prepare(self, shape: BucketShape) -> None:
+        output = self.forward_runner.prepare(self.batches.dummy(shape))
+        if output is not None and output.hidden is not None and self.scorer is not None:
+            self.scorer.warm_up(output.hidden)
 
     def is_kept(self, phase: Phase, bucket: Bucket) -> bool:
         """Whether the compile cache has the programs of the bucket's shapes."""
@@ -325,7 +407,7 @@ class ModelRunner:
         """
         for shape in self.buckets.shapes(phase, bucket):
             self.forward_runner.capture(self.batches.dummy(shape))
-            self.forward_runner.prepare(self.batches.dummy(shape))
+            self._prepare(shape)
         self.buckets.mark_captured(phase, bucket)
 
     def release(self, phase: Phase, bucket: Bucket) -> None:

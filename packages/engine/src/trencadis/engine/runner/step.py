@@ -100,12 +100,38 @@ class RowRequest(NamedTuple):
         return sample.eos_token_ids.union(sample.params.stop_token_ids)
 
 
+class PromptTargets(NamedTuple):
+    """The prompt tokens that are scored by the tokens of a chunk, each by the token before it.
+
+    ``position``: that of the first one in the prompt. ``offset``: of the token that scores it, in
+    the chunk. ``num_logprobs``: most probable tokens to report for each.
+    """
+
+    position: int
+    offset: int
+    token_ids: tuple[int, ...]
+    num_logprobs: int
+
+
+class ChunkScores(NamedTuple):
+    """Scores of prompt tokens from ``position`` on: fp32 ``[tokens, 2 + 2 * n]``.
+
+    Of each token its log-probability and its rank, then the log-probabilities of the n most
+    probable tokens, then their ids; n is ``num_logprobs``, or the vocabulary where that is smaller.
+    """
+
+    position: int
+    values: npt.NDArray[np.float32]
+
+
 @attrs.frozen(eq=False)
 class StepInput:
-    """What an executor computes in a step. The fields but ``rows`` are those of `SchedulerOutput`.
+    """What an executor computes in a step. The fields but ``rows`` and ``targets`` are those of
+    `SchedulerOutput`.
 
-    ``rows``: what is sampled, by sequence id; a sequence without an entry samples nothing. Block
-    tables and histories are the core's own, and valid until the core applies the step's result.
+    ``rows``: what is sampled, by sequence id; a sequence without an entry samples nothing.
+    ``targets``: the prompt tokens to score, by sequence id. Block tables and histories are the
+    core's own, and valid until the core applies the step's result.
     """
 
     number: int
@@ -113,6 +139,7 @@ class StepInput:
     decodes: tuple[ScheduledSequence, ...]
     moves: CopyPlan
     rows: Mapping[int, RowRequest]
+    targets: Mapping[int, PromptTargets] = attrs.field(factory=dict)
 
 
 @attrs.frozen(eq=False, kw_only=True)
@@ -123,6 +150,8 @@ class StepResult:
     - ``logprobs``: log-probabilities, where the request asked for them.
     - ``embeddings``: what a pooling model computed, see `CompletionDelta`.
     - ``candidates``: of each beam, the best first.
+    - ``prompt_logprobs``: the scores of prompt tokens, by the ids of the sequences that computed
+      them, whether they sampled or not.
     - ``failed``: the error of each scheduled sequence whose forward pass or sampling failed. It has
       no other result.
     - ``timing``: what is known of the durations, None for nothing.
@@ -132,6 +161,7 @@ class StepResult:
     logprobs: Mapping[int, PositionLogprobs] = attrs.field(factory=dict)
     embeddings: Mapping[int, bytes] = attrs.field(factory=dict)
     candidates: Mapping[int, Sequence[Candidate]] = attrs.field(factory=dict)
+    prompt_logprobs: Mapping[int, ChunkScores] = attrs.field(factory=dict)
     failed: Mapping[int, Exception] = attrs.field(factory=dict)
     timing: StepTiming | None = None
 

@@ -30,6 +30,7 @@ from trencadis.engine.models.loader import (
     num_weight_bytes,
     resolve_dtype,
 )
+from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
@@ -43,6 +44,7 @@ from trencadis.engine.runner.kept_programs import KeptPrograms, ProgramStore
 from trencadis.engine.runner.limits import ServingLimits, resolve_max_model_len
 from trencadis.engine.runner.model_runner import ModelRunner
 from trencadis.engine.runner.pooler import Pooler
+from trencadis.engine.runner.prompt_scorer import PromptScorer
 from trencadis.engine.runner.sampler import HostSampler
 from trencadis.engine.runner.sampler_warmup import SamplerWarmup
 from trencadis.engine.runner.sampling_rows import Sampler
@@ -142,6 +144,8 @@ class Worker:
         self.device.optimize(self._model)
         self.device.mark_step()  # a lazy device compiles apart what follows, as after a sleep
         self._attention = self.device.attention
+        if not self.spec.is_pooling:
+            keep_last_hidden(self._model)
         kind = self.device.name.upper()
         graphs = self.device.supports_graphs
         self._log_memory(f"Wrapping in {kind} Graph" if graphs else "Optimizing layers", before)
@@ -177,7 +181,13 @@ class Worker:
         forward_runner.on_cold = self._on_cold
         self._sampler = self._make_sampler(compiled)
         self.runner = ModelRunner(
-            forward_runner, self._sampler, device, self.cache, self.grids, self.read
+            forward_runner,
+            self._sampler,
+            device,
+            self.cache,
+            self.grids,
+            self.read,
+            self._make_scorer(compiled),
         )
         self._traffic_log = self._choice.traffic_log(self.grids) if self._records else None
         self._set_policy_of_misses(forward_runner)
@@ -188,7 +198,8 @@ class Worker:
         sizing = self._sizing
         kind, before = self.device.name.upper(), self._memory_use()
         free = self.device.free_memory()
-        self._memory = sizing.profile(self._model, prompts, self.read)
+        scorer = self._make_scorer(compiled=False)
+        self._memory = sizing.profile(self._model, prompts, self.read, scorer)
         self._peak_bytes = max(0, free - self._memory.free_after_profile)
         # With the peak of the run, whose memory stays free: it is none of the plan's.
         logger.info(
@@ -363,6 +374,7 @@ class Worker:
         self.is_discarded = True
         self._release_cache()
         self.runner.forward_runner.discard_model()
+        self.runner.scorer = None
         self._model = nn.Module()
         self.device.synchronize()
 
@@ -411,6 +423,13 @@ class Worker:
         """Write what was recorded."""
         if self._traffic_log is not None:
             self._traffic_log.save()
+
+    def _make_scorer(self, compiled: bool) -> PromptScorer | None:
+        if self.spec.is_pooling:
+            return None
+        compiled = compiled and not self.device.dynamic_shapes  # as the sampler
+        head = LogitHead(self._model)
+        return PromptScorer(head, self.device, self._programs.sampler, compiled=compiled)
 
     def _make_sampler(self, compiled: bool) -> Sampler:
         if self.spec.is_pooling:

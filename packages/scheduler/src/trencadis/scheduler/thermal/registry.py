@@ -18,9 +18,7 @@ POLICIES: Mapping[str, str] = {
 }
 """The built-in policies, by name: ``module:Class``.
 
-To add a policy, write a module with a subclass of `SchedulerThermalPolicy` and add a line here,
-with a test and a line in the changelog. Nothing else registers it. A policy of another package is
-registered there, in the entry point group `ENTRY_POINT_GROUP`.
+A policy of another package is registered there, in the entry point group `ENTRY_POINT_GROUP`.
 """
 
 ENTRY_POINT_GROUP = "trencadis.thermal_policies"

@@ -19,11 +19,12 @@ from trencadis.server.api.translation import chat_request
 
 _ONE_CONVERSATION: dict[str, tuple[Any, ...]] = {
     "n": (1,),
+    "prompt_logprobs": (),
     "stream": (False,),
     "tools": ([],),
     "use_beam_search": (False,),
 }
-"""Fields that vLLM, too, takes for one conversation alone, with the values without effect."""
+"""Fields for one conversation alone, in vLLM, too, with the values without effect."""
 
 
 class ChatBatchRequest(RequestBody):

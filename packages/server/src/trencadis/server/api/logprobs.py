@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from openai.types.chat.chat_completion_token_logprob import ChatCompletionTokenLogprob, TopLogprob
 from openai.types.completion_choice import Logprobs
 
-from trencadis.engine import PositionLogprobs, TokenLogprob
+from trencadis.engine import PositionLogprobs, PromptLogprobs, TokenLogprob
 from trencadis.server.engine_protocol import ServingTokenizer
 
 MIN_LOGPROB = -9999.0
@@ -63,17 +63,29 @@ class TextOffset:
 
 
 def completion_logprobs(
-    tokenizer: TokenTexts, positions: Iterable[PositionLogprobs], offset: TextOffset
+    tokenizer: TokenTexts,
+    positions: Iterable[PositionLogprobs],
+    offset: TextOffset,
+    *,
+    num_logprobs: int,
+    first_token: int | None = None,
 ) -> Logprobs:
-    """The format of completions: parallel lists with an entry per generated token.
+    """The format of completions: parallel lists with an entry per token.
 
-    ``offset`` is that of the first token, and afterwards that of the next one. The top
-    log-probabilities always include the chosen token.
+    ``offset`` is that of the first token, and afterwards that of the next one. The
+    ``num_logprobs`` top log-probabilities always include the chosen token. ``first_token``: that of
+    an echoed prompt, which has none, precedes the ``positions``.
     """
     texts: list[str] = []
     offsets: list[int] = []
-    chosen: list[float] = []
-    top: list[dict[str, float]] = []
+    chosen: list[float | None] = []
+    top: list[dict[str, float] | None] = []
+    if first_token is not None:
+        texts.append(tokenizer.token_text(first_token))
+        offsets.append(offset.position)
+        offset.advance(first_token)
+        chosen.append(None)
+        top.append(None)
     for position in positions:
         text = tokenizer.token_text(position.chosen.token_id)
         texts.append(text)
@@ -82,10 +94,36 @@ def completion_logprobs(
         chosen.append(_finite(position.chosen.logprob))
         # Several tokens may have a text, such as that of half a character: the first one is kept.
         by_text = {text: _finite(position.chosen.logprob)}
-        for other in position.top:
+        for other in position.top[:num_logprobs]:
             by_text.setdefault(tokenizer.token_text(other.token_id), _finite(other.logprob))
         top.append(by_text)
-    return Logprobs(text_offset=offsets, token_logprobs=chosen, tokens=texts, top_logprobs=top)
+    # not validated: the type knows no null, which the API has for the first token of a prompt
+    return Logprobs.model_construct(
+        text_offset=offsets, token_logprobs=chosen, tokens=texts, top_logprobs=top
+    )
+
+
+def prompt_logprobs(
+    tokenizer: TokenTexts, positions: Iterable[PromptLogprobs | None], num_logprobs: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """vLLM's format for the tokens of a prompt: by token id, the prompt's own token first."""
+    written: list[dict[str, dict[str, Any]] | None] = []
+    for position in positions:
+        if position is None:
+            written.append(None)
+            continue
+        ranked = [(position.rank, position.chosen)]
+        ranked += enumerate(position.top[:num_logprobs], 1)
+        by_id: dict[str, dict[str, Any]] = {}
+        for rank, token in ranked:
+            fields = {
+                "logprob": _finite(token.logprob),
+                "rank": rank,
+                "decoded_token": tokenizer.token_text(token.token_id),
+            }
+            by_id.setdefault(str(token.token_id), fields)
+        written.append(by_id)
+    return written
 
 
 def _chat_position(tokenizer: TokenTexts, position: PositionLogprobs) -> ChatCompletionTokenLogprob:

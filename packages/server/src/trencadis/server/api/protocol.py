@@ -79,9 +79,12 @@ _RESERVED_TEMPLATE_NAMES = frozenset(
 )
 
 
-def _parameter(name: str, *, default: Any = None) -> Any:
-    """A request field with the range and the description of a sampling parameter."""
-    return derived_field(_PARAMETERS[name], default)
+def _parameter(name: str, *, default: Any = None, low: int | None = None) -> Any:
+    """A request field with the range and the description of a sampling parameter.
+
+    ``low``: the least value, if it is another one.
+    """
+    return derived_field(_PARAMETERS[name], default, low)
 
 
 def _as_list(value: Any) -> Any:
@@ -228,6 +231,7 @@ class GenerationRequest(RequestBody):
     ] = _parameter("logit_bias")
     max_tokens: int | None = _parameter("max_tokens")
     min_tokens: int | None = _parameter("min_tokens")
+    prompt_logprobs: int | None = _parameter("prompt_logprobs")
     stop: Annotated[Listed[Text] | None, BeforeValidator(_as_list, str | list[str] | None)] = (
         _parameter("stop")
     )
@@ -288,6 +292,10 @@ class GenerationRequest(RequestBody):
         refuse_unsupported(self.model_extra or {})
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", "stream_options")
+        if self.stream and self.prompt_logprobs is not None:
+            raise InvalidRequest(
+                "prompt_logprobs cannot be streamed: leave stream out", "prompt_logprobs"
+            )
         return self
 
     @model_validator(mode="after")
@@ -344,6 +352,21 @@ class GenerationRequest(RequestBody):
         raise NotImplementedError
 
     @property
+    def num_prompt_logprobs(self) -> int | None:
+        """Alternatives reported per token of the prompt; None means no log-probabilities."""
+        return self.prompt_logprobs
+
+    @property
+    def echoes(self) -> bool:
+        """Whether each choice begins with the prompt."""
+        return False
+
+    @property
+    def drops_output(self) -> bool:
+        """Whether the response has the prompt alone."""
+        return False
+
+    @property
     def usage_at_end(self) -> bool:
         """Whether a stream ends with an event of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
@@ -376,6 +399,7 @@ class GenerationRequest(RequestBody):
         }
         given = {**({} if self.use_beam_search else defaults or {}), **given}
         given |= {"max_tokens": max_tokens, "logprobs": self.num_logprobs}
+        given["prompt_logprobs"] = self.num_prompt_logprobs
         return SamplingParams(**given, structured_output=self._structured_output)
 
 
@@ -492,7 +516,8 @@ class ChatCompletionRequest(GenerationRequest):
 
 
 class CompletionRequest(GenerationRequest):
-    """``POST /v1/completions``. ``max_tokens`` null means the rest of the context."""
+    """``POST /v1/completions``. ``max_tokens`` null means the rest of the context, 0 with ``echo``
+    the prompt alone."""
 
     prompt: Annotated[
         list[str | list[int]],
@@ -500,7 +525,9 @@ class CompletionRequest(GenerationRequest):
             partial(as_prompts, most=MAX_CHOICES), str | list[str] | list[int] | list[list[int]]
         ),
     ]
-    max_tokens: int | None = _parameter("max_tokens", default=_PARAMETERS["max_tokens"].default)
+    max_tokens: int | None = _parameter(
+        "max_tokens", default=_PARAMETERS["max_tokens"].default, low=0
+    )
     echo: bool | None = None
     logprobs: int | None = _parameter("logprobs")
     best_of: int | None = _parameter("best_of")
@@ -511,6 +538,24 @@ class CompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.logprobs
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        counts = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in counts if count is not None), default=None)
+
+    @property
+    def echoes(self) -> bool:
+        return bool(self.echo)
+
+    @property
+    def drops_output(self) -> bool:
+        return self.max_tokens == 0
+
+    @property
+    def requested_tokens(self) -> int | None:
+        # The model computes one token after a prompt, if it computes the prompt.
+        return 1 if self.drops_output else self.max_tokens
+
     @model_validator(mode="after")
     def _check_completion(self) -> Self:
         generated = self.best_of or self.num_choices
@@ -519,11 +564,8 @@ class CompletionRequest(GenerationRequest):
                 f"the best of {generated} answers cannot be streamed: it is known only in the end",
                 "stream",
             )
-        if self.echo and self.logprobs is not None:
-            raise InvalidRequest(
-                "echo with logprobs is not supported: log-probabilities are of new tokens alone",
-                "echo",
-            )
+        if self.drops_output and not self.echo:
+            raise InvalidRequest("max_tokens 0 needs echo to be true", "max_tokens")
         if len(self.prompt) * max(generated, self.num_choices) > MAX_CHOICES:
             field = "n" if self.best_of is None else "best_of"
             raise InvalidRequest(

@@ -25,6 +25,7 @@ from trencadis.engine import (
     InvalidRequest,
     ModelNotActiveError,
     PositionLogprobs,
+    PromptLogprobs,
     RequestFields,
 )
 from trencadis.server.errors import RequestAbortedError
@@ -85,15 +86,20 @@ class ChoiceDelta:
     finish_reason: FinishReason | None
 
 
+PromptPositions: TypeAlias = tuple[PromptLogprobs | None, ...]
+"""`CompletionDelta.prompt_logprobs`."""
+
+
 @attrs.define
 class FinishedChoice:
-    """The complete output of one choice."""
+    """The complete output of one choice. ``prompt_logprobs``: of its prompt, if asked for."""
 
     text: str = ""
     token_ids: list[int] = attrs.field(factory=list)
     logprobs: list[PositionLogprobs] = attrs.field(factory=list)
     finish_reason: FinishReason = "length"
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptPositions = ()
 
 
 PROMPTS_AT_ONCE = 64
@@ -142,6 +148,7 @@ async def collect(stream: ChoiceStream, num_choices: int, usage: Usage) -> list[
     """Run a request to its end and return its choices; adds their tokens to ``usage``."""
     choices = [FinishedChoice() for _ in range(num_choices)]
     texts: list[list[str]] = [[] for _ in range(num_choices)]
+    prompts: dict[int, PromptPositions] = {}
     async with aclosing(stream):
         async for item in stream:
             usage.add(item.prompt, item.delta)
@@ -149,12 +156,34 @@ async def collect(stream: ChoiceStream, num_choices: int, usage: Usage) -> list[
             texts[item.choice].append(delta.text)
             choice.token_ids.extend(delta.token_ids)
             choice.logprobs.extend(delta.logprobs)
+            if delta.prompt_logprobs is not None:
+                prompts[item.prompt] = delta.prompt_logprobs
+            choice.prompt_logprobs = prompts.get(item.prompt, ())
             if item.finish_reason is not None:
                 choice.finish_reason = item.finish_reason
                 choice.stop_reason = delta.stop_reason
     for choice, parts in zip(choices, texts, strict=True):
         choice.text = "".join(parts)
     return choices
+
+
+def without_output(generate: Generate) -> Generate:
+    """``generate`` without the tokens that it generates: what is left is of the prompt."""
+
+    async def prompt_alone(request: EngineRequest) -> AsyncGenerator[CompletionDelta, None]:
+        async with aclosing(generate(request)) as stream:
+            async for delta in stream:
+                ended = delta.finish_reason
+                yield attrs.evolve(
+                    delta,
+                    text="",
+                    token_ids=(),
+                    logprobs=(),
+                    finish_reason="length" if ended == "stop" else ended,
+                    stop_reason=None,
+                )
+
+    return prompt_alone
 
 
 async def _generate(

@@ -12,7 +12,7 @@ from openai.types.chat import chat_completion_chunk as chunk
 
 from trencadis.server.api.chat_batch import ChatBatchRequest
 from trencadis.server.api.error_responses import BODY_ERRORS, error_responses
-from trencadis.server.api.logprobs import chat_logprobs
+from trencadis.server.api.logprobs import chat_logprobs, prompt_logprobs
 from trencadis.server.api.protocol import ChatCompletionRequest
 from trencadis.server.api.translation import client_fields
 from trencadis.server.generation.answer_plan import AnswerPlan
@@ -102,11 +102,16 @@ class ChatWriter(ChunkWriter[ChatCompletionChunk]):
         self._answers: dict[int, AnswerWriter] = {}
 
     def completion(self, choices: Sequence[FinishedChoice]) -> ChatCompletion:
+        vllm_fields: dict[str, Any] = {}
+        if self.request.prompt_logprobs is not None:
+            vllm_fields["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, choices[0].prompt_logprobs, self.request.prompt_logprobs
+            )
         return ChatCompletion(
             object="chat.completion",
             choices=[self._choice(index, choice) for index, choice in enumerate(choices)],
             usage=self.usage.so_far(),
-            **_WITHOUT_VALUE | self.header | self._prompt_fields(),
+            **_WITHOUT_VALUE | self.header | self._prompt_fields() | vllm_fields,
         )
 
     def make_chunk(self, choices: list[chunk.Choice]) -> ChatCompletionChunk:

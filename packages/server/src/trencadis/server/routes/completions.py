@@ -10,9 +10,14 @@ from openai.types import Completion, CompletionChoice
 from openai.types.completion_choice import Logprobs
 
 from trencadis.engine import PositionLogprobs
-from trencadis.server.api.logprobs import TextOffset, completion_logprobs
+from trencadis.server.api.logprobs import TextOffset, completion_logprobs, prompt_logprobs
 from trencadis.server.api.protocol import CompletionRequest
-from trencadis.server.generation.choice_stream import ChoiceDelta, FinishedChoice
+from trencadis.server.generation.choice_stream import (
+    ChoiceDelta,
+    FinishedChoice,
+    PromptPositions,
+)
+from trencadis.server.generation.prompts import Prompt
 from trencadis.server.http.json_body import Checked
 from trencadis.server.routes.context import ServingContext
 from trencadis.server.routes.generation_response import (
@@ -51,6 +56,8 @@ class CompletionWriter(ChunkWriter[Completion]):
         super().__init__(*args)
         self._text_offsets: dict[int, TextOffset] = {}
         """For each choice that has begun, where its next token is in its text."""
+        self._prompt_logprobs: dict[int, PromptPositions] = {}
+        """Those of each prompt of a stream."""
 
     def completion(self, choices: Sequence[FinishedChoice]) -> Completion:
         return Completion(
@@ -65,14 +72,18 @@ class CompletionWriter(ChunkWriter[Completion]):
 
     def new_choices(self, delta: ChoiceDelta) -> Iterator[CompletionChoice]:
         text, is_first = delta.delta.text, False
+        prompt: PromptPositions = ()
+        if delta.delta.prompt_logprobs is not None:
+            self._prompt_logprobs[delta.prompt] = delta.delta.prompt_logprobs
         if delta.choice not in self._text_offsets:
             self._text_offsets[delta.choice] = self._text_offset()
             text = self.prompts[delta.prompt].echo + text
+            prompt = self._prompt_logprobs.get(delta.prompt, ())
             is_first = True
         has_logprobs = self.request.num_logprobs is not None and delta.delta.logprobs
         has_token_ids = self.request.return_token_ids and delta.delta.token_ids
         if text or has_logprobs or has_token_ids or delta.finish_reason:
-            yield self._new_choice(delta, text, is_first=is_first)
+            yield self._new_choice(delta, text, prompt, is_first=is_first)
 
     def _choice(self, index: int, choice: FinishedChoice) -> CompletionChoice:
         prompt = self.prompts[index // self.request.num_choices]
@@ -83,16 +94,26 @@ class CompletionWriter(ChunkWriter[Completion]):
             "prompt_token_ids": list(prompt.token_ids) if has_token_ids else None,
             "prompt_logprobs": None,
         }
+        if self.request.prompt_logprobs is not None:
+            vllm_fields["prompt_logprobs"] = prompt_logprobs(
+                self.tokenizer, choice.prompt_logprobs, self.request.prompt_logprobs
+            )
+        logprobs = self._logprobs(
+            prompt, choice.prompt_logprobs, choice.logprobs, self._text_offset()
+        )
         return CompletionChoice(
             index=index,
             text=prompt.echo + choice.text,
-            logprobs=self._logprobs(choice.logprobs, self._text_offset()),
+            logprobs=logprobs,
             finish_reason=choice.finish_reason,
             **vllm_fields,
         )
 
-    def _new_choice(self, item: ChoiceDelta, text: str, *, is_first: bool) -> CompletionChoice:
-        logprobs = self._logprobs(item.delta.logprobs, self._text_offsets[item.choice])
+    def _new_choice(
+        self, item: ChoiceDelta, text: str, prompt: PromptPositions, *, is_first: bool
+    ) -> CompletionChoice:
+        offset = self._text_offsets[item.choice]
+        logprobs = self._logprobs(self.prompts[item.prompt], prompt, item.delta.logprobs, offset)
         ended = item.finish_reason is not None
         vllm_fields: dict[str, Any] = {"stop_reason": item.delta.stop_reason} if ended else {}
         if self.request.return_token_ids:
@@ -112,8 +133,20 @@ class CompletionWriter(ChunkWriter[Completion]):
         return TextOffset(self.tokenizer, self.request.skip_special_tokens is not False)
 
     def _logprobs(
-        self, positions: Sequence[PositionLogprobs], text_offset: TextOffset
+        self,
+        prompt: Prompt,
+        of_prompt: PromptPositions,
+        positions: Sequence[PositionLogprobs],
+        text_offset: TextOffset,
     ) -> Logprobs | None:
+        """Those of a choice, or of a part of it: of the prompt, if it is echoed, and of tokens."""
         if self.request.num_logprobs is None:
             return None
-        return completion_logprobs(self.token_texts, positions, text_offset)
+        echoed = of_prompt if self.request.echoes else ()
+        return completion_logprobs(
+            self.token_texts,
+            [*(position for position in echoed if position is not None), *positions],
+            text_offset,
+            num_logprobs=self.request.num_logprobs,
+            first_token=prompt.token_ids[0] if echoed else None,
+        )

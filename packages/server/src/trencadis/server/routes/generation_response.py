@@ -41,9 +41,11 @@ from trencadis.server.generation.choice_stream import (
     ChoiceDelta,
     ChoiceStream,
     FinishedChoice,
+    Generate,
     Sender,
     Usage,
     collect,
+    without_output,
 )
 from trencadis.server.generation.prompts import Prompt, max_output_tokens
 from trencadis.server.generation.served_model import ServedModel
@@ -281,7 +283,10 @@ async def respond(
                 **sender.fields,
             )
             requests.append(engine_request)
-        deltas = ChoiceStream(context.engine.generate, context.metrics, requests, sender)
+        generate: Generate = context.engine.generate
+        if request.drops_output:
+            generate = without_output(generate)
+        deltas = ChoiceStream(generate, context.metrics, requests, sender)
         if request.stream:
             await deltas.start()
             timeout = context.settings.send_timeout

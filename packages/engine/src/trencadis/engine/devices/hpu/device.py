@@ -23,7 +23,7 @@ from trencadis.engine.devices.hpu.experts import use_static_experts
 from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
 from trencadis.engine.devices.kernel_trial import KernelTrial
-from trencadis.engine.devices.recorded import check_inputs, own_buffers
+from trencadis.engine.devices.recorded import check_inputs, new_aliases, own_buffers
 from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
@@ -146,7 +146,7 @@ class HPUDevice(Device):
             for layer in decoder_layers(model):
                 layer.register_forward_hook(lambda *_: self.mark_step())
 
-    def capture(self, run: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]) -> Graph:
+    def capture(self, run: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> Graph:
         """Capture ``run(*inputs)`` as an HPU graph, running it once.
 
         A graph must not contain copies to or from the host, shapes or branches that depend on
@@ -232,18 +232,15 @@ class HPUGraph(Graph):
     The wrapped function reads the inputs where they lie, or copies them itself.
     """
 
-    def __init__(
-        self, wrapped: Callable[..., torch.Tensor], inputs: Sequence[torch.Tensor]
-    ) -> None:
-        self._wrapped: Callable[..., torch.Tensor] | None = wrapped
+    def __init__(self, wrapped: Callable[..., Any], inputs: Sequence[torch.Tensor]) -> None:
+        self._wrapped: Callable[..., Any] | None = wrapped
         self._recorded = [(tuple(t.shape), t.dtype) for t in inputs]
 
-    def replay(self, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+    def replay(self, inputs: Sequence[torch.Tensor]) -> Any:
         if self._wrapped is None:
             raise GraphError("the graph was released: capture its shape again")
         check_inputs(self._recorded, inputs)
-        # A new alias for each replay, so that a device can check the use of an outdated result.
-        return self._wrapped(*inputs).detach()
+        return new_aliases(self._wrapped(*inputs))
 
     def release(self) -> None:
         self._wrapped = None
