@@ -383,6 +383,12 @@ def test_the_default_mode_is_eager(stand_in, monkeypatch):
 # What does not concern a graph.
 
 
+def test_there_are_no_complex_numbers(lazy_gaudi):
+    angles = torch.ones(2, device=DEVICE)
+    with pytest.raises(RuntimeError, match="Complex datatype is not supported"):
+        torch.polar(angles, angles)
+
+
 def test_host_and_device_tensors_do_not_mix(lazy_gaudi):
     with pytest.raises(RuntimeError, match="same device"):
         torch.ones(3, device=DEVICE) + torch.ones(3)

@@ -39,6 +39,8 @@ class HPUTensor(torch.Tensor):
         cls, buffer: Buffer, stamp: int | None = None, *, is_view: bool = False
     ) -> HPUTensor:
         value = buffer.value
+        if value.is_complex():  # backend/helpers/tensor_utils.cpp:688-691 of the bridge
+            raise RuntimeError("Complex datatype is not supported on HPU device.")
         made = torch.Tensor._make_wrapper_subclass(
             cls,
             value.size(),

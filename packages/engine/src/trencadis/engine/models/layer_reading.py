@@ -16,7 +16,7 @@ from typing import Any
 import attrs
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 from trencadis.engine.errors import ModelError
@@ -117,12 +117,14 @@ def _calls(config: PreTrainedConfig, num_layers: int) -> list[list[LayerSpec]]:
             logits_to_keep=torch.zeros(1, dtype=torch.long),
             paged=calls,
         )
+        complex_rotary = any(getattr(module, "gives_complex", False) for module in model.modules())
         for number, layer in enumerate(decoder_layers(model)[:num_layers]):
-            experts, replaceable = _num_experts(layer), any(map(is_replaceable, layer.modules()))
-            calls[number] = [
-                attrs.evolve(call, experts=experts, replaceable_experts=replaceable)
-                for call in calls[number]
-            ]
+            known: dict[str, Any] = {
+                "experts": _num_experts(layer),
+                "replaceable_experts": any(map(is_replaceable, layer.modules())),
+                "complex_rotary": complex_rotary,
+            }
+            calls[number] = [attrs.evolve(call, **known) for call in calls[number]]
     return calls
 
 
@@ -136,6 +138,7 @@ def _compute_on_host(rotary: Any) -> None:
         )
         with torch.device("cpu"):
             result = own(*args, **kwargs)
+        rotary.gives_complex = any(map(torch.is_complex, tree_leaves(result)))
         return tree_map_only(torch.Tensor, lambda x: x.to("meta"), result)
 
     rotary.forward = forward

@@ -40,6 +40,7 @@ class LayerSpec(LayerShape):
     ``position_scale``: ``(f, a)`` of a layer whose query at position p is multiplied by
     ``1 + a * log1p(floor((p + 1) / f))``, as in Llama 4 (`scaled_by_position`).
 
+    ``complex_rotary``: its rotary embedding is of complex numbers.
     ``experts``: those of its feed-forward part, 0 for one that computes with all weights.
     ``replaceable_experts``: a device can compute them with its own products, see `is_replaceable`.
     ``arguments``: how the model's code asks for these features (`features_of`).
@@ -55,6 +56,7 @@ class LayerSpec(LayerShape):
     calls: int = _feature("attends {} times", default=1)
     others: tuple[str, ...] = _feature("passes {} to attention", default=())
     position_scale: tuple[float, float] | None = None
+    complex_rotary: bool = False
     experts: int = 0
     replaceable_experts: bool = False
     arguments: Mapping[str, Any] = attrs.field(factory=dict, eq=False, repr=False)
