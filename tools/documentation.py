@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FILES = ("*.md", "*.png", "deploy/*")
+FILES = ("*.md", "*.png", "deploy/*", "examples/*")
 SECTIONS = {
     "Start": ("README.md", "docs/models.md", "docs/gaudi.md", "docs/performance.md", "deploy/*"),
     **{
