@@ -75,7 +75,7 @@ def broken() -> None:
 
 
 def serving(
-    policy: Scripted,
+    policy: Scripted | None,
     requests: Iterable[int],
     *,
     read: Callable[[], State] = State,
@@ -189,6 +189,32 @@ def test_a_policy_that_answers_no_positive_limit_does_not_halt_serving(limit: in
     assert_complete(groups)
     assert (len(alerts), guard.num_faults > 5) == (1, True)
     assert guard.cap(View()) == 1
+
+
+@pytest.mark.parametrize("policy", [None, Scripted(limit=8)], ids=["no policy", "policy"])
+def test_a_read_or_an_alert_that_raises_ends_no_step(
+    policy: Scripted | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing = True
+
+    def read() -> Any:
+        if failing:
+            raise OSError("no bus")
+        return State()
+
+    def alert(_: str) -> None:
+        raise RuntimeError("no pager")
+
+    runner, guard, groups = serving(policy, [1] * 3, read=read, alert=alert)
+    runner.step()
+    assert guard.fault == "OSError: no bus"
+    assert "The alert was: The sensors cannot be read (OSError: no bus)" in caplog.text
+    assert "no pager" in caplog.text
+    failing = False
+    runner.step()
+    assert "OSError" not in guard.fault
+    runner.run()
+    assert_complete(groups)
 
 
 def test_a_sensor_that_raises_keeps_the_last_limit() -> None:

@@ -28,6 +28,9 @@ logger = logging.getLogger(__name__)
 Alert = Callable[[str], None]
 
 
+_READ = "read"
+
+
 class Forget(Protocol):
     """Drops a device that does not answer, as `TemperatureReader.forget`."""
 
@@ -35,7 +38,7 @@ class Forget(Protocol):
 
 
 class ThermalGuard:
-    """Passes readings to a policy and checks its answers; a fault of either never ends a step.
+    """Passes readings to a policy and checks its answers; no fault of them ends a step.
 
     ``read`` returns the newest `ThermalState` without waiting for a sensor. While a sensor is stale
     or failed the cap may fall, but not rise: an unknown device may be hot. The same holds in a step
@@ -92,7 +95,7 @@ class ThermalGuard:
 
     @property
     def fault(self) -> str:
-        """Why the last call of a method of the policy failed; empty if none of them did."""
+        """Why the last call of the policy or of ``read`` failed; empty if none of them did."""
         return next(iter(self._faults.values()), "")
 
     @property
@@ -117,10 +120,14 @@ class ThermalGuard:
     def cap(self, scheduler: SchedulerView) -> int | None:
         """The cap of this step; None where nothing has limited it yet."""
         scheduler = self._view.of(scheduler)
+        method = _READ
         try:
-            self._may_raise = self._pass_readings(scheduler.num_running_seqs)
-        except Exception as error:  # whatever a policy raises, serving continues
-            self._report("get_max_running_seqs", error)
+            self._state = state = self._read()
+            self._faults.pop(_READ, None)
+            method = "get_max_running_seqs"
+            self._may_raise = self._pass_readings(state, scheduler.num_running_seqs)
+        except Exception as error:  # whatever a sensor or a policy raises, serving continues
+            self._report(method, error)
             self._may_raise = False
             self._ask_loop(scheduler)
             return self._lower_cap()
@@ -312,9 +319,8 @@ class ThermalGuard:
         is_rise = last is not None and (limit is None or limit > last)
         return last if is_rise and not self._may_raise else limit
 
-    def _pass_readings(self, num_running: int) -> bool:
-        """Pass the newest readings to what limits. Returns whether the cap may rise."""
-        self._state = state = self._read()
+    def _pass_readings(self, state: ThermalState, num_running: int) -> bool:
+        """Pass readings to what limits. Returns whether the cap may rise."""
         power_w = state.power_w
         is_plausible = True
         if power_w is not None:
@@ -353,20 +359,29 @@ class ThermalGuard:
         return int(answer)
 
     def _report(self, method: str, error: Exception) -> None:
-        """Count a fault of the policy, and alert to the first of its kind."""
+        """Count a fault of the policy or of ``read``, and alert to the first of its kind."""
         self.num_faults += 1
         self._faults[method] = _describe(error)
         limit = "no limit" if self._cap is None else f"its last limit of {self._cap}"
         self._alert_once(
             (method, type(error).__name__),
-            f"Thermal policy {type(self.policy).__name__} failed in {method} ({_describe(error)}). "
+            f"{_subject(self.policy, method)} ({_describe(error)}). "
             f"Serving goes on with {limit}. Further faults of this kind are only counted",
         )
 
     def _alert_once(self, kind: tuple[str, str], message: str) -> None:
         if kind not in self._alerted:
             self._alerted.add(kind)
-            self._alert(message)
+            try:
+                self._alert(message)
+            except Exception:  # the step goes on, and the message is not lost
+                logger.exception("The alert function failed. The alert was: %s", message)
+
+
+def _subject(policy: SchedulerThermalPolicy | None, method: str) -> str:
+    if method == _READ:
+        return "The sensors cannot be read"
+    return f"Thermal policy {type(policy).__name__} failed in {method}"
 
 
 def _lower(cap: int | None, other: int | None) -> int | None:
