@@ -102,7 +102,8 @@ def test_a_batch_uses_the_smallest_ready_bucket_that_is_not_much_larger(
     runner = core.executor.worker.runner
     for bucket in core.executor.worker.grids.decode.buckets:
         shapes = runner.buckets.shapes(Phase.DECODE, bucket)
-        assert len(shapes) == 1, "others are run as they come"
+        others = bucket.shape[0] > 1 and runner.forward_runner.needs_warmup
+        assert len(shapes) == 1 + others, "where none is compiled, others are run as they come"
     missed: list[Bucket] = []
     runner.buckets.prefer_ready(lambda phase, bucket: missed.append(bucket))
     for bucket in core.executor.worker.grids.decode.buckets:
