@@ -390,7 +390,7 @@ class DenseRun:
         assert blocks.host_pool.num_free_blocks == blocks.config.num_host_blocks
         assert not scheduler._states.sequences
         assert not scheduler._admission._num_free_at_refusal
-        assert not scheduler._admission._pending_prefixes._digests
+        assert not scheduler._admission._pending_prefixes.digests
         assert not scheduler._to_finish
 
     def _lift_limits(self) -> None:

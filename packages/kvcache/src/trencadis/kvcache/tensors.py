@@ -198,14 +198,18 @@ class KVCache:
         With ``token_rows``: ``[num_blocks * block_size, kv_heads, key_width]``, and no view. Raises
         `InvalidSetting` for a layer that the cache does not have.
         """
-        return self._parts[self._as_layer(layer)]
+        if type(layer) is not int or not 0 <= layer < self.num_layers:
+            layer = self._checked_layer(layer)
+        return self._parts[layer]
 
     def value(self, layer: int) -> torch.Tensor:
         """Values of a layer, in the layout of its keys. Raises as `key`.
 
         Also for a cache over tensors without separate values.
         """
-        number = self.num_layers + self._as_layer(layer)
+        if type(layer) is not int or not 0 <= layer < self.num_layers:
+            layer = self._checked_layer(layer)
+        number = self.num_layers + layer
         if number >= len(self._parts):
             raise InvalidSetting("the cache has no separate values: its keys hold both")
         return self._parts[number]
@@ -245,11 +249,10 @@ class KVCache:
         for copier in self._copiers:
             copier.wait()
 
-    def _as_layer(self, layer: int) -> int:
-        if type(layer) is not int or not 0 <= layer < self.num_layers:
-            remedy = "pass a layer of the cache"
-            layer = integer(0, self.num_layers - 1, remedy=remedy).checked("layer", layer)
-        return layer
+    def _checked_layer(self, layer: int) -> int:
+        remedy = "pass a layer of the cache"
+        checked: int = integer(0, self.num_layers - 1, remedy=remedy).checked("layer", layer)
+        return checked
 
     def _checked(
         self, plan: Iterable[tuple[Direction, Sequence[BlockCopy]]]

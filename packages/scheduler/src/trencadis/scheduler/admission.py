@@ -89,7 +89,8 @@ class AdmissionControl:
         of its priority whose client got no more service; and none is resumed before a waiting group
         that is older and overdue. A step that carries out a control request starts none.
         """
-        self._pending_prefixes.discard_computed()
+        if self._pending_prefixes.digests:
+            self._pending_prefixes.discard_computed()
         if step.carries_out_order:
             return
         states = self._states
@@ -415,11 +416,12 @@ class PendingPrefixes:
     """Remembers which prompt blocks are being computed, by digest.
 
     A group that waits for such a block gets it from the prefix cache instead of computing it.
+    ``digests``: those of each group that computes them.
     """
 
     def __init__(self, group_blocks: GroupBlocks) -> None:
         self._group_blocks = group_blocks
-        self._digests: dict[SequenceGroup, frozenset[bytes]] = {}
+        self.digests: dict[SequenceGroup, frozenset[bytes]] = {}
 
     def add(self, group: SequenceGroup) -> None:
         """Add the blocks that a group, which has just been admitted, will compute."""
@@ -428,18 +430,18 @@ class PendingPrefixes:
         num_computed = group.allocated_seqs[0].num_computed_tokens // group.block_size
         digests = frozenset(key.digest for key in group.prefix_keys.blocks[num_computed:])
         if digests:
-            self._digests[group] = digests
+            self.digests[group] = digests
 
     def has_next_block(self, group: SequenceGroup) -> bool:
         """Whether the first block that ``group`` lacks in the prefix cache is being computed."""
-        if not self._digests:
+        if not self.digests:
             return False
         digest = self._group_blocks.next_uncached_digest(group)
-        return digest is not None and any(digest in pending for pending in self._digests.values())
+        return digest is not None and any(digest in pending for pending in self.digests.values())
 
     def discard_computed(self) -> None:
         """Remove groups that have computed their prompt or do not run any more."""
-        for group in tuple(self._digests):
+        for group in tuple(self.digests):
             is_running = group.status is SequenceStatus.RUNNING
             if not is_running or self._group_blocks.is_computed(group):
-                del self._digests[group]
+                del self.digests[group]

@@ -67,7 +67,9 @@ class LimitEnforcement:
         step.max_running_seqs = self._limit.value(step.now)
         step.max_group_seqs = self._limit.ordered(step.now)
         step.max_prefill_tokens = step.prefill_budget = self._limit.prefill_tokens()
-        excess = self._states.num_started_seqs - step.max_running_seqs
+        num_started = self._states.num_started_seqs
+        self._was_stalled &= not num_started
+        excess = num_started - step.max_running_seqs
         if excess <= 0:
             self._was_exceeded = False
             return
@@ -83,14 +85,10 @@ class LimitEnforcement:
             self._preemptor.preempt(victim, step)
 
     def warn_if_stalled(self) -> None:
-        """Warn, once, if nothing runs because each request is wider than ``max_num_seqs``."""
+        """Warn, once, if each request is wider than ``max_num_seqs``, where nothing runs."""
         states, limit = self._states, self._settings.config.max_num_seqs
         queues = (states.resume_queue, states.waiting)
-        is_stalled = (
-            bool(states.groups)
-            and not states.num_started_seqs
-            and not any(queue.first(1, limit) for queue in queues)
-        )
+        is_stalled = bool(states.groups) and not any(queue.first(1, limit) for queue in queues)
         if is_stalled and not self._was_stalled:
             logger.warning(
                 "Nothing runs: each of the %d requests has more sequences than the %d that a "

@@ -363,7 +363,8 @@ class Scheduler:
                 self._group_blocks.moves.add(Direction.WITHIN, plan.copies)
         self._schedule_running(step)
         self._admission.start_groups(step)
-        self._enforcement.warn_if_stalled()
+        if not self._states.num_started_seqs:
+            self._enforcement.warn_if_stalled()
         self._num_prefill_tokens += sum(len(chunk.token_ids) for chunk in step.prompts)
         output = step.to_output(self._group_blocks.take_moves())
         self._in_flight.append(output)
@@ -378,12 +379,13 @@ class Scheduler:
         """
         if not self._in_flight:
             return None
+        limit = self._settings.config.max_steps_in_flight
+        if len(self._in_flight) >= limit:
+            return f"max_steps_in_flight is {limit}"
         return next((reason for holds, reason in self._reasons_to_wait() if holds), None)
 
     def _reasons_to_wait(self) -> abc.Iterator[tuple[bool, str]]:
-        """Each possible reason while a step is in flight, and whether it holds."""
-        limit = self._settings.config.max_steps_in_flight
-        yield len(self._in_flight) >= limit, f"max_steps_in_flight is {limit}"
+        """Each reason that a step in flight may have, and whether it holds."""
         yield self._in_flight[-1].is_empty, "it computes nothing"
         yield self._in_flight[-1].branches, "it has beams, or samples that fork"
         yield self._control.has_orders, "an order is to be carried out"

@@ -148,7 +148,8 @@ class StepResultProcessor:
         Raises `InvalidResults` for missing and for invalid ones. Those of sequences that were
         aborted since may be missing.
         """
-        results.check_values()
+        if results.logprobs or results.forced:
+            results.check_values()
         for seq_id in results.forced:
             sequence = self._states.sequences.get(seq_id)
             if sequence is not None and sequence.request.is_scored:

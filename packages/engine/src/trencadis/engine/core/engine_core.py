@@ -350,7 +350,7 @@ class EngineCore:
         is_stalled = not (self._in_flight or output.decodes or output.prompts or output.moves)
         self.pause_s = STALLED_SECONDS if is_stalled else 0.0
         rows = self._sampling.row_requests(output)
-        targets = self._sampling.prompt_targets(output)
+        targets = self._sampling.prompt_targets(output) if self.requests.scored else {}
         step = StepInput(output.step, output.prompts, output.decodes, output.moves, rows, targets)
         self._in_flight.append((output, self.executor.execute(step)))
 
@@ -358,7 +358,8 @@ class EngineCore:
         """Wait for the oldest step in flight; returns its tokens."""
         output, pending = self._in_flight[0]
         result = pending.wait()
-        self._sampling.keep_prompt_logprobs(result.prompt_logprobs)
+        if result.prompt_logprobs:
+            self._sampling.keep_prompt_logprobs(result.prompt_logprobs)
         sampled = self._sampling.sampled(result, self._pays_to_jump)
         if result.failed:
             self._end_failed(result.failed)

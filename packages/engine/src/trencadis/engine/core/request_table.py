@@ -117,7 +117,8 @@ class RequestTable:
 
     ``rng`` gives a seed to each sample whose request has none. ``samples``, by sequence id, and
     ``beam_searches``, by key, are those that have not ended, ``compiling``, by key, those that wait
-    for their grammars; nothing but the table changes them.
+    for their grammars, ``scored``, by key, those whose prompts are being scored; nothing but the
+    table changes them.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class RequestTable:
     ) -> None:
         self.samples: dict[int, Sample] = {}
         self.beam_searches: dict[str, Entry] = {}
+        self.scored: dict[str, Entry] = {}
         self._scheduler = scheduler
         self._max_num_seqs = scheduler.scheduler_config.max_num_seqs
         self._max_model_len = scheduler.scheduler_config.max_model_len
@@ -208,6 +210,8 @@ class RequestTable:
         grammar: CompiledGrammar | None,
     ) -> None:
         entry = self._entries[key] = self._new_entry(key, request)
+        if entry.prompt_logprobs is not None:
+            self.scored[key] = entry
         self._schedule(entry, request, running_limit)
         if entry.params.use_beam_search:
             entry.unfinished.update(range(entry.params.n))
@@ -278,10 +282,20 @@ class RequestTable:
         if entry is None:
             return
         self.beam_searches.pop(key, None)
+        self.scored.pop(key, None)
         for group in entry.groups:
             self._scheduler.abort(group.request_id)
         for seq_id in entry.sample_ids:
             del self.samples[seq_id]
+
+    def take_prompt_logprobs(self, entry: Entry) -> bytes | None:
+        """The log-probabilities of a prompt, once, as soon as all are known."""
+        known = entry.prompt_logprobs
+        if known is None or known.num_tokens < entry.num_prompt_tokens - 1:
+            return None
+        entry.prompt_logprobs = None
+        del self.scored[entry.key]
+        return known.to_bytes()
 
     def abort_all(self) -> None:
         """End every request."""

@@ -207,7 +207,7 @@ class StepSampling:
             sequence.group.queue_s if is_first and not entry.was_parked else None,
             result.embeddings.get(update.seq_id),
             sequence.group.away_s,
-            _take_prompt_logprobs(entry),
+            self._table.take_prompt_logprobs(entry) if self._table.scored else None,
         )
         if reason is not None:
             self._table.end_sample(entry, sample.index)
@@ -265,15 +265,6 @@ class StepSampling:
         entry.prompt_counted = True
         self.num_prompt_tokens += entry.num_prompt_tokens
         self.num_cached_tokens += num_cached_tokens
-
-
-def _take_prompt_logprobs(entry: Entry) -> bytes | None:
-    """The log-probabilities of a prompt, once, as soon as all are known."""
-    known = entry.prompt_logprobs
-    if known is None or known.num_tokens < entry.num_prompt_tokens - 1:
-        return None
-    entry.prompt_logprobs = None
-    return known.to_bytes()
 
 
 def _finish_reason(reason: SchedulerFinishReason | None) -> FinishReason | None:

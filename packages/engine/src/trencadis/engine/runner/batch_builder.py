@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -92,14 +93,20 @@ class BatchBuilder:
         self._forward_runner = forward_runner
         self._sampler = sampler
         self._upload = upload
-        self._cache = cache
         self._grids = grids
         self._read = read
         self._buckets = buckets
+        self.use_cache(cache)
 
     def use_cache(self, cache: KVCache) -> None:
         """Make batches for another cache of the same layout."""
         self._cache = cache
+        self._padded_decode = functools.partial(
+            padded_decode,
+            read=self._read,
+            block_size=cache.block_size,
+            num_blocks=cache.num_blocks,
+        )
         self.end_step()
 
     def begin_step(self, step: StepInput) -> StepInput:
@@ -351,9 +358,6 @@ class BatchBuilder:
             batch, blocks = min(self._grids.decode.buckets, key=num_elements).shape
             size = (batch, blocks)
         return self.dummy(self._padded_decode(size))
-
-    def _padded_decode(self, size: tuple[int, int]) -> DecodeShape:
-        return padded_decode(size, self._read, self._cache.block_size, self._cache.num_blocks)
 
 
 def _rounded(shape: RaggedShape, preceding: int = 0) -> RaggedShape:

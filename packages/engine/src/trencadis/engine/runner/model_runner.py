@@ -63,30 +63,12 @@ class _SampledBatch:
     rows: PendingRows
 
 
-@attrs.frozen(eq=False)
-class _Launched:
-    """What was started after forward passes: sampling, and the scoring of prompt tokens."""
-
-    sampled: list[_SampledBatch] = attrs.field(factory=list)
-    scored: list[PendingPrompts] = attrs.field(factory=list)
-
-    def extend(self, other: _Launched) -> None:
-        self.sampled.extend(other.sampled)
-        self.scored.extend(other.scored)
-
-    @property
-    def outputs(self) -> list[torch.Tensor]:
-        """What the host reads, the prompts first."""
-        tensors = [tensor for prompts in self.scored for tensor in prompts.outputs]
-        return tensors + [tensor for batch in self.sampled for tensor in batch.rows.outputs]
-
-
 @attrs.define(eq=False)
 class ModelStep:
     """A step that the device may still be working on: a `PendingStep`.
 
     ``swap_s``: seconds that its swap transfers took, by direction. ``copy``: what the host reads of
-    the results, None for nothing.
+    the results, the ``scored`` prompts first; None for nothing.
     """
 
     runner: ModelRunner
@@ -94,7 +76,8 @@ class ModelStep:
     began_s: float
     began_idle: bool
     swap_s: Mapping[Direction, float] = attrs.field(factory=dict)
-    launched: _Launched = attrs.field(factory=_Launched)
+    scored: list[PendingPrompts] = attrs.field(factory=list)
+    sampled: list[_SampledBatch] = attrs.field(factory=list)
     failed: dict[int, Exception] = attrs.field(factory=dict)
     copy: PendingCopy | None = None
 
@@ -107,12 +90,12 @@ class ModelStep:
         # A step with decodes does not tell how long its prefill chunks took.
         tells_prompts = self.began_idle and bool(self.step.prompts) and not self.step.decodes
         timing = self._timing(tells_prompts) if self.swap_s or tells_prompts else None
-        prompt_logprobs = self._read_prompts(copies)
+        prompt_logprobs = self._read_prompts(copies) if self.scored else {}
         token_ids: dict[int, int] = {}
         logprobs: dict[int, PositionLogprobs] = {}
         embeddings: dict[int, bytes] = {}
         candidates: dict[int, Sequence[Candidate]] = {}
-        for batch in self.launched.sampled:
+        for batch in self.sampled:
             rows = batch.rows.read([next(copies) for _ in batch.rows.outputs])
             for sequence, request, row in zip(batch.sequences, batch.requests, rows, strict=True):
                 if request is None or sequence.seq_id in self.failed:
@@ -144,7 +127,7 @@ class ModelStep:
     def _read_prompts(self, copies: Iterator[torch.Tensor]) -> dict[int, ChunkScores]:
         """The scores of prompt tokens. A sequence whose scores are not numbers has failed."""
         known: dict[int, ChunkScores] = {}
-        for prompts in self.launched.scored:
+        for prompts in self.scored:
             known |= prompts.read([next(copies) for _ in prompts.outputs])
         for seq_id, scores in tuple(known.items()):
             if np.isnan(scores.values).any():
@@ -221,7 +204,8 @@ class ModelRunner:
             self.last_step, self.device_is_idle = step.number, self._device.shares_host_memory
             self._run_forward_passes(pending)
             self.batches.end_step()
-            outputs = pending.launched.outputs
+            outputs = [tensor for prompts in pending.scored for tensor in prompts.outputs]
+            outputs += [tensor for batch in pending.sampled for tensor in batch.rows.outputs]
             pending.copy = self._device.fetch(outputs) if outputs else None
         return pending
 
@@ -291,9 +275,10 @@ class ModelRunner:
         """Run and sample batches of ``scheduled``. If that raises, do so with each of its halves:
         an error ends only sequences that cause it."""
         try:
-            launched = _Launched()
-            for batch in make_batches(scheduled, step.step.rows):
-                launched.extend(self._run_batch(batch, step.step.targets, step.failed))
+            launched = [
+                self._run_batch(batch, step.step.targets, step.failed)
+                for batch in make_batches(scheduled, step.step.rows)
+            ]
         except Exception as error:
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
@@ -308,7 +293,9 @@ class ModelRunner:
                 error,
             )
         else:
-            step.launched.extend(launched)
+            for scored, sampled in launched:
+                step.scored += scored
+                step.sampled += sampled
             return
         # After the except clause, so that the tensors in the frames of its traceback are freed.
         half = len(scheduled) // 2
@@ -317,23 +304,35 @@ class ModelRunner:
 
     def _run_batch(
         self, batch: Batch, targets: Mapping[int, PromptTargets], failed: dict[int, Exception]
-    ) -> _Launched:
-        """Run a batch, start its sampling and the scoring of its prompt tokens.
+    ) -> tuple[list[PendingPrompts], list[_SampledBatch]]:
+        """Run a batch, start the scoring of its prompt tokens and its sampling.
 
         Nothing is read where no row is sampled and no token is scored.
         """
         computed = self.forward_runner.run(batch.input)
-        launched = _Launched()
+        scored: list[PendingPrompts] = []
+        sampled: list[_SampledBatch] = []
         counting: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.forward_runner.needs_warmup:
             cause = f"sampling {batch.input.shape.batch} rows"
             counting = self.forward_runner.count_compilations(cause)
         with counting:
             if targets:
-                launched.scored.extend(self._score_prompts(batch, computed, targets))
+                scored.extend(self._score_prompts(batch, computed, targets))
             if any(request is not None for request in batch.requests):
-                launched.sampled.extend(self._sample(batch, computed, failed))
-        return launched
+                rows: PendingRows | None = None
+                try:
+                    rows = self._sampler.launch(
+                        computed.logits, computed.sampler_words, batch.requests
+                    )
+                except Exception as error:
+                    logger.warning("Sampling failed (%s) and is repeated for each row", error)
+                sampled = (
+                    self._sample_each(batch, computed, failed)
+                    if rows is None
+                    else [_SampledBatch(batch.sequences, batch.requests, rows)]
+                )
+        return scored, sampled
 
     def _score_prompts(
         self, batch: Batch, computed: ForwardOutput, targets: Mapping[int, PromptTargets]
@@ -348,17 +347,6 @@ class ModelRunner:
                 raise ModelError("this model computes no log-probabilities of a prompt")
             rows = first_rows(batch.sequences, batch.input.shape)
             yield self.scorer.launch(computed.hidden, rows, of_batch)
-
-    def _sample(
-        self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]
-    ) -> list[_SampledBatch]:
-        try:
-            rows = self._sampler.launch(computed.logits, computed.sampler_words, batch.requests)
-        except Exception as error:
-            logger.warning("Sampling failed (%s) and is repeated for each row", error)
-        else:
-            return [_SampledBatch(batch.sequences, batch.requests, rows)]
-        return self._sample_each(batch, computed, failed)
 
     def _sample_each(
         self, batch: Batch, computed: ForwardOutput, failed: dict[int, Exception]
