@@ -94,6 +94,29 @@ EAGER_SAMPLE = (
 """Tests of the engine that together take each rule of the simulated Gaudi once in eager mode. Each
 shape is traced there, so that all tests would take twenty minutes."""
 
+ALONE_SAMPLE = {
+    "engine": (
+        "test_broken_files.py",
+        "test_core.py",
+        "test_llm.py",
+        "test_simulated_cli.py",
+        "test_structured_output.py",
+        "test_warm_up.py",
+    ),
+    "server": (
+        "test_bench.py",
+        "test_chat.py",
+        "test_cli.py",
+        "test_operators.py",
+        "test_run_batch.py",
+        "test_server_real.py",
+    ),
+}
+"""Tests of the large packages that show what a user meets who has none of the extras.
+
+All their tests run in ``tests``. That each import is declared, tests/test_dependencies.py and
+tests/smoke.py hold."""
+
 ON_THE_DEVICE = [
     f"packages/engine/tests/{test}"
     for test in EAGER_SAMPLE
@@ -167,11 +190,14 @@ def gaudi(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("package", choices(*PACKAGES))
 def tests_alone(session: nox.Session, package: str) -> None:
-    """Runs the tests of one package with only its required dependencies installed."""
+    """Runs tests of one package with only its required dependencies installed."""
     # No more than its tests need, because a tool may bring what the package forgot to declare.
     tools = {"engine": (*PYTEST, "jsonschema"), "server": TEST_TOOLS}.get(package, PYTEST)
     install(session, *tools, *editable(*with_dependencies(package)))
-    session.run("python", *pytest_command(session, f"packages/{package}"), env=ONE_THREAD)
+    files = [f"packages/{package}/tests/{file}" for file in ALONE_SAMPLE.get(package, ())]
+    session.run(
+        "python", *pytest_command(session, *(files or [f"packages/{package}"])), env=ONE_THREAD
+    )
 
 
 @nox.session(venv_backend="none")

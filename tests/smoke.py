@@ -7,12 +7,18 @@ the repository's source off the module path.
 from __future__ import annotations
 
 import argparse
+import re
 import subprocess
 import sys
 from importlib import import_module
 from importlib.metadata import Distribution, distribution
 from importlib.util import find_spec
 from pathlib import Path
+from pkgutil import walk_packages
+from types import ModuleType
+
+OF_EXTRAS = {"google": "protobuf", "grpc": "grpcio"}
+"""The distributions of modules with other names."""
 
 
 def main() -> None:
@@ -38,8 +44,26 @@ def check(package: str) -> None:
     assert (installed.read_text("licenses/LICENSE") or "").lstrip().startswith("Apache License")
     for name in module.__all__:
         getattr(module, name)
+    import_modules(module, installed)
     check_commands(installed)
     CALLS.get(package, lambda: None)()
+
+
+def import_modules(package: ModuleType, installed: Distribution) -> None:
+    """Imports every module. One that cannot be imported lacks what an extra installs."""
+    of_extras = {
+        re.split(r"[^\w-]", requirement)[0].lower().replace("-", "_")
+        for requirement in installed.requires or ()
+        if "extra ==" in requirement
+    }
+    for info in walk_packages(package.__path__, f"{package.__name__}."):
+        try:
+            import_module(info.name)
+        except ImportError as error:  # noqa: PERF203
+            cause = error.__cause__ or error
+            missing = (getattr(cause, "name", None) or "").partition(".")[0]
+            declared = OF_EXTRAS.get(missing, missing) in of_extras
+            assert declared, f"{info.name} needs {missing or error}, which is not declared"
 
 
 def check_commands(installed: Distribution) -> None:

@@ -59,7 +59,8 @@ def main(argv: Sequence[str]) -> int:
             import matplotlib  # noqa: F401, PLC0415  before the run, not after it
         report, results = asyncio.run(_bench(args))
     except ImportError:
-        print("engine-serve bench: error: --plot needs matplotlib: install it", file=sys.stderr)
+        message = "--plot needs matplotlib: install trencadis-server[plot]"
+        print(f"engine-serve bench: error: {message}", file=sys.stderr)
         return 1
     except (EngineError, OSError, ValueError, openai.OpenAIError) as error:
         print(f"engine-serve bench: error: {reason_of(error, args.url)}", file=sys.stderr)
