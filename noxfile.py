@@ -76,8 +76,6 @@ SHARED_TOOLS = (*TEST_TOOLS, *BROWSER_TOOLS, *CLIENTS, *TYPE_CHECKERS)
 """What it has besides all packages with all extras."""
 
 EAGER_SAMPLE = (
-    "test_habana_standin.py",
-    "test_hpu_device.py",
     "test_device_sampler.py",
     "test_sampler.py",
     "test_warm_up.py",
@@ -117,13 +115,6 @@ ALONE_SAMPLE = {
 All their tests run in ``tests``. That each import is declared, tests/test_dependencies.py and
 tests/smoke.py hold."""
 
-ON_THE_DEVICE = [
-    f"packages/engine/tests/{test}"
-    for test in EAGER_SAMPLE
-    if not test.startswith(("test_habana_standin", "test_hpu_device"))
-]
-"""Those of them that hold on a real Gaudi, since they need nothing that the stand-in counts."""
-
 
 def choices(*names: str) -> list[Any]:
     """Values of a session's parameter, which nox shows as they are: ``tests_alone(engine)``."""
@@ -150,9 +141,15 @@ def tests_slow(session: nox.Session) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("mode", choices("lazy", "eager"))
+@nox.parametrize("mode", choices("device", "lazy", "eager"))
 def tests_gaudi(session: nox.Session, mode: str) -> None:
-    """Runs the engine's tests on a simulated Gaudi; in eager mode a sample, see ``tests_long``."""
+    """Runs the engine's tests on a simulated Gaudi; in eager mode a sample, see ``tests_long``.
+
+    ``device``: the tests of the device itself, which simulate it each in its own way.
+    """
+    if mode == "device":
+        pytest_shared(session, "-m", "gaudi", "packages/engine")
+        return
     sample = [f"packages/engine/tests/{test}" for test in EAGER_SAMPLE]
     tests = sample if mode == "eager" else ["packages/engine"]
     pytest_shared(session, *tests, env=simulated_gaudi(mode))
@@ -178,7 +175,8 @@ def gaudi(session: nox.Session) -> None:
         session.skip("this Python has no habana_frameworks: run it in Intel's image for Gaudi")
     install_beside_gaudi(session, *PYTEST, "jsonschema")
     # One process: a device serves no second one.
-    tests = ("python", "-m", "pytest", "--numprocesses", "0", *ON_THE_DEVICE)
+    files = [f"packages/engine/tests/{test}" for test in EAGER_SAMPLE]
+    tests = ("python", "-m", "pytest", "--numprocesses", "0", *files)
     # The doctor says why where tests fail.
     passed = succeeds(session, *tests, env={"TRENCADIS_TEST_DEVICE": "gaudi"})
     is_well = succeeds(session, "engine-serve", "doctor", "--device", "hpu", *session.posargs)

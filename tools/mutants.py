@@ -133,7 +133,7 @@ def _selected(row: str) -> list[str]:
     """The arguments that run the test of a row, or its file where it is a part of other tests."""
     file, _, name = row.partition("::")
     selected = row if name.startswith("test_") else file
-    return ["-m", "slow or not slow", str(ROOT / "packages" / selected)]
+    return ["-m", "slow or gaudi or not slow", str(ROOT / "packages" / selected)]
 
 
 def _fails(copy: Path, tests: Iterable[str | Path]) -> bool:

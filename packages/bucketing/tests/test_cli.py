@@ -18,6 +18,7 @@ from trencadis.bucketing import (
 from trencadis.bucketing.cli import main
 from trencadis.bucketing.cli.command_line import _parser
 from trencadis.bucketing.config import describe_axis_settings, describe_variables
+from trencadis.bucketing.strategies import STRATEGIES
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +219,7 @@ def test_help_lists_every_variable(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["show", "--help"])
     text = capsys.readouterr().out
-    assert "--strategy {lin,exp,pad,fit}" in text
+    assert f"--strategy {{{','.join(STRATEGIES)}}}" in text
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert describe_variables()["VLLM_CONTIGUOUS_PA"].endswith("; default: true")
     for name, meaning in {**describe_variables(), **describe_axis_settings()}.items():

@@ -12,6 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trencadis.bucketing import AxisConfig, BucketingConfig, BucketingError
+from trencadis.bucketing.strategies import STRATEGIES
+
+NAMES = ", ".join(STRATEGIES)
 
 AXES = ("prompt_batch", "prompt_query", "prompt_context", "decode_batch", "decode_blocks")
 
@@ -164,7 +167,7 @@ def test_other_variables_of_vllm_are_left_alone(caplog: pytest.LogCaptureFixture
         ),
         (
             {"VLLM_BUCKETING_STRATEGY": "linear"},
-            "VLLM_BUCKETING_STRATEGY: strategy must be one of lin, exp, pad, fit, got 'linear'",
+            f"VLLM_BUCKETING_STRATEGY: strategy must be one of {NAMES}, got 'linear'",
         ),
         ({"VLLM_PROMPT_BUCKETING_STRATEGY": "x"}, "VLLM_PROMPT_BUCKETING_STRATEGY: .* got 'x'"),
         ({"VLLM_CONTIGUOUS_PA": "maybe"}, "VLLM_CONTIGUOUS_PA=maybe is neither true nor false"),
@@ -205,5 +208,5 @@ def test_a_bad_value_in_code_names_its_setting() -> None:
 
 @pytest.mark.parametrize("strategy", [[], {}, 1, b"exp"])
 def test_a_strategy_that_is_no_text_is_refused(strategy: object) -> None:
-    with pytest.raises(BucketingError, match="strategy must be one of lin, exp, pad, fit, got"):
+    with pytest.raises(BucketingError, match=f"strategy must be one of {NAMES}, got"):
         BucketingConfig(strategy=strategy)

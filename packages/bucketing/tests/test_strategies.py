@@ -57,7 +57,7 @@ def test_a_new_row_is_a_choice_of_the_command_and_compared(
     results = compare_strategies(rows, rows, step=128, maxima=(2, 512))
     assert {"half", "fit as half"} <= {result.strategy for result in results}
     assert describe_axis_settings()["MIN"] == "smallest bucket, in units of the axis"
-    with pytest.raises(BucketingError, match="one of lin, exp, pad, fit, half"):
+    with pytest.raises(BucketingError, match=f"one of {', '.join(STRATEGIES)}"):
         BucketingConfig(strategy="x")
 
 

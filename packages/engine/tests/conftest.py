@@ -36,6 +36,19 @@ _WITHOUT_DEVICE = (
 
 collect_ignore = [f"test_{name}.py" for name in _WITHOUT_DEVICE if SESSION_DEVICE is not None]
 
+STAND_INS = {"lazy_gaudi", "eager_gaudi", "stand_in", "stand_in_for_cores"}
+"""The fixtures that give a test the stand-in."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that load the stand-in themselves: each mode has its session of the rest."""
+    for item in items:
+        names = set(getattr(item, "fixturenames", ()))
+        is_long = item.get_closest_marker("slow") or item.get_closest_marker("soak")
+        if names & STAND_INS and not is_long:
+            item.add_marker("gaudi")
+
+
 CHAT_TEMPLATE = (
     "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('no tools') }}"
     "{% endif %}{{ m['role'] + ':' + m['content'] + '\\n' }}{% endfor %}"
