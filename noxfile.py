@@ -63,8 +63,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 """One test process per core, each with one thread: several OpenMP threads would spin and wait for
 each other."""
 
-PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "8")
-"""One pytest process per core. More than eight would take too much memory."""
+PARALLEL = ("--numprocesses", "logical", "--maxprocesses", "8", "--durations", "20")
+"""One pytest process per core, more than eight would take too much memory; shows slow tests."""
 
 SHARED = Path(".nox/shared").absolute()
 """The environment of all sessions that need no environment of their own."""
