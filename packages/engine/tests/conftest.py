@@ -36,7 +36,7 @@ _WITHOUT_DEVICE = (
 
 collect_ignore = [f"test_{name}.py" for name in _WITHOUT_DEVICE if SESSION_DEVICE is not None]
 
-STAND_INS = {"lazy_gaudi", "eager_gaudi", "stand_in", "stand_in_for_cores"}
+STAND_INS = {"lazy_gaudi", "eager_gaudi", "gaudi", "stand_in", "stand_in_for_cores"}
 """The fixtures that give a test the stand-in."""
 
 
