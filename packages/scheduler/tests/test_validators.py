@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 import pickle
 from typing import Any
@@ -170,3 +171,8 @@ def test_a_scheduler_is_not_copied_because_both_would_schedule_its_requests() ->
 def test_a_text_is_no_list_of_request_ids() -> None:
     with pytest.raises(ControlError, match="abort_and_swap\\(\\) needs request ids, got 'ab'"):
         Scheduler(SchedulerConfig(), blocks()).abort_and_swap("ab")
+
+
+def test_request_ids_without_end_are_refused() -> None:
+    with pytest.raises(ControlError, match="of at most 1048576"):
+        Scheduler(SchedulerConfig(), blocks()).abort_and_swap(itertools.repeat("a"))

@@ -10,6 +10,7 @@ import math
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
+from itertools import islice
 from typing import Generic
 
 import attrs
@@ -26,6 +27,9 @@ from trencadis.scheduler.validators import boolean, instance_of, integer, number
 
 _INT64_MAX = 2**63 - 1
 """The largest integer that the engine's messages can carry."""
+
+MAX_REQUEST_IDS = 1 << 20
+"""Most ids in a call of ``abort_and_swap``: an iterator without end must not stop its caller."""
 
 MAX_HOLD_S = 86_400.0
 """Longest hold of a control request, seconds: a day. A lower limit for longer is max_num_seqs."""
@@ -156,14 +160,11 @@ class ControlHandler(Generic[VictimT]):
 
     def request_preemption(self, request_ids: Iterable[str]) -> tuple[str, ...]:
         """Preempt those of the requests that run in the next step; returns their ids."""
-        is_text = isinstance(request_ids, str)  # whose characters are not ids
-        try:
-            unique_ids = None if is_text else tuple(dict.fromkeys(request_ids))
-        except TypeError:
-            unique_ids = None
+        unique_ids = _unique_ids(request_ids)
         if unique_ids is None:
             raise ControlError(
-                f"abort_and_swap() needs request ids, got {request_ids!r}: pass a list of them"
+                f"abort_and_swap() needs request ids, got {request_ids!r}: pass a list of them, "
+                f"of at most {MAX_REQUEST_IDS}"
             )
         known = self._running()
         running = [request_id for request_id in unique_ids if request_id in known]
@@ -311,3 +312,14 @@ class ControlHandler(Generic[VictimT]):
         self._preempt(victims)
         if victims:
             self._limit.hold(now, hold_s)
+
+
+def _unique_ids(request_ids: Iterable[str]) -> dict[str, None] | None:
+    """The ids in order, each once; None for a text, too many, or what is no iterable of ids."""
+    if isinstance(request_ids, str):  # whose characters are not ids
+        return None
+    try:
+        ids = tuple(islice(request_ids, MAX_REQUEST_IDS + 1))
+        return dict.fromkeys(ids) if len(ids) <= MAX_REQUEST_IDS else None
+    except TypeError:
+        return None
