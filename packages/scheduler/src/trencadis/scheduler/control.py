@@ -315,7 +315,7 @@ class ControlHandler(Generic[VictimT]):
 
 
 def _unique_ids(request_ids: Iterable[str]) -> dict[str, None] | None:
-    """The ids in order, each once; None for a text, too many, or what is no iterable of ids."""
+    """The ids in order, each once; None for a text, for too many, for what cannot be iterated."""
     if isinstance(request_ids, str):  # whose characters are not ids
         return None
     try:
