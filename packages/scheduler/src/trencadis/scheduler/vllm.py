@@ -169,7 +169,7 @@ class ThermalScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
                 known[request_id].last_scheduled_step = self._step
 
     def preempt(self, request: Any) -> None:
-        """Preempt a request that is no longer in ``running``, as vLLM does when its cache is full."""
+        """Preempt a request that has left ``running``, as vLLM does when its cache is full."""
         # A connector that hands over the KV cache needs the blocks of every token it delivers.
         drops = {"drop_stale_output": True} if getattr(self, "requires_kv_delivery", False) else {}
         self._preempt_request(request, time.monotonic(), **drops)
