@@ -43,6 +43,7 @@ OPTIONAL = {
     "bucketing.cli.plot": {"matplotlib"},
     "kvcache.tensors": {"torch"},
     "kvcache.copiers": {"torch"},
+    "kvcache.testing": {"hypothesis"},
     "scheduler.telemetry.sidecar": {"grpc", "google"},
     "scheduler.vllm": {"vllm"},
 }
@@ -71,7 +72,7 @@ FLOORS: dict[str, list[set[str]]] = {
     ],
     "kvcache": [
         {"errors", "rounding"},
-        {"copy_plan", "validators"},
+        {"copy_plan", "testing", "validators"},
         {"config", "copiers", "prefix_cache"},
         {"block_pool", "decode_layout", "tensors"},
         {"sequences"},
