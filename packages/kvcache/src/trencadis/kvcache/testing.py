@@ -55,7 +55,7 @@ class PagedAllocator(Protocol):
         """
 
     def append(self, seq_id: int, token_id: int, /) -> Iterable[tuple[int, int]] | None:
-        """A slot for one more token; returns (source, target) of blocks to copy before it is written.
+        """A slot for one more token; returns (source, target) of blocks to copy before its write.
 
         None where no free block is left, as for `allocate`.
         """
