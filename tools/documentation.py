@@ -23,6 +23,7 @@ SECTIONS = {
         name: (f"packages/{name}/README.md", f"docs/{name}/*", f"packages/{name}/*")
         for name in sorted(path.name for path in ROOT.glob("packages/*"))
     },
+    "In other runtimes": ("docs/runtimes/*",),
     "Inside": ("docs/architecture.md", "docs/decisions/*", "docs/*", "*"),
 }
 """Patterns of pages by title of the section. ``*`` also stands for folders."""
