@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 
 from trencadis.kvcache.nano_vllm import NanoBlockManager
+from trencadis.kvcache.testing import AllocatorFault, check_allocator
 
 CHECKOUT = os.environ.get("NANO_VLLM", "")
 if not CHECKOUT:
@@ -124,3 +125,54 @@ def decoding(manager: type) -> Any:
     assert len(batch) == 256
     scheduler.postprocess(batch, [7] * len(batch), is_prefill)
     return scheduler
+
+
+class Itself:
+    """nano-vllm's own block manager as a `PagedAllocator`, called as its scheduler calls it."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        nano("engine.sequence").Sequence.block_size = block_size
+        self.manager = nano("engine.block_manager").BlockManager(num_blocks, block_size)
+        self.sequences: dict[int, Any] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self.manager.free_block_ids)
+
+    def allocate(self, seq_id: int, token_ids: Any) -> int | None:
+        seq = nano("engine.sequence").Sequence(list(token_ids))
+        num_cached = self.manager.can_allocate(seq)
+        if num_cached < 0:
+            return None
+        self.manager.allocate(seq, num_cached)
+        self.sequences[seq_id] = seq
+        return int(seq.num_cached_tokens)
+
+    def append(self, seq_id: int, token_id: int) -> list[tuple[int, int]] | None:
+        seq = self.sequences[seq_id]
+        seq.append_token(token_id)
+        if not self.manager.can_append(seq):
+            seq.token_ids.pop()
+            seq.num_tokens -= 1
+            return None
+        self.manager.may_append(seq)
+        return []
+
+    def mark_computed(self, seq_id: int, num_tokens: int) -> None:
+        seq = self.sequences[seq_id]
+        seq.num_scheduled_tokens = num_tokens - seq.num_cached_tokens
+        self.manager.hash_blocks(seq)
+        seq.num_cached_tokens = num_tokens
+
+    def free(self, seq_id: int) -> None:
+        self.manager.deallocate(self.sequences.pop(seq_id))
+
+    def block_table(self, seq_id: int) -> Any:
+        return self.sequences[seq_id].block_table
+
+
+def test_its_own_manager_is_sound_in_blocks_of_two_tokens_or_more() -> None:
+    # In blocks of one token the second token gets none: `may_append` looks for a rest of 1.
+    with pytest.raises(AllocatorFault, match="2 tokens have the blocks"):
+        check_allocator(Itself, block_sizes=[1])
+    check_allocator(Itself, block_sizes=[2, 4])

@@ -237,6 +237,12 @@ class LosesABlockWhereItRejects(Toy):
         return super().can_take(num_blocks)
 
 
+class AppendsNoBlock(Toy):
+    def append(self, seq_id: int, token_id: int) -> Copies | None:
+        self.tokens[seq_id].append(token_id)
+        return []
+
+
 class CachesTheWholePrompt(Toy):
     def allocate(self, seq_id: int, token_ids: Sequence[int]) -> int | None:
         cached = super().allocate(seq_id, token_ids)
@@ -259,6 +265,7 @@ def test_a_sound_allocator_passes(allocator: type) -> None:
         (KeepsTheKeysOfFreeBlocks, "blocks are in tables and|another content|each once"),
         (LeavesOneBlock, "is rejected though"),
         (LosesABlockWhereItRejects, "is rejected|blocks are in tables and"),
+        (AppendsNoBlock, "tokens have the blocks"),
         (CachesTheWholePrompt, "one must be left"),
     ],
 )

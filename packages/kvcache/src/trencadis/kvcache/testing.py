@@ -78,7 +78,10 @@ class ForkingAllocator(Protocol):
 
 
 def check_allocator(
-    make: Callable[[int, int], PagedAllocator], settings: Settings = DEFAULT_SETTINGS
+    make: Callable[[int, int], PagedAllocator],
+    settings: Settings = DEFAULT_SETTINGS,
+    *,
+    block_sizes: Sequence[int] = (1, 2, 4),
 ) -> None:
     """Run random operations on the allocators that ``make(num_blocks, block_size)`` returns.
 
@@ -87,7 +90,7 @@ def check_allocator(
     rejections are found. Raises `AllocatorFault`; an error of the allocator is passed on.
     """
     run_state_machine_as_test(
-        lambda: AllocatorMachine(make),  # type: ignore[arg-type]  # any function may make one
+        lambda: AllocatorMachine(make, block_sizes),  # type: ignore[arg-type]  # any function may make one
         settings=settings,
     )
 
@@ -120,16 +123,20 @@ PROMPTS = st.builds(
 class AllocatorMachine(RuleBasedStateMachine):
     """The operations on one allocator, and what must hold after each."""
 
-    def __init__(self, make: Callable[[int, int], PagedAllocator]) -> None:
+    def __init__(
+        self, make: Callable[[int, int], PagedAllocator], block_sizes: Sequence[int]
+    ) -> None:
         super().__init__()
         self._make = make
+        self._block_sizes = list(block_sizes)
         self._sequences: dict[int, _Sequence] = {}
         self._slots: dict[tuple[int, int], int] = {}
         self._next_id = 1
         self._has_fault = False
 
-    @initialize(num_blocks=st.integers(3, 16), block_size=st.sampled_from([1, 2, 4]))
-    def start(self, num_blocks: int, block_size: int) -> None:
+    @initialize(num_blocks=st.integers(3, 16), data=st.data())
+    def start(self, num_blocks: int, data: Any) -> None:
+        block_size = data.draw(st.sampled_from(self._block_sizes))
         self.num_blocks, self.size = num_blocks, block_size
         self.allocator = self._make(num_blocks, block_size)
         self._require(
@@ -236,6 +243,7 @@ class AllocatorMachine(RuleBasedStateMachine):
 
     def _compute(self, seq_id: int, end: int) -> None:
         """What a forward pass writes."""
+        self.tables_have_a_block_for_each_token()
         sequence = self._sequences[seq_id]
         table, stamps = self._table(seq_id), sequence.stamps()
         for position in range(sequence.num_computed, end):
