@@ -285,7 +285,7 @@ def interop(session: nox.Session) -> None:
     install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
     session.install("--no-deps", *editable("kvcache", "scheduler"))
-    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).strip()}
+    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).split()[-1]}
     session.run("python", "-m", "pytest", "-s", "interop", *session.posargs, env=environ)
 
 
