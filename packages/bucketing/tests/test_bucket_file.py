@@ -72,6 +72,13 @@ def test_a_written_file_is_read_back(
     )
 
 
+def test_a_comment_may_name_a_file_whose_name_is_not_utf_8(tmp_path: Path) -> None:
+    path = tmp_path / "buckets.txt"
+    write_bucket_file(path, decode=[decode_bucket(8, 128)], comment="fitted to caf\udce9.csv")
+    assert path.read_bytes().startswith(rb"# fitted to caf\udce9.csv")
+    assert read_bucket_file(path).decode == ((8, 128),)
+
+
 def test_a_written_file_is_one_that_the_plugin_reads(tmp_path: Path) -> None:
     path = tmp_path / "buckets.txt"
     grid = [prompt_bucket(b, q, c) for b in (1, 2) for q in (1, 128, 256) for c in (0, 4)]

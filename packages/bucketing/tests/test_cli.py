@@ -201,6 +201,15 @@ def test_help_shows_the_default_of_every_option(command: str) -> None:
                 )
 
 
+@pytest.mark.parametrize("option", ["--phase", "--axes", "--strategy"])
+def test_a_word_that_is_no_choice_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(["show", option, "lunar"])
+    assert f"argument {option}: invalid choice: 'lunar'" in capsys.readouterr().err
+
+
 def test_a_tail_lowers_the_worst_batch(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with trace.open("a") as file:
         file.write("61,5000\n")

@@ -182,6 +182,12 @@ def test_a_maximum_of_the_user_is_kept() -> None:
     assert {gap.low[1] for gap in gaps} == {513}
 
 
+def test_the_gaps_of_a_grid_reach_to_the_limits_of_serving() -> None:
+    config = BucketingConfig(prompt_batch=AxisConfig(max=2))
+    grid = sequence_grid("prompt", config, max_num_seqs=8, max_model_len=256, block_size=128)
+    assert {(gap.low[0], gap.high[0]) for gap in grid.coverage_gaps()} == {(3, 8)}
+
+
 def test_a_minimum_above_the_limits_is_lowered(caplog: pytest.LogCaptureFixture) -> None:
     config = BucketingConfig(decode_blocks=AxisConfig(min=4096))
     grid = decode_grid(config, max_num_seqs=8, num_blocks=1519, block_size=128, max_model_len=4096)

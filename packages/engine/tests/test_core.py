@@ -514,7 +514,9 @@ def test_prompts_of_a_call_are_preempted_by_their_numbers(tiny_model: Path) -> N
     step, preempted = llm.core.step, []
 
     def stepping() -> object:
-        if llm.core.stats.num_running_seqs == 2 and not preempted:
+        stats = llm.core.stats
+        if stats.num_running_seqs == 2 and not preempted:
+            assert (stats.num_running_reqs, stats.num_waiting_reqs) == (2, 0)
             preempted.extend(llm.abort_and_swap([1, 9]))
         return step()
 

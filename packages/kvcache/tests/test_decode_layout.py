@@ -65,6 +65,24 @@ def test_shared_blocks_have_no_owner_and_a_place_in_each_row() -> None:
             lay_out_batch([2, 1, 3], num_shared=number)
 
 
+@pytest.mark.parametrize("num_shared", range(7))
+def test_every_row_reads_the_same_slots_however_many_blocks_are_shared(num_shared: int) -> None:
+    tables = [np.array(table, np.int32) for table in ([2, 1], [1, 2, 4], [5])]
+    num_tokens = [7, 12, 1]
+
+    def slots(layout: DecodeLayout) -> set[tuple[int, int, int, int]]:
+        """(row, block, slots, position of the first) of all that is read."""
+        owned = zip(layout.owner, range(layout.num_blocks), layout.used, layout.start, strict=True)
+        extra = (layout.extra_owner, layout.extra_block, layout.extra_used, layout.extra_start)
+        rows, blocks = np.indices(layout.shared_used.shape).reshape(2, -1)
+        shared = (rows, blocks, layout.shared_used.ravel(), layout.shared_start.ravel())
+        pairs = [*owned, *zip(*extra, strict=True), *zip(*shared, strict=True)]
+        return {tuple(map(int, pair)) for pair in pairs if pair[2]}
+
+    layout = lay_out(tables, num_tokens, BLOCK_SIZE, num_shared=num_shared)
+    assert slots(layout) == slots(lay_out_pairs(tables, num_tokens, BLOCK_SIZE))
+
+
 def test_the_prefix_is_padded_to_a_bucket() -> None:
     layout = lay_out_batch([1], num_blocks=8)
     assert layout.owner.tolist() == [-1, 0, 0, 0, -1, -1, -1, -1]

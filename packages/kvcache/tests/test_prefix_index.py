@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+from array import array
+
 from trencadis.kvcache import RequestHasher
-from trencadis.kvcache.prefix_cache import PrefixIndex
+from trencadis.kvcache.prefix_cache import BlockKey, PrefixCache, PrefixIndex
 
 
 def constant_digest(parent: bytes, content: bytes) -> bytes:
@@ -51,3 +53,16 @@ def test_a_child_matches_again_after_its_parent_is_recomputed() -> None:
     assert index.match(again) == []
     index.register(again[0], 9)
     assert [block for block, _ in index.match(again)] == [9, 8]
+
+
+def test_a_block_is_registered_with_the_registered_key_of_the_block_before() -> None:
+    """Else the comparison of two prefixes would walk the whole chain, block by block."""
+    index = PrefixIndex()
+    cache = PrefixCache(index, RequestHasher(1), enabled=True)
+    first: list[BlockKey] = []
+    cache.cache_full_blocks(first, [7], array("i", [1]), b"")
+    second: list[BlockKey] = []
+    cache.cache_full_blocks(second, [8, 9], array("i", [1, 2]), b"")
+    assert second[0] is first[0]
+    assert index.key_of(9) is second[1]
+    assert second[1].parent is first[0]

@@ -171,6 +171,17 @@ def test_under_any_heat_the_batch_is_within_the_limit_in_each_step(
         assert {served.arrival for served in host.running + host.waiting} == set(range(len(widths)))
 
 
+def test_a_lower_limit_of_the_policy_preempts_no_more_than_the_excess() -> None:
+    state, host = State(), Host(*[1] * 20)
+    policy = ProportionalThermalPolicy(target_temp_c=70.0, k_p=1.0)
+    limiter = limited(host, thermal=ThermalGuard(policy, lambda: state))
+    assert host.step(limiter) == NUM_SLOTS
+    state.hottest_c = 73.0
+    limit = limiter.begin_step().max_num_seqs
+    assert 1 < limit < NUM_SLOTS
+    assert host.num_running_seqs == limit
+
+
 def test_a_lower_temperature_lets_the_batch_grow_again() -> None:
     state, host = State(hottest_c=90.0), Host(*[1] * 20)
     policy = ProportionalThermalPolicy(target_temp_c=70.0, dwell_s=1.0)

@@ -114,6 +114,11 @@ def test_the_service_of_clients_that_wait_differs_by_two_batches_at_most(
         assert max(ahead) - min(ahead) <= 2 * batch
 
 
+def test_an_output_token_costs_as_much_as_two_of_the_prompt() -> None:
+    """The weights of the paper on the virtual token counter, https://arxiv.org/abs/2401.00588."""
+    assert OUTPUT_WEIGHT == 2
+
+
 def test_one_request_starts_next_however_many_another_client_has_sent_before() -> None:
     clients = make()
     flood = [clients.send("flood") for _ in range(50)]

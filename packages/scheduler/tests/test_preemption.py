@@ -506,6 +506,21 @@ def test_each_sequence_of_a_finished_beam_search_shortens_the_expected_wait() ->
     assert (high.status, slow.status) == (R, P)
 
 
+def test_a_wait_is_expected_to_last_as_long_as_between_the_last_finished_sequences() -> None:
+    """One finishes each 8 s; the steps in which none does are no interval."""
+    costs = PreemptionCosts(prefill_s_per_token=0.1)
+    bench = priority_bench(num_host_blocks=0, costs=costs)
+    for name in "abcd":
+        bench.add(name, max_tokens=1)
+        bench.step(8.0)
+    low = bench.add("low", priority=5, max_tokens=40)
+    for _ in range(20):
+        bench.step(0.01)
+    high = bench.add("high", priority=0)
+    bench.step()
+    assert (high.status, low.status) == (R, P)
+
+
 def priority_bench(num_host_blocks: int = 64, max_num_seqs: int = 1, **fields: object) -> Bench:
     clock, state = [0.0], State()
     blocks = BlockManager(CacheConfig(num_blocks=65, block_size=4, num_host_blocks=num_host_blocks))

@@ -233,6 +233,8 @@ def test_backoff_grows_to_its_bound() -> None:
     plain = Backoff(initial_s=1.0, factor=2.0, max_s=10.0, jitter=0.0)
     rng = random.Random(0)
     assert [plain.delay_s(n, rng) for n in (1, 2, 3, 4, 5, 10**9)] == [1, 2, 4, 8, 10, 10]
+    delays = [attrs.evolve(Backoff(), jitter=0.0).delay_s(n, rng) for n in (1, 2, 99)]
+    assert delays == [0.5, 0.8, 15.0]
     jittered = [Backoff(max_s=10.0).delay_s(n, rng) for n in range(1, 200)]
     assert max(jittered) <= 12.0
     assert min(jittered) >= 0.4

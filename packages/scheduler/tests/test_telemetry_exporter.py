@@ -106,6 +106,28 @@ def test_a_page_with_its_own_authority_is_named_by_a_line(
         open_source(line).read()
 
 
+def test_a_page_that_asks_for_a_certificate_gets_that_of_the_line(
+    exporter: Exporter, tmp_path: Path
+) -> None:
+    trustme = pytest.importorskip("trustme")
+    authority = trustme.CA()
+    client, pem = authority.issue_cert("engine"), tmp_path / "ca.pem"
+    authority.cert_pem.write_to_path(pem)
+    client.cert_chain_pems[0].write_to_path(tmp_path / "engine.pem")
+    client.private_key_pem.write_to_path(tmp_path / "engine.key")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    context.load_verify_locations(pem)
+    context.verify_mode = ssl.CERT_REQUIRED
+    exporter.server.socket = context.wrap_socket(exporter.server.socket, server_side=True)
+    exporter.shows(DCGM_PAGE)
+    line = f"exporter:{exporter.url.replace('http:', 'https:')}#authority={pem}"
+    own = f"certificate={tmp_path / 'engine.pem'},key={tmp_path / 'engine.key'}"
+    assert len(seen(open_source(f"{line},{own}"))) == 2
+    with pytest.raises(SensorError):
+        open_source(line).read()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

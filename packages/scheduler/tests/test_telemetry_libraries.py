@@ -385,6 +385,10 @@ def test_the_hottest_cpu_sensor_of_the_host_counts(monkeypatch: pytest.MonkeyPat
     assert [(r.device, r.temperature_c) for r in HostSensorSource().read()] == [(0, 62.5)]
 
 
+def test_the_sensors_of_the_host_are_named_as_their_source() -> None:
+    assert open_source("sensors").name == "sensors"
+
+
 def test_only_the_selected_chips_count(monkeypatch: pytest.MonkeyPatch) -> None:
     with_sensors(monkeypatch, coretemp=[51.0], nvme=[44.0])
     assert open_source("sensors:nvme").read()[0].temperature_c == 44.0

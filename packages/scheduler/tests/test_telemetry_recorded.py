@@ -62,6 +62,13 @@ def test_a_looped_recording_starts_again(tmp_path: Path) -> None:
     assert source.read()[0].temperature_c == 50.0
 
 
+def test_a_looped_recording_of_a_single_moment_stands_still(tmp_path: Path) -> None:
+    source, now_s = playing(tmp_path, "".join(CSV.splitlines(keepends=True)[:2]), loop=True)
+    for _ in range(3):
+        assert [r.temperature_c for r in source.read()] == [50.0]
+        now_s[0] += 4.5
+
+
 def test_a_recording_plays_faster(tmp_path: Path) -> None:
     source, now_s = playing(tmp_path, CSV, speed=10.0)
     source.read()

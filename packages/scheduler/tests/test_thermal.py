@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import iter_modules, resolve_name
 from typing import Any
 
 import attrs
@@ -285,6 +285,22 @@ def test_every_built_in_policy_is_registered() -> None:
         and item is not SchedulerThermalPolicy
     }
     assert classes == set(POLICIES.values())
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_the_state_of_a_policy_is_not_among_its_options(name: str) -> None:
+    policy_class = resolve_name(POLICIES[name])
+    for field in attrs.fields(policy_class) if attrs.has(policy_class) else ():
+        assert field.init != field.name.startswith("_"), field.name
+
+
+def test_a_target_is_set_unless_only_its_cap_is_asked_for() -> None:
+    policy = ProportionalThermalPolicy(target_temp_c=90.0)
+    guard = ThermalGuard(policy, State)
+    guard.retarget(70.0, "lru", View(), dry_run=True)
+    assert policy.target_temp_c == 90.0
+    guard.retarget(70.0, "lru", View())
+    assert policy.target_temp_c == 70.0
 
 
 class Recording(NoThermalPolicy):

@@ -145,6 +145,15 @@ def test_a_clock_is_a_function_that_returns_seconds(clock: Any) -> None:
         Scheduler(SchedulerConfig(), blocks(), clock=clock)
 
 
+@pytest.mark.parametrize("name", ["config", "blocks", "thermal", "defragmenter"])
+def test_a_scheduler_is_made_of_objects_of_their_classes(name: str) -> None:
+    parts: dict[str, Any] = {"config": SchedulerConfig(), "blocks": blocks(), name: "auto"}
+    with pytest.raises(ConfigError, match=f"{name} must be of type .*, got 'auto'"):
+        Scheduler(**parts)
+    with pytest.raises(ConfigError, match=r"policy must be of type .*, got 'auto'"):
+        ThermalGuard("auto", lambda: None)  # type: ignore[arg-type, return-value]
+
+
 def test_a_guard_needs_functions() -> None:
     for name in ("read", "alert", "forget"):
         functions: dict[str, Any] = {"read": lambda: None, name: 5}

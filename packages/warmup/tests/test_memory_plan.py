@@ -175,6 +175,15 @@ def test_bytes_are_formatted_as_in_the_log(size: int, text: str) -> None:
     assert format_bytes(size) == text
 
 
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [("prompt_ratio", 1.5), ("prompt_ratio", -0.1), ("total", -1), ("free", -1), ("free", 1.5)],
+)
+def test_a_wrong_part_of_a_budget_is_named(name: str, wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name} must be .*, got {wrong}"):
+        GraphBudget(**{"total": 1, "free": 1, name: wrong})
+
+
 @pytest.mark.parametrize("free", [-1, None, "1", 1.5, True, float("nan"), 10**400])
 def test_free_memory_of_another_type_gives_no_budget(free: Any) -> None:
     with pytest.raises(ConfigError, match="free_memory must be an integer"):

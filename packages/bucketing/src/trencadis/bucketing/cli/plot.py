@@ -52,7 +52,7 @@ def _draw_lengths(
         at = [top * height] * len(row.length)
         axes.plot(row.length, at, "v", color=colour, markersize=5, label=label)
     axes.set(title="Lengths seen, and bucket edges", xlabel="tokens", ylabel="sequences")
-    axes.set_xlim(0, longest * 1.02)
+    axes.set_xlim(left=0)
     axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.12), ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
 
