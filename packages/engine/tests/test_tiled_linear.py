@@ -589,6 +589,9 @@ def test_without_vectors_of_512_bits_integers_are_multiplied_by_those_of_256(
     kinds, tokens = linears(model_of_groups, quantization=quantization)
     assert kinds == {IntegerLinear}
     assert [len(sampled) for sampled in tokens] == [12] * 3
+    assert set(tiled_linear._KERNELS) == {torch.int8} | (
+        {torch.uint8} if quantization == "int4" else set()
+    ), "the head keeps 8 bits"
     for weights in INTEGERS:
         load_linear_kernel(weights=weights)
         assert tiled_linear._KERNELS[weights].columns == 16

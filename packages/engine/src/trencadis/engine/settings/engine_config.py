@@ -213,7 +213,7 @@ class EngineConfig(CapacitySettings):
         "--quantization",
         group=MODEL,
         help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
-        "output, int4, for 32 inputs; not on hpu. Packed checkpoints need no setting",
+        "output, or int4, for 32 inputs, the output head by int8; not on hpu",
     )
     device: str | Device = setting_field(
         "auto",
