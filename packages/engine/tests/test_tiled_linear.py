@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,20 +28,25 @@ from trencadis.engine.devices.cpu import native_kernel, tiled_linear
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.packed_linear import PackedLinear
 from trencadis.engine.devices.cpu.tiled_linear import (
-    Int8Linear,
+    IntegerLinear,
     TiledLinear,
     group_linears,
     load_linear_kernel,
 )
+from trencadis.engine.models import rounded_weights
+from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
+from trencadis.engine.models.rounded_weights import round_weights, rounded_int4, rounded_int8
 
+INTEGERS = (torch.int8, torch.uint8)
+NAMES = {torch.bfloat16: "bf16", torch.int8: "int8", torch.uint8: "int4"}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def kernel() -> None:
     try:
-        load_linear_kernel()
-        load_linear_kernel(weights=torch.int8)
+        for weights in (torch.bfloat16, *INTEGERS):
+            load_linear_kernel(weights=weights)
     except NoKernel as error:
         if "off by" in str(error):
             raise
@@ -53,7 +59,7 @@ def widens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     way: bool = request.param
     monkeypatch.setattr(tiled_linear, "_KERNELS", {})
     try:
-        for weights in (torch.bfloat16, torch.int8):
+        for weights in (torch.bfloat16, *INTEGERS):
             load_linear_kernel(weights=weights, widens=way)
     except NoKernel as error:
         if "off by" in str(error):
@@ -65,6 +71,18 @@ def widens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 def layer(inputs: int, outputs: int, *, bias: bool, seed: int = 0) -> nn.Linear:
     torch.manual_seed(seed)
     return nn.Linear(inputs, outputs, bias=bias, dtype=torch.bfloat16)
+
+
+def int8(plain: nn.Linear) -> IntegerLinear:
+    return IntegerLinear(QuantizedLinear(rounded_int8(plain.weight.detach()), plain.bias))
+
+
+def int4(plain: nn.Linear) -> IntegerLinear:
+    group = 32 if plain.in_features % 32 == 0 else 2
+    return IntegerLinear(QuantizedLinear(rounded_int4(plain.weight.detach(), group), plain.bias))
+
+
+KINDS = [TiledLinear, int8, int4]
 
 
 @pytest.mark.usefixtures("widens")
@@ -118,16 +136,16 @@ def test_int8_weights_differ_by_half_a_step_of_their_output(
     rounded = (plain.weight.float() / steps.clamp_min(1e-30)).round() * steps
     assert (rounded - plain.weight.float()).abs().le(steps * 0.501).all()
     expected = rows.float() @ rounded.T + (plain.bias.float() if bias else 0.0)
-    out = Int8Linear(plain)(rows)
+    out = int8(plain)(rows)
     torch.testing.assert_close(out.float(), expected, atol=2e-3, rtol=8e-3)
 
 
 @pytest.mark.usefixtures("widens")
-@pytest.mark.parametrize("packed", [TiledLinear, Int8Linear])
+@pytest.mark.parametrize("packed", KINDS)
 @pytest.mark.parametrize("num_rows", [1, 3, 29, 70])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_layers_of_one_input_give_together_what_each_gives_alone(
-    packed: type[TiledLinear], num_rows: int, threads: int
+    packed: Callable[[nn.Linear], TiledLinear], num_rows: int, threads: int
 ) -> None:
     layers = [
         packed(layer(48, outputs, bias=outputs == 33, seed=outputs)) for outputs in (96, 33, 5)
@@ -140,6 +158,7 @@ def test_layers_of_one_input_give_together_what_each_gives_alone(
             rows,
             [own.tiles for own in layers],
             [own.scales for own in layers],
+            [own.shifts for own in layers],
             [own.bias for own in layers],
             [own.out_features for own in layers],
         )
@@ -153,7 +172,7 @@ def test_layers_of_one_input_give_together_what_each_gives_alone(
 class Gated(nn.Module):
     """Two layers with one input, and one with their result."""
 
-    def __init__(self, kinds: Sequence[type[TiledLinear]]) -> None:
+    def __init__(self, kinds: Sequence[Callable[[nn.Linear], TiledLinear]]) -> None:
         super().__init__()
         shapes = ((32, 64), (32, 64), (64, 32))
         self.gate, self.up, self.down = (
@@ -168,10 +187,14 @@ class Gated(nn.Module):
 
 @pytest.mark.parametrize(
     ("kinds", "calls"),
-    [((TiledLinear,) * 3, 2), ((Int8Linear,) * 3, 2), ((TiledLinear, Int8Linear, TiledLinear), 3)],
+    [
+        *(((kind,) * 3, 2) for kind in KINDS),
+        ((TiledLinear, int8, TiledLinear), 3),
+        ((int4, int8, int4), 3),
+    ],
 )
 def test_a_program_computes_layers_of_one_input_and_type_by_one_call(
-    kinds: tuple[type[TiledLinear], ...], calls: int
+    kinds: tuple[Callable[[nn.Linear], TiledLinear], ...], calls: int
 ) -> None:
     model, rows = Gated(kinds), torch.randn(1, 5, 32).bfloat16()
     names = [name for name, _ in model.named_buffers()]
@@ -192,7 +215,7 @@ def test_a_layer_after_a_change_of_its_input_is_computed_after_it() -> None:
     def run(rows: torch.Tensor, *tiles: torch.Tensor) -> list[torch.Tensor]:
         hidden, outs = rows * 1, []
         for weight in tiles:
-            outs.append(torch.ops.trencadis.tiled_linear(hidden, weight, None, None, 64))
+            outs.append(torch.ops.trencadis.tiled_linear(hidden, weight, None, None, None, 64))
             hidden.view(-1).add_(1)
         return outs
 
@@ -239,7 +262,7 @@ def linears(model: Path, **changes: object) -> tuple[set[type], list[tuple[int, 
     kinds = {
         type(module)
         for module in llm.core.executor.worker._model.modules()
-        if isinstance(module, (nn.Linear, PackedLinear, TiledLinear))
+        if isinstance(module, (nn.Linear, PackedLinear, QuantizedLinear, TiledLinear))
     }
     results = llm.generate([list(range(1, 40)), [7], list(range(100, 117))], GREEDY)
     return kinds, [result.completions[0].token_ids for result in results]
@@ -300,7 +323,7 @@ def test_a_processor_without_products_of_bf16_widens(
         load_linear_kernel()
 
 
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("weights", [torch.bfloat16, *INTEGERS])
 @pytest.mark.parametrize("slow", [True, False])
 def test_the_faster_way_to_multiply_is_taken(
     monkeypatch: pytest.MonkeyPatch,
@@ -328,7 +351,7 @@ def test_the_faster_way_to_multiply_is_taken(
     assert tiled_linear._KERNELS[weights].widens is not slow
     multiplies = "pairs of bf16" if slow else "fp32"
     assert re.search(
-        rf"of {str(weights)[6:]}: the kernel multiplies {multiplies} \(trial: fp32 ", caplog.text
+        rf"of {NAMES[weights]}: the kernel multiplies {multiplies} \(trial: fp32 ", caplog.text
     )
     # Chosen once: loading another model does not change how the first one rounds.
     slow = not slow
@@ -336,7 +359,7 @@ def test_the_faster_way_to_multiply_is_taken(
     assert tiled_linear._KERNELS[weights].widens is slow
 
 
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("weights", [torch.bfloat16, *INTEGERS])
 @pytest.mark.parametrize("wrong", [True, False])
 def test_each_way_to_multiply_is_tried(
     monkeypatch: pytest.MonkeyPatch, weights: torch.dtype, wrong: bool
@@ -406,14 +429,14 @@ def test_onednn_packs_layers_with_an_odd_number_of_inputs(
 
 def test_int8_halves_the_weights_of_linear_layers(tiny_model: Path) -> None:
     kinds, tokens = linears(tiny_model, quantization="int8")
-    assert kinds == {Int8Linear}
+    assert kinds == {IntegerLinear}
     assert [len(sampled) for sampled in tokens] == [12] * 3
     plain = layer(64, 96, bias=False)
-    assert Int8Linear(plain).tiles.nbytes * 2 == TiledLinear(plain).tiles.nbytes
+    assert int8(plain).tiles.nbytes * 2 == TiledLinear(plain).tiles.nbytes
 
 
 @pytest.mark.parametrize("num_rows", [1, 14, 29])
-@pytest.mark.parametrize("weights", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("weights", [torch.bfloat16, *INTEGERS])
 def test_a_kernel_that_is_wrong_for_some_numbers_of_rows_is_not_used(
     monkeypatch: pytest.MonkeyPatch, num_rows: int, weights: torch.dtype
 ) -> None:
@@ -450,9 +473,9 @@ def test_int8_is_refused_where_most_weights_are_in_fused_experts(tmp_path: Path)
     )
     model = Qwen3MoeForCausalLM(config).bfloat16()
     with pytest.raises(ConfigError, match=r"would round \S+ of \S+ GiB of weights") as refusal:
-        CPUDevice().quantize(model, "int8")
+        round_weights(model, "int8")
     assert refusal.value.field == "quantization"
-    assert not any(isinstance(module, Int8Linear) for module in model.modules())
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
 class Routed(nn.Module):
@@ -467,35 +490,35 @@ class Routed(nn.Module):
 
 def test_int8_leaves_routers_and_gates_as_they_are() -> None:
     model = Routed()
-    CPUDevice().quantize(model, "int8")
+    round_weights(model, "int8")
     assert (type(model.router), type(model.gate)) == (nn.Linear, nn.Linear)
-    assert {type(expert) for expert in model.experts} == {Int8Linear}
+    assert {type(expert) for expert in model.experts} == {QuantizedLinear}
 
 
 @pytest.mark.parametrize(
     "prepare",
-    [functools.partial(CPUDevice.quantize, quantization="int8"), CPUDevice.optimize],
-    ids=["quantize", "optimize"],
+    [functools.partial(round_weights, quantization="int4"), CPUDevice().optimize],
+    ids=["round", "optimize"],
 )
 def test_loading_has_no_more_than_one_weight_twice(
     monkeypatch: pytest.MonkeyPatch, prepare: Callable[..., None]
 ) -> None:
     model, remaining = Routed(), []
     originals = [weakref.ref(module) for module in model.modules() if type(module) is nn.Linear]
-    build = TiledLinear.__init__
+    for kind in (TiledLinear, QuantizedLinear):
 
-    def counting(self: TiledLinear, linear: nn.Linear) -> None:
-        remaining.append(sum(original() is not None for original in originals))
-        build(self, linear)
+        def counting(self: nn.Module, *given: object, build: Any = kind.__init__) -> None:
+            remaining.append(sum(original() is not None for original in originals))
+            build(self, *given)
 
-    monkeypatch.setattr(TiledLinear, "__init__", counting)
+        monkeypatch.setattr(kind, "__init__", counting)
     monkeypatch.setattr(CPUDevice, "_attention_of", lambda self, model: None)
-    prepare(CPUDevice(), model)
+    prepare(model)
     first, last = len(originals), len(originals) - len(remaining) + 1
     assert remaining == list(range(first, last - 1, -1)), "each original goes when it is replaced"
 
 
-@pytest.mark.parametrize("pack", [tiled_linear._quantized, tiled_linear._tiled])
+@pytest.mark.parametrize("pack", [rounded_int8, functools.partial(tiled_linear._tiled, columns=32)])
 def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> None:
     weight, sizes = torch.randn(5000, 64).bfloat16(), []
 
@@ -513,32 +536,136 @@ def test_packing_takes_little_beside_its_result(pack: Callable[..., object]) -> 
 
 
 @pytest.mark.usefixtures("widens")
-@pytest.mark.parametrize("packed", [TiledLinear, Int8Linear])
-def test_more_outputs_than_are_packed_at_a_time_keep_their_order(packed: type[TiledLinear]) -> None:
+@pytest.mark.parametrize("packed", KINDS)
+def test_more_outputs_than_are_packed_at_a_time_keep_their_order(
+    packed: Callable[[nn.Linear], TiledLinear],
+) -> None:
     plain = layer(32, 2 * tiled_linear._CHUNK + 45, bias=True)
     rows = torch.randn(3, 32).bfloat16()
-    torch.testing.assert_close(packed(plain)(rows), plain(rows), atol=0.02, rtol=0.02)
+    off = 0.2 if packed is int4 else 0.02
+    torch.testing.assert_close(packed(plain)(rows), plain(rows), atol=off, rtol=off)
 
 
 @pytest.mark.slow
-def test_compiled_programs_call_the_kernel(tiny_model: Path, tmp_path: Path) -> None:
-    for quantization in ("none", "int8"):
+def test_compiled_programs_call_the_kernel(model_of_groups: Path, tmp_path: Path) -> None:
+    for quantization in ("none", "int8", "int4"):
         given = {"quantization": quantization, "compile": True, "compile_cache": tmp_path}
-        _, tokens = linears(tiny_model, **given)
+        _, tokens = linears(model_of_groups, **given)
         assert [len(sampled) for sampled in tokens] == [12] * 3
 
 
-def test_int8_without_bf16_or_the_kernel_is_refused(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ConfigError, match="activations of bf16") as refusal:
+def test_rounding_without_bf16_is_refused(tiny_model: Path) -> None:
+    with pytest.raises(ConfigError, match="rounds weights of bf16") as refusal:
         linears(tiny_model, quantization="int8", dtype="float32")
     assert refusal.value.field == "quantization"
+
+
+@pytest.fixture(scope="module")
+def model_of_groups(
+    tmp_path_factory: pytest.TempPathFactory, make_tiny_model: Callable[..., Path]
+) -> Path:
+    """A tiny model whose layers have a multiple of 32 inputs."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
+    return make_tiny_model(tmp_path_factory.mktemp("groups"), **sizes)
+
+
+def test_without_a_kernel_integers_are_expanded_in_each_call(
+    model_of_groups: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    with pytest.raises(ConfigError, match="no-such-compiler"):
-        linears(tiny_model, quantization="int8")
+    kinds, tokens = linears(model_of_groups, quantization="int4")
+    assert kinds == {QuantizedLinear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+    assert "Packed weights are expanded in each call, and slow: " in caplog.text
+    assert "no-such-compiler" in caplog.text
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_without_vectors_of_512_bits_integers_are_multiplied_by_those_of_256(
+    model_of_groups: Path, monkeypatch: pytest.MonkeyPatch, quantization: str
+) -> None:
+    monkeypatch.setattr(native_kernel, "_FLAGS", (*native_kernel._FLAGS, "-mno-avx512f"))
+    monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+    kinds, tokens = linears(model_of_groups, quantization=quantization)
+    assert kinds == {IntegerLinear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+    assert set(tiled_linear._KERNELS) == {torch.int8} | (
+        {torch.uint8} if quantization == "int4" else set()
+    ), "the head keeps 8 bits"
+    for weights in INTEGERS:
+        load_linear_kernel(weights=weights)
+        assert tiled_linear._KERNELS[weights].columns == 16
+    for bits in (4, 8):
+        for num_rows in (1, 7, 20):
+            check_zero_points(num_rows, 32, 2, 45, bits)
+
+
+@pytest.mark.usefixtures("widens")
+@settings(
+    max_examples=100,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # alike in all examples
+)
+@given(
+    st.integers(1, 31),
+    st.integers(1, 20).map(lambda pairs: 2 * pairs),
+    st.integers(1, 4),
+    st.integers(1, 100),
+    st.sampled_from([4, 8]),
+)
+def test_zero_points_and_groups_are_those_of_the_weight(
+    num_rows: int, group: int, groups: int, outputs: int, bits: int
+) -> None:
+    check_zero_points(num_rows, group, groups, outputs, bits)
+
+
+def check_zero_points(num_rows: int, group: int, groups: int, outputs: int, bits: int) -> None:
+    torch.manual_seed(num_rows)
+    inputs = group * groups
+    rows = torch.randn(num_rows, inputs).bfloat16()
+    columns = inputs if bits == 8 else inputs // 2
+    steps = torch.randint(0, 256, (outputs, columns)).to(torch.uint8)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        weight = PackedWeight(
+            steps if bits == 4 else steps.view(torch.int8),
+            torch.rand(outputs, groups).to(dtype),
+            torch.randint(0, 16, (outputs, groups), dtype=torch.int16),
+            torch.randperm(inputs),
+        )
+        expected = rows.float() @ weight.unpacked().T
+        out = IntegerLinear(QuantizedLinear(weight))(rows)
+        largest = (rows.float().abs() @ weight.unpacked().abs().T).max().item()
+        torch.testing.assert_close(out.float(), expected, atol=1e-6 * largest, rtol=8e-3)
+
+
+@pytest.mark.usefixtures("widens")
+def test_a_row_of_int4_does_not_depend_on_the_others() -> None:
+    tiled = int4(layer(96, 80, bias=True))
+    rows = torch.randn(40, 96).bfloat16()
+    together = tiled(rows)
+    for count in (1, 2, 13, 25):
+        assert torch.equal(tiled(rows[:count]), together[:count])
+
+
+def test_int4_rounds_with_less_error_than_the_largest_weight_alone_asks_for() -> None:
+    weight = torch.randn(64, 256).bfloat16()
+    error = (rounded_int4(weight).unpacked() - weight.float()).square().sum()
+    tried = rounded_weights._TRIED_STEPS
+    rounded_weights._TRIED_STEPS = (1.0,)
+    try:
+        of_largest = (rounded_int4(weight).unpacked() - weight.float()).square().sum()
+    finally:
+        rounded_weights._TRIED_STEPS = tried
+    assert error < 0.97 * of_largest
+    assert not rounded_int4(torch.zeros(3, 64).bfloat16()).unpacked().any()
+
+
+def test_int4_takes_less_than_a_third_of_bf16() -> None:
+    plain = layer(512, 96, bias=False)
+    held = sum(tensor.nbytes for tensor in int4(plain).buffers())
+    assert held / plain.weight.nbytes <= 0.29
 
 
 def test_int8_on_another_device_is_refused(tiny_model: Path, lazy_gaudi: object) -> None:
-    with pytest.raises(ConfigError, match="int8 is not computed on hpu"):
+    with pytest.raises(ConfigError, match=r"int8 \(8 bits, channels\) are not computed on hpu"):
         linears(tiny_model, device="hpu", quantization="int8")

@@ -11,10 +11,10 @@ import torch
 from torch import fx, nn
 
 from trencadis.engine.devices.kernel_trial import KernelTrial
-from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.block_attention import BlockAttention
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
+from trencadis.engine.models.packed_weight import WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
 
 
@@ -153,25 +153,14 @@ class Device(abc.ABC):
         self.synchronize()
         return max(0, before - self.free_memory())
 
-    def check_quantization(self, quantization: str) -> None:
-        """Raise `ConfigError` where this device does not compute with weights of this format.
+    def weight_use(self, form: WeightFormat) -> WeightUse:
+        """What this device does with packed weights of linear layers.
 
-        ``quantization`` is `EngineConfig.quantization`.
+        By default `QuantizedLinear` expands them in each call; `optimize` replaces such layers
+        where the device multiplies them.
         """
-        raise ConfigError(
-            f"quantization {quantization} is not computed on {self.name}: leave it out, or serve "
-            "on another device",
-            "quantization",
-        )
-
-    def quantize(self, model: nn.Module, quantization: str) -> None:
-        """Round the weights of linear layers in place, before `optimize`.
-
-        Raises the error of `check_quantization`, and `ConfigError` where few weights are in such
-        layers.
-        """
-        del model
-        self.check_quantization(quantization)
+        del form
+        return WeightUse.EXPANDED
 
     def optimize(self, model: nn.Module) -> None:  # noqa: B027 - a device may have nothing to do
         """Change a loaded model in place for speed: weight layouts, fused kernels."""

@@ -29,6 +29,8 @@ from trencadis.engine.models.checkpoint import locate
 from trencadis.engine.models.declared_modules import read_max_seq_length, read_prompts
 from trencadis.engine.models.layer_reading import declare_layers, read_layers
 from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.packed_checkpoint import loading_arguments
+from trencadis.engine.models.packed_formats import Packing, read_packing
 from trencadis.engine.models.pair_prompts import find_scoring
 from trencadis.engine.models.pooling import (
     check_causal,
@@ -60,6 +62,7 @@ class ModelSpec:
     ``is_pooling``: it is loaded without its output head, for embeddings or, as ``scoring`` tells,
     for scores. ``max_seq_length``: the length to which it declares texts to be cut; None for that
     of its context. ``text_prompts``: the prompts that it declares for texts to embed.
+    ``packing``: how its linear layers are packed.
     """
 
     source: str
@@ -72,6 +75,7 @@ class ModelSpec:
     scoring: Scoring | None = None
     max_seq_length: int | None = None
     text_prompts: TextPrompts = attrs.field(factory=TextPrompts)
+    packing: Packing | None = None
 
 
 def inspect_model(
@@ -102,6 +106,7 @@ def inspect_model(
         eos_token_ids=_eos_token_ids(source, text),
         is_pooling=is_pooling,
         layers=read_layers(config, name),
+        packing=read_packing(config, name),
     )
     _check_sizes(spec, name)
     return _inspect_pooling(spec, name, score_prompt, chat_template) if is_pooling else spec
@@ -174,10 +179,13 @@ def load_model(
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     has_score_head = spec.scoring is not None and not spec.scoring.token_ids
     classes: Any = AutoModelForSequenceClassification if has_score_head else AutoModelForCausalLM
+    arguments: dict[str, Any] = {"config": spec.config}
+    if spec.packing is not None:
+        arguments = loading_arguments(spec.config, spec.packing, spec.source)
     try:
         loaded: Any = classes.from_pretrained(
             spec.source,
-            config=spec.config,
+            **arguments,
             dtype=dtype,
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,

@@ -16,7 +16,7 @@ def check_directory(directory: Path) -> None:
 
     Reads an index and the headers of safetensors files, no weights.
     """
-    for path in _weight_files(directory):
+    for path in weight_files(directory):
         if not path.is_file():
             raise ModelError(
                 f"{directory} lacks the weight file {path.name}: copy or download it again"
@@ -28,7 +28,8 @@ def check_directory(directory: Path) -> None:
             )
 
 
-def _weight_files(directory: Path) -> list[Path]:
+def weight_files(directory: Path) -> list[Path]:
+    """The files of the weights that transformers loads. Raises `ModelError` without any."""
     for name in WEIGHT_FILES:
         if (directory / name).is_file():
             return [directory / name]

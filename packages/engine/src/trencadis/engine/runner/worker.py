@@ -31,8 +31,10 @@ from trencadis.engine.models.loader import (
     resolve_dtype,
 )
 from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
+from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
+from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS, round_weights
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
 from trencadis.engine.runner.cache_sizing import CacheSizing
@@ -108,8 +110,7 @@ class Worker:
         layers = [layer.within(self._max_model_len) for layer in self.spec.layers]
         check_layers(layers, device.supports, self.spec.source)
         check_weight_files(self.spec)
-        if config.quantization != "none":
-            device.check_quantization(config.quantization)
+        self._check_weights()
         self._check_policy_of_misses()
         self.dtype = resolve_dtype(config.dtype, self.spec, device.preferred_dtype, device.dtypes)
         self._sizing = CacheSizing(
@@ -140,7 +141,7 @@ class Worker:
             self.embedding_size = embedding_size(self._model)
         before = self._log_memory(f"Pre-loading model weights on {self._place}", before)
         if self.config.quantization != "none":
-            self.device.quantize(self._model, self.config.quantization)
+            round_weights(self._model, self.config.quantization)
         self.device.optimize(self._model)
         self.device.mark_step()  # a lazy device compiles apart what follows, as after a sleep
         self._attention = self.device.attention
@@ -316,6 +317,27 @@ class Worker:
             ),
             stop=stop,
         )
+
+    def _check_weights(self) -> None:
+        """Raise `ConfigError` for weights that are packed twice, or that the device rejects."""
+        packing, quantization = self.spec.packing, self.config.quantization
+        form = ROUNDED_FORMATS.get(quantization) if packing is None else packing.form
+        if form is None:
+            return
+        if packing is not None and quantization != "none":
+            raise ConfigError(
+                f"quantization {quantization} rounds weights of bf16, and those of "
+                f"{self.spec.source} are {form}: leave it out",
+                "quantization",
+            )
+        use = self.device.weight_use(form)
+        if use is WeightUse.REJECTED:
+            raise ConfigError(
+                f"weights of {form} are not computed on {self.device.name}: serve bf16, or on "
+                "another device",
+                "quantization",
+            )
+        logger.info("Weights of %s are %s on %s", form, use.value, self.device.name)
 
     def _check_policy_of_misses(self) -> None:
         if self.config.on_bucket_miss == "eager" and not self.device.dynamic_shapes:

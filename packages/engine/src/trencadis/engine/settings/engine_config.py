@@ -75,7 +75,7 @@ MAX_SWAP_BANDWIDTH = 1e6
 DType = Literal["auto", "bfloat16", "float16", "float32"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 WarmupMode = Literal["full", "background", "none"]
-Quantization = Literal["none", "int8"]
+Quantization = Literal["none", "int8", "int4"]
 Runner = Literal["generate", "pooling"]
 ScorePrompt = Literal["auto", "template", "qwen3-reranker", "conversation", "joined"]
 OnBucketMiss = Literal["auto", "compile", "eager", "refuse"]
@@ -212,8 +212,8 @@ class EngineConfig(CapacitySettings):
         one_of(get_args(Quantization)),
         "--quantization",
         group=MODEL,
-        help="int8 rounds the weights of linear layers to 8 bits, with a scale for each "
-        "output; on cpu, with bf16 and the kernel of linear layers",
+        help="rounds the bf16 weights of linear layers at load: int8, with a scale for each "
+        "output, or int4, for 32 inputs, the output head by int8; not on hpu",
     )
     device: str | Device = setting_field(
         "auto",

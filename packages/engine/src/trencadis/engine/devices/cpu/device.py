@@ -23,28 +23,20 @@ from trencadis.engine.devices.cpu.threads import (
     read_core_times,
 )
 from trencadis.engine.devices.cpu.tiled_linear import (
-    Int8Linear,
+    IntegerLinear,
     TiledLinear,
     group_linears,
     load_linear_kernel,
 )
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
-from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.layer_spec import spec_of
+from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
 
 logger = logging.getLogger("trencadis.engine")
 
 _CGROUP = Path("/sys/fs/cgroup")
-_GIB = 1 << 30
-
-_FEWEST_OUTPUTS = 32
-"""Fewest outputs of a layer that int8 rounds: a tile of the kernel. Gates have fewer."""
-
-_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""What models call the number of outputs of their routers."""
-
 _PAGE_BYTES = 4096
 
 
@@ -124,23 +116,8 @@ class CPUDevice(Device):
     def fetch(self, tensors: Sequence[torch.Tensor]) -> PendingCopy:
         return PendingCopy(tensors, self.synchronize)
 
-    def check_quantization(self, quantization: str) -> None:
-        if quantization != "int8":
-            super().check_quantization(quantization)
-        try:
-            load_linear_kernel(self._kernels, trusted=self._trusted, weights=torch.int8)
-        except NoKernel as error:
-            raise ConfigError(
-                f"quantization int8 needs the kernel of linear layers, which this machine cannot "
-                f"have ({error}): leave it out",
-                "quantization",
-            ) from error
-
-    def quantize(self, model: nn.Module, quantization: str) -> None:
-        layers = _layers_to_round(model)
-        _check_enough_is_rounded(model, [layer for _, _, layer in layers])
-        self.check_quantization(quantization)
-        _replace(layers, Int8Linear)
+    def weight_use(self, form: WeightFormat) -> WeightUse:
+        return WeightUse.EXPANDED if form.is_float else WeightUse.MULTIPLIED
 
     def optimize(self, model: nn.Module) -> None:
         """Replace bf16 linear layers by layers with weights in the order of a kernel.
@@ -148,15 +125,19 @@ class CPUDevice(Device):
         The kernel is our own where the processor has vectors of 512 bits and there is a
         compiler (`TiledLinear`), for an even number of inputs; else oneDNN's (`PackedLinear`),
         which repacks a plain weight in every call. fp32 layers stay plain, so that results equal
-        those of the unmodified model.
+        those of the unmodified model. Integers are multiplied as they are, where activations are
+        bf16 and the processor has AVX2.
 
         Attention becomes a kernel that is compiled for the first layer, where there is a compiler.
         Weights that stay plain are read once: as mapped files they would count as taken by the
         first forward pass, whose memory is measured.
         """
         self.attention = self._attention_of(model)
+        self._multiply_integers(model)
         layers = [
-            layer for layer in _linear_layers(model) if layer[2].weight.dtype is torch.bfloat16
+            layer
+            for layer in _layers_of(model, nn.Linear)
+            if layer[2].weight.dtype is torch.bfloat16
         ]
         if layers:
             _replace(layers, self._bf16_linear())
@@ -206,6 +187,25 @@ class CPUDevice(Device):
             return CPUAttention()
         return CPUAttention(kernel)
 
+    def _multiply_integers(self, model: nn.Module) -> None:
+        """Replace packed layers whose weights the kernel multiplies as they are."""
+        layers: dict[torch.dtype, list[_Layer]] = {}
+        for layer in _layers_of(model, QuantizedLinear):
+            packed = layer[2].packed
+            if IntegerLinear.fits(packed) and next(model.parameters()).dtype is torch.bfloat16:
+                layers.setdefault(packed.steps.dtype, []).append(layer)
+        for weights, of_type in layers.items():
+            if self._loads_kernel_of(weights):
+                _replace(of_type, IntegerLinear)
+
+    def _loads_kernel_of(self, weights: torch.dtype) -> bool:
+        try:
+            load_linear_kernel(self._kernels, trusted=self._trusted, weights=weights)
+        except NoKernel as error:
+            logger.warning("Packed weights are expanded in each call, and slow: %s", error)
+            return False
+        return True
+
     def _bf16_linear(self) -> Callable[[nn.Linear], nn.Module]:
         """What replaces a linear layer of bf16: the layer itself where nothing is faster."""
         packs: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
@@ -225,63 +225,24 @@ class CPUDevice(Device):
         return replacement
 
 
-_Layer = tuple[str, nn.Module, nn.Linear]
-"""A linear layer, with the module that it belongs to and its name there."""
+_Layer = tuple[str, nn.Module, Any]
+"""A layer, with the module that it belongs to and its name there."""
 
 
-def _linear_layers(model: nn.Module) -> list[_Layer]:
+def _layers_of(model: nn.Module, kind: type[nn.Module]) -> list[_Layer]:
     return [
         (name, parent, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child) is nn.Linear
+        if type(child) is kind
     ]
 
 
-def _replace(layers: list[_Layer], packed: Callable[[nn.Linear], nn.Module]) -> None:
+def _replace(layers: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
     """Replace each layer. Empties the list, so that no more than one weight is there twice."""
     while layers:
         name, parent, layer = layers.pop()
         setattr(parent, name, packed(layer))
-
-
-def _layers_to_round(model: nn.Module) -> list[_Layer]:
-    """The layers that int8 rounds: not routers and gates, which are small and select experts."""
-    config: Any = model.config
-    text = config.get_text_config(decoder=True)
-    num_experts = {getattr(text, name, None) for name in _NUM_EXPERTS}
-    return [
-        (name, parent, layer)
-        for name, parent, layer in _linear_layers(model)
-        if _has_kernel(layer)
-        and layer.out_features >= _FEWEST_OUTPUTS
-        and layer.out_features not in num_experts
-    ]
-
-
-def _check_enough_is_rounded(model: nn.Module, layers: Sequence[nn.Linear]) -> None:
-    """Log how much of the weights is rounded. Raises `ConfigError` for less than half."""
-    if all(layer.weight.dtype is not torch.bfloat16 for _, _, layer in _linear_layers(model)):
-        raise ConfigError(
-            "quantization int8 is computed with activations of bf16: leave it out, or ask for "
-            "dtype bfloat16",
-            "quantization",
-        )
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    weights = {id(weight): weight for weight in model.parameters()}
-    sizes = {name: weight.nbytes for name, weight in weights.items() if name not in embeddings}
-    rounded = sum(sizes.get(id(layer.weight), 0) for layer in layers)
-    of_all = sum(sizes.values())
-    share = f"{rounded / _GIB:.3g} of {of_all / _GIB:.3g} GiB of weights (embeddings apart)"
-    if 2 * rounded < of_all:
-        raise ConfigError(
-            f"quantization int8 would round {share}: the others are not in linear layers, as those "
-            "of fused experts are not. Leave it out",
-            "quantization",
-        )
-    logger.info("int8: %s", share)
 
 
 def _resident_bytes(name: str) -> int:

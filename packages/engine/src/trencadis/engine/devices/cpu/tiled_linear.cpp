@@ -1,23 +1,37 @@
 // Products of bf16 rows with packed weights, summed up in fp32: y = x W^T + bias, for all layers that
 // have the same rows as input.
 //
-// Compiled for INT8=0: a weight is bf16, or INT8=1: it is integers of 8 bits with a scale for each
-// output, which are exact as bf16. A weight is [tiles, K / 2, 32, 2]: 32 outputs of two inputs each
-// are two vectors of the processor's instruction, and a tile is one stream of memory. Rows are
-// computed in blocks whose sums fill the registers; a block's inputs are another stream, because rows
-// that are a power of two apart would displace each other in the cache. A row's result does not depend
-// on the other rows. Nothing here allocates memory, so that nothing throws.
+// Compiled for BITS=16: a weight is bf16, or for 8 and 4: it is an integer, exact as bf16, and each group
+// of inputs has a scale for each output, and perhaps a shift: w = scale * integer + shift. Integers of 4
+// bits are 0 to 15 and mean -8 to 7. A weight is [tiles, K / 2, 2, LANES] pairs: two vectors of outputs,
+// of two inputs each, and a tile is one stream of memory. The integers of a group are summed up before
+// they are scaled. Rows are computed in blocks whose sums fill the registers; a block's inputs are
+// another stream, because rows that are a power of two apart would displace each other in the cache. A
+// row's result does not depend on the other rows. Nothing here allocates memory, so that nothing throws.
 //
-// There are two ways to multiply: `Pairs`, by the instruction for pairs of bf16, and `Floats`, by that
-// for fp32, with each bf16 widened. Which one is faster differs between processors: Intel's with
-// AVX512-BF16 begin a product of pairs every two cycles and two of fp32 in each, so that `Floats`
-// computes twice as much; AMD's begin as many of one as of the other, and `Pairs` computes twice as
-// much. The caller measures. Processors without AVX512-BF16 have `Floats` alone.
+// Vectors have 512 bits, or for integers where the processor lacks them 256. There are two ways to
+// multiply: `Pairs`, by the instruction for pairs of bf16, and `Floats`, by that for fp32, with each bf16
+// widened. Which one is faster differs between processors: Intel's with AVX512-BF16 begin a product of
+// pairs every two cycles and two of fp32 in each, so that `Floats` computes twice as much; AMD's begin as
+// many of one as of the other, and `Pairs` computes twice as much. The caller measures. Processors
+// without AVX512-BF16 have `Floats` alone.
 
-#if !defined(__AVX512BW__) || !defined(__AVX512VL__)
+#if defined(__AVX512BW__) && defined(__AVX512VL__)
+#define WIDE 1
+#elif BITS < 16 && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WIDE 0
+#elif BITS < 16
+#error "this processor has no vectors of 256 bits (AVX2, FMA, F16C)"
+#else
 #error "this processor has no vectors of 512 bits"
-#elif defined(__AMX_BF16__)
+#endif
+#if defined(__AMX_BF16__) && BITS == 16
 #error "oneDNN has faster products, of bf16 tiles"
+#endif
+#if WIDE && defined(__AVX512BF16__)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
 #endif
 
 #include <algorithm>
@@ -29,54 +43,38 @@
 
 namespace {
 
-constexpr int MOST = 14;         // rows of a block: 28 sums, 2 vectors of weights, 1 of inputs
-constexpr int64_t LANES = 16;    // outputs of a vector
-constexpr int64_t COLUMNS = 32;  // outputs of a tile
+#if WIDE
+typedef __m512 Vector;
+constexpr int MOST = 14;       // rows of a block: 28 sums, 2 vectors of weights, 1 of inputs
+constexpr int64_t LANES = 16;  // outputs of a vector
+#else
+typedef __m256 Vector;
+constexpr int MOST = 6;  // 12 sums
+constexpr int64_t LANES = 8;
+#endif
+constexpr int64_t COLUMNS = 2 * LANES;  // outputs of a tile
 
 constexpr int64_t AHEAD = 4096;  // bytes between what is read and what is fetched
 
 typedef uint16_t Half;  // bf16
 
-#if INT8
-// For 16 outputs their weights of the first input, then those of the second.
-typedef int8_t Weight;
-template <int INPUT>
-static inline __m512 load_floats(const int8_t* from) {
-    const __m128i bytes = _mm_loadu_si128((const __m128i*)(from + LANES * INPUT));
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#if WIDE
+static inline Vector repeated(float value) { return _mm512_set1_ps(value); }
+static inline Vector product_added(Vector x, Vector y, Vector sum) {
+    return _mm512_fmadd_ps(x, y, sum);
 }
-#if defined(__AVX512BF16__)
-static inline __m512bh load_pairs(const int8_t* from) {
-    const __m512i first = (__m512i)load_floats<0>(from), second = (__m512i)load_floats<1>(from);
-    return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(first, 16), second);
+static inline Vector widened(const Half* from) {
+    const __m512i bits = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
 }
-#endif
-static inline __m512 scaled(__m512 sum, __m512 scale, __m512 bias) {
-    return _mm512_fmadd_ps(sum, scale, bias);
+static inline Vector widened_fp16(const uint16_t* from) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
 }
-#else
-// For 16 outputs pairs of their weights of both inputs.
-typedef Half Weight;
-template <int INPUT>
-static inline __m512 load_floats(const Half* from) {
-    if (INPUT == 0) return (__m512)_mm512_slli_epi32(_mm512_loadu_si512(from), 16);
-    return (__m512)_mm512_maskz_loadu_epi16(0xAAAAAAAA, from);
-}
-#if defined(__AVX512BF16__)
-static inline __m512bh load_pairs(const Half* from) {
-    return (__m512bh)_mm512_loadu_si512(from);
-}
-#endif
-static inline __m512 scaled(__m512 sum, __m512, __m512 bias) { return _mm512_add_ps(sum, bias); }
-#endif
-
-static inline __m512 widened(__m256i halves) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
-}
+static inline Vector loaded(const float* from) { return _mm512_loadu_ps(from); }
 
 // To nearest, ties to even.
 static inline __m256i narrowed(__m512 floats) {
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     return (__m256i)_mm512_cvtneps_pbh(floats);
 #else
     const __m512i bits = _mm512_castps_si512(floats);
@@ -88,28 +86,139 @@ static inline __m256i narrowed(__m512 floats) {
         _mm512_srli_epi32(_mm512_mask_mov_epi32(sum, is_nan, quiet), 16));
 #endif
 }
+static inline void store(Half* to, Vector floats, int64_t used) {
+    _mm256_mask_storeu_epi16(to, (__mmask16)((1u << used) - 1), narrowed(floats));
+}
+#else
+static inline Vector repeated(float value) { return _mm256_set1_ps(value); }
+static inline Vector product_added(Vector x, Vector y, Vector sum) {
+    return _mm256_fmadd_ps(x, y, sum);
+}
+static inline Vector widened(const Half* from) {
+    const __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)from));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(bits, 16));
+}
+static inline Vector widened_fp16(const uint16_t* from) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
+}
+static inline Vector loaded(const float* from) { return _mm256_loadu_ps(from); }
+
+// To nearest, ties to even.
+static inline void store(Half* to, Vector floats, int64_t used) {
+    const __m256i bits = _mm256_castps_si256(floats);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    const __m256i sum = _mm256_add_epi32(_mm256_add_epi32(bits, odd), _mm256_set1_epi32(0x7fff));
+    const __m256i is_nan = _mm256_castps_si256(_mm256_cmp_ps(floats, floats, _CMP_UNORD_Q));
+    const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(1 << 22));
+    const __m256i high = _mm256_srli_epi32(_mm256_blendv_epi8(sum, quiet, is_nan), 16);
+    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(high, high), 0x88);
+    Half halves[LANES];
+    _mm_storeu_si128((__m128i*)halves, _mm256_castsi256_si128(packed));
+    std::memcpy(to, halves, used * sizeof(Half));
+}
+#endif
+
+#if BITS == 16
+// For each output the pair of its weights of both inputs.
+typedef Half Weight;
+constexpr int64_t OF_VECTOR = 2 * LANES;  // of `Weight`: what a pair of inputs has for a vector
+template <int INPUT>
+static inline Vector load_floats(const Half* from) {
+    if (INPUT == 0) return (Vector)_mm512_slli_epi32(_mm512_loadu_si512(from), 16);
+    return (Vector)_mm512_maskz_loadu_epi16(0xAAAAAAAA, from);
+}
+#if HAS_PAIRS
+static inline __m512bh load_pairs(const Half* from) {
+    return (__m512bh)_mm512_loadu_si512(from);
+}
+#endif
+#elif BITS == 8
+// For all outputs of a vector their weights of the first input, then those of the second.
+typedef int8_t Weight;
+constexpr int64_t OF_VECTOR = 2 * LANES;
+template <int INPUT>
+static inline Vector load_floats(const int8_t* from) {
+    from += LANES * INPUT;
+#if WIDE
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from)));
+#else
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)));
+#endif
+}
+#if HAS_PAIRS
+static inline __m512bh load_pairs(const int8_t* from) {
+    const __m512i first = (__m512i)load_floats<0>(from), second = (__m512i)load_floats<1>(from);
+    return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(first, 16), second);
+}
+#endif
+#else
+// For each output a byte: its weight of the first input in the lower four bits, then the other.
+typedef uint8_t Weight;
+constexpr int64_t OF_VECTOR = LANES;
+template <int INPUT>
+static inline Vector load_floats(const uint8_t* from) {
+#if WIDE
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    const __m512 values = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+    return _mm512_permutexvar_ps(INPUT == 0 ? bytes : _mm512_srli_epi32(bytes, 4), values);
+#else
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+    const __m256i four = INPUT == 0 ? _mm256_and_si256(bytes, _mm256_set1_epi32(15))
+                                    : _mm256_srli_epi32(bytes, 4);
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(four, _mm256_set1_epi32(8)));
+#endif
+}
+#if HAS_PAIRS
+// -8 to 7 as bf16, twice: of an index, the instruction reads five bits.
+alignas(64) constexpr Half VALUES[32] = {
+    0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040, 0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000,
+    0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0, 0xC100, 0xC0E0, 0xC0C0, 0xC0A0, 0xC080, 0xC040,
+    0xC000, 0xBF80, 0x0000, 0x3F80, 0x4000, 0x4040, 0x4080, 0x40A0, 0x40C0, 0x40E0};
+static inline __m512bh load_pairs(const uint8_t* from) {
+    const __m512i bytes = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+    const __m512i indices = _mm512_or_si512(bytes, _mm512_slli_epi32(bytes, 12));
+    return (__m512bh)_mm512_permutexvar_epi16(indices, _mm512_load_si512(VALUES));
+}
+#endif
+#endif
+
+constexpr int64_t OF_TILE = 2 * OF_VECTOR;  // of `Weight`: what a pair of inputs has for a tile
+
+struct Scales {
+    const char* values;   // [groups, COLUMNS] of a tile
+    int64_t type;         // 0: fp32, 1: fp16, 2: bf16
+    const float* shifts;  // the same, or null
+
+    Vector scale(int64_t place) const {
+        if (type == 1) return widened_fp16((const uint16_t*)values + place);
+        return type == 2 ? widened((const Half*)values + place)
+                         : loaded((const float*)values + place);
+    }
+};
 
 struct Block {
-    const void* inputs;  // as a way to multiply has them
-    int64_t pairs;
+    const void* inputs;       // as a way to multiply has them
+    const float* input_sums;  // [groups, rows], read where there are shifts
+    int64_t pairs, groups;    // of inputs: pairs of a group
     const Weight* weight;
     const char* ahead;  // what is fetched meanwhile, `step` bytes for each pair of inputs
     int64_t step;
-    __m512 scale[2], bias[2];
-    uint16_t* out;
+    Scales scales;
+    Vector bias[2];
+    Half* out;
     int64_t num_outputs;
-    __mmask16 mask[2];
+    int64_t used[2];  // outputs of each vector
 };
 
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
 // Inputs are pairs of bf16, [K / 2, rows].
 struct Pairs {
     typedef int32_t Input;
     static constexpr int64_t OF_PAIR = 1;
 
     template <int R>
-    static inline void add(__m512 (&sums)[R][2], const Weight* weight, const int32_t* inputs) {
-        const __m512bh w0 = load_pairs(weight), w1 = load_pairs(weight + 32);
+    static inline void add(Vector (&sums)[R][2], const Weight* weight, const int32_t* inputs) {
+        const __m512bh w0 = load_pairs(weight), w1 = load_pairs(weight + OF_VECTOR);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const __m512bh x = (__m512bh)_mm512_set1_epi32(inputs[r]);
@@ -131,19 +240,20 @@ struct Floats {
     static constexpr int64_t OF_PAIR = 2;
 
     template <int R>
-    static inline void add(__m512 (&sums)[R][2], const Weight* weight, const float* inputs) {
+    static inline void add(Vector (&sums)[R][2], const Weight* weight, const float* inputs) {
         add_input<0>(sums, weight, inputs);
         add_input<1>(sums, weight, inputs + R);
     }
 
     template <int INPUT, int R>
-    static inline void add_input(__m512 (&sums)[R][2], const Weight* weight, const float* inputs) {
-        const __m512 w0 = load_floats<INPUT>(weight), w1 = load_floats<INPUT>(weight + 32);
+    static inline void add_input(Vector (&sums)[R][2], const Weight* weight, const float* inputs) {
+        const Vector w0 = load_floats<INPUT>(weight);
+        const Vector w1 = load_floats<INPUT>(weight + OF_VECTOR);
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
-            const __m512 x = _mm512_set1_ps(inputs[r]);
-            sums[r][0] = _mm512_fmadd_ps(w0, x, sums[r][0]);
-            sums[r][1] = _mm512_fmadd_ps(w1, x, sums[r][1]);
+            const Vector x = repeated(inputs[r]);
+            sums[r][0] = product_added(w0, x, sums[r][0]);
+            sums[r][1] = product_added(w1, x, sums[r][1]);
         }
     }
 
@@ -155,32 +265,78 @@ struct Floats {
     }
 };
 
+// Adds the sums of a group of inputs to those of all, as numbers: the sums of integers are scaled.
+template <int R>
+static inline void add_group(Vector (&totals)[R][2], const Vector (&sums)[R][2],
+                             const Block& block, int64_t group) {
+    for (int half = 0; half < 2; ++half) {
+#if BITS == 16
+        (void)group;
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) totals[r][half] = sums[r][half] + totals[r][half];
+#else
+        const int64_t place = group * COLUMNS + LANES * half;
+        const Vector scale = block.scales.scale(place);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r)
+            totals[r][half] = product_added(sums[r][half], scale, totals[r][half]);
+        if (block.scales.shifts == nullptr) continue;
+        const Vector shift = loaded(block.scales.shifts + place);
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) {
+            const Vector of_inputs = repeated(block.input_sums[group * R + r]);
+            totals[r][half] = product_added(of_inputs, shift, totals[r][half]);
+        }
+#endif
+    }
+}
+
 template <class Products, int R>
 static void compute(const Block& block) {
-    __m512 sums[R][2];
+    Vector totals[R][2];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
-        sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+        totals[r][0] = block.bias[0];
+        totals[r][1] = block.bias[1];
     }
     const auto* inputs = (const typename Products::Input*)block.inputs;
     const Weight* weight = block.weight;
     const char* ahead = block.ahead;
     const int64_t step = block.step;
-    for (int64_t p = 0; p < block.pairs; ++p, weight += 64, ahead += step) {
-        _mm_prefetch(ahead, _MM_HINT_T0);
-        if (step > 64) _mm_prefetch(ahead + 64, _MM_HINT_T0);
-        Products::add(sums, weight, inputs);
-        inputs += R * Products::OF_PAIR;
+    for (int64_t group = 0; group < block.groups; ++group) {
+        Vector sums[R][2];
+#pragma GCC unroll 16
+        for (int r = 0; r < R; ++r) sums[r][0] = sums[r][1] = repeated(0);
+        for (int64_t p = 0; p < block.pairs; ++p, weight += OF_TILE, ahead += step) {
+            _mm_prefetch(ahead, _MM_HINT_T0);
+            if (step > 64) _mm_prefetch(ahead + 64, _MM_HINT_T0);
+            Products::add(sums, weight, inputs);
+            inputs += R * Products::OF_PAIR;
+        }
+        add_group(totals, sums, block, group);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < R; ++r) {
-        uint16_t* out = block.out + r * block.num_outputs;
-        for (int half = 0; half < 2; ++half) {
-            const __m512 sum = scaled(sums[r][half], block.scale[half], block.bias[half]);
-            _mm256_mask_storeu_epi16(out + LANES * half, block.mask[half],
-                                     narrowed(sum));
+    for (int r = 0; r < R; ++r)
+        for (int half = 0; half < 2; ++half)
+            store(block.out + r * block.num_outputs + LANES * half, totals[r][half],
+                  block.used[half]);
+}
+
+// The sums of each group of inputs, [groups, rows], for groups `from` to `to` of rows [R, K].
+static void sum_groups(const Half* rows, float* sums, int64_t num_rows, int64_t K, int64_t size,
+                       int64_t from, int64_t to) {
+    for (int64_t group = from; group < to; ++group)
+        for (int64_t r = 0; r < num_rows; ++r) {
+            const Half* inputs = rows + r * K + group * size;
+            float both[2] = {};
+            for (int64_t k = 0; k < size; ++k) {
+                const uint32_t bits = (uint32_t)inputs[k] << 16;
+                float input;
+                std::memcpy(&input, &bits, sizeof bits);
+                both[k & 1] += input;
+            }
+            sums[group * num_rows + r] = both[0] + both[1];
         }
-    }
 }
 
 // Inputs in the order in which a block reads them: pairs `from` to `to` of rows [R, K].
@@ -205,7 +361,7 @@ static const OfRows& of_rows(int64_t rows, std::integer_sequence<int, R...>) {
 
 static const OfRows& of_rows(bool widens, int64_t rows) {
     const auto counts = std::make_integer_sequence<int, MOST>();
-#if defined(__AVX512BF16__)
+#if HAS_PAIRS
     if (!widens) return of_rows<Pairs>(rows, counts);
 #endif
     (void)widens;
@@ -221,58 +377,64 @@ struct WithoutDenormals {
 };
 
 struct Layer {
-    const Weight* weight;  // [N / 32 rounded up, K / 2, 32, 2], of integers [.., K / 2, 2, 2, 16]
-    const float* scales;   // [N], of integers
+    const Weight* weight;  // [tiles, K / 2, 2, LANES] pairs, in tiles of `COLUMNS` outputs
+    const char* scales;    // [tiles, groups, COLUMNS], of integers
+    const float* shifts;   // the same, or null
     const Half* bias;      // [N] or null
     Half* out;             // [M, N]
     int64_t N;
+    int64_t scale_type;  // see `Scales`
     int64_t tiles() const { return (N + COLUMNS - 1) / COLUMNS; }
 };
 
 // Rows, in blocks, as all layers read them.
 struct Inputs {
     char* data;
-    int64_t M, K;
+    float* sums;  // of groups, [blocks, groups, rows of the block]
+    int64_t M, K, groups;
     bool widens;
     int64_t blocks() const { return (M + MOST - 1) / MOST; }
     int64_t begin(int64_t block) const { return M * block / blocks(); }
-    const OfRows& functions(int64_t block) const {
-        return of_rows(widens, begin(block + 1) - begin(block));
-    }
+    int64_t rows(int64_t block) const { return begin(block + 1) - begin(block); }
+    const OfRows& functions(int64_t block) const { return of_rows(widens, rows(block)); }
     int64_t row_bytes() const { return K * (widens ? sizeof(float) : sizeof(Half)); }
     char* of(int64_t block) const { return data + begin(block) * row_bytes(); }
+    float* sums_of(int64_t block) const { return sums + begin(block) * groups; }
 };
 
-static Block tile_of(const Layer& layer, int64_t column) {
+static Block tile_of(const Layer& layer, int64_t tile, int64_t groups) {
     Block block;
+    const int64_t column = tile * COLUMNS, size = layer.scale_type == 0 ? 4 : 2;
     for (int half = 0; half < 2; ++half) {
-        const int64_t used = std::clamp<int64_t>(layer.N - column - LANES * half, 0, LANES);
-        block.mask[half] = (__mmask16)((1u << used) - 1);
-        block.bias[half] = block.scale[half] = _mm512_setzero_ps();
-        if (layer.scales != nullptr)
-            block.scale[half] =
-                _mm512_maskz_loadu_ps(block.mask[half], layer.scales + column + LANES * half);
+        const int64_t begin = column + LANES * half;
+        block.used[half] = std::clamp<int64_t>(layer.N - begin, 0, LANES);
+        Half bias[LANES] = {};
         if (layer.bias != nullptr)
-            block.bias[half] = widened(
-                _mm256_maskz_loadu_epi16(block.mask[half], layer.bias + column + LANES * half));
+            std::memcpy(bias, layer.bias + begin, block.used[half] * sizeof(Half));
+        block.bias[half] = widened(bias);
     }
+    block.scales = {layer.scales + tile * groups * COLUMNS * size, layer.scale_type,
+                    layer.shifts == nullptr ? nullptr : layer.shifts + tile * groups * COLUMNS};
     return block;
 }
 
 static void compute_tile(const Layer& layer, int64_t tile, const Inputs& inputs) {
-    const int64_t K = inputs.K, size = K * COLUMNS, blocks = inputs.blocks();
+    const int64_t pairs = inputs.K / 2, size = pairs * OF_TILE, blocks = inputs.blocks();
+    constexpr int64_t BYTES = OF_TILE * sizeof(Weight);
     const Weight* weight = layer.weight + tile * size;
-    Block block = tile_of(layer, tile * COLUMNS);
-    block.pairs = K / 2;
+    Block block = tile_of(layer, tile, inputs.groups);
+    block.pairs = pairs / inputs.groups;
+    block.groups = inputs.groups;
     block.num_outputs = layer.N;
     block.weight = weight;
     for (int64_t b = 0; b < blocks; ++b) {
         // A single block reads its tile from memory. Of several, the first one does, and each
         // fetches a part of the next tile.
-        block.step = std::max<int64_t>(1, 64 * sizeof(Weight) / blocks);
+        block.step = std::max<int64_t>(1, BYTES / blocks);
         block.ahead = blocks == 1 ? (const char*)weight + AHEAD
-                                  : (const char*)(weight + size) + b * block.step * (K / 2);
+                                  : (const char*)(weight + size) + b * block.step * pairs;
         block.inputs = inputs.of(b);
+        block.input_sums = inputs.sums_of(b);
         block.out = layer.out + inputs.begin(b) * layer.N + tile * COLUMNS;
         inputs.functions(b).compute(block);
     }
@@ -281,19 +443,19 @@ static void compute_tile(const Layer& layer, int64_t tile, const Inputs& inputs)
 }  // namespace
 
 // Whether this processor multiplies pairs of bf16.
-extern "C" int64_t has_pairs() {
-#if defined(__AVX512BF16__)
-    return 1;
-#else
-    return 0;
-#endif
-}
+extern "C" int64_t has_pairs() { return HAS_PAIRS; }
 
-// rows [M, K], K even. widens: by `Floats`, otherwise by `Pairs`. scratch: M * K inputs of 4 bytes
-// for `Floats`, of one row as many for each thread; of 2 bytes for `Pairs`, not read for one row.
+// Outputs of a tile.
+extern "C" int64_t columns() { return COLUMNS; }
+
+// rows [M, K], K even, in groups of an even number of inputs: 1 group for BITS=16. widens: by `Floats`,
+// otherwise by `Pairs`. scratch: M * K inputs of 4 bytes for `Floats`, of one row as many for each
+// thread; of 2 bytes for `Pairs`, not read for one row. sums: M * groups floats, or of one row as many
+// for each thread; null if no layer has shifts.
 extern "C" void tiled_linears(const Half* rows, const Layer* layers, int64_t count, char* scratch,
-                              int64_t M, int64_t K, int64_t num_threads, int64_t widens) {
-    const Inputs inputs{scratch, M, K, widens != 0};
+                              float* sums, int64_t M, int64_t K, int64_t groups,
+                              int64_t num_threads, int64_t widens) {
+    const Inputs inputs{scratch, sums, M, K, groups, widens != 0};
     const int64_t blocks = M == 1 ? 0 : inputs.blocks();
     const int64_t parts = num_threads;  // of a block: there may be only one
     int64_t tiles = 0;
@@ -306,15 +468,25 @@ extern "C" void tiled_linears(const Half* rows, const Layer* layers, int64_t cou
 #pragma omp for schedule(static)
             for (int64_t i = 0; i < blocks * parts; ++i) {
                 const int64_t b = i / parts, part = i % parts;
-                inputs.functions(b).transpose(rows + inputs.begin(b) * K, inputs.of(b), K,
-                                              K / 2 * part / parts, K / 2 * (part + 1) / parts);
+                const Half* of_block = rows + inputs.begin(b) * K;
+                inputs.functions(b).transpose(of_block, inputs.of(b), K, K / 2 * part / parts,
+                                              K / 2 * (part + 1) / parts);
+                if (sums != nullptr)
+                    sum_groups(of_block, inputs.sums_of(b), inputs.rows(b), K, K / groups,
+                               groups * part / parts, groups * (part + 1) / parts);
             }
-        } else if (M == 1 && widens) {
+        } else if (M == 1) {
             // By each thread for itself: to wait for others takes longer.
-            read.data += omp_get_thread_num() * inputs.row_bytes();
-            inputs.functions(0).transpose(rows, read.data, K, 0, K / 2);
-        } else {
-            read.data = (char*)rows;  // in the order of its only block
+            if (widens) {
+                read.data += omp_get_thread_num() * inputs.row_bytes();
+                inputs.functions(0).transpose(rows, read.data, K, 0, K / 2);
+            } else {
+                read.data = (char*)rows;  // in the order of its only block
+            }
+            if (sums != nullptr) {
+                read.sums += omp_get_thread_num() * groups;
+                sum_groups(rows, read.sums, 1, K, K / groups, 0, groups);
+            }
         }
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < tiles; ++i) {

@@ -1,4 +1,5 @@
-"""Linear layers of bf16 as a kernel of our own, where the processor has vectors of 512 bits.
+"""Linear layers as a kernel of our own: of bf16 where the processor has vectors of 512 bits, of
+integers where it has AVX2.
 
 oneDNN prepares its products for many rows; a decode step has few. The kernel reads a weight once,
 in order, and keeps the sums of all rows in registers. Each row is computed alike in every batch.
@@ -22,20 +23,25 @@ from torch import fx, nn
 
 from trencadis.engine.devices.cpu.native_calls import Address, address_of, is_recording, note
 from trencadis.engine.devices.cpu.native_kernel import WAYS, NoKernel, fastest, load_kernel
+from trencadis.engine.models.packed_weight import INT4_ZERO, PackedWeight, QuantizedLinear
+from trencadis.engine.models.rounded_weights import rounded_int4, rounded_int8
 from trencadis.kvcache import ceil_div
 
 _SOURCE = Path(__file__).with_name("tiled_linear.cpp")
-_COLUMNS = 32
-"""Outputs of a tile."""
 
 _CHUNK = 1024
 """Outputs whose weights are packed at a time: what packing takes beside its result."""
 
-_TINY = torch.finfo(torch.float32).tiny
+_BITS = {torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
+"""Of each weight, by the type of the tiles: a byte has two weights of 4 bits."""
+
+_SCALE_TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+"""As the kernel knows them."""
 
 _TOLERANCE = 0.02
 """Largest difference to the product in fp32 in a trial, beside the largest value."""
 
+_TRIED_INPUTS = 96
 _TRIED = (1, 14, 29)
 """Rows of the trials: a decode of one sequence, a whole block of the kernel, and several blocks."""
 
@@ -45,25 +51,30 @@ _TIMED_ROWS, _TIMED_INPUTS, _TIMED_OUTPUTS = 28, 512, 256
 _POINTER, _INTEGER = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: tuple[Any, ...] = (
     *(_POINTER, _POINTER, _INTEGER),
-    *(_POINTER, *[_INTEGER] * 4),
+    *(_POINTER, _POINTER, *[_INTEGER] * 5),
 )
 
 _LIBRARY = torch.library.Library("trencadis", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "tiled_linear(Tensor rows, Tensor tiles, Tensor? scales, Tensor? bias, int outputs) -> Tensor"
+    "tiled_linear(Tensor rows, Tensor tiles, Tensor? scales, Tensor? shifts, Tensor? bias, "
+    "int outputs) -> Tensor"
 )
 _LIBRARY.define(  # type: ignore[no-untyped-call]
-    "tiled_linears(Tensor rows, Tensor[] tiles, Tensor?[] scales, Tensor?[] biases, int[] outputs)"
-    " -> Tensor[]"
+    "tiled_linears(Tensor rows, Tensor[] tiles, Tensor?[] scales, Tensor?[] shifts, "
+    "Tensor?[] biases, int[] outputs) -> Tensor[]"
 )
 
 
 @attrs.frozen
 class _Kernel:
-    """A compiled kernel, and whether it multiplies bf16 widened to fp32, or pairs of bf16."""
+    """A compiled kernel, and whether it multiplies bf16 widened to fp32, or pairs of bf16.
+
+    ``columns``: outputs of a tile.
+    """
 
     compute: Callable[..., None]
     widens: bool
+    columns: int
 
 
 _KERNELS: dict[torch.dtype, _Kernel] = {}
@@ -77,10 +88,11 @@ def load_linear_kernel(
     weights: torch.dtype = torch.bfloat16,
     widens: bool | None = None,
 ) -> None:
-    """Load the kernel that `TiledLinear` needs, or `Int8Linear` for ``weights`` of int8.
+    """Load the kernel that `TiledLinear` needs, or `IntegerLinear` for ``weights`` of int8, or
+    of uint8 for 4 bits.
 
     It is tried first: see `load_kernel`. Raises `NoKernel` on a processor without vectors of 512
-    bits, or with products of tiles, which are faster.
+    bits, or with products of tiles, which are faster; for integers on one without AVX2.
 
     ``widens``: whether bf16 is widened to fp32 and multiplied by the instruction for fp32, not by
     that for pairs of bf16. None: what takes less time here. Intel's processors compute twice as
@@ -88,42 +100,50 @@ def load_linear_kernel(
     first alone. Sums are of fp32 in both. What was measured once holds for the process: a model
     that is loaded keeps its results when another one is.
     """
-    definitions = (f"INT8={int(weights is torch.int8)}",)
+    definitions = (f"BITS={_BITS[weights]}",)
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
     compute = library.tiled_linears
     compute.argtypes, compute.restype = _ARGUMENTS, None
     if widens is None and weights in _KERNELS:
         widens = _KERNELS[weights].widens
     found = (True, False) if library.has_pairs() else (True,)
-    kernels = {WAYS[way]: _Kernel(compute, way) for way in found if widens is None or widens is way}
+    kernels = {
+        WAYS[way]: _Kernel(compute, way, library.columns())
+        for way in found
+        if widens is None or widens is way
+    }
     if not kernels:
         raise NoKernel("this processor has no products of pairs of bf16")
     for kernel in kernels.values():
         _try(kernel, weights)
-    what = f"Linear layers with weights of {str(weights).removeprefix('torch.')}: the kernel"
-    _KERNELS[weights] = fastest(what, kernels, _timed(weights))
+    kind = "bf16" if weights is torch.bfloat16 else f"int{_BITS[weights]}"
+    what = f"Linear layers with weights of {kind}: the kernel"
+    _KERNELS[weights] = fastest(what, kernels, _timed(weights, library.columns()))
 
 
 class TiledLinear(nn.Module):
     """A linear layer whose weight is in the kernel's order. Of bf16, with an even number of inputs.
 
-    ``tiles`` is ``[tiles, inputs / 2, 32, 2]``: the weights of two inputs for 32 outputs at a time.
+    ``tiles`` is ``[tiles, inputs / 2, columns, 2]``: the weights of two inputs for so many outputs.
     """
 
     tiles: torch.Tensor
     scales: torch.Tensor | None
+    shifts: torch.Tensor | None
+    order: torch.Tensor | None
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        tiles, scales = self._packed(linear.weight.detach())
-        self.register_buffer("tiles", tiles, persistent=False)
-        self.register_buffer("scales", scales, persistent=False)
+        names = ("tiles", "scales", "shifts", "order")
+        for name, tensor in zip(names, self._packed(linear), strict=True):
+            self.register_buffer(name, tensor, persistent=False)
         self.bias = linear.bias
 
-    def _packed(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _tiled(weight), None
+    def _packed(self, linear: Any) -> _Tensors:
+        tiles = _tiled(linear.weight.detach(), _KERNELS[torch.bfloat16].columns)
+        return tiles, None, None, None
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         # The kernel gets addresses. A program is checked once, when it is traced.
@@ -132,73 +152,104 @@ class TiledLinear(nn.Module):
                 f"rows of {rows.shape[-1]} inputs of {rows.dtype}, for a layer of "
                 f"{self.in_features} inputs of torch.bfloat16"
             )
+        if self.order is not None:
+            rows = rows[..., self.order]
         # Only tracing needs the registered operator.
         compute = _compute if type(rows) is torch.Tensor else torch.ops.trencadis.tiled_linear
-        out: torch.Tensor = compute(rows, self.tiles, self.scales, self.bias, self.out_features)
+        weight = (self.tiles, self.scales, self.shifts)
+        out: torch.Tensor = compute(rows, *weight, self.bias, self.out_features)
         return out
 
 
-class Int8Linear(TiledLinear):
-    """A linear layer whose weight is rounded to integers of 8 bits, with a scale for each output.
+class IntegerLinear(TiledLinear):
+    """A linear layer of integers of 8 or 4 bits. Inputs and outputs are bf16.
 
-    ``tiles`` is int8 ``[tiles, inputs / 2, 2, 2, 16]``: of 16 outputs the weights of one input,
-    then those of the next. ``scales`` is fp32 ``[outputs]``. Inputs and outputs stay bf16.
+    ``tiles`` is int8 ``[tiles, inputs / 2, 2, 2, columns / 2]``: of half of the outputs the weights
+    of one input, then those of the next; or uint8 ``[tiles, inputs / 2, 2, columns / 2]``, with
+    both in a byte. ``scales`` and ``shifts`` are ``[tiles, groups, columns]``; a shift is what zero
+    points add to each weight of a group.
     """
 
-    def _packed(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return _quantized(weight)
+    @staticmethod
+    def fits(weight: PackedWeight) -> bool:
+        """Whether the kernel multiplies this weight: integers in groups of an even number."""
+        inputs = weight.shape[1]
+        return (
+            weight.steps.dtype in (torch.int8, torch.uint8)
+            and weight.scales.dtype in _SCALE_TYPES
+            and inputs % (2 * weight.groups) == 0
+        )
+
+    def _packed(self, linear: Any) -> _Tensors:
+        weight: PackedWeight = linear.packed
+        columns = _KERNELS[weight.steps.dtype].columns
+        tiles, scales, shifts = _integer_tiles(weight, columns)
+        return tiles, scales, shifts, weight.order
 
 
-def _tiled(weight: torch.Tensor) -> torch.Tensor:
+_Tensors = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
+"""Tiles, scales, shifts, order."""
+
+
+def _tiled(weight: torch.Tensor, columns: int) -> torch.Tensor:
     outputs, inputs = weight.shape
-    tiles = weight.new_empty(ceil_div(outputs, _COLUMNS), inputs // 2, _COLUMNS, 2)
+    tiles = weight.new_empty(ceil_div(outputs, columns), inputs // 2, columns, 2)
     for rows, of_rows in zip(
-        torch.split(weight, _CHUNK), torch.split(tiles, _CHUNK // _COLUMNS), strict=True
+        torch.split(weight, _CHUNK), torch.split(tiles, _CHUNK // columns), strict=True
     ):
-        padded = F.pad(rows, (0, 0, 0, -len(rows) % _COLUMNS))
-        of_rows.copy_(padded.view(-1, _COLUMNS, inputs // 2, 2).permute(0, 2, 1, 3))
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
+        of_rows.copy_(padded.view(-1, columns, inputs // 2, 2).permute(0, 2, 1, 3))
     return tiles
 
 
-def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rounded to -127 to 127 of each output's largest value."""
+def _integer_tiles(
+    weight: PackedWeight, columns: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Tiles, scales and shifts."""
     outputs, inputs = weight.shape
-    half = _COLUMNS // 2
-    tiles = weight.new_empty(
-        (ceil_div(outputs, _COLUMNS), inputs // 2, 2, 2, half), dtype=torch.int8
-    )
-    scales = weight.new_empty(outputs, dtype=torch.float32)
-    chunks = (
-        torch.split(weight, _CHUNK),
-        torch.split(scales, _CHUNK),
-        torch.split(tiles, _CHUNK // _COLUMNS),
-    )
-    for rows, of_outputs, of_rows in zip(*chunks, strict=True):
-        of_outputs.copy_(rows.abs().amax(1)).div_(127)
-        steps = rows.float().div_(of_outputs.clamp_min(_TINY)[:, None]).round_()
-        padded = F.pad(steps.to(torch.int8), (0, 0, 0, -len(rows) % _COLUMNS))
-        of_rows.copy_(padded.view(-1, 2, half, inputs // 2, 2).permute(0, 3, 1, 4, 2))
-    return tiles, scales
+    half, steps = columns // 2, weight.steps
+    in_pair = () if steps.dtype is torch.uint8 else (2,)
+    tiles = steps.new_empty((ceil_div(outputs, columns), inputs // 2, 2, *in_pair, half))
+    for rows, of_rows in zip(
+        torch.split(steps, _CHUNK), torch.split(tiles, _CHUNK // columns), strict=True
+    ):
+        padded = F.pad(rows, (0, 0, 0, -len(rows) % columns))
+        divided = padded.view(-1, 2, half, inputs // 2, *in_pair)
+        of_rows.copy_(divided.permute(0, 3, 1, 4, 2) if in_pair else divided.permute(0, 3, 1, 2))
+    shifts = None
+    if weight.zero_points is not None:
+        means = INT4_ZERO if steps.dtype is torch.uint8 else 0
+        shifts = (means - weight.zero_points).float() * weight.scales.float()
+        shifts = _of_tiles(shifts, columns)
+    return tiles, _of_tiles(weight.scales, columns), shifts
+
+
+def _of_tiles(of_groups: torch.Tensor, columns: int) -> torch.Tensor:
+    """``[outputs, groups]`` as ``[tiles, groups, columns]``."""
+    padded = F.pad(of_groups, (0, 0, 0, -len(of_groups) % columns))
+    return padded.view(-1, columns, of_groups.shape[1]).transpose(1, 2).contiguous()
 
 
 def _compute(
     rows: torch.Tensor,
     tiles: torch.Tensor,
     scales: torch.Tensor | None,
+    shifts: torch.Tensor | None,
     bias: torch.Tensor | None,
     outputs: int,
 ) -> torch.Tensor:
-    return _product(_KERNELS[tiles.dtype], rows, tiles, scales, bias, outputs)
+    return _product(_KERNELS[tiles.dtype], rows, tiles, scales, shifts, bias, outputs)
 
 
 def _compute_together(
     rows: torch.Tensor,
     tiles: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None],
+    shifts: Sequence[torch.Tensor | None],
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[int],
 ) -> list[torch.Tensor]:
-    return _products(_KERNELS[tiles[0].dtype], rows, tiles, scales, biases, outputs)
+    return _products(_KERNELS[tiles[0].dtype], rows, tiles, scales, shifts, biases, outputs)
 
 
 def _product(
@@ -206,10 +257,11 @@ def _product(
     rows: torch.Tensor,
     tiles: torch.Tensor,
     scales: torch.Tensor | None,
+    shifts: torch.Tensor | None,
     bias: torch.Tensor | None,
     outputs: int,
 ) -> torch.Tensor:
-    (out,) = _products(kernel, rows, (tiles,), (scales,), (bias,), (outputs,))
+    (out,) = _products(kernel, rows, (tiles,), (scales,), (shifts,), (bias,), (outputs,))
     return out
 
 
@@ -218,6 +270,7 @@ def _products(
     rows: torch.Tensor,
     tiles: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None],
+    shifts: Sequence[torch.Tensor | None],
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[int],
 ) -> list[torch.Tensor]:
@@ -227,35 +280,42 @@ def _products(
     num_rows, threads = rows.numel() // inputs, torch.get_num_threads()
     outs = [rows.new_empty((*batch, count)) for count in outputs]
     layers: list[int] = []
-    for weight, scale, bias, out, count in zip(tiles, scales, biases, outs, outputs, strict=True):
+    weights = zip(tiles, scales, shifts, biases, outs, outputs, strict=True)
+    for weight, scale, shift, bias, out, count in weights:
         layers += (
-            *(weight.data_ptr(), 0 if scale is None else scale.data_ptr()),
-            *(0 if bias is None else bias.data_ptr(), out.data_ptr(), count),
+            *(weight.data_ptr(), _address(scale), _address(shift), _address(bias)),
+            *(out.data_ptr(), count, 0 if scale is None else _SCALE_TYPES[scale.dtype]),
         )
     # What the kernel needs beside its results, so that it allocates nothing.
+    groups = 1 if scales[0] is None else scales[0].shape[1]
+    copies = threads if num_rows == 1 else num_rows
+    scratch = sums = None
     if kernel.widens:
-        copies = threads if num_rows == 1 else num_rows
-        scratch: torch.Tensor | None = rows.new_empty(copies, inputs, dtype=torch.float32)
-    else:
-        scratch = torch.empty_like(rows) if num_rows > 1 else None
+        scratch = rows.new_empty(copies, inputs, dtype=torch.float32)
+    elif num_rows > 1:
+        scratch = torch.empty_like(rows)
+    if any(shift is not None for shift in shifts):
+        sums = rows.new_empty(copies, groups, dtype=torch.float32)
+    sizes = (num_rows, inputs, groups, threads, int(kernel.widens))
     kernel.compute(
         *(rows.data_ptr(), (_INTEGER * len(layers))(*layers), len(outs)),
-        *(None if scratch is None else scratch.data_ptr(), num_rows, inputs),
-        *(threads, int(kernel.widens)),
+        *(_address(scratch), _address(sums), *sizes),
     )
     if is_recording():
-        addresses = [x if place % 5 == 4 else Address(x) for place, x in enumerate(layers)]
-        needed = () if scratch is None else (scratch,)
+        addresses = [x if place % 7 > 4 else Address(x) for place, x in enumerate(layers)]
         note(
             address_of(kernel.compute),
             (
                 *(Address(rows.data_ptr()), addresses, len(outs)),
-                *(Address(scratch.data_ptr() if scratch is not None else 0), num_rows, inputs),
-                *(threads, int(kernel.widens)),
+                *(Address(_address(scratch)), Address(_address(sums)), *sizes),
             ),
-            (*outs, *needed),
+            (*outs, *(needed for needed in (scratch, sums) if needed is not None)),
         )
     return outs
+
+
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 _LIBRARY.impl(  # type: ignore[no-untyped-call]
@@ -272,10 +332,11 @@ def _shape(
     rows: torch.Tensor,
     tiles: torch.Tensor,
     scales: torch.Tensor | None,
+    shifts: torch.Tensor | None,
     bias: torch.Tensor | None,
     outputs: int,
 ) -> torch.Tensor:
-    del tiles, scales, bias
+    del tiles, scales, shifts, bias
     return rows.new_empty((*rows.shape[:-1], outputs))
 
 
@@ -283,10 +344,11 @@ def _shapes(
     rows: torch.Tensor,
     tiles: Sequence[torch.Tensor],
     scales: Sequence[torch.Tensor | None],
+    shifts: Sequence[torch.Tensor | None],
     biases: Sequence[torch.Tensor | None],
     outputs: Sequence[int],
 ) -> list[torch.Tensor]:
-    del tiles, scales, biases
+    del tiles, scales, shifts, biases
     return [rows.new_empty((*rows.shape[:-1], count)) for count in outputs]
 
 
@@ -318,17 +380,19 @@ def group_linears(module: fx.GraphModule) -> None:
 
 
 def _layers_of_one_input(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]:
-    """The input of two or more layers with the same type of weights, and the layers, in order.
+    """The input of two or more layers with the same type and groups, and the layers, in order.
 
     Between them no operator writes to a tensor: that could be their input, by a view of it.
     """
     found: list[tuple[fx.Node, list[fx.Node]]] = []
-    groups: dict[tuple[fx.Node, torch.dtype], list[fx.Node]] = {}
+    groups: dict[tuple[fx.Node, torch.dtype, int], list[fx.Node]] = {}
     for node in graph.nodes:
         if node.target is torch.ops.trencadis.tiled_linear.default:
             rows, *weights = node.all_input_nodes
             if all(weight.op == "placeholder" for weight in weights):
-                key = (rows, weights[0].meta["val"].dtype)
+                scales = node.args[2]
+                of_scales = scales.meta["val"].shape[1] if isinstance(scales, fx.Node) else 1
+                key = (rows, weights[0].meta["val"].dtype, of_scales)
                 if key not in groups:
                     groups[key] = []
                     found.append((rows, groups[key]))
@@ -340,27 +404,35 @@ def _layers_of_one_input(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node]]]
 
 def _try(kernel: _Kernel, weights: torch.dtype) -> None:
     """Raise `NoKernel` where the kernel's result is not that of PyTorch."""
-    weight, bias = _random(45, 70), _random(45)
-    tiles, scales = _packed(weight, weights)
+    weight, bias = _random(45, _TRIED_INPUTS), _random(45)
+    tiles, scales, shifts, weight = _example(weight, weights, kernel.columns)
     for num_rows in _TRIED:
-        rows = _random(num_rows, 70)
-        expected = F.linear(rows.float(), weight.float(), bias.float())
-        result = _product(kernel, rows, tiles, scales, bias, len(weight)).float()
+        rows = _random(num_rows, _TRIED_INPUTS)
+        expected = F.linear(rows.float(), weight, bias.float())
+        result = _product(kernel, rows, tiles, scales, shifts, bias, len(weight)).float()
         error = ((result - expected).abs().max() / expected.abs().max()).item()
         if not error <= _TOLERANCE:
             raise NoKernel(f"its result for {num_rows} rows is off by {error:.3g}")
 
 
-def _timed(weights: torch.dtype) -> Callable[[_Kernel], object]:
+def _timed(weights: torch.dtype, columns: int) -> Callable[[_Kernel], object]:
     """What decides how a kernel multiplies: the product of two blocks of rows."""
     weight, rows = _random(_TIMED_OUTPUTS, _TIMED_INPUTS), _random(_TIMED_ROWS, _TIMED_INPUTS)
-    tiles, scales = _packed(weight, weights)
-    return lambda kernel: _product(kernel, rows, tiles, scales, None, _TIMED_OUTPUTS)
+    tiles, scales, shifts, _ = _example(weight, weights, columns)
+    return lambda kernel: _product(kernel, rows, tiles, scales, shifts, None, _TIMED_OUTPUTS)
 
 
 def _random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).bfloat16()
 
 
-def _packed(weight: torch.Tensor, weights: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return _quantized(weight) if weights is torch.int8 else (_tiled(weight), None)
+def _example(
+    weight: torch.Tensor, weights: torch.dtype, columns: int
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
+    """Tiles, scales and shifts of a weight, and the weight as they have it, in fp32."""
+    if weights is torch.bfloat16:
+        return _tiled(weight, columns), None, None, weight.float()
+    packed = rounded_int8(weight) if weights is torch.int8 else rounded_int4(weight)
+    zeros = torch.full(packed.scales.shape, 3, dtype=torch.int16)
+    packed = PackedWeight(packed.steps, packed.scales, zeros)
+    return *_integer_tiles(packed, columns), packed.unpacked()

@@ -28,6 +28,7 @@ from trencadis.engine.errors import DeviceError, GraphError
 from trencadis.engine.models.decoder_layers import decoder_layers
 from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
+from trencadis.engine.models.packed_weight import WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.scheduler import SchedulerError
 from trencadis.scheduler.telemetry import HlmlSource
@@ -85,6 +86,10 @@ class HPUDevice(Device):
         if layer.complex_rotary:  # «Complex datatype is not supported on HPU device.», the bridge
             return "has a rotary embedding of complex numbers, which hpu does not have"
         return super().supports(layer)
+
+    def weight_use(self, form: WeightFormat) -> WeightUse:
+        del form
+        return WeightUse.REJECTED
 
     def free_memory(self) -> int:
         return int(self._bridge.hpu.mem_get_info()[0])

@@ -1,0 +1,232 @@
+"""Reads the packed weights of quantised checkpoints, bit by bit as they are stored.
+
+compressed-tensors with integers of 8 and 4 bits and FP8, GPTQ and AWQ. Each reader turns the
+tensors of a linear layer into a `PackedWeight`, which equals what the format's own definition
+unpacks.
+Activations are not quantised, whatever a checkpoint says of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import attrs
+import torch
+
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.packed_weight import (
+    INT4_ZERO,
+    PackedWeight,
+    WeightFormat,
+    pack_int4,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+"""Of a layer, by the end of their names, such as ``qweight``."""
+
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)
+"""Where the eight numbers of an AWQ word are: ``reverse_awq_order`` of AutoAWQ and vLLM."""
+
+
+@attrs.frozen
+class Packing:
+    """How a checkpoint packs the weights of its linear layers.
+
+    ``key``: the tensor that a packed layer has, by the end of its name. ``read`` raises
+    `LookupError` for a layer without a tensor that it needs, and `ModelError` for one of another
+    form.
+    """
+
+    form: WeightFormat
+    key: str
+    read: Callable[[Tensors], PackedWeight]
+
+
+def read_packing(config: Any, name: str) -> Packing | None:
+    """How the checkpoint ``name`` is packed; None for one that is not.
+
+    ``config`` is the model's. Raises `ModelError` for a format that is not read.
+    """
+    text = config.get_text_config(decoder=True)
+    settings = getattr(config, "quantization_config", None) or getattr(
+        text, "quantization_config", None
+    )
+    if settings is None:
+        return None
+    if not isinstance(settings, Mapping):
+        settings = settings.to_dict()
+    method = str(getattr(settings.get("quant_method"), "value", settings.get("quant_method")))
+    try:
+        return _READERS[method](settings)
+    except (LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{name} cannot be served: its weights are packed as {method}"
+            f"{_detail(settings, error)}, which is not read. Serve its checkpoint in bf16, or one "
+            "of compressed-tensors (int8, int4, FP8), GPTQ or AWQ"
+        ) from error
+
+
+def _detail(settings: Mapping[str, Any], error: Exception) -> str:
+    if isinstance(error, _NotRead):
+        return f" with {error}"
+    return f" {settings['format']}" if "format" in settings else ""
+
+
+class _NotRead(ValueError):
+    """A setting of a known format that is not read."""
+
+
+def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
+    """https://github.com/vllm-project/compressed-tensors, ``compressors`` and ``quant_args.py``."""
+    (group,) = settings["config_groups"].values()
+    weights = group["weights"]
+    bits, is_float = weights["num_bits"], weights["type"] == "float"
+    strategy, size = weights["strategy"], weights.get("group_size")
+    stored = group.get("format") or settings["format"]
+    if strategy not in ("tensor", "channel", "group"):
+        raise _NotRead(f"scales by {strategy}")
+    if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
+        raise _NotRead("sparse weights")
+    if (bits, is_float) not in ((8, False), (4, False), (8, True)):
+        raise _NotRead(f"{weights['type']} of {bits} bits")
+    form = WeightFormat("compressed-tensors", bits, is_float, size if strategy == "group" else 0)
+    if stored == "pack-quantized" and not is_float:
+        return Packing(form, "weight_packed", lambda tensors: _pack_quantized(tensors, bits))
+    if stored in ("int-quantized", "float-quantized", "naive-quantized") and bits == 8:
+        return Packing(form, "weight_scale", _plain_quantized)
+    raise ValueError(stored)
+
+
+def _plain_quantized(tensors: Tensors) -> PackedWeight:
+    """``(weight - weight_zero_point) * weight_scale``."""
+    steps, zeros = tensors["weight"], tensors.get("weight_zero_point")
+    outputs = len(steps)
+    if steps.dtype is torch.float8_e4m3fn:
+        zeros = None
+    return _packed(
+        steps,
+        _of_outputs(tensors["weight_scale"], outputs),
+        None if zeros is None else _of_outputs(zeros, outputs),
+        tensors.get("weight_g_idx"),
+    )
+
+
+def _pack_quantized(tensors: Tensors, bits: int) -> PackedWeight:
+    """Numbers from ``-2 ** (bits - 1)`` on, moved to 0, the first in the lowest bits of a word.
+
+    Along the inputs; zero points along the outputs.
+    """
+    outputs, inputs = (int(size) for size in tensors["weight_shape"])
+    lowest = 1 << (bits - 1)
+    steps = _numbers(tensors["weight_packed"], bits)[:, :inputs] - lowest
+    zeros = tensors.get("weight_zero_point")
+    if zeros is not None:
+        zeros = _numbers(zeros.T, bits)[:, :outputs].T - lowest
+    scales = _of_outputs(tensors["weight_scale"], outputs)
+    return _packed(_of_bits(steps, bits), scales, zeros, tensors.get("weight_g_idx"))
+
+
+def _gptq(settings: Mapping[str, Any]) -> Packing:
+    """``gptq_v2`` stores zero points as they are; ``gptq``, the default, one less.
+
+    https://github.com/vllm-project/vllm/blob/main/csrc/quantization/gptq/q_gemm.cu
+    """
+    bits, size = settings["bits"], settings["group_size"]
+    if bits not in (4, 8):
+        raise _NotRead(f"{bits} bits")
+    if settings.get("dynamic"):
+        raise _NotRead("settings of single layers (dynamic)")
+    stored = settings.get("checkpoint_format", "gptq")
+    less = {"gptq": 1, "gptq_v2": 0}[stored]
+    form = WeightFormat("gptq", bits, group=max(size, 0))
+    return Packing(form, "qweight", lambda tensors: _read_gptq(tensors, bits, less))
+
+
+def _read_gptq(tensors: Tensors, bits: int, less: int) -> PackedWeight:
+    """``scales[g] * (qweight - (qzeros[g] + less))`` with ``g = g_idx[input]``."""
+    lowest = 1 << (bits - 1)
+    steps = _numbers(tensors["qweight"].T, bits) - lowest
+    zeros = _numbers(tensors["qzeros"], bits).T + less - lowest
+    scales = tensors["scales"].T
+    return _packed(_of_bits(steps, bits), scales, zeros[: len(steps)], tensors.get("g_idx"))
+
+
+def _awq(settings: Mapping[str, Any]) -> Packing:
+    bits, version = settings.get("bits"), str(settings.get("version", "gemm")).lower()
+    if bits != 4 or version != "gemm":
+        raise _NotRead(f"{bits} bits in the order {version}")
+    form = WeightFormat("awq", 4, group=max(settings["group_size"], 0))
+    return Packing(form, "qweight", _read_awq)
+
+
+def _read_awq(tensors: Tensors) -> PackedWeight:
+    """``scales[g] * (qweight - qzeros[g])``: `_AWQ_ORDER` along the outputs.
+
+    https://github.com/casper-hansen/AutoAWQ/blob/main/awq/utils/packing_utils.py
+    """
+    steps, zeros = (_numbers(tensors[name], 4) for name in ("qweight", "qzeros"))
+    steps, zeros = (
+        each.view(len(each), -1, 8)[..., _AWQ_ORDER].flatten(1).T - INT4_ZERO
+        for each in (steps, zeros)
+    )
+    return _packed(_of_bits(steps, 4), tensors["scales"].T, zeros)
+
+
+_READERS: Mapping[str, Callable[[Mapping[str, Any]], Packing]] = {
+    "compressed-tensors": _compressed_tensors,
+    "gptq": _gptq,
+    "awq": _awq,
+}
+
+
+def _packed(
+    steps: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None = None,
+    of_inputs: torch.Tensor | None = None,
+) -> PackedWeight:
+    """``of_inputs``: the group of each input; None where groups follow each other.
+
+    ``steps`` and ``zeros`` are numbers around 0, for 4 bits from -8.
+    """
+    order = None
+    if of_inputs is not None and (of_inputs.diff() < 0).any():
+        order = of_inputs.argsort(stable=True)
+        steps = steps[:, order]
+        of_inputs = of_inputs[order]
+    inputs = steps.shape[1]
+    groups = scales.shape[-1]
+    if of_inputs is not None and not torch.equal(
+        of_inputs.long(), torch.arange(groups).repeat_interleave(max(1, inputs // groups))
+    ):
+        raise ModelError(f"{inputs} inputs are not {groups} groups of one size")
+    if zeros is not None and not zeros.any():
+        zeros = None
+    is_int4 = steps.dtype is torch.int16
+    if zeros is not None:
+        zeros = zeros.to(torch.int16) + (INT4_ZERO if is_int4 else 0)
+    return PackedWeight(
+        pack_int4(steps + INT4_ZERO) if is_int4 else steps.contiguous(),
+        scales.contiguous(),
+        None if zeros is None else zeros.contiguous(),
+        order,
+    )
+
+
+def _numbers(words: torch.Tensor, bits: int) -> torch.Tensor:
+    """int32 ``[rows, words]`` as int16 ``[rows, 32 / bits * words]``, the lowest bits first."""
+    shifts = torch.arange(0, 32, bits, dtype=torch.int32)
+    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1).to(torch.int16)
+
+
+def _of_bits(steps: torch.Tensor, bits: int) -> torch.Tensor:
+    """int8 for 8 bits; for 4 int16, as `_packed` takes it."""
+    return steps.to(torch.int8) if bits == 8 else steps
+
+
+def _of_outputs(tensor: torch.Tensor, outputs: int) -> torch.Tensor:
+    """``[outputs, groups]`` of one number, of ``[outputs]``, or of that shape."""
+    if tensor.numel() == 1:
+        return tensor.reshape(1, 1).repeat(outputs, 1)
+    return tensor.unsqueeze(1) if tensor.ndim == 1 else tensor

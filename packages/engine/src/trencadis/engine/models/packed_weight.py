@@ -1,0 +1,155 @@
+"""A packed weight: the integers or FP8 numbers of a linear layer, with their scales.
+
+One description for every format of a checkpoint, and for weights that are rounded at load. Reading,
+memory plan, stash and programs see its tensors as buffers of a `QuantizedLinear`; a device says by
+`WeightFormat` which weights it multiplies as they are, which it expands in each call, and which it
+rejects.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import attrs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from trencadis.engine.errors import ModelError
+
+INT4_ZERO = 8
+"""The number of 4 bits that means 0 where a weight has no zero points."""
+
+
+class WeightUse(enum.Enum):
+    """What a device does with weights of a format."""
+
+    MULTIPLIED = "multiplied as they are"
+    EXPANDED = "expanded in each call"
+    REJECTED = "rejected"
+
+
+@attrs.frozen
+class WeightFormat:
+    """How the weights of a checkpoint's linear layers are packed.
+
+    ``name``: what users call it, such as ``int8`` or ``awq``. ``bits``: 4 or 8 of each weight.
+    ``is_float``: FP8 (E4M3). ``group``: inputs with one scale; 0 for all of an output.
+    """
+
+    name: str
+    bits: int
+    is_float: bool = False
+    group: int = 0
+
+    def __str__(self) -> str:
+        kind = "FP8" if self.is_float else f"{self.bits} bits"
+        return f"{self.name} ({kind}, {f'groups of {self.group}' if self.group else 'channels'})"
+
+
+@attrs.frozen(eq=False)
+class PackedWeight:
+    """A weight ``[outputs, inputs]``: ``(step - zero point) * scale``.
+
+    ``steps`` is int8 or FP8 ``[outputs, inputs]``, or uint8 ``[outputs, inputs / 2]``: numbers of 4
+    bits from 0 to 15, the lower ones those of even columns. ``scales`` is ``[outputs, groups]``;
+    a group is ``inputs / groups`` columns that follow each other. ``zero_points`` is int16
+    ``[outputs, groups]``; without them 0, or 8 for 4 bits. ``order`` is int64 ``[inputs]``: the
+    input that each column multiplies, where that is another one.
+
+    Raises `ModelError` for tensors of other shapes or dtypes.
+    """
+
+    steps: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+    def __attrs_post_init__(self) -> None:
+        outputs, inputs = self.shape
+        shape = (outputs, self.groups)
+        zeros, order = self.zero_points, self.order
+        if (
+            self.steps.dtype not in (torch.uint8, torch.int8, torch.float8_e4m3fn)
+            or not self.scales.is_floating_point()
+            or self.scales.shape != shape
+            or not self.groups
+            or inputs % self.groups
+            or (zeros is not None and (zeros.shape != shape or zeros.dtype is not torch.int16))
+            or (order is not None and order.shape != (inputs,))
+        ):
+            raise ModelError(
+                f"a packed weight cannot be used: {self.steps.dtype} {list(self.steps.shape)} with "
+                f"scales of {self.scales.dtype} {list(self.scales.shape)}"
+            )
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Outputs and inputs."""
+        outputs, columns = self.steps.shape
+        return outputs, columns * (2 if self.steps.dtype is torch.uint8 else 1)
+
+    @property
+    def groups(self) -> int:
+        return self.scales.shape[1]
+
+    @property
+    def group(self) -> int:
+        """Columns of a group."""
+        return self.shape[1] // self.groups
+
+    def unpacked(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """The weight, computed in fp32."""
+        columns = self._of_columns(self.scales.float())
+        weight = self._steps().float()
+        if self.zero_points is not None:
+            weight -= self._of_columns(self.zero_points.float())
+        elif self.steps.dtype is torch.uint8:
+            weight -= INT4_ZERO
+        weight = (weight * columns).to(dtype)
+        return weight if self.order is None else weight[:, self.order.argsort()]
+
+    def _steps(self) -> torch.Tensor:
+        if self.steps.dtype is not torch.uint8:
+            return self.steps
+        return torch.stack((self.steps & 15, self.steps >> 4), dim=-1).flatten(1)
+
+    def _of_columns(self, of_groups: torch.Tensor) -> torch.Tensor:
+        """``[outputs, groups]`` for each column."""
+        if self.groups == 1:
+            return of_groups
+        return of_groups.repeat_interleave(self.group, dim=1)
+
+
+class QuantizedLinear(nn.Module):
+    """A linear layer with a packed weight, which it expands in each call.
+
+    The tensors of the weight are buffers: they move, count and are traced as those of any layer.
+    """
+
+    steps: torch.Tensor
+    scales: torch.Tensor
+    zero_points: torch.Tensor | None
+    order: torch.Tensor | None
+
+    def __init__(self, weight: PackedWeight, bias: nn.Parameter | None = None) -> None:
+        super().__init__()
+        self.out_features, self.in_features = weight.shape
+        self.bias = bias
+        for field in attrs.fields(PackedWeight):
+            self.register_buffer(field.name, getattr(weight, field.name), persistent=False)
+
+    @property
+    def packed(self) -> PackedWeight:
+        return PackedWeight(self.steps, self.scales, self.zero_points, self.order)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        weight = PackedWeight(self.steps, self.scales, self.zero_points)
+        if self.order is not None:
+            rows = rows[..., self.order]
+        return F.linear(rows, weight.unpacked(rows.dtype), self.bias)
+
+
+def pack_int4(steps: torch.Tensor) -> torch.Tensor:
+    """uint8 ``[outputs, inputs / 2]`` of numbers from 0 to 15, ``[outputs, inputs]``."""
+    return steps[:, 0::2].to(torch.uint8) | (steps[:, 1::2].to(torch.uint8) << 4)

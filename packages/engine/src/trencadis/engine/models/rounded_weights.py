@@ -1,0 +1,148 @@
+"""Rounds the weights of linear layers when a model is loaded: ``--quantization``.
+
+Not those of routers and gates, which are small and select experts.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.packed_weight import (
+    INT4_ZERO,
+    PackedWeight,
+    QuantizedLinear,
+    WeightFormat,
+    pack_int4,
+)
+
+logger = logging.getLogger("trencadis.engine")
+
+ROUNDED_FORMATS = {
+    "int8": WeightFormat("int8", bits=8),
+    "int4": WeightFormat("int4", bits=4, group=32),
+}
+"""Those of `EngineConfig.quantization`."""
+
+_FEWEST_OUTPUTS = 32
+"""Fewest outputs of a layer that is rounded: gates have fewer."""
+
+_NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What models call the number of outputs of their routers."""
+
+_CHUNK = 1024
+"""Outputs that are rounded at a time: what rounding takes beside its result."""
+
+_TINY = torch.finfo(torch.float32).tiny
+_GIB = 1 << 30
+
+_TRIED_STEPS = (1.0, 0.95, 0.9, 0.85, 0.8)
+"""Sizes of a step of 4 bits that are tried, beside that which reaches a group's largest weight."""
+
+_Layer = tuple[str, nn.Module, nn.Linear]
+"""A linear layer, with the module that it belongs to and its name there."""
+
+
+def round_weights(model: nn.Module, quantization: str) -> None:
+    """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
+
+    Raises `ConfigError` where less than half of the weights, embeddings apart, are in such layers.
+    """
+    form = ROUNDED_FORMATS[quantization]
+    layers = _layers_to_round(model, form)
+    _check_enough_is_rounded(model, [layer for _, _, layer in layers], form)
+    # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
+    head = id(getattr(model, "get_output_embeddings", lambda: None)())
+    while layers:  # so that no more than one weight is there twice
+        name, parent, layer = layers.pop()
+        rounded = rounded_int8 if quantization == "int8" or id(layer) == head else rounded_int4
+        setattr(parent, name, QuantizedLinear(rounded(layer.weight.detach()), layer.bias))
+
+
+def rounded_int8(weight: torch.Tensor) -> PackedWeight:
+    """Rounded to -127 to 127 of each output's largest value."""
+    steps = weight.new_empty(weight.shape, dtype=torch.int8)
+    scales = weight.new_empty((len(weight), 1), dtype=torch.float32)
+    chunks = (torch.split(each, _CHUNK) for each in (weight, scales, steps))
+    for rows, of_outputs, of_rows in zip(*chunks, strict=True):
+        of_outputs.copy_(rows.abs().amax(1, keepdim=True)).div_(127)
+        of_rows.copy_(rows.float().div_(of_outputs.clamp_min(_TINY)).round_())
+    return PackedWeight(steps, scales)
+
+
+def rounded_int4(weight: torch.Tensor, group: int = 32) -> PackedWeight:
+    """Rounded to -8 to 7 steps of each group of inputs, a size of the step with the least error.
+
+    The sum of squared errors is compared for a few steps, of which the largest brings the weight of
+    the largest magnitude to -8. Scales are bf16. Inputs are a multiple of ``group``.
+    """
+    outputs, inputs = weight.shape
+    steps = weight.new_empty((outputs, inputs // 2), dtype=torch.uint8)
+    scales = weight.new_empty((outputs, inputs // group), dtype=torch.bfloat16)
+    chunks = (torch.split(each, _CHUNK) for each in (weight, scales, steps))
+    for rows, of_outputs, of_rows in zip(*chunks, strict=True):
+        groups = rows.float().unflatten(1, (-1, group))
+        largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+        best = largest.new_full(largest.shape, torch.inf)
+        found = torch.zeros_like(largest)
+        for size in _TRIED_STEPS:
+            scale = (largest * (-size / INT4_ZERO)).bfloat16().float()
+            error = (_int4_steps(groups, scale) * scale - groups).square_().sum(2, keepdim=True)
+            found = torch.where(error < best, scale, found)
+            best = torch.minimum(best, error)
+        of_outputs.copy_(found[..., 0])
+        of_rows.copy_(pack_int4((_int4_steps(groups, found) + INT4_ZERO).flatten(1)))
+    return PackedWeight(steps, scales)
+
+
+def _int4_steps(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    size = scale.abs().clamp_min(_TINY).copysign(scale)
+    return (groups / size).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
+
+
+def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[_Layer]:
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    num_experts = {getattr(text, name, None) for name in _NUM_EXPERTS}
+    return [
+        (name, parent, layer)
+        for parent in model.modules()
+        for name, layer in parent.named_children()
+        if type(layer) is nn.Linear
+        and layer.weight.dtype is torch.bfloat16
+        and layer.in_features % (form.group or 2) == 0
+        and layer.out_features >= _FEWEST_OUTPUTS
+        and layer.out_features not in num_experts
+    ]
+
+
+def _check_enough_is_rounded(model: nn.Module, layers: list[nn.Linear], form: WeightFormat) -> None:
+    """Log how much of the weights is rounded. Raises `ConfigError` for less than half."""
+    quantization = form.name
+    linears = [module for module in model.modules() if type(module) is nn.Linear]
+    if all(layer.weight.dtype is not torch.bfloat16 for layer in linears):
+        raise ConfigError(
+            f"quantization {quantization} rounds weights of bf16: leave it out, or ask for dtype "
+            "bfloat16",
+            "quantization",
+        )
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
+    weights = {id(weight): weight for weight in model.parameters()}
+    sizes = {name: weight.nbytes for name, weight in weights.items() if name not in embeddings}
+    rounded = sum(sizes.get(id(layer.weight), 0) for layer in layers)
+    of_all = sum(sizes.values())
+    share = f"{rounded / _GIB:.3g} of {of_all / _GIB:.3g} GiB of weights (embeddings apart)"
+    if 2 * rounded < of_all:
+        raise ConfigError(
+            f"quantization {quantization} would round {share}: the others are not in linear "
+            f"layers of {form.group or 2} inputs or a multiple, as those of fused experts are not. "
+            "Leave it out",
+            "quantization",
+        )
+    logger.info("%s: %s", quantization, share)
