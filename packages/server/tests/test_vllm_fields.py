@@ -37,6 +37,15 @@ async def test_fields_without_a_value_are_null(official):
     assert answer.choices[0].token_ids is answer.choices[0].prompt_token_ids is None
 
 
+async def test_a_client_lists_the_tokens_that_are_allowed(official, engine):
+    await chat(official, allowed_token_ids=[65, 66])
+    await official.completions.create(
+        model="stand-in", prompt="a", extra_body={"allowed_token_ids": [65]}
+    )
+    asked = [params.allowed_token_ids for _, params, _, _ in engine.requests]
+    assert asked == [(65, 66), (65,)]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_names_its_request(client, engine, stream):
     prompts = {

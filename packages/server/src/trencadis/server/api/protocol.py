@@ -28,6 +28,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from trencadis.engine import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BIASES,
     MAX_CACHE_SALT,
     MAX_STOP_TOKEN_IDS,
@@ -238,6 +239,9 @@ class GenerationRequest(RequestBody):
     stop_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = _parameter("stop_token_ids")
+    allowed_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = _parameter("allowed_token_ids")
     ignore_eos: bool | None = _parameter("ignore_eos")
     include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
     skip_special_tokens: bool | None = _parameter("skip_special_tokens")
