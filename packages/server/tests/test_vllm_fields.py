@@ -46,6 +46,12 @@ async def test_a_client_lists_the_tokens_that_are_allowed(official, engine):
     assert asked == [(65, 66), (65,)]
 
 
+async def test_all_wrong_biases_are_named(official):
+    with pytest.raises(openai.BadRequestError, match=r"'a': 1.0, 'b': 2.0") as refused:
+        await chat(official, logit_bias={"a": 1.0, "1000": 0.5, "b": 2.0})
+    assert refused.value.param == "logit_bias"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_names_its_request(client, engine, stream):
     prompts = {
