@@ -123,13 +123,13 @@ class PromptEncoder:
             lambda: model.tokenizer.encode(text, add_special_tokens), thread, client
         )
 
-    async def texts_of_tokens(
+    async def token_pieces(
         self, token_ids: Sequence[int], model: ServedModel, client: str = ""
     ) -> list[str]:
-        """The text of each token."""
+        """Each token as the vocabulary writes it."""
         thread = self._long if len(token_ids) > _LONG // 4 else self._short
         return await self._run(
-            lambda: list(map(model.tokenizer.token_text, token_ids)), thread, client
+            lambda: list(map(model.tokenizer.token_piece, token_ids)), thread, client
         )
 
     async def decode(self, token_ids: Sequence[int], model: ServedModel, client: str = "") -> str:
