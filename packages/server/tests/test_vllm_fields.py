@@ -46,6 +46,11 @@ async def test_a_client_lists_the_tokens_that_are_allowed(official, engine):
     assert asked == [(65, 66), (65,)]
 
 
+async def test_a_token_out_of_vocabulary_is_named(official):
+    with pytest.raises(openai.BadRequestError, match="999999, which is out of vocabulary"):
+        await official.completions.create(model="stand-in", prompt=[1, 999999])
+
+
 async def test_all_wrong_biases_are_named(official):
     with pytest.raises(openai.BadRequestError, match=r"'a': 1.0, 'b': 2.0") as refused:
         await chat(official, logit_bias={"a": 1.0, "1000": 0.5, "b": 2.0})
