@@ -43,6 +43,9 @@ class _StubType(type):
         # As a decorator, `@stub(...)` or `@stub`, it leaves the function as it is.
         return args[0] if len(args) == 1 and callable(args[0]) else stub(cls.__name__)
 
+    def __str__(cls) -> str:
+        return cls.__name__.rpartition(".")[2]
+
     def __bool__(cls) -> bool:
         return False
 
