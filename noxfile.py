@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import sys
+import tarfile
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -50,6 +51,9 @@ BROWSER_TOOLS = ("playwright",)
 
 CLIENTS = ("litellm", "langchain-openai", "pydantic-ai-slim[openai]", "schemathesis")
 """Libraries of other projects that talk to the server. Some hundred packages come with them."""
+
+VLLM = "0.32.0"
+"""The version whose tests of a server are run."""
 
 TYPE_CHECKERS = ("mypy", "basedpyright", "types-psutil", "types-grpcio", "types-protobuf")
 RELEASE_TOOLS = ("build", "hatchling", "twine")
@@ -167,6 +171,23 @@ def tests_long(session: nox.Session, part: str) -> None:
         pytest_shared(session, "-m", "soak")
     else:
         pytest_shared(session, "packages/engine", env=simulated_gaudi("eager"))
+
+
+@nox.session(venv_backend="none")
+def tests_peers(session: nox.Session) -> None:
+    """Runs vLLM's own tests of a server on engine-serve, with the small test model.
+
+    Those that fail are listed with the reason in tests/peers/vllm_expected.json.
+    """
+    make_shared_environment(session)
+    source = unpacked_vllm(session)
+    here = Path("tests/peers").absolute()
+    # The second has what starts a server in a process of its own.
+    path = os.pathsep.join(map(str, (here, Path("packages/server/tests").absolute())))
+    variables = {**ONE_THREAD, **NO_NETWORK, "HF_HUB_OFFLINE": "1", "PYTHONPATH": path}
+    settings = ("-c", str(here / "pytest.ini"), "--rootdir", str(source), "--confcutdir")
+    with session.chdir(source):
+        run_shared(session, "-m", "pytest", *settings, str(source), *session.posargs, env=variables)
 
 
 @nox.session(venv_backend="venv" if ON_GAUDI else "none", venv_params=["--system-site-packages"])
@@ -385,6 +406,41 @@ def run_shared(session: nox.Session, *arguments: str, env: dict[str, str] | None
 
 def python_of(environment: Path) -> Path:
     return environment / ("Scripts" if sys.platform == "win32" else "bin") / "python"
+
+
+def unpacked_vllm(session: nox.Session) -> Path:
+    """The sources of vLLM with their tests, from the package index unless they are there."""
+    peers = Path(".nox/peers").absolute()
+    source = peers / f"vllm-{VLLM}"
+    if source.exists():
+        return source
+    # pip asks what it downloads for its metadata: vLLM's setup.py, which needs torch and these.
+    tools = peers / "tools"
+    pip = ("-m", "pip", "--disable-pip-version-check")
+    wanted = ("setuptools-rust", "setuptools-scm")
+    run_shared(session, *pip, "install", "--quiet", "--target", str(tools), *wanted)
+    variables = {
+        "PYTHONPATH": str(tools),
+        "VLLM_TARGET_DEVICE": "empty",
+        "VLLM_VERSION_OVERRIDE": VLLM,
+    }
+    sdist = ("--no-binary", ":all:", "--no-deps", "--no-build-isolation", "--dest", str(peers))
+    run_shared(session, *pip, "download", "--quiet", *sdist, f"vllm=={VLLM}", env=variables)
+    with tarfile.open(peers / f"vllm-{VLLM}.tar.gz") as archive:
+        archive.extractall(
+            peers, [member for member in archive if _is_of_a_test(member.name)], filter="data"
+        )
+    return source
+
+
+def _is_of_a_test(name: str) -> bool:
+    """Whether a file of vLLM's archive is a test of its server, or is read by one."""
+    path = Path(name).relative_to(f"vllm-{VLLM}")
+    return (
+        str(path) == "tests/__init__.py"
+        or path.parts[:1] == ("examples",)
+        or (path.parts[:2] == ("tests", "entrypoints"))
+    )
 
 
 def pytest_command(session: nox.Session, *arguments: str) -> tuple[str, ...]:

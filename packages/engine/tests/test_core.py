@@ -262,6 +262,26 @@ def test_stop_token_ends_without_its_text(tiny_model: Path) -> None:
     assert stopped.completions[0].token_ids == free.completions[0].token_ids[: first + 1]
 
 
+def test_an_answer_has_only_allowed_tokens(tiny_model: Path) -> None:
+    llm = LLM(str(tiny_model), **settings())
+    end = 257
+    rules = [
+        {"allowed_token_ids": (65, 66, 67), "seed": 1, "n": 2},
+        {"allowed_token_ids": (7,), "temperature": 0.0},
+        {"allowed_token_ids": (65, end), "min_tokens": 5, "logit_bias": {end: 100.0}},
+        {"allowed_token_ids": (end,), "min_tokens": 5},
+        {"temperature": 0.0},
+    ]
+    params = [SamplingParams(max_tokens=8, **rule) for rule in rules]
+    listed, one, late, only, free = llm.generate([(1, 2, 3)] * len(rules), params)
+    assert {token for answer in listed.completions for token in answer.token_ids} == {65, 66, 67}
+    assert one.completions[0].token_ids == [7] * 8
+    assert late.completions[0].token_ids == [65] * 5 + [end]
+    assert only.completions[0].token_ids == [end] * 5, "min_tokens leaves the only token"
+    (alone,) = llm.generate([(1, 2, 3)], params[-1])
+    assert free.completions == alone.completions
+
+
 def test_logprobs_come_with_every_token(tiny_model: Path) -> None:
     llm = LLM(str(tiny_model), **settings())
     (one,) = llm.generate(["hi"], SamplingParams(temperature=0.0, max_tokens=4, logprobs=3))
@@ -313,6 +333,7 @@ def test_full_queue_is_refused_and_the_rest_goes_on(tiny_model: Path) -> None:
         ((1,) * 120, GREEDY, "max_tokens"),
         ((1,), SamplingParams(logit_bias={258: 1.0}), "logit_bias"),
         ((1,), SamplingParams(stop_token_ids=(258,)), "stop_token_ids"),
+        ((1,), SamplingParams(allowed_token_ids=(1, 258)), "allowed_token_ids"),
     ],
 )
 def test_bad_request_names_its_field(

@@ -286,6 +286,7 @@ VALUES = {
     **{"max_tokens": 3, "min_tokens": 3, "stop": ("a",), "stop_token_ids": (2,)},
     **{"ignore_eos": True, "include_stop_str_in_output": True, "skip_special_tokens": False},
     **{"logprobs": 1, "prompt_logprobs": 1, "logit_bias": {1: 1.0}},
+    "allowed_token_ids": (1, 2),
     "structured_output": StructuredOutput(regex="a"),
 }
 """A value of each sampling parameter that differs from its default."""

@@ -57,6 +57,9 @@ class ByteTokenizer:
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
 
+    def token_piece(self, token_id: int) -> str:
+        return "<bos>" if token_id == BOS else f"<{token_id}>"
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         return bytes([token_id]) if token_id != BOS else b""
 

@@ -27,6 +27,7 @@ VALUES = {
     "logit_bias": {"5": 2.5},
     "stop": ["x"],
     "stop_token_ids": [7],
+    "allowed_token_ids": [7, 8],
 }
 """JSON values other than the default, of parameters without bounds that are not flags."""
 

@@ -39,7 +39,8 @@ async def test_the_tokens_of_a_text_or_a_conversation(client, engine, body, num_
         "token_strs": None,
     }
     strings = await client.post("/tokenize", json={**body, "return_token_strs": True})
-    assert "".join(strings.json()["token_strs"]) == text
+    pieces = ["<bos>"] * num_special + [f"<{token}>" for token in text.encode()]
+    assert strings.json()["token_strs"] == pieces
     back = await client.post("/detokenize", json={"tokens": tokens})
     assert back.json() == {"prompt": text}
     assert not engine.requests

@@ -37,6 +37,26 @@ async def test_fields_without_a_value_are_null(official):
     assert answer.choices[0].token_ids is answer.choices[0].prompt_token_ids is None
 
 
+async def test_a_client_lists_the_tokens_that_are_allowed(official, engine):
+    await chat(official, allowed_token_ids=[65, 66])
+    await official.completions.create(
+        model="stand-in", prompt="a", extra_body={"allowed_token_ids": [65]}
+    )
+    asked = [params.allowed_token_ids for _, params, _, _ in engine.requests]
+    assert asked == [(65, 66), (65,)]
+
+
+async def test_a_token_out_of_vocabulary_is_named(official):
+    with pytest.raises(openai.BadRequestError, match="999999, which is out of vocabulary"):
+        await official.completions.create(model="stand-in", prompt=[1, 999999])
+
+
+async def test_all_wrong_biases_are_named(official):
+    with pytest.raises(openai.BadRequestError, match=r"'a': 1.0, 'b': 2.0") as refused:
+        await chat(official, logit_bias={"a": 1.0, "1000": 0.5, "b": 2.0})
+    assert refused.value.param == "logit_bias"
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_client_names_its_request(client, engine, stream):
     prompts = {

@@ -101,7 +101,7 @@ async def test_cohere_embeddings(embedding, client):
     assert found["ubinary"] == [[255], [255]], "no number is negative"
     assert found["binary"] == [[127], [127]]
     assert answer["texts"] == texts
-    assert answer["meta"]["billed_units"] == {"input_tokens": 5}
+    assert answer["meta"]["billed_units"] == {"input_tokens": 5, "image_tokens": 0}
     assert answer["response_type"] == "embeddings_by_type"
     shorter = (await client.post("/v2/embed", json={"texts": ["c"], "output_dimension": 2})).json()
     assert shorter["embeddings"] == {"float": await openai_vectors(client, input="c", dimensions=2)}

@@ -25,6 +25,7 @@ from trencadis.engine.api.requests import (
     RequestFields,
 )
 from trencadis.engine.api.sampling_params import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BIASES,
     MAX_STOP_TOKEN_IDS,
     SamplingParams,
@@ -113,6 +114,7 @@ _LOADED_ON_USE = {
 
 __all__ = [
     "LLM",
+    "MAX_ALLOWED_TOKEN_IDS",
     "MAX_BIASES",
     "MAX_CACHE_SALT",
     "MAX_STOP_TOKEN_IDS",

@@ -45,6 +45,9 @@ class ServingTokenizer(Protocol):
     def token_text(self, token_id: int) -> str:
         """Return the text of a single token, as log-probabilities report it."""
 
+    def token_piece(self, token_id: int) -> str:
+        """The token as the vocabulary writes it."""
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         """Return the UTF-8 bytes that a token adds to a text: those of a part of a character, too.
 

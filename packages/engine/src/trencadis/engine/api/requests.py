@@ -186,7 +186,11 @@ class GenerateRequest(PromptRequest):
                 f"model's context of {max_model_len}: lower max_tokens to {max_model_len - length}",
                 "max_tokens",
             )
-        listed = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+        listed = {
+            "logit_bias": params.logit_bias,
+            "stop_token_ids": params.stop_token_ids,
+            "allowed_token_ids": params.allowed_token_ids,
+        }
         for name, token_ids in listed.items():
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
                 raise InvalidRequest(

@@ -33,6 +33,7 @@ MAX_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKEN_IDS = 4096
 MAX_BIASES = 4096
+MAX_ALLOWED_TOKEN_IDS = 4096
 MAX_SEQUENCES = 128
 """Maximum number of sequences of one request."""
 
@@ -64,8 +65,16 @@ def _stop_strings(values: str | Iterable[str] | None) -> tuple[str, ...]:
     return (values,) if isinstance(values, str) else _tuple(values, "stop", "strings")
 
 
-def _token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
-    items = _tuple(values, "stop_token_ids", "token ids")
+def _stop_token_ids(values: Iterable[int] | None) -> tuple[int, ...]:
+    return _token_ids(values, "stop_token_ids")
+
+
+def _allowed_token_ids(values: Iterable[int] | None) -> tuple[int, ...] | None:
+    return None if values is None else _token_ids(values, "allowed_token_ids")
+
+
+def _token_ids(values: Iterable[int] | None, name: str) -> tuple[int, ...]:
+    items = _tuple(values, name, "token ids")
     return items if _are_token_ids(items) else tuple(map(plain_number, items))
 
 
@@ -183,7 +192,9 @@ class SamplingParams:
         ),
     )
     stop_token_ids: tuple[int, ...] = attrs.field(
-        default=(), converter=_token_ids, metadata=_help("Token ids, each of which ends an answer.")
+        default=(),
+        converter=_stop_token_ids,
+        metadata=_help("Token ids, each of which ends an answer."),
     )
     ignore_eos: bool = _parameter(
         False, boolean(error=InvalidRequest), "Continue after the model's end-of-sequence token."
@@ -211,6 +222,14 @@ class SamplingParams:
         converter=_biases,
         metadata=_help("Added to the logits: a number from -100 to 100 for each token id."),
     )
+    allowed_token_ids: tuple[int, ...] | None = attrs.field(
+        default=None,
+        converter=_allowed_token_ids,
+        metadata=_help(
+            "The only token ids that an answer may have; it ends early only if one of them ends "
+            "it. Null: all."
+        ),
+    )
     structured_output: StructuredOutput | None = attrs.field(
         default=None,
         metadata=_help("The form that each answer has: JSON, a schema, a regex, a grammar."),
@@ -232,6 +251,19 @@ class SamplingParams:
             for token in value:
                 _check_token_id(token, "stop_token_ids")
 
+    @allowed_token_ids.validator
+    def _check_allowed_token_ids(self, _: object, value: tuple[int, ...] | None) -> None:
+        if value is None:
+            return
+        if not value:
+            raise InvalidRequest(
+                "allowed_token_ids names no token: name one, or leave it out", "allowed_token_ids"
+            )
+        _check_count(value, MAX_ALLOWED_TOKEN_IDS, "allowed_token_ids")
+        if not _are_token_ids(value):
+            for token in value:
+                _check_token_id(token, "allowed_token_ids")
+
     @logit_bias.validator
     def _check_logit_bias(self, _: object, value: Mapping[int, float]) -> None:
         _check_count(value, MAX_BIASES, "logit_bias")
@@ -251,7 +283,7 @@ class SamplingParams:
                 f"StructuredOutput(json_object=True), got {shown(value)}",
                 "structured_output",
             )
-        for name in ("use_beam_search", "ignore_eos"):
+        for name in ("use_beam_search", "ignore_eos", "allowed_token_ids"):
             if getattr(self, name):
                 raise InvalidRequest(f"{name} and structured_output exclude each other", name)
 
@@ -282,6 +314,7 @@ class SamplingParams:
             "top_k": (0, -1),
             "min_p": (0.0,),
             "stop": ((),),
+            "allowed_token_ids": (None,),
             "logprobs": (None,),
             "prompt_logprobs": (None,),
         }

@@ -102,6 +102,9 @@ class StepSampling:
                     masks = masks or self._grammars.masks()
                     mask = masks.add(sample.matcher, request.forbidden_token_ids)
                     request = request._replace(mask=mask)
+                elif (allowed := sample.entry.params.allowed_token_ids) is not None:
+                    listed = self._grammars.listed(allowed, request.forbidden_token_ids)
+                    request = request._replace(mask=listed)
             requests[item.seq_id] = request
         if masks is not None:
             masks.start()

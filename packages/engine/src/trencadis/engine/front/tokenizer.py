@@ -196,6 +196,10 @@ class Tokenizer:
         """Text of a single token. An incomplete character becomes U+FFFD."""
         return self.decode([token_id], skip_special_tokens=False)
 
+    def token_piece(self, token_id: int) -> str:
+        """The token as the vocabulary writes it, such as ``Ġis``; "" for one that it lacks."""
+        return str(self.backend.id_to_token(token_id) or "")
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

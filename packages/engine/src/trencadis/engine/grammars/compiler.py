@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from trencadis.engine.api.structured_output import StructuredOutput
 from trencadis.engine.fair_thread import FairThread
 from trencadis.engine.grammars.grammar import load_tokenizer, new_matcher, require_llguidance
-from trencadis.engine.grammars.matcher import CompiledGrammar, MaskThreads, StepMasks
+from trencadis.engine.grammars.matcher import CompiledGrammar, FixedMask, MaskThreads, StepMasks
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -62,6 +62,10 @@ class GrammarCompiler:
         if self._threads is None:
             self._threads = MaskThreads()
         return StepMasks(self._threads, self._vocab_size)
+
+    def listed(self, token_ids: Sequence[int], forbidden: Iterable[int]) -> FixedMask:
+        """The mask of a row that lists its tokens, see `FixedMask.of`. Needs no grammar."""
+        return FixedMask.of(token_ids, forbidden, self._vocab_size)
 
     def close(self) -> None:
         """End the threads."""

@@ -143,6 +143,16 @@ class FixedMask:
 
     _words: IntArray
 
+    @classmethod
+    def of(cls, token_ids: Sequence[int], forbidden: Iterable[int], vocab_size: int) -> FixedMask:
+        """Of these tokens, without the ``forbidden`` ones unless nothing else is allowed."""
+        words = np.zeros((vocab_size + 31) // 32, np.uint32)
+        ids = np.asarray(token_ids, np.uint32)
+        np.bitwise_or.at(words, ids // 32, np.uint32(1) << ids % 32)
+        mask = words.view(np.int32)
+        _forbid(mask, forbidden)
+        return cls(mask)
+
     def words(self) -> IntArray:
         return self._words
 

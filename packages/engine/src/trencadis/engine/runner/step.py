@@ -77,8 +77,9 @@ class RowRequest(NamedTuple):
 
     A token for each of ``samples``, which differ in their seeds alone: several where a prompt ends
     that several sequences share. With ``num_candidates``, that many most probable next tokens of
-    the beam that is the only sample. ``mask``: the tokens that a structured output allows, None for
-    all tokens. It also says which tokens ``min_tokens`` forbids.
+    the beam that is the only sample. ``mask``: the tokens that a structured output or
+    ``allowed_token_ids`` allows, None for all tokens. It also says which tokens ``min_tokens``
+    forbids.
     """
 
     num_tokens: int

@@ -28,6 +28,7 @@ from pydantic import (
 from typing_extensions import Self
 
 from trencadis.engine import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_BIASES,
     MAX_CACHE_SALT,
     MAX_STOP_TOKEN_IDS,
@@ -91,6 +92,11 @@ def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _is_bias(token: Any, bias: Any) -> bool:
+    is_id = isinstance(token, int) or (token.isdecimal() and len(token) < 10)
+    return is_id and isinstance(bias, (int, float)) and not isinstance(bias, bool)
+
+
 def _logit_bias(value: Any) -> dict[int, float] | None:
     if value is None:
         return None
@@ -98,17 +104,13 @@ def _logit_bias(value: Any) -> dict[int, float] | None:
         raise InvalidRequest("must map token ids to numbers")
     if len(value) > MAX_BIASES:
         raise InvalidRequest(f"has {len(value)} entries, at most {MAX_BIASES} may be sent")
-    biases: dict[int, float] = {}
-    for token, bias in value.items():
-        is_id = isinstance(token, int) or (token.isdecimal() and len(token) < 10)
-        is_number = isinstance(bias, (int, float)) and not isinstance(bias, bool)
-        if not is_id or not is_number:
-            raise InvalidRequest(f"must map token ids to numbers, got {token!r}: {bias!r}")
-        try:
-            biases[int(token)] = float(bias)
-        except OverflowError:
-            raise InvalidRequest(f"has a number for token {token} that no float can hold") from None
-    return biases
+    wrong = [f"{token!r}: {bias!r}" for token, bias in value.items() if not _is_bias(token, bias)]
+    if wrong:
+        raise InvalidRequest(f"must map token ids to numbers, got {', '.join(wrong)[:200]}")
+    try:
+        return {int(token): float(bias) for token, bias in value.items()}
+    except OverflowError:
+        raise InvalidRequest("has a number that no float can hold") from None
 
 
 def _template_arguments(value: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +240,9 @@ class GenerationRequest(RequestBody):
     stop_token_ids: (
         Annotated[list[int], Field(fail_fast=True, max_length=MAX_STOP_TOKEN_IDS)] | None
     ) = _parameter("stop_token_ids")
+    allowed_token_ids: (
+        Annotated[list[int], Field(fail_fast=True, max_length=MAX_ALLOWED_TOKEN_IDS)] | None
+    ) = _parameter("allowed_token_ids")
     ignore_eos: bool | None = _parameter("ignore_eos")
     include_stop_str_in_output: bool | None = _parameter("include_stop_str_in_output")
     skip_special_tokens: bool | None = _parameter("skip_special_tokens")

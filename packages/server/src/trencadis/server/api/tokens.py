@@ -72,7 +72,7 @@ class DetokenizeRequest(BaseModel):
 
 
 class TokenizeResponse(BaseModel):
-    """The token ids. ``token_strs``: the text of each, where they were asked for."""
+    """The token ids. ``token_strs``: each as the vocabulary writes it, if asked for."""
 
     count: int
     max_model_len: int

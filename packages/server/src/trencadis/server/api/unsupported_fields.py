@@ -36,7 +36,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
     # vLLM
-    "allowed_token_ids": _NULL_ONLY,
     "bad_words": ([],),
     "chat_template": _NULL_ONLY,
     "guided_whitespace_pattern": _NULL_ONLY,
@@ -86,7 +85,7 @@ _IGNORED = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prompt_cache_key"),
         *("prompt_cache_retention", "prompt_cache_options", "parallel_tool_calls"),
-        *("include_reasoning"),
+        "include_reasoning",
     }
 )
 """Fields that OpenAI or vLLM defines and that do not affect the output of a text model."""

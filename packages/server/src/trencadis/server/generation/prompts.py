@@ -123,13 +123,13 @@ class PromptEncoder:
             lambda: model.tokenizer.encode(text, add_special_tokens), thread, client
         )
 
-    async def texts_of_tokens(
+    async def token_pieces(
         self, token_ids: Sequence[int], model: ServedModel, client: str = ""
     ) -> list[str]:
-        """The text of each token."""
+        """Each token as the vocabulary writes it."""
         thread = self._long if len(token_ids) > _LONG // 4 else self._short
         return await self._run(
-            lambda: list(map(model.tokenizer.token_text, token_ids)), thread, client
+            lambda: list(map(model.tokenizer.token_piece, token_ids)), thread, client
         )
 
     async def decode(self, token_ids: Sequence[int], model: ServedModel, client: str = "") -> str:
@@ -479,11 +479,13 @@ def _check(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
 
 def _check_vocabulary(token_ids: Sequence[int], field: str, model: ServedModel) -> None:
     vocab_size = model.tokenizer.vocab_size
-    if min(token_ids, default=0) < 0 or max(token_ids, default=0) >= vocab_size:
-        raise InvalidRequest(
-            f"{field} holds a token id outside this model's vocabulary (0 to {vocab_size - 1})",
-            field,
-        )
+    for token_id in (min(token_ids, default=0), max(token_ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise InvalidRequest(
+                f"{field} holds token id {str(token_id)[:20]}, which is out of vocabulary: this "
+                f"model has the ids 0 to {vocab_size - 1}",
+                field,
+            )
 
 
 def _num_output_tokens(model: ServedModel) -> int:

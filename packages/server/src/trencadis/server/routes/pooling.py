@@ -279,7 +279,7 @@ def _of_cohere(
     request: CohereEmbedRequest, name: str, model: str, found: Sequence[Embedding]
 ) -> Response:
     del model  # which Cohere's response does not name
-    tokens = {"input_tokens": sum(each.num_prompt_tokens for each in found)}
+    tokens = {"input_tokens": sum(each.num_prompt_tokens for each in found), "image_tokens": 0}
     tail = {
         "texts": request.texts,
         "meta": {"api_version": {"version": "2"}, "billed_units": tokens},

@@ -39,7 +39,7 @@ def tokens_router(context: ServingContext) -> APIRouter:
         token_ids = await unless_disconnected(request.receive, work)
         shown = None
         if body.return_token_strs:
-            shown = await context.encoder.texts_of_tokens(token_ids, model, client)
+            shown = await context.encoder.token_pieces(token_ids, model, client)
         return TokenizeResponse(
             count=len(token_ids),
             max_model_len=model.max_model_len,

@@ -1,0 +1,213 @@
+"""`tests/utils.py` of vLLM, as far as tests of its server use it: the server is engine-serve.
+
+The small model is served under the name of the test's own. Flags that engine-serve has are passed
+on. Servers with the same flags are one process, and two are kept.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import anthropic
+import openai
+import pytest
+import vllm_stub
+from server_process import START_SECONDS, ServerProcess
+
+PASSED = {
+    "--chat-template": 1,
+    "--enable-auto-tool-choice": 0,
+    "--enable-chunked-prefill": 0,
+    "--enable-force-include-usage": 0,
+    "--enforce-eager": 0,
+    "--host": 1,
+    "--max-model-len": 1,
+    "--max-num-batched-tokens": 1,
+    "--max-num-seqs": 1,
+    "--no-async-scheduling": 0,
+    "--no-enable-prefix-caching": 0,
+    "--reasoning-parser": 1,
+    "--root-path": 1,
+    "--runner": 1,
+    "--seed": 1,
+    "--served-model-name": 1,
+    "--tool-call-parser": 1,
+    "--api-key": 1,
+}
+"""Flags of engine-serve, with how many values each takes."""
+
+DROPPED = {
+    "--dtype": 1,  # of the tests' GPU
+    "--enable-prompt-tokens-details": 0,  # is always on
+    "--gpu-memory-utilization": 1,  # of the tests' GPU
+    "--load-format": 1,
+    "--structured-outputs-config.backend": 1,  # here is one
+    "--tensor-parallel-size": 1,
+    "--trust-remote-code": 0,  # the small model has none
+    "--max-logprobs": 1,
+    "--return-tokens-as-token-ids": 0,
+    "--enable-tokenizer-info-endpoint": 0,
+    "--enable-request-id-headers": 0,
+    "--enable-log-requests": 0,
+    "--show-hidden-metrics-for-version": 1,
+    "--no-enable-log-requests": 0,
+    "--enable-lora": 0,
+    "--lora-modules": 2,
+    "--max-lora-rank": 1,
+    "--max-cpu-loras": 1,
+    "--hf-overrides": 1,
+    "--pooler-config": 1,
+    "--port": 1,  # one that is free
+    "--reasoning-config": 1,
+    "--enable-scale-out": 0,
+    "--enable-metrics": 0,
+    "--enable-server-load-tracking": 0,  # is always on
+    "--chat-template-content-format": 1,
+    "--trust-request-chat-template": 0,
+}
+"""Flags of vLLM that engine-serve lacks and whose tests run without them."""
+
+OTHER_MODELS = {
+    "--enable-prompt-embeds": "prompts of embeddings",
+    "--limit-mm-per-prompt": "a model for images, sounds or videos",
+    "--lora-module": "adapters (LoRA)",
+    "--pooler-config.task": "a model for pooling",
+    "--speculative-config": "a second model as draft",
+    "--tool-server": "tools of the server",
+    "--watermark-config": "watermarks",
+    "--worker-extension-cls": "vLLM's own workers",
+    "--model": "tensorizer's own format",
+    "--skip-tokenizer-init": "a server without tokenizer",
+}
+"""Flags whose tests are skipped, with what they need."""
+
+ON_A_CPU = ("--warmup", "none", "--dtype", "float32")
+CONTEXT = 8192
+"""That of the small model."""
+
+KEPT = 2
+_servers: OrderedDict[tuple[str, ...], ServerProcess] = OrderedDict()
+
+
+def _flags(arguments: list[str]) -> list[str]:
+    """Those of vLLM, as engine-serve takes them. Skips the test if they need another model."""
+    left = []
+    for word in arguments:
+        left += word.split("=", 1) if word.startswith("--") else [word]
+    flags = []
+    while left:
+        word = left.pop(0)
+        name = "--" + word[2:].replace("_", "-")
+        if name in OTHER_MODELS:
+            pytest.skip(f"needs {OTHER_MODELS[name]}")
+        if name in PASSED:
+            values = [left.pop(0) for _ in range(PASSED[name])]
+            if name == "--max-model-len":
+                values = [str(min(int(values[0]), CONTEXT))]
+            flags += [name, *values]
+        elif name in DROPPED:
+            # A list of values ends at the next flag.
+            for _ in range(DROPPED[name]):
+                if left and not left[0].startswith("--"):
+                    left.pop(0)
+        else:
+            pytest.fail(f"engine-serve has no {word}")
+    return flags
+
+
+class RemoteOpenAIServer:
+    """Its constructor waits until the server listens; `with` ends nothing, see `end_all`."""
+
+    DUMMY_API_KEY = "token-abc123"
+    show_hidden_metrics = False
+    uds = None
+
+    def __init__(
+        self,
+        model: str,
+        vllm_serve_args: list[str],
+        *,
+        env_dict: dict[str, str] | None = None,
+        seed: int | None = 0,
+        override_hf_configs: dict[str, Any] | None = None,
+        **options: object,
+    ) -> None:
+        flags = _flags([str(argument) for argument in vllm_serve_args])
+        if "--served-model-name" not in flags:
+            flags += ["--served-model-name", model]
+        if seed is not None:
+            flags += ["--seed", str(seed)]
+        key = tuple(flags)
+        if key not in _servers or _servers[key].process.poll() is not None:
+            while len(_servers) >= KEPT:
+                _servers.popitem(last=False)[1].kill()
+            server = ServerProcess(*ON_A_CPU, *flags, environ=env_dict)
+            try:
+                server.url = server.wait_for(r" at (http://\S+) ", START_SECONDS)[1]
+            except BaseException:
+                server.kill()
+                raise
+            _servers[key] = server
+        _servers.move_to_end(key)
+        self._server = _servers[key]
+        self.proc = self._server.process
+        self.host, _, port = self._server.url.rpartition("/")[2].partition(":")
+        self.port = int(port)
+
+    def __enter__(self) -> RemoteOpenAIServer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """The next test may need the same server."""
+
+    @property
+    def url_root(self) -> str:
+        return self._server.url
+
+    def url_for(self, *parts: str) -> str:
+        return "/".join([self.url_root, *(part.strip("/") for part in parts if part)])
+
+    def get_client(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(**self._options("v1", options))
+
+    def get_async_client(self, **options: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(**self._options("v1", options))
+
+    def get_client_anthropic(self, **options: Any) -> anthropic.Anthropic:
+        return anthropic.Anthropic(**self._options("", options))
+
+    def get_async_client_anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
+        return anthropic.AsyncAnthropic(**self._options("", options))
+
+    def _options(self, path: str, options: dict[str, Any]) -> dict[str, Any]:
+        defaults = {"api_key": self.DUMMY_API_KEY, "max_retries": 0, "timeout": 120}
+        return {"base_url": self.url_for(path), **defaults, **options}
+
+
+def end_all() -> None:
+    while _servers:
+        _servers.popitem()[1].kill()
+
+
+class _Utils(ModuleType):
+    RemoteOpenAIServer = RemoteOpenAIServer
+    RemoteVLLMServer = RemoteOpenAIServer
+    VLLM_PATH = Path.cwd()
+    ROCM_EXTRA_ARGS: ClassVar[list[str]] = []
+    ROCM_ENV_OVERRIDES: ClassVar[dict[str, str]] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return vllm_stub.stub(name)
+
+
+def install() -> None:
+    """From now on `tests.utils` is this; tests/conftest.py is vLLM's own engine's."""
+    vllm_stub.install()
+    sys.modules["tests.utils"] = _Utils("tests.utils")
+    sys.modules["tests.conftest"] = _Utils("tests.conftest")

@@ -1,0 +1,119 @@
+"""A package `vllm` without content, so that vLLM's tests of a server can be imported.
+
+What tests of a server use of it, the tokenizer of their model, is that of the small model. Whatever
+else a test takes from it is vLLM's own code, which is not under test here: the test is skipped.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+import trencadis.server
+from trencadis.engine.models.default_model import default_model
+
+running = False
+"""Whether a test runs or is being set up, rather than modules being imported."""
+
+OPTIONAL = ("lm_eval", "openai_harmony", "model_hosting_container_standards", "pybase64", "mteb")
+"""Other packages that tests import, of which those that are missing are replaced too."""
+
+
+class _Error(Exception):
+    def __init__(self, *args: object, **fields: object) -> None:
+        super().__init__(*args)
+
+
+class _StubType(type):
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stub(f"{cls.__name__}.{name}")
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if running:
+            pytest.skip(f"uses vLLM's own {cls.__name__}")
+        # As a decorator, `@stub(...)` or `@stub`, it leaves the function as it is.
+        return args[0] if len(args) == 1 and callable(args[0]) else stub(cls.__name__)
+
+    def __str__(cls) -> str:
+        return cls.__name__.rpartition(".")[2]
+
+    def __bool__(cls) -> bool:
+        return False
+
+    def __iter__(cls) -> Any:
+        return iter(())
+
+    def __setitem__(cls, key: object, value: object) -> None: ...
+
+    def _same(cls, other: object) -> Any:
+        return cls
+
+    __or__ = __ror__ = __truediv__ = __getitem__ = _same
+
+
+def stub(name: str) -> Any:
+    """A class in place of a name of vLLM. Errors are exceptions, which `pytest.raises` takes."""
+    last = name.rpartition(".")[2]
+    if last.endswith(("Error", "Exception")):
+        return type(last, (_Error,), {})
+    return _StubType(name, (), {})
+
+
+_USED = {
+    "get_tokenizer": lambda: AutoTokenizer.from_pretrained,
+    "__version__": lambda: trencadis.server.__version__,
+    # Adapters: tests of a server with and without them start one server for both.
+    "hf_api": lambda: lambda: SimpleNamespace(snapshot_download=lambda **options: "adapter"),
+}
+"""What tests of a server use, by its name in any module."""
+
+
+class _StubModule(ModuleType):
+    __path__: ClassVar[list[str]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _USED:
+            return _USED[name]()
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return stub(name)
+
+
+class _Finder(MetaPathFinder, Loader):
+    def __init__(self, *packages: str) -> None:
+        self._packages = packages
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> Any:
+        if any(f"{name}.".startswith(f"{package}.") for package in self._packages):
+            return ModuleSpec(name, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _StubModule(spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Its names are made when they are asked for."""
+
+
+def _of_the_small_model(load: Any) -> Any:
+    return lambda *names, **options: load(default_model())
+
+
+def install() -> None:
+    """From now on `import vllm` finds the stub, even where vLLM is installed.
+
+    Tokenizers and configurations are those of the small model, whichever is named.
+    """
+    for auto in (AutoConfig, AutoTokenizer):
+        auto.from_pretrained = _of_the_small_model(auto.from_pretrained)
+    missing = tuple(name for name in OPTIONAL if importlib.util.find_spec(name) is None)
+    sys.meta_path.insert(0, _Finder("vllm", "tests.models", "tests.v1", *missing))
