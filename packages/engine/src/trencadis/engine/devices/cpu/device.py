@@ -54,13 +54,14 @@ class CPUDevice(Device):
     ``num_threads`` is the number of threads of an operation. None: that of ``OMP_NUM_THREADS``, or
     without it as many as cores are free (`AdaptiveThreads`). ``kernels``: the directory of
     compiled kernels, by default in the user's cache directory; ``trusted``: those of other users
-    are loaded, too.
+    are loaded, too. ``num_ranks``: processes with such a device that share the memory and, where
+    ``num_threads`` is None, the cores.
     """
 
     name = "cpu"
     torch_device = torch.device("cpu")
     preferred_dtype = torch.bfloat16
-    default_kv_cache_memory = 1 << 30
+    default_kv_cache_memory: int | None = 1 << 30
     shares_host_memory = True
     lists_programs = True
 
@@ -70,9 +71,16 @@ class CPUDevice(Device):
         kernels: Path | None = None,
         *,
         trusted: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         self._kernels = kernels
         self._trusted = trusted
+        self._num_ranks = num_ranks
+        if num_ranks > 1:
+            self.default_kv_cache_memory = (1 << 30) // num_ranks
+            if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+                # Not adapted: the ranks would take the cores from each other.
+                num_threads = max(1, default_num_threads() // num_ranks)
         if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
             num_threads = default_num_threads()
             self._threads: AdaptiveThreads | None = AdaptiveThreads(num_threads, read_core_times)
@@ -89,12 +97,12 @@ class CPUDevice(Device):
         limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
         if limit is not None and used is not None:
             available = min(available, max(0, limit - used))
-        return available
+        return available // self._num_ranks
 
     def total_memory(self) -> int:
         total = int(psutil.virtual_memory().total)
         limit = _cgroup_bytes("memory.max")
-        return total if limit is None else min(total, limit)
+        return (total if limit is None else min(total, limit)) // self._num_ranks
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         """The growth of this process's resident memory; 0 where Linux does not tell its peak.
