@@ -217,7 +217,9 @@ def test_a_model_that_cannot_be_divided_is_rejected(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1], ids=lambda each: each.name
+)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_in_a_step_is_recovered_from(
     tiny_model: Path,

@@ -94,11 +94,11 @@ class RankExecutor:
 
     def load(self, config: EngineConfig) -> bool:
         self._config = config
-        in_memory: list[bool] = self._call("load", _share_of(config), limit_s=_START_SECONDS)
+        in_memory: list[bool] = self._started("load", _share_of(config), limit_s=_START_SECONDS)
         return in_memory[0]
 
     def plan_memory(self) -> ModelFacts:
-        return self._facts(self._call("plan_memory", limit_s=BUSY_SECONDS))
+        return self._facts(self._started("plan_memory", limit_s=BUSY_SECONDS))
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
         reports = self._call("warm_up", limit_s=BUSY_SECONDS, stop=stop)
@@ -196,6 +196,14 @@ class RankExecutor:
                 raise self.processes.fail(f"{method} was ended")
 
         return self.processes.call(method, *arguments, limit_s=limit_s, while_waiting=poll)
+
+    def _started(self, method: str, *arguments: Any, limit_s: float) -> list[Any]:
+        """As `_call`. After an error there is no core that would end the ranks."""
+        try:
+            return self._call(method, *arguments, limit_s=limit_s)
+        except BaseException:
+            self.processes.end()
+            raise
 
     def _ask_first(self, method: str, *arguments: Any) -> Any:
         """What a method returns that computes nothing, in rank 0."""
