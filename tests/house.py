@@ -221,16 +221,17 @@ FLOORS: dict[str, list[set[str]]] = {
             "logit_head",
             "packed_weight",
             "pooling",
+            "rank_modules",
             "rotary",
             "weight_files",
         },
         {
             *("declared_modules", "gguf", "hub", "packed_formats", "paged_context"),
-            *("rounded_weights", "score_heads"),
+            *("rank_part", "rounded_weights", "score_heads"),
         },
         {
             *("attention_operator", "checkpoint", "default_model", "packed_checkpoint"),
-            "softmax_attention",
+            *("rank_loading", "softmax_attention"),
         },
         {"block_attention", "checkpoint_process", "decoder_layers", "pair_prompts"},
         {"attention", "compiled_forward", "layer_reading"},
@@ -263,6 +264,8 @@ FLOORS: dict[str, list[set[str]]] = {
         {"model_runner"},
         {"worker"},
         {"in_process"},
+        {"ranks"},
+        {"executor_choice"},
     ],
     "engine.simulated": [
         {"clock", "hardware", "model_shape", "records", "workload"},

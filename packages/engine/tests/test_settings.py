@@ -214,6 +214,7 @@ def test_the_variables_of_others_are_left_alone(caplog: pytest.LogCaptureFixture
         *(("on_bucket_miss", value) for value in (5, "crash")),
         *(("runner", value) for value in (True, "embed", None)),
         *(("score_prompt", value) for value in (5, "yes", None)),
+        *(("tensor_parallel_size", value) for value in (0, -1, 1.5, True, None)),
         *(("quantization", value) for value in (8, "bits", None)),
         *(("engine_restarts", value) for value in (-1, 1.5, None)),
         *(("hang_timeout", value) for value in (0, -1, "long", None)),

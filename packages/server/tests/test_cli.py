@@ -36,6 +36,7 @@ ENGINE = {
     "chat_template": ("chat.jinja", "chat.jinja"),
     "dtype": ("float32", "float32"),
     "device": ("cpu", "cpu"),
+    "tensor_parallel_size": ("2", 2),
     "cpu_threads": ("1", 1),
     "max_model_len": ("512", 512),
     "max_num_seqs": ("7", 7),

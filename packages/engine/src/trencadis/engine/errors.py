@@ -36,6 +36,13 @@ class GraphError(EngineError, ValueError):
     """A graph was replayed on inputs that it was not recorded for, or after its release."""
 
 
+class RankError(EngineError):
+    """A process of tensor parallelism has ended, hangs, or computes something else than the others.
+
+    All of them were ended, so the engine core cannot go on.
+    """
+
+
 class InvalidRequest(EngineError, ValueError):
     """A request cannot be served as asked.
 

@@ -30,8 +30,8 @@ from trencadis.engine.ipc.messages import (
     check_order,
 )
 from trencadis.engine.runner.executor import Executor, ModelFacts
+from trencadis.engine.runner.executor_choice import make_executor
 from trencadis.engine.runner.host_swap import swap_governor
-from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.shapes import DecodeRead
 from trencadis.engine.runner.step import PendingStep, StepInput
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -77,7 +77,7 @@ class EngineCore:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
-        self.executor = executor or InProcessExecutor(config)
+        self.executor = executor or make_executor(config)
         device = self.executor.device_facts
         config = config.for_device(device.defaults)
         # Before the weights are loaded, so that a wrong policy name is reported within a second.

@@ -7,6 +7,7 @@ its users name it as ``module:Class``.
 
 from __future__ import annotations
 
+import functools
 import logging
 import pkgutil
 from collections.abc import Callable, Mapping
@@ -54,16 +55,19 @@ def select_device(
     read_only: bool = False,
     fp32_softmax: bool = False,
     cpu_threads: int | None = None,
+    num_ranks: int = 1,
 ) -> Device:
     """A device by its name: ``auto`` (hpu, then cuda, then cpu), a key of `DEVICES`, or
     ``module:Class``. A `Device` is checked and returned.
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
     time; with ``trust_compile_cache`` those of other users are loaded, too, and with ``read_only``
-    nothing is added to it. ``fp32_softmax`` is for hpu, ``cpu_threads`` for cpu. Raises
-    `ConfigError` for an unknown name, `DeviceError` for a device that is missing or incomplete.
+    nothing is added to it. ``fp32_softmax`` is for hpu, ``cpu_threads`` and ``num_ranks`` for cpu.
+    Raises `ConfigError` for an unknown name, `DeviceError` for a device that is missing or
+    incomplete.
     """
-    makers = _makers(compile_cache, trust_compile_cache, read_only, fp32_softmax, cpu_threads)
+    cpu = functools.partial(CPUDevice, cpu_threads, num_ranks=num_ranks)
+    makers = _makers(cpu, compile_cache, trust_compile_cache, read_only, fp32_softmax)
     selected = _select(device, makers)
     if cpu_threads is not None and not isinstance(selected, CPUDevice):
         raise ConfigError(
@@ -78,17 +82,17 @@ _Makers = Mapping[str, Callable[[], Device]]
 
 
 def _makers(
+    cpu: Callable[..., Device],
     compile_cache: Path | None,
     trusted: bool,
     read_only: bool,
     fp32_softmax: bool,
-    cpu_threads: int | None,
 ) -> _Makers:
     """How each device of `DEVICES` is made with these settings."""
     kernels = None if compile_cache is None or read_only else compile_cache / "kernels"
     return {
         **DEVICES,
-        "cpu": lambda: CPUDevice(cpu_threads, kernels, trusted=trusted),
+        "cpu": lambda: cpu(kernels, trusted=trusted),
         "hpu": lambda: HPUDevice(
             compile_cache, fp32_softmax=fp32_softmax, trusted=trusted, read_only=read_only
         ),

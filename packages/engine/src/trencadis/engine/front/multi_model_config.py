@@ -86,6 +86,12 @@ class ModelEntry:
     def __attrs_post_init__(self) -> None:
         for name, value in self.default_sampling.items():
             _check_sampling(name, value)
+        if (size := self.config.tensor_parallel_size) > 1:
+            raise ConfigError(
+                f"tensor_parallel_size {size} does not work with switches of models yet: start a "
+                "server for each model, or leave it out",
+                _PARALLEL,
+            )
 
 
 @attrs.frozen

@@ -39,6 +39,8 @@ from trencadis.engine.models.pooling import (
     is_headless_decoder,
     remove_head,
 )
+from trencadis.engine.models.rank_loading import arguments_of_loading, check_plan, keep_part
+from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.rotary import angles_of, check_angles, pin_frequencies
 from trencadis.engine.models.score_heads import (
     as_scorer,
@@ -170,15 +172,22 @@ def resolve_dtype(
 
 
 def load_model(
-    spec: ModelSpec, device: torch.device, dtype: torch.dtype, max_model_len: int
+    spec: ModelSpec,
+    device: torch.device,
+    dtype: torch.dtype,
+    max_model_len: int,
+    part: RankPart | None = None,
 ) -> nn.Module:
     """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
-    Its rotary frequencies do not depend on the batch. Raises `ModelError` when weights are missing.
+    Its rotary frequencies do not depend on the batch. ``part``: that of a rank, of which alone the
+    weights are read. Raises `ModelError` when weights are missing.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     has_score_head = spec.scoring is not None and not spec.scoring.token_ids
     classes: Any = AutoModelForSequenceClassification if has_score_head else AutoModelForCausalLM
+    plan = {} if part is None else check_plan(spec.config, spec.source, part)
+    of_part = {} if part is None else arguments_of_loading(plan, spec.layers, part)
     arguments: dict[str, Any] = {"config": spec.config}
     if spec.packing is not None:
         arguments = loading_arguments(spec.config, spec.packing, spec.source)
@@ -190,6 +199,7 @@ def load_model(
             attn_implementation=ATTENTION_NAME,
             output_loading_info=True,
             trust_remote_code=False,
+            **of_part,
         )
     except BROKEN_FILE_ERRORS as error:
         raise ModelError(f"{spec.source} cannot be loaded: {reason_of(error)}") from error
@@ -203,7 +213,11 @@ def load_model(
     elif spec.is_pooling:
         check_hidden_states(model)
         remove_head(model)
-    declare_layers(model, [layer.within(max_model_len) for layer in spec.layers])
+    layers = spec.layers
+    if part is not None:
+        keep_part(model, plan, layers, part)
+        layers = part.layers_of(layers, spec.source)
+    declare_layers(model, [layer.within(max_model_len) for layer in layers])
     pin_frequencies(model, max_model_len)
     angles = {} if device.type == "cpu" else angles_of(model, max_model_len)
     model = model.to(device).eval().requires_grad_(requires_grad=False)

@@ -1,4 +1,4 @@
-"""Reads the packed weights of quantised checkpoints, bit by bit as they are stored.
+"""Reads the packed weights of quantised checkpoints, in the bits of the file.
 
 compressed-tensors with integers of 8 and 4 bits and FP8, GPTQ and AWQ. Each reader turns the
 tensors of a linear layer into a `PackedWeight`, which equals what the format's own definition
@@ -128,7 +128,7 @@ def _pack_quantized(tensors: Tensors, bits: int) -> PackedWeight:
 
 
 def _gptq(settings: Mapping[str, Any]) -> Packing:
-    """``gptq_v2`` stores zero points as they are; ``gptq``, the default, one less.
+    """``gptq_v2`` stores zero points themselves; ``gptq``, the default, one less.
 
     https://github.com/vllm-project/vllm/blob/main/csrc/quantization/gptq/q_gemm.cu
     """

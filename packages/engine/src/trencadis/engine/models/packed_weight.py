@@ -2,7 +2,7 @@
 
 One description for every format of a checkpoint, and for weights that are rounded at load. Reading,
 memory plan, stash and programs see its tensors as buffers of a `QuantizedLinear`; a device says by
-`WeightFormat` which weights it multiplies as they are, which it expands in each call, and which it
+`WeightFormat` which weights it multiplies packed, which it expands in each call, and which it
 rejects.
 """
 
@@ -24,7 +24,7 @@ INT4_ZERO = 8
 class WeightUse(enum.Enum):
     """What a device does with weights of a format."""
 
-    MULTIPLIED = "multiplied as they are"
+    MULTIPLIED = "multiplied packed"
     EXPANDED = "expanded in each call"
     REJECTED = "rejected"
 

@@ -1,7 +1,7 @@
-"""What the engine core asks of whatever holds the model: one device, or later many ranks.
+"""What the engine core asks of whatever holds the model: one device, or several ranks.
 
 All that crosses is a value, or a call without tensors. `InProcessExecutor` has one worker in the
-core's process. A simulated device implements `execute` alone.
+core's process, `RankExecutor` has one in each rank. A simulated device implements `execute` alone.
 """
 
 from __future__ import annotations

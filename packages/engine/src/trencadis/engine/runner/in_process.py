@@ -12,6 +12,8 @@ import psutil
 from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
 from trencadis.engine.devices import select_device
+from trencadis.engine.errors import ConfigError
+from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.kept_programs import ProgramStore
 from trencadis.engine.runner.step import PendingStep, StepInput
@@ -71,20 +73,31 @@ class InProcessExecutor:
     """An `Executor` with one `Worker` on the device that ``config`` names.
 
     Without ``records`` no traffic is recorded: for a core that only warms up. ``worker`` holds the
-    model that is served or sleeps.
+    model that is served or sleeps. ``part``: that of this process, where it is one of several ranks
+    (`ranks`). Raises `ConfigError` where ``config`` asks for several and this is none of them.
     """
 
     worker: Worker
     _previous: Worker
     """The worker that was put aside last."""
 
-    def __init__(self, config: EngineConfig, *, records: bool = True) -> None:
+    def __init__(
+        self, config: EngineConfig, *, records: bool = True, part: RankPart | None = None
+    ) -> None:
+        size = config.tensor_parallel_size
+        if size > 1 and part is None:
+            raise ConfigError(
+                f"tensor_parallel_size {size} is for serving alone: leave it out here",
+                "tensor_parallel_size",
+            )
+        self._part = part
         self.device = device = select_device(
             config.device,
             Path(config.compile_cache) if config.compile_cache else None,
             trust_compile_cache=config.trust_compile_cache,
             fp32_softmax=config.fp32_softmax,
             cpu_threads=config.cpu_threads,
+            num_ranks=size,
         )
         self.device_facts = DeviceFacts(
             device.name, device.defaults, device.temperature_source, device.sensor_indices
@@ -225,7 +238,12 @@ class InProcessExecutor:
 
     def _loaded(self, config: EngineConfig) -> Worker:
         worker = Worker(
-            config, self.device, self.on_cold, programs=self.programs, records=self._records
+            config,
+            self.device,
+            self.on_cold,
+            programs=self.programs,
+            records=self._records,
+            part=self._part,
         )
         worker.load()
         return worker

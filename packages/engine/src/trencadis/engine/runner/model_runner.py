@@ -151,6 +151,8 @@ class ModelRunner:
 
     ``read`` says how decode reads the cache, as the decode grid assumes it. Without ``grids``,
     batches are not padded. ``scorer``: None for a model that does not generate.
+    ``divides_failed_batches``: see `run`; otherwise an error of a forward pass is that of the step,
+    except `BucketMiss`.
     ``device_is_idle``: nothing runs that the host has not waited for. ``last_step``: the number of
     the last one with forward passes.
     """
@@ -164,8 +166,11 @@ class ModelRunner:
         grids: Grids | None,
         read: DecodeRead = DecodeRead.PREFIX,
         scorer: PromptScorer | None = None,
+        *,
+        divides_failed_batches: bool = True,
     ) -> None:
         self.forward_runner = forward_runner
+        self._divides_failed_batches = divides_failed_batches
         self.buckets = BucketChoice(forward_runner, cache, grids, read)
         self.batches = BatchBuilder(
             forward_runner, sampler, device.upload, cache, grids, read, self.buckets
@@ -280,6 +285,8 @@ class ModelRunner:
                 for batch in make_batches(scheduled, step.step.rows)
             ]
         except Exception as error:
+            if not (self._divides_failed_batches or isinstance(error, BucketMiss)):
+                raise
             if len(scheduled) == 1:
                 if isinstance(error, BucketMiss):
                     logger.warning("Sequence %d is rejected: %s", scheduled[0].seq_id, error)

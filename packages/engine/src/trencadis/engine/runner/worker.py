@@ -21,6 +21,7 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.layer_reading import check_layers
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import (
     ModelSpec,
     check_weight_files,
@@ -34,6 +35,9 @@ from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
 from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
+from trencadis.engine.models.rank_loading import check_plan
+from trencadis.engine.models.rank_modules import least_over_ranks
+from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS, round_weights
 from trencadis.engine.runner.background_warmup import BackgroundWarmupLoop
 from trencadis.engine.runner.block_moves import warm_up_copies
@@ -74,7 +78,8 @@ class Worker:
     `discard`. ``is_warm``: the warm-up has run for the programs and graphs that there are.
     ``on_cold``: as `ForwardRunner`. ``programs``: those of models that were served before.
     ``records``: whether it serves traffic, which is recorded where the settings say so; a warm-up
-    alone writes no file of traffic.
+    alone writes no file of traffic. ``part``: that of a rank of several, which do all of this
+    together.
     Each of the methods raises `ModelError` or `ConfigError` when the model cannot be served under
     ``config``.
     """
@@ -96,9 +101,11 @@ class Worker:
         *,
         programs: ProgramStore | None = None,
         records: bool = True,
+        part: RankPart | None = None,
     ) -> None:
         self.config = config
         self.device = device
+        self._part = part
         self._program_store = ProgramStore() if programs is None else programs
         self._on_cold = on_cold
         self._records = records
@@ -107,7 +114,7 @@ class Worker:
         self.embedding_size = 0
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
-        layers = [layer.within(self._max_model_len) for layer in self.spec.layers]
+        layers = [layer.within(self._max_model_len) for layer in self._layers()]
         check_layers(layers, device.supports, self.spec.source)
         check_weight_files(self.spec)
         self._check_weights()
@@ -126,6 +133,13 @@ class Worker:
         # A grid of sequence lengths is there before the cache whose size the others depend on.
         self.grids = self._choice.sequence_grids()
 
+    def _layers(self) -> Sequence[LayerSpec]:
+        """The model's layers, or what this rank computes of them. Raises `ModelError`."""
+        if self._part is None:
+            return self.spec.layers
+        check_plan(self.spec.config, self.spec.source, self._part)
+        return self._part.layers_of(self.spec.layers, self.spec.source)
+
     def load(self) -> None:
         """Load the weights onto the device.
 
@@ -135,7 +149,7 @@ class Worker:
             self._announce_pooling()
         start = before = self._memory_use()
         self._model = load_model(
-            self.spec, self.device.torch_device, self.dtype, self._max_model_len
+            self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._part
         )
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
@@ -189,6 +203,8 @@ class Worker:
             self.grids,
             self.read,
             self._make_scorer(compiled),
+            # Another rank would wait for the collective calls of the whole batch.
+            divides_failed_batches=self._part is None,
         )
         self._traffic_log = self._choice.traffic_log(self.grids) if self._records else None
         self._set_policy_of_misses(forward_runner)
@@ -209,6 +225,8 @@ class Worker:
         self._before_cache = self._memory_use()
         sizing.log_plan(self._memory)
         planned = sizing.num_blocks(self._memory, after_run=True)
+        if self._part is not None:
+            planned = least_over_ranks(planned)
         if self._fits(self._programs.num_blocks):
             planned = self._programs.num_blocks  # a cache of another size needs other programs
         elif self._programs.num_blocks:
@@ -324,6 +342,12 @@ class Worker:
         form = ROUNDED_FORMATS.get(quantization) if packing is None else packing.form
         if form is None:
             return
+        if self._part is not None:
+            raise ConfigError(
+                f"tensor_parallel_size {self._part.size} does not work with weights of {form} "
+                f"yet: serve another checkpoint than {self.spec.source}, or leave it out",
+                "tensor_parallel_size",
+            )
         if packing is not None and quantization != "none":
             raise ConfigError(
                 f"quantization {quantization} rounds weights of bf16, and those of "

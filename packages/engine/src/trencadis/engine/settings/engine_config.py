@@ -224,6 +224,15 @@ class EngineConfig(CapacitySettings):
         group=MODEL,
         help=f"auto, {', '.join(DEVICES)}, or module:Class for a device of your own",
     )
+    tensor_parallel_size: int = setting_field(
+        1,
+        integer(1, 64),
+        "--tensor-parallel-size",
+        metavar="N",
+        group=MODEL,
+        help="processes that divide each layer between them, on cpu; memory settings are for all "
+        "of them together",
+    )
     kv_cache_memory: int | None = setting_field(
         None,
         integer(1, MAX_BYTES, optional=True),

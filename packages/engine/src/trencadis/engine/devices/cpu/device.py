@@ -46,13 +46,14 @@ class CPUDevice(Device):
     ``num_threads`` is the number of threads of an operation. None: that of ``OMP_NUM_THREADS``, or
     without it as many as cores are free (`AdaptiveThreads`). ``kernels``: the directory of
     compiled kernels, by default in the user's cache directory; ``trusted``: those of other users
-    are loaded, too.
+    are loaded, too. ``num_ranks``: processes with such a device that share the memory and, where
+    ``num_threads`` is None, the cores.
     """
 
     name = "cpu"
     torch_device = torch.device("cpu")
     preferred_dtype = torch.bfloat16
-    default_kv_cache_memory = 1 << 30
+    default_kv_cache_memory: int | None = 1 << 30
     shares_host_memory = True
     lists_programs = True
 
@@ -62,9 +63,16 @@ class CPUDevice(Device):
         kernels: Path | None = None,
         *,
         trusted: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         self._kernels = kernels
         self._trusted = trusted
+        self._num_ranks = num_ranks
+        if num_ranks > 1:
+            self.default_kv_cache_memory = (1 << 30) // num_ranks
+            if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
+                # Not adapted: the ranks would take the cores from each other.
+                num_threads = max(1, default_num_threads() // num_ranks)
         if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
             num_threads = default_num_threads()
             self._threads: AdaptiveThreads | None = AdaptiveThreads(num_threads, read_core_times)
@@ -81,12 +89,12 @@ class CPUDevice(Device):
         limit, used = _cgroup_bytes("memory.max"), _cgroup_bytes("memory.current")
         if limit is not None and used is not None:
             available = min(available, max(0, limit - used))
-        return available
+        return available // self._num_ranks
 
     def total_memory(self) -> int:
         total = int(psutil.virtual_memory().total)
         limit = _cgroup_bytes("memory.max")
-        return total if limit is None else min(total, limit)
+        return (total if limit is None else min(total, limit)) // self._num_ranks
 
     def peak_memory(self, run: Callable[[], object]) -> int:
         """The growth of this process's resident memory; 0 where Linux does not tell its peak.
@@ -125,7 +133,7 @@ class CPUDevice(Device):
         The kernel is our own where the processor has vectors of 512 bits and there is a
         compiler (`TiledLinear`), for an even number of inputs; else oneDNN's (`PackedLinear`),
         which repacks a plain weight in every call. fp32 layers stay plain, so that results equal
-        those of the unmodified model. Integers are multiplied as they are, where activations are
+        those of the unmodified model. Integers are multiplied packed, where activations are
         bf16 and the processor has AVX2.
 
         Attention becomes a kernel that is compiled for the first layer, where there is a compiler.
@@ -188,7 +196,7 @@ class CPUDevice(Device):
         return CPUAttention(kernel)
 
     def _multiply_integers(self, model: nn.Module) -> None:
-        """Replace packed layers whose weights the kernel multiplies as they are."""
+        """Replace packed layers whose weights the kernel multiplies."""
         layers: dict[torch.dtype, list[_Layer]] = {}
         for layer in _layers_of(model, QuantizedLinear):
             packed = layer[2].packed

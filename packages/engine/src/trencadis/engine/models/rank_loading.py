@@ -1,0 +1,166 @@
+"""Loads the part of a model that one rank has, by transformers' plan for tensor parallelism.
+
+transformers knows for each architecture which layers are divided by columns and which by rows
+(``base_model_tp_plan``), and reads of a checkpoint only what a rank needs. It computes with
+distributed tensors, whose dispatch would cost more than a small layer; so the modules become plain
+ones again, with the weights of this rank, and those that need other ranks are replaced by
+`rank_modules`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+
+from trencadis.engine.errors import ModelError
+from trencadis.engine.models.layer_spec import LayerSpec
+from trencadis.engine.models.rank_modules import (
+    RowLinear,
+    SplitEmbedding,
+    SplitHead,
+    sum_over_ranks,
+)
+from trencadis.engine.models.rank_part import RankPart
+from trencadis.kvcache import ceil_div
+
+_COLUMNS, _ROWS, _EMBEDDING = "colwise", "rowwise", "embedding_rowwise"
+_HEAD, _EXPERTS, _REPLICATED = "colwise_gather_output", "moe_tp_experts", "replicate"
+
+_STYLES = frozenset(
+    {
+        *(_COLUMNS, _ROWS, _EMBEDDING, _HEAD, _EXPERTS, _REPLICATED),
+        *("packed_colwise", "replicated_with_grad_allreduce"),
+    }
+)
+"""What transformers calls the ways to divide a module that this module knows. Another one, as of a
+latent attention, needs a collective call of its own."""
+
+_KEYS_AND_VALUES = ("k_proj", "v_proj")
+
+
+def check_plan(config: PreTrainedConfig, name: str, part: RankPart) -> dict[str, str]:
+    """How transformers divides each module of a model with this configuration, by its name.
+
+    Raises `ModelError` for a model that has no plan, or one that is not known here.
+    """
+    try:  # not in the oldest transformers that the package accepts
+        import transformers.distributed.tensor_parallel  # noqa: F401, PLC0415
+    except ImportError as error:
+        raise ModelError(
+            f"tensor_parallel_size {part.size} needs a transformers that divides models while it "
+            f"loads them ({error}): install transformers>=5.23, or leave tensor_parallel_size out"
+        ) from error
+    classes: Any = AutoModelForCausalLM
+    with torch.device("meta"):
+        model = classes.from_config(copy.deepcopy(config), trust_remote_code=False)
+    plan: dict[str, str] = dict(model.tp_plan or {})
+    reason = ""
+    if not plan:
+        reason = "transformers has no plan to divide it (base_model_tp_plan)"
+    elif other := sorted(set(plan.values()) - _STYLES):
+        reason = f"its plan divides modules in ways that are not supported: {', '.join(other)}"
+    elif any(not _is_divided(plan, each) for each in ("q_proj", *_KEYS_AND_VALUES)):
+        reason = "its plan does not divide queries, keys and values by heads"
+    elif any(style == _HEAD and "*" in module for module, style in plan.items()):
+        reason = "its plan gathers the outputs of a layer"
+    if reason:
+        raise ModelError(
+            f"{name} cannot be served with tensor_parallel_size {part.size}: {reason}. Leave it "
+            "out, or serve another model"
+        )
+    return plan
+
+
+def arguments_of_loading(
+    plan: Mapping[str, str], layers: Sequence[LayerSpec], part: RankPart
+) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` with which it reads what a rank has.
+
+    ``layers`` are those of the model. Key-value heads that several ranks share are read whole, and
+    `keep_part` chooses among them.
+    """
+    from transformers.distributed.configuration_utils import DistributedConfig  # noqa: PLC0415
+
+    whole = {name: _REPLICATED for name in plan if name.endswith(_KEYS_AND_VALUES)}
+    changed = whole if part.repeats_kv_heads(layers) else None  # None: no rule changes
+    return {"distributed_config": DistributedConfig(tp_size=part.size, tp_plan=changed)}
+
+
+def keep_part(
+    model: nn.Module, plan: Mapping[str, str], layers: Sequence[LayerSpec], part: RankPart
+) -> None:
+    """Make a model that was loaded so plain again, with what ``part`` computes of it, in place.
+
+    ``plan`` is that of `check_plan`, ``layers`` those of the whole model.
+    """
+    sizes = {name: module.weight.shape[0] for name, module in _linear_or_embedding(model)}
+    _make_local(model)
+    for name, module in list(model.named_modules()):
+        vars(module).pop("forward", None)  # which transformers has wrapped
+        style = plan.get(_pattern(name))
+        if style == _EXPERTS:
+            module.register_forward_hook(lambda _module, _given, output: sum_over_ranks(output))
+        elif style == _EMBEDDING:
+            first = part.rank * ceil_div(sizes[name], part.size)
+            model.set_submodule(name, SplitEmbedding(module, first))
+        elif style == _HEAD:
+            size = sizes[name]
+            model.set_submodule(name, SplitHead(_resized(module), size, ceil_div(size, part.size)))
+        elif style == _ROWS and isinstance(module, nn.Linear):
+            model.set_submodule(name, RowLinear(_resized(module)))
+        elif style == _COLUMNS and isinstance(module, nn.Linear):
+            if name.endswith(_KEYS_AND_VALUES) and part.repeats_kv_heads(layers):
+                _keep_heads(module, _layer_of(name, layers), part)
+            _resized(module)
+
+
+def _is_divided(plan: Mapping[str, str], projection: str) -> bool:
+    return any(name.endswith(projection) and style == _COLUMNS for name, style in plan.items())
+
+
+def _linear_or_embedding(model: nn.Module) -> list[tuple[str, Any]]:
+    kinds = (nn.Linear, nn.Embedding)
+    return [(name, each) for name, each in model.named_modules() if isinstance(each, kinds)]
+
+
+def _make_local(model: nn.Module) -> None:
+    """Replace each distributed weight by the part in this process. Tied weights stay tied."""
+    local: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        weights: dict[str, Any] = module._parameters
+        for name, weight in weights.items():
+            if isinstance(weight, DTensor):
+                plain = nn.Parameter(weight.to_local(), requires_grad=False)
+                weights[name] = local.setdefault(id(weight), plain)
+
+
+def _pattern(name: str) -> str:
+    """The name of a module as plans have it: ``*`` for the number of a layer."""
+    return ".".join("*" if each.isdigit() else each for each in name.split("."))
+
+
+def _resized(linear: Any) -> nn.Linear:
+    """The layer, once its numbers of inputs and outputs are those of its weights."""
+    linear.out_features, linear.in_features = linear.weight.shape
+    return linear  # type: ignore[no-any-return]
+
+
+def _layer_of(name: str, layers: Sequence[LayerSpec]) -> LayerSpec:
+    """The layer of a module, by the number in its name."""
+    return layers[next(int(each) for each in name.split(".") if each.isdigit())]
+
+
+def _keep_heads(linear: nn.Linear, layer: LayerSpec, part: RankPart) -> None:
+    """Keep the outputs of the key-value heads of a rank."""
+    width = linear.weight.shape[0] // layer.kv_heads
+    kept = part.kv_heads_of(layer.kv_heads)
+    for name, weight in linear._parameters.items():
+        if weight is not None:  # not a view, which would keep all
+            own = weight[kept.start * width : kept.stop * width].clone()
+            linear._parameters[name] = nn.Parameter(own, requires_grad=False)

@@ -1,0 +1,94 @@
+"""What ranks compute together: modules whose weights are divided between them, and their sums.
+
+The ranks are those of the process group of torch.distributed. Each of them runs the same forward
+pass on the same tokens, so all come to each of these calls in the same order. A call raises
+`RuntimeError` once the time limit of the process group has passed, or another rank has ended.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def least_over_ranks(number: int) -> int:
+    """The smallest of the ranks' numbers."""
+    held = torch.tensor([number], dtype=torch.int64)
+    dist.all_reduce(held, op=dist.ReduceOp.MIN)
+    return int(held)
+
+
+def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
+    """The sum of the ranks' tensors, which replaces ``part``."""
+    part = part.contiguous()
+    dist.all_reduce(part)
+    return part
+
+
+class RowLinear(nn.Module):
+    """A linear layer of which each rank has the columns of weights for its part of the inputs.
+
+    ``linear`` has no bias: that is added once, to the sum.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.linear = linear
+        self.bias: nn.Parameter | None = linear.bias
+        linear.register_parameter("bias", None)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Outputs ``[..., outputs]`` of this rank's part of the inputs."""
+        outputs = sum_over_ranks(self.linear(inputs))
+        return outputs if self.bias is None else outputs + self.bias
+
+
+class SplitEmbedding(nn.Module):
+    """An embedding of which each rank has the rows of some tokens, from ``first`` on."""
+
+    def __init__(self, embedding: nn.Embedding, first: int) -> None:
+        super().__init__()
+        self.embedding = embedding
+        self.first = first
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """The rows of this rank."""
+        return self.embedding.weight
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Vectors ``[..., hidden size]``. Those of other ranks' tokens are 0 here, and added."""
+        num_rows = self.embedding.weight.shape[0]
+        rows = token_ids - self.first
+        is_here = (rows >= 0) & (rows < num_rows)
+        vectors = self.embedding(rows.clamp(0, max(0, num_rows - 1)))
+        return sum_over_ranks(torch.where(is_here[..., None], vectors, 0))
+
+
+class SplitHead(nn.Module):
+    """An output head of which each rank has the rows of some tokens, the last rank fewer.
+
+    ``num_tokens``: the vocabulary. ``num_rows``: those of the first rank.
+    """
+
+    def __init__(self, linear: nn.Linear, num_tokens: int, num_rows: int) -> None:
+        super().__init__()
+        self.linear = linear
+        self.num_tokens = num_tokens
+        self.num_rows = num_rows
+
+    @property
+    def weight(self) -> Any:
+        """The rows of this rank."""
+        return self.linear.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits ``[..., vocabulary]``, on every rank."""
+        part = self.linear(hidden)
+        part = nn.functional.pad(part, (0, self.num_rows - part.shape[-1])).contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
+        dist.all_gather(parts, part)
+        return torch.cat(parts, dim=-1)[..., : self.num_tokens]

@@ -1,0 +1,238 @@
+"""The executor of several ranks: each method is called in every rank, and rank 0 answers.
+
+A step is sent once to each rank, which runs it like an executor of its own; the collective calls of
+the forward pass are between the ranks alone (`rank_modules`). The core has no tensors.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import attrs
+
+from trencadis.bucketing import Bucket
+from trencadis.engine.api.inspection import GridUsage
+from trencadis.engine.devices import select_device
+from trencadis.engine.errors import RankError
+from trencadis.engine.ipc.messages import BUSY_SECONDS
+from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
+from trencadis.engine.runner.ranks.rank_messages import StepAnswer
+from trencadis.engine.runner.ranks.rank_processes import RankProcesses
+from trencadis.engine.runner.ranks.unsupported import check_device, check_settings, switch_error
+from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
+from trencadis.engine.settings.engine_config import EngineConfig
+from trencadis.warmup import Phase, WarmupReport
+
+logger = logging.getLogger("trencadis.engine")
+
+_START_SECONDS = 3600.0
+"""Longest reading of a checkpoint, as long as the start of a core."""
+
+_QUERY_SECONDS = 60.0
+"""Longest answer to what computes nothing."""
+
+_CLOSE_SECONDS = 5.0
+"""Time for the ranks to write what was recorded: half of that of the core for its own end."""
+
+_BEFORE_FRONT = 0.9
+"""The ranks are given up after this share of the time after which the front gives up the core, so
+that the core can say which of them it was."""
+
+
+@attrs.frozen(eq=False)
+class _RankStep:
+    """A `PendingStep` of all ranks."""
+
+    executor: RankExecutor
+    number: int
+    call: int
+
+    def wait(self) -> StepResult:
+        """See `PendingStep`. Raises `RankError`."""
+        return self.executor.result_of(self.number, self.call)
+
+
+class RankExecutor:
+    """An `Executor` with ``config.tensor_parallel_size`` processes on this machine's CPU.
+
+    Its methods raise `RankError` once a rank has ended, hangs or computes something else than the
+    others: then none of them is left, and the core cannot go on. Raises `ConfigError` for settings
+    that ranks cannot have (`unsupported`).
+    """
+
+    on_cold: Callable[[object], None]
+    """Never called: nothing is compiled."""
+
+    def __init__(self, config: EngineConfig, *, records: bool = True) -> None:
+        device = select_device(config.device)
+        check_device(config, device.name)
+        check_settings(config.for_device(device.defaults))
+        self.device_facts = DeviceFacts(
+            device.name, device.defaults, device.temperature_source, device.sensor_indices
+        )
+        self.on_cold = lambda shape: None
+        self.is_asleep = False
+        self.is_warming_up = False
+        self._config = config
+        self._limit_s = _step_limit(config)
+        self._counters = ExecutorCounters(
+            num_ready_buckets=0,
+            num_graphs=0,
+            num_padded_tokens=0,
+            num_bucket_misses=0,
+            num_cold_forwards=0,
+            num_compilations=0,
+        )
+        self.processes = RankProcesses(_share_of(config), self._limit_s, records=records)
+
+    # A model, from its checkpoint to its first step.
+
+    def check(self, config: EngineConfig) -> None:
+        raise switch_error(self._config)
+
+    def load(self, config: EngineConfig) -> bool:
+        self._config = config
+        in_memory: list[bool] = self._started("load", _share_of(config), limit_s=_START_SECONDS)
+        return in_memory[0]
+
+    def plan_memory(self) -> ModelFacts:
+        return self._facts(self._started("plan_memory", limit_s=BUSY_SECONDS))
+
+    def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
+        reports = self._call("warm_up", limit_s=BUSY_SECONDS, stop=stop)
+        self._counters = self._ask_first("counters")
+        report: WarmupReport | None = reports[0]
+        return report
+
+    def advance_warm_up(self, *, idle: bool) -> None:
+        del idle  # there is none in the background
+
+    # Steps.
+
+    def execute(self, step: StepInput) -> PendingStep:
+        return _RankStep(self, step.number, self.processes.send("execute", step))
+
+    def result_of(self, step: int, call: int) -> StepResult:
+        """The result of a step, once all ranks have computed it. Raises `RankError`."""
+        answers: list[StepAnswer] = self.processes.answers(call, self._limit_s)
+        first = answers[0]
+        for rank, answer in enumerate(answers):
+            if answer.digest != first.digest:
+                raise self.processes.fail(
+                    f"rank {rank} has other results of step {step} than rank 0"
+                )
+        if first.result is None or first.counters is None:
+            raise self.processes.fail("rank 0 has sent no result")
+        self._counters = first.counters
+        return first.result
+
+    def pays_to_jump(self, start: int, num_forced: int, num_seqs: int) -> bool:
+        pays: bool = self._ask_first("pays_to_jump", start, num_forced, num_seqs)
+        return pays
+
+    def probe(self) -> None:
+        self._call("probe", limit_s=self._limit_s)
+
+    def counters(self) -> ExecutorCounters:
+        """Those after the last step. Raises `RankError` where a rank has ended meanwhile."""
+        self.processes.check_alive()
+        return self._counters
+
+    def grid_usage(self) -> tuple[GridUsage, ...]:
+        usage: tuple[GridUsage, ...] = self._ask_first("grid_usage")
+        return usage
+
+    def missing_buckets(self) -> Sequence[tuple[Phase, Bucket]]:
+        return ()  # nothing is compiled
+
+    # Another model, and sleep.
+
+    def memory_in_use(self) -> int:
+        return sum(self._call("memory_in_use", limit_s=_QUERY_SECONDS))
+
+    def has_weights(self, config: EngineConfig) -> bool:
+        has: bool = self._ask_first("has_weights", _share_of(config))
+        return has
+
+    def put_aside(self, following: EngineConfig, stash_bytes: int) -> None:
+        raise switch_error(self._config)
+
+    def unload(self) -> None:
+        raise switch_error(self._config)
+
+    def put_back(self) -> None:
+        """Nothing was put aside."""
+
+    def sleep(self, level: int) -> None:
+        self.is_asleep = True
+        self._call("sleep", level, limit_s=BUSY_SECONDS)
+
+    def wake(self, stop: Callable[[], bool] = lambda: False) -> ModelFacts:
+        facts = self._facts(self._call("wake", limit_s=_START_SECONDS, stop=stop))
+        self.is_asleep = False
+        return facts
+
+    def close(self) -> None:
+        try:
+            self.processes.call("close", limit_s=_CLOSE_SECONDS)
+        except RankError as error:  # who closes it has no use for them
+            logger.warning("The ranks cannot write what was recorded: %s", error)
+        finally:
+            self.processes.end()
+
+    def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        limit_s: float,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> list[Any]:
+        """What a method returns in each rank. The ranks are ended once ``stop`` returns True."""
+
+        def poll() -> None:
+            if stop():
+                raise self.processes.fail(f"{method} was ended")
+
+        return self.processes.call(method, *arguments, limit_s=limit_s, while_waiting=poll)
+
+    def _started(self, method: str, *arguments: Any, limit_s: float) -> list[Any]:
+        """As `_call`. After an error there is no core that would end the ranks."""
+        try:
+            return self._call(method, *arguments, limit_s=limit_s)
+        except BaseException:
+            self.processes.end()
+            raise
+
+    def _ask_first(self, method: str, *arguments: Any) -> Any:
+        """What a method returns that computes nothing, in rank 0."""
+        return self.processes.call(method, *arguments, limit_s=_QUERY_SECONDS, ranks=(0,))[0]
+
+    def _facts(self, of_ranks: list[ModelFacts]) -> ModelFacts:
+        """Those of rank 0, with the blocks of all ranks. Raises `RankError` where others differ."""
+        first = of_ranks[0]
+        for rank, facts in enumerate(of_ranks):
+            if attrs.evolve(facts, spec=first.spec) != first:
+                raise self.processes.fail(f"rank {rank} has planned another cache than rank 0")
+        return attrs.evolve(
+            first, config=self._config, block_bytes=first.block_bytes * len(of_ranks)
+        )
+
+
+def _share_of(config: EngineConfig) -> EngineConfig:
+    """The settings of a rank: its share of the memory that the user gives to all of them."""
+    size = config.tensor_parallel_size
+    memory, swap = config.kv_cache_memory, config.swap_space
+    return attrs.evolve(
+        config,
+        kv_cache_memory=None if memory is None else max(1, memory // size),
+        swap_space=None if swap is None else swap / size,
+    )
+
+
+def _step_limit(config: EngineConfig) -> float:
+    """Seconds after which a step, or a collective call, is given up."""
+    if not config.hang_restart_timeout:
+        return _START_SECONDS
+    return _BEFORE_FRONT * max(config.hang_restart_timeout, config.hang_timeout)

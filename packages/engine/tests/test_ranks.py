@@ -1,0 +1,285 @@
+"""Tensor parallelism on the CPU: the tokens of one process, and what becomes of a rank that fails.
+
+A rank that a test needs to fail in its own code does so by a signal: ``sitecustomize.py`` in a
+directory of ``PYTHONPATH`` lets SIGUSR1 raise an error in whatever the rank does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import numpy as np
+import psutil
+import pytest
+from child_processes import children
+from model_families import save_family
+from request_mix import GREEDY, SMALL, WAYS, serve
+
+from trencadis.engine import (
+    AsyncEngine,
+    ConfigError,
+    EngineConfig,
+    EngineCore,
+    EngineRestarting,
+    GenerateRequest,
+    LogSettings,
+    ModelError,
+    RankError,
+    SamplingParams,
+    StructuredOutput,
+)
+from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.devices import CPUDevice
+from trencadis.engine.front.multi_model_config import ModelEntry
+from trencadis.engine.runner.in_process import InProcessExecutor
+from trencadis.kvcache import DefragConfig
+
+FORMS = [
+    {"max_tokens": 12, "seed": 1, "structured_output": StructuredOutput(regex="[a-c]{9}")},
+    {**GREEDY, "logprobs": 2, "prompt_logprobs": 2},
+]
+QUIET = LogSettings(level=100)
+LIMIT_SECONDS = 240.0
+"""Longest test of a failure, on a busy machine."""
+
+
+class OtherDevice(CPUDevice):
+    """A device of another name."""
+
+    name = "other"
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(monkeypatch: pytest.MonkeyPatch, own_processes: None) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture
+def start(own_processes: None) -> Iterator[Callable[..., EngineCore]]:
+    """Starts cores, and closes them after the test: no process is left."""
+    cores: list[EngineCore] = []
+
+    def make(model: Path, size: int = 2, **changes: object) -> EngineCore:
+        config = EngineConfig(model=str(model), tensor_parallel_size=size, **SMALL | changes)
+        cores.append(EngineCore(config))
+        cores[-1].warm_up()
+        return cores[-1]
+
+    yield make
+    for core in cores:
+        core.close()
+    assert not children(), "no rank is left behind"
+
+
+def ways() -> list[list[dict[str, Any]]]:
+    has_grammars = importlib.util.find_spec("llguidance") is not None
+    return [*WAYS.values(), FORMS if has_grammars else FORMS[1:]]
+
+
+def assert_equal(found: Any, expected: Any) -> None:
+    """The same tokens, and log-probabilities within 1e-4: sums have another order."""
+    assert found.keys() == expected.keys()
+    for key, tokens in expected.items():
+        same = found[key]
+        assert [(t.index, t.token_id) for t in same] == [(t.index, t.token_id) for t in tokens]
+        for here, there in zip(same, tokens, strict=True):
+            assert (here.logprobs is None) == (there.logprobs is None)
+            if there.logprobs is not None:
+                np.testing.assert_allclose(
+                    [each.logprob for each in _flat(here.logprobs)],
+                    [each.logprob for each in _flat(there.logprobs)],
+                    atol=1e-4,
+                )
+
+
+def _flat(logprobs: Any) -> list[Any]:
+    return [logprobs.chosen, *logprobs.top]
+
+
+def test_two_ranks_serve_what_one_process_serves(
+    tiny_model: Path, start: Callable[..., EngineCore]
+) -> None:
+    """One start of the ranks for all of this, since it takes seconds."""
+    changes = {"num_blocks": 24, "num_host_blocks": 64, "async_scheduling": True}
+    alone, core = (start(tiny_model, size, **changes) for size in (1, 2))
+    for params in ways():
+        assert_equal(serve(core, params), serve(alone, params))
+    assert core.stats.num_preemptions > 0
+    assert core.stats.num_swap_out_bytes == alone.stats.num_swap_out_bytes > 0
+
+    # The cache is that of one process, in two halves, and a step is one message to each rank.
+    assert core.facts == _as_facts(core, alone)
+    processes, steps = core.executor.processes, core.stats.num_steps
+    messages = processes.num_messages
+    serve(core, [GREEDY])
+    assert processes.num_messages - messages == core.stats.num_steps - steps
+    assert processes.num_bytes / processes.num_messages < 4096
+
+    # Sleep and wake, and what is not possible leaves the model as it is.
+    switcher = ModelSwitcher(core)
+    switcher.sleep(1)
+    switcher.wake_up()
+    expected = serve(alone, [GREEDY])
+    assert_equal(serve(core, [GREEDY]), expected)
+    with pytest.raises(ConfigError, match="does not work with a switch of models yet"):
+        core.executor.check(core.config)
+
+    # A rank that ends while nothing is served is noticed, and no other is left.
+    ranks = [psutil.Process(pid) for pid in processes.pids]
+    ranks[1].kill()
+    assert "rank 1 has ended with exit code -9: all ranks were ended" in _error_of_stats(core)
+    assert not any(rank.is_running() for rank in ranks)
+    with pytest.raises(RankError, match="all ranks were ended"):
+        core.executor.probe()
+
+
+def _error_of_stats(core: EngineCore) -> str:
+    """The error of an idle core's next stats, once the kernel has ended the process."""
+    for _ in range(2000):
+        try:
+            _ = core.stats
+        except RankError as error:
+            return str(error)
+        time.sleep(0.01)
+    return ""
+
+
+def _as_facts(core: EngineCore, alone: EngineCore) -> Any:
+    return attrs.evolve(alone.facts, config=core.config, spec=core.spec)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("compile", True),
+        ("warmup", "background"),
+        ("runner", "pooling"),
+        ("quantization", "int8"),
+        ("device", "test_ranks:OtherDevice"),
+    ],
+)
+def test_what_ranks_cannot_do_yet_is_rejected_by_its_name(
+    tiny_model: Path, field: str, value: object
+) -> None:
+    settings = {**SMALL, "tensor_parallel_size": 2, field: value}
+    with pytest.raises(ConfigError, match="tensor_parallel_size 2 does not work with") as caught:
+        EngineCore(EngineConfig(model=str(tiny_model), **settings))
+    assert caught.value.field == field
+
+
+def test_one_process_alone_never_takes_the_setting(tiny_model: Path) -> None:
+    config = EngineConfig(model=str(tiny_model), tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="for serving alone"):
+        InProcessExecutor(config, records=False)
+    with pytest.raises(ConfigError, match="switches of models"):
+        ModelEntry("a", config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["Llama", "Qwen 2", "Qwen 3", "Gemma 3 (text)", "Mixtral"])
+def test_families_get_the_tokens_of_one_process(
+    tmp_path: Path, start: Callable[..., EngineCore], family: str, size: int
+) -> None:
+    """Four attention heads and two key-value heads: with four ranks, two have the same one."""
+    model = save_family(family, tmp_path)
+    changes = {
+        **{"num_blocks": 24, "num_host_blocks": 64},
+        **{"defrag": DefragConfig(enabled=True)},
+    }
+    alone, core = (start(model, each, **changes) for each in (1, size))
+    for params in ways()[:-1]:  # without a tokenizer there are no grammars
+        assert_equal(serve(core, params, 4), serve(alone, params, 4))
+    assert core.stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "reason"),
+    [("DeepSeek V3", "its plan"), ("GPT-2", "no plan"), ("Phi-3", "its plan")],
+)
+def test_a_model_that_cannot_be_divided_is_rejected(
+    tmp_path: Path, start: Callable[..., EngineCore], family: str, reason: str
+) -> None:
+    with pytest.raises(ModelError, match=f"tensor_parallel_size 2: .*{reason}"):
+        start(save_family(family, tmp_path), 2)
+    with pytest.raises(ModelError, match="does not divide its 4 attention heads"):
+        start(save_family("Llama", tmp_path / "llama"), 3)
+    assert not children()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1], ids=lambda each: each.name
+)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_in_a_step_is_recovered_from(
+    tiny_model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    rank: int,
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import signal\n"
+        "def fail(*_): raise RuntimeError('planted')\n"
+        "signal.signal(signal.SIGUSR1, fail)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    settings = {**SMALL, "max_model_len": 256, "tensor_parallel_size": 2}
+    config = EngineConfig(
+        model=str(tiny_model), **settings, hang_timeout=20.0, hang_restart_timeout=20.0
+    )
+
+    async def body() -> None:
+        engine = await AsyncEngine.start(config, QUIET)
+        try:
+            expected = await _tokens(engine, 8)
+            ranks = _ranks()
+            lost = asyncio.create_task(_tokens(engine, 200))
+            await _until(lambda: engine.stats.num_running_reqs)
+            ranks[rank].send_signal(number)
+            with pytest.raises(EngineRestarting, match="this request is lost"):
+                await lost
+            await _until(lambda: engine.is_alive)
+            assert await _tokens(engine, 8) == expected
+            assert not any(each.is_running() for each in ranks)
+        finally:
+            await engine.stop()
+        assert not children()
+
+    _limited(body)
+
+
+async def _tokens(engine: AsyncEngine, count: int) -> list[int]:
+    params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+    tokens: list[int] = []
+    async for delta in engine.generate(GenerateRequest((1, 2, 3), params)):
+        tokens += delta.token_ids
+    return tokens
+
+
+def _ranks() -> list[psutil.Process]:
+    """The processes of the ranks, in their order, which is that of their start."""
+    found = [each for each in children() if "rank_process" in " ".join(each.cmdline())]
+    return sorted(found, key=lambda each: each.pid)
+
+
+async def _until(condition: Callable[[], object]) -> None:
+    for _ in range(int(LIMIT_SECONDS / 0.01)):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError("it did not happen")
+
+
+def _limited(body: Callable[[], Awaitable[None]]) -> None:
+    asyncio.run(asyncio.wait_for(body(), LIMIT_SECONDS))
