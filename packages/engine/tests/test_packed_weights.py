@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trencadis.engine import LLM, ConfigError, ModelError, SamplingParams
-from trencadis.engine.devices.cpu.tiled_linear import IntegerLinear
+from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.tiled_linear import IntegerLinear, load_linear_kernel
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.packed_weight import PackedWeight, QuantizedLinear
 
@@ -24,6 +25,9 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
 GROUP = 16
 AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)
 """The outputs of the eight numbers of a word, from the lowest bits on: AutoAWQ, `order_map`."""
+
+
+ONES = {4: np.uint32(0x11111111), 8: np.uint32(0x01010101)}
 
 
 def words(numbers: Array, bits: int, axis: int) -> Array:
@@ -49,7 +53,7 @@ class Layer:
         self.scales = draw.uniform(0.01, 0.02, (outputs, self.groups)).astype(np.float16)
         middle = 1 << (bits - 1)
         shape = (outputs, self.groups)
-        drawn = draw.integers(max(1, middle - 8), middle + 8, shape)
+        drawn = draw.integers(middle - 8, middle + 8, shape)
         self.zeros = drawn if zeros else np.full(shape, middle)
         of_inputs = np.arange(inputs) // GROUP
         self.of_inputs = draw.permutation(of_inputs) if reorders else of_inputs
@@ -61,7 +65,10 @@ class Layer:
 def gptq(layer: Layer, bits: int, less: int = 1) -> dict[str, Array]:
     return {
         "qweight": words(layer.steps, bits, 1).T,
-        "qzeros": words(layer.zeros - less, bits, 0).T,
+        # One less in each number of a word at once: a 0 borrows from the next one.
+        "qzeros": (words(layer.zeros, bits, 0).view(np.uint32) - less * ONES[bits])
+        .view(np.int32)
+        .T,
         "scales": layer.scales.T,
         "g_idx": layer.of_inputs.astype(np.int32),
     }
@@ -80,7 +87,9 @@ def awq(layer: Layer) -> dict[str, Array]:
     }
 
 
-def pack_quantized(layer: Layer, bits: int, *, zeros: bool, reorders: bool) -> dict[str, Array]:
+def pack_quantized(
+    layer: Layer, bits: int, *, zeros: bool, reorders: bool, is_old: bool = False
+) -> dict[str, Array]:
     tensors = {
         "weight_packed": words(layer.steps, bits, 1),
         "weight_scale": layer.scales,
@@ -88,6 +97,9 @@ def pack_quantized(layer: Layer, bits: int, *, zeros: bool, reorders: bool) -> d
     }
     if zeros:
         tensors["weight_zero_point"] = words(layer.zeros, bits, 0)
+        if is_old:  # compressed-tensors before 0.10
+            tensors["weight_zero_point"] = (layer.zeros - (1 << (bits - 1))).astype(np.int8)
+    tensors["weight_g_idx"] = np.full(layer.steps.shape[1], -1, np.int32)
     if reorders:
         tensors["weight_g_idx"] = layer.of_inputs.astype(np.int32)
     return tensors
@@ -176,6 +188,11 @@ FORMATS: dict[str, tuple[dict[str, Any], Packs]] = {
         for bits, zeros, reorders in ((4, False, False), (4, True, False), (4, True, True),
                                       (8, True, False))
     },
+    "pack-quantized of an old version": (
+        compressed("pack-quantized", 4, "group"),
+        of_integers(4, zeros=True, reorders=False, packs=lambda x: pack_quantized(
+            x, 4, zeros=True, reorders=False, is_old=True)),
+    ),
     "int-quantized": (compressed("int-quantized", 8, "channel"), plain_int8),
     "fp8 by channel": (
         compressed("float-quantized", 8, "channel", "float"), fp8(lambda outputs: (outputs, 1)),
@@ -238,13 +255,26 @@ def test_weights_are_unpacked_exactly_and_stay_packed(packed_model: Path) -> Non
         assert not isinstance(layer.scales, torch.nn.Parameter)
 
 
+def layer_in_bf16(model: Path) -> type:
+    """Integers are multiplied by the kernel, where there is one."""
+    packing = inspect_model(str(model)).packing
+    assert packing is not None
+    if packing.form.is_float:
+        return QuantizedLinear
+    try:
+        load_linear_kernel(weights=torch.uint8 if packing.form.bits == 4 else torch.int8)
+    except NoKernel:
+        return QuantizedLinear
+    return IntegerLinear
+
+
 def test_a_packed_model_serves_the_tokens_of_its_expansion(packed_model: Path) -> None:
     tokens, kinds = generated(packed_model, "float32")
     assert kinds == {QuantizedLinear}
     assert tokens == generated(packed_model.parent / "expanded", "float32")[0]
-    in_bf16, kinds = generated(packed_model, "bfloat16")
+    in_bf16, kinds = generated(packed_model, "auto")
     assert [len(sampled) for sampled in in_bf16] == [12] * 3
-    assert kinds <= {QuantizedLinear, IntegerLinear}
+    assert kinds == {layer_in_bf16(packed_model)}
 
 
 def packed_with(tiny_model: Path, directory: Path, settings: dict[str, Any]) -> str:
@@ -258,6 +288,23 @@ def packed_with(tiny_model: Path, directory: Path, settings: dict[str, Any]) -> 
         (compressed("nvfp4-pack-quantized", 4, "group", "float"), "with float of 4 bits"),
         (compressed("pack-quantized", 2, "group"), "with int of 2 bits"),
         (compressed("float-quantized", 8, "block", "float"), "with scales by block"),
+        (
+            {
+                **compressed("pack-quantized", 4, "group"),
+                "transform_config": {"config_groups": {"a": {}}},
+            },
+            "with transforms of activations",
+        ),
+        (
+            {
+                **compressed("pack-quantized", 4, "group"),
+                "config_groups": {
+                    "a": {"weights": {"num_bits": 4}},
+                    "b": {"weights": {"num_bits": 8}},
+                },
+            },
+            "with settings for several groups of layers",
+        ),
         ({"quant_method": "gptq", "bits": 3, "group_size": 128}, "with 3 bits"),
         ({"quant_method": "awq", "bits": 4, "group_size": 64, "version": "gemv"}, "order gemv"),
         ({"quant_method": "gptq"}, "packed as gptq, which is not read"),
@@ -283,6 +330,7 @@ def test_damaged_layers_and_weights_outside_of_linear_layers_are_named(
         ({**whole, f"{name}.weight": torch.zeros(2, 48, dtype=torch.int8)}, "cannot be read"),
         ({k: v for k, v in whole.items() if k != f"{name}.weight"}, "cannot be read: 'weight'"),
         ({**whole, "model.layers.0.experts.weight_scale": torch.ones(1)}, "linear layers alone"),
+        ({**whole, "model.layers.0.mlp.act.scales": torch.ones(1)}, "with scaled activations"),
     ):
         save_file(tensors, file, {"format": "pt"})
         with pytest.raises(ModelError, match=expected):

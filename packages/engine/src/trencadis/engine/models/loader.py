@@ -156,12 +156,14 @@ def resolve_dtype(
 ) -> torch.dtype:
     """The dtype called ``name``, or ``preferred`` with a warning if it is not ``supported``.
 
-    ``auto`` is the checkpoint's dtype if that is bf16 or fp16, else ``preferred``, the device's.
+    ``auto`` is the checkpoint's dtype if that is bf16 or fp16, else ``preferred``, the device's: so
+    for packed weights, which a device multiplies in that one.
     ``supported`` of None is all.
     """
     if name == "auto":
         stored = getattr(spec.config, "dtype", None)
         wanted = stored if stored in (torch.bfloat16, torch.float16) else preferred
+        wanted = wanted if spec.packing is None else preferred
     else:
         wanted = _DTYPES[name]
     if supported is None or wanted in supported:

@@ -69,12 +69,21 @@ class _PackedLayers(HfQuantizer):
         linears = {name for name, each in model.named_modules() if type(each) is nn.Linear}
         if others := sorted(awaited - linears) or (not awaited and ["none is packed"]):
             raise ModelError(
-                f"packed weights ({packing.form.name}) are read for linear layers alone: "
-                f"{others[0]}{f' and {len(others) - 1} more' if others[1:] else ''}"
+                f"packed weights ({packing.form.name}) are read for linear layers alone, under the "
+                f"model's names of them: {others[0]}"
+                f"{f' and {len(others) - 1} more' if others[1:] else ''}"
+            )
+        scaled = [name for name in self._files if name.endswith(".act.scales")]
+        if scaled:
+            raise ModelError(
+                f"packed weights ({packing.form.name}) with scaled activations ({scaled[0]}) are "
+                "not computed: serve the checkpoint in bf16"
             )
         for name in awaited:
             linear: Any = model.get_submodule(name)
             model.set_submodule(name, _Awaited(linear))
+            # A packed head is no view of the embedding, whatever the configuration says.
+            (getattr(model, "all_tied_weights_keys", None) or {}).pop(f"{name}.weight", None)
         known = "|".join(map(re.escape, sorted(awaited)))
         model._keys_to_ignore_on_load_unexpected = {
             *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),

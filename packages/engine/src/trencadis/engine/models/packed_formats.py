@@ -79,7 +79,11 @@ class _NotRead(ValueError):
 
 def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
     """https://github.com/vllm-project/compressed-tensors, ``compressors`` and ``quant_args.py``."""
-    (group,) = settings["config_groups"].values()
+    # A group without weights quantises activations or the KV cache, which is left out.
+    groups = [own for own in settings["config_groups"].values() if own["weights"] is not None]
+    if len(groups) > 1:
+        raise _NotRead("settings for several groups of layers")
+    (group,) = groups
     weights = group["weights"]
     bits, is_float = weights["num_bits"], weights["type"] == "float"
     strategy, size = weights["strategy"], weights.get("group_size")
@@ -88,6 +92,8 @@ def _compressed_tensors(settings: Mapping[str, Any]) -> Packing:
         raise _NotRead(f"scales by {strategy}")
     if (settings.get("sparsity_config") or {}).get("format", "dense") != "dense":
         raise _NotRead("sparse weights")
+    if (settings.get("transform_config") or {}).get("config_groups"):
+        raise _NotRead("transforms of activations")
     if (bits, is_float) not in ((8, False), (4, False), (8, True)):
         raise _NotRead(f"{weights['type']} of {bits} bits")
     form = WeightFormat("compressed-tensors", bits, is_float, size if strategy == "group" else 0)
@@ -115,14 +121,17 @@ def _plain_quantized(tensors: Tensors) -> PackedWeight:
 def _pack_quantized(tensors: Tensors, bits: int) -> PackedWeight:
     """Numbers from ``-2 ** (bits - 1)`` on, moved to 0, the first in the lowest bits of a word.
 
-    Along the inputs; zero points along the outputs.
+    Along the inputs; zero points along the outputs, but those of one number for all outputs, and
+    all in files of compressed-tensors before 0.10, which are numbers around 0.
     """
     outputs, inputs = (int(size) for size in tensors["weight_shape"])
     lowest = 1 << (bits - 1)
     steps = _numbers(tensors["weight_packed"], bits)[:, :inputs] - lowest
     zeros = tensors.get("weight_zero_point")
-    if zeros is not None:
+    if zeros is not None and zeros.dtype is torch.int32:
         zeros = _numbers(zeros.T, bits)[:, :outputs].T - lowest
+    elif zeros is not None:
+        zeros = _of_outputs(zeros, outputs)
     scales = _of_outputs(tensors["weight_scale"], outputs)
     return _packed(_of_bits(steps, bits), scales, zeros, tensors.get("weight_g_idx"))
 
@@ -144,10 +153,15 @@ def _gptq(settings: Mapping[str, Any]) -> Packing:
 
 
 def _read_gptq(tensors: Tensors, bits: int, less: int) -> PackedWeight:
-    """``scales[g] * (qweight - (qzeros[g] + less))`` with ``g = g_idx[input]``."""
+    """``scales[g] * (qweight - (qzeros[g] + less))`` with ``g = g_idx[input]``.
+
+    Writers subtract 1 from each zero point of a word at once, so that a 0 borrows from the next
+    one: https://github.com/ModelCloud/GPTQModel, ``convert_gptq_v1_to_v2_format_module``.
+    """
     lowest = 1 << (bits - 1)
+    ones = sum(1 << shift for shift in range(0, 32, bits))
     steps = _numbers(tensors["qweight"].T, bits) - lowest
-    zeros = _numbers(tensors["qzeros"], bits).T + less - lowest
+    zeros = _numbers(tensors["qzeros"] + less * ones, bits).T - lowest
     scales = tensors["scales"].T
     return _packed(_of_bits(steps, bits), scales, zeros[: len(steps)], tensors.get("g_idx"))
 
@@ -186,11 +200,13 @@ def _packed(
     zeros: torch.Tensor | None = None,
     of_inputs: torch.Tensor | None = None,
 ) -> PackedWeight:
-    """``of_inputs``: the group of each input; None where groups follow each other.
+    """``of_inputs``: the group of each input; None, or -1s, where groups follow each other.
 
     ``steps`` and ``zeros`` are numbers around 0, for 4 bits from -8.
     """
     order = None
+    if of_inputs is not None and (of_inputs < 0).any():
+        of_inputs = None
     if of_inputs is not None and (of_inputs.diff() < 0).any():
         order = of_inputs.argsort(stable=True)
         steps = steps[:, order]

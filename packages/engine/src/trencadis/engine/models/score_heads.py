@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from trencadis.engine.errors import ModelError
+from trencadis.engine.models.packed_weight import QuantizedLinear
 from trencadis.engine.models.pooling import decoder_stems, head_name
 
 _CLASSIFIER = "ForSequenceClassification"
@@ -81,7 +82,8 @@ def keep_tokens(model: Any, token_ids: Sequence[int]) -> nn.Module:
     name, head = head_name(model), model.get_output_embeddings()
     rows = list(token_ids)
     bias = getattr(head, "bias", None)
-    model.set_submodule(name, ScoreHead(head.weight[rows], None if bias is None else bias[rows]))
+    weight = head.packed.unpacked() if isinstance(head, QuantizedLinear) else head.weight
+    model.set_submodule(name, ScoreHead(weight[rows], None if bias is None else bias[rows]))
     return model  # type: ignore[no-any-return]
 
 

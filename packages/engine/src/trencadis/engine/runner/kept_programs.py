@@ -98,7 +98,8 @@ def structure_of(model: nn.Module) -> Hashable:
     """
     config: Any = getattr(model, "config", None)
     described = {} if config is None else dict(config.to_dict())
-    for name in ("_name_or_path", "initializer_range"):  # of the file, and of training
+    # Of the file, of training, and of how the file is read: the tensors tell what weights are.
+    for name in ("_name_or_path", "initializer_range", "quantization_config"):
         described.pop(name, None)
     tensors = tuple((name, x.shape, x.stride(), x.dtype) for name, x in tensors_of(model).items())
     settings = settings_of(model, without=("name_or_path",))

@@ -361,7 +361,6 @@ class Worker:
                 "another device",
                 "quantization",
             )
-        logger.info("Weights of %s are %s on %s", form, use.value, self.device.name)
 
     def _check_policy_of_misses(self) -> None:
         if self.config.on_bucket_miss == "eager" and not self.device.dynamic_shapes:

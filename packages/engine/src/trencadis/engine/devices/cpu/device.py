@@ -149,8 +149,8 @@ class CPUDevice(Device):
         ]
         if layers:
             _replace(layers, self._bf16_linear())
-        for weights in model.parameters():
-            weights.detach().flatten()[:: max(1, _PAGE_BYTES // weights.element_size())].sum()
+        for weights in (*model.parameters(), *model.buffers()):
+            weights.detach().flatten().view(torch.uint8)[::_PAGE_BYTES].sum()
 
     def compiler_missing(self) -> str | None:
         return cpp_compiler_missing()
@@ -198,9 +198,20 @@ class CPUDevice(Device):
     def _multiply_integers(self, model: nn.Module) -> None:
         """Replace packed layers whose weights the kernel multiplies."""
         layers: dict[torch.dtype, list[_Layer]] = {}
-        for layer in _layers_of(model, QuantizedLinear):
+        dtype = next(model.parameters()).dtype
+        integers = [
+            layer
+            for layer in _layers_of(model, QuantizedLinear)
+            if not layer[2].packed.steps.is_floating_point()
+        ]
+        if integers and dtype is not torch.bfloat16:
+            logger.warning(
+                "Packed weights are expanded in each call in %s, and slow: serve in bfloat16", dtype
+            )
+            return
+        for layer in integers:
             packed = layer[2].packed
-            if IntegerLinear.fits(packed) and next(model.parameters()).dtype is torch.bfloat16:
+            if IntegerLinear.fits(packed):
                 layers.setdefault(packed.steps.dtype, []).append(layer)
         for weights, of_type in layers.items():
             if self._loads_kernel_of(weights):
