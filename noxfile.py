@@ -115,7 +115,7 @@ ALONE_SAMPLE = {
         "test_cli.py",
         "test_operators.py",
         "test_run_batch.py",
-        "test_server_real.py",
+        "test_tracing.py",
     ),
 }
 """Tests of the large packages that show what a user meets who has none of the extras.
@@ -306,7 +306,8 @@ def interop(session: nox.Session) -> None:
     install_vllm(session)
     session.install("-c", "constraints.txt", *PYTEST, "xxhash")
     session.install("--no-deps", *editable("kvcache", "scheduler"))
-    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).split()[-1]}
+    nano_vllm = cloned(session, NANO_VLLM, NANO_COMMIT)
+    environ = {**ONE_THREAD, "INTEROP_MODEL": str(model).split()[-1], "NANO_VLLM": str(nano_vllm)}
     session.run("python", "-m", "pytest", "-s", "interop", *session.posargs, env=environ)
 
 
@@ -329,6 +330,15 @@ def install_vllm(session: nox.Session) -> None:
     # Builds for CUDA, which do not load beside a CPU build of torch; vLLM runs without them.
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchvision", "torchaudio")
     session.run("python", "-m", "pip", "uninstall", "--yes", "torchcodec")
+
+
+def cloned(session: nox.Session, source: str, commit: str) -> Path:
+    """A directory with this version of a repository, cloned once; ``source`` may be one already."""
+    directory = Path(".nox", "clones", commit).absolute()
+    if not directory.exists():
+        session.run("git", "clone", "--quiet", source, str(directory), external=True)
+    session.run("git", "-C", str(directory), "checkout", "--quiet", commit, external=True)
+    return directory
 
 
 def succeeds(session: nox.Session, *command: str, env: dict[str, str] | None = None) -> bool:

@@ -7,6 +7,7 @@ directory of ``PYTHONPATH`` lets SIGUSR1 raise an error in whatever the rank doe
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
 import signal
@@ -22,6 +23,7 @@ import pytest
 from child_processes import children
 from model_families import save_family
 from request_mix import GREEDY, SMALL, WAYS, serve
+from transformers import CohereConfig
 
 from trencadis.engine import (
     AsyncEngine,
@@ -39,6 +41,8 @@ from trencadis.engine import (
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
 from trencadis.engine.front.multi_model_config import ModelEntry
+from trencadis.engine.models.rank_loading import check_plan
+from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.kvcache import DefragConfig
 
@@ -105,11 +109,15 @@ def _flat(logprobs: Any) -> list[Any]:
 
 
 def test_two_ranks_serve_what_one_process_serves(
-    tiny_model: Path, start: Callable[..., EngineCore]
+    tmp_path: Path, make_tiny_model: Callable[..., Path], start: Callable[..., EngineCore]
 ) -> None:
-    """One start of the ranks for all of this, since it takes seconds."""
+    """One start of the ranks for all of this, since it takes seconds.
+
+    The token of padding is in the part of rank 1.
+    """
+    model = make_tiny_model(tmp_path, pad_token_id=257)
     changes = {"num_blocks": 24, "num_host_blocks": 64, "async_scheduling": True}
-    alone, core = (start(tiny_model, size, **changes) for size in (1, 2))
+    alone, core = (start(model, size, **changes) for size in (1, 2))
     for params in ways():
         assert_equal(serve(core, params), serve(alone, params))
     assert core.stats.num_preemptions > 0
@@ -199,6 +207,14 @@ def test_families_get_the_tokens_of_one_process(
     for params in ways()[:-1]:  # without a tokenizer there are no grammars
         assert_equal(serve(core, params, 4), serve(alone, params, 4))
     assert core.stats.num_preemptions > 0
+
+
+def test_norms_with_weights_of_each_head_are_rejected() -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 8}
+    for use_qk_norm, expected in ((True, "normalizes each head"), (False, "")):
+        config = CohereConfig(**sizes, use_qk_norm=use_qk_norm)
+        with pytest.raises(ModelError, match=expected) if expected else contextlib.nullcontext():
+            check_plan(config, "tiny", RankPart(0, 2))
 
 
 @pytest.mark.slow

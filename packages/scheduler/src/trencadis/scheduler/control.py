@@ -7,6 +7,7 @@ They count sequences, not requests, as ``max_num_seqs`` does.
 from __future__ import annotations
 
 import math
+import reprlib
 from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import Future
@@ -163,8 +164,8 @@ class ControlHandler(Generic[VictimT]):
         unique_ids = _unique_ids(request_ids)
         if unique_ids is None:
             raise ControlError(
-                f"abort_and_swap() needs request ids, got {request_ids!r}: pass a list of them, "
-                f"of at most {MAX_REQUEST_IDS}"
+                f"abort_and_swap() needs request ids, got {reprlib.repr(request_ids)}: pass a list "
+                f"of them, of at most {MAX_REQUEST_IDS}"
             )
         known = self._running()
         running = [request_id for request_id in unique_ids if request_id in known]

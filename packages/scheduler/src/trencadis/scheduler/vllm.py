@@ -153,6 +153,8 @@ class ThermalScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
         self.max_num_scheduled_tokens: int = self._most_tokens
         if self._limits_prefill and limits.max_prefill_tokens < self._most_tokens:
             decodes = sum(not request.is_prefill_chunk for request in self.running)
+            # vLLM gives tokens in this order, and a prompt before them would take those of decodes.
+            self.running.sort(key=lambda each: each.is_prefill_chunk)
             most = decodes * self._tokens_per_decode + limits.max_prefill_tokens
             self.max_num_scheduled_tokens = min(self._most_tokens, most)
         return limits
@@ -175,11 +177,15 @@ class ThermalScheduler(Scheduler):  # type: ignore[misc]  # vLLM is not there wh
         self._preempt_request(request, time.monotonic(), **drops)
 
     def _longest_wait_s(self) -> float:
-        """Seconds since the first of the queue arrived, if it has no token yet."""
-        first = next(iter(self.waiting), None)
-        if first is None or first.num_output_tokens:
-            return 0.0
-        return max(0.0, time.time() - float(first.arrival_time))
+        """Seconds since the oldest request arrived that has no token yet; 0 without such a one.
+
+        Of those that run, and the first one that waits: preempted ones wait before it.
+        """
+        waiting = next((each for each in self.waiting if not each.num_output_tokens), None)
+        groups = [each for each in self.running if not each.num_output_tokens]
+        groups += [] if waiting is None else [waiting]
+        arrivals = [float(each.arrival_time) for each in groups]
+        return max(0.0, time.time() - min(arrivals)) if arrivals else 0.0
 
 
 class ThermalAsyncScheduler(ThermalScheduler, AsyncScheduler):  # type: ignore[misc]
@@ -214,13 +220,14 @@ def _reader_and_guard(
     settings: Mapping[str, Any],
 ) -> tuple[TemperatureReader, ThermalGuard] | tuple[None, None]:
     source, name = settings.get("temperature_source"), settings.get("thermal_policy")
+    options = settings.get("thermal_policy_config") or {}
+    if options and not name:
+        raise ConfigError(f"thermal_policy_config {options!r} needs thermal_policy: name one")
     if source is None:
         if settings:
             raise ConfigError(f"{settings!r} needs temperature_source: name one, such as nvml")
         return None, None
-    policy = (
-        load_thermal_policy(name, **settings.get("thermal_policy_config", {})) if name else None
-    )
+    policy = load_thermal_policy(name, **options) if name else None
     devices = ReaderConfig(devices=settings.get("thermal_devices"))
     reader = TemperatureReader(open_source(source), devices)
     return reader, ThermalGuard(policy, reader.state, forget=reader.forget)

@@ -322,7 +322,7 @@ class SamplingParams:
             value = getattr(self, name)
             if value not in values:
                 raise InvalidRequest(
-                    f"{name} {value!r} has no meaning with use_beam_search: leave it out", name
+                    f"{name} {shown(value)} has no meaning with use_beam_search: leave it out", name
                 )
 
     def _check_sampling(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING
@@ -63,7 +63,7 @@ class GrammarCompiler:
             self._threads = MaskThreads()
         return StepMasks(self._threads, self._vocab_size)
 
-    def listed(self, token_ids: Sequence[int], forbidden: Iterable[int]) -> FixedMask:
+    def listed(self, token_ids: tuple[int, ...], forbidden: Collection[int]) -> FixedMask:
         """The mask of a row that lists its tokens, see `FixedMask.of`. Needs no grammar."""
         return FixedMask.of(token_ids, forbidden, self._vocab_size)
 

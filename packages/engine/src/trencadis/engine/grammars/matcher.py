@@ -6,10 +6,11 @@ releases Python's lock.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
@@ -144,13 +145,14 @@ class FixedMask:
     _words: IntArray
 
     @classmethod
-    def of(cls, token_ids: Sequence[int], forbidden: Iterable[int], vocab_size: int) -> FixedMask:
+    def of(
+        cls, token_ids: tuple[int, ...], forbidden: Collection[int], vocab_size: int
+    ) -> FixedMask:
         """Of these tokens, without the ``forbidden`` ones unless nothing else is allowed."""
-        words = np.zeros((vocab_size + 31) // 32, np.uint32)
-        ids = np.asarray(token_ids, np.uint32)
-        np.bitwise_or.at(words, ids // 32, np.uint32(1) << ids % 32)
-        mask = words.view(np.int32)
-        _forbid(mask, forbidden)
+        mask = _mask_of(token_ids, vocab_size)
+        if forbidden:
+            mask = mask.copy()
+            _forbid(mask, forbidden)
         return cls(mask)
 
     def words(self) -> IntArray:
@@ -228,6 +230,16 @@ class MaskThreads:
             seconds = time.thread_time() - began
             if seconds > _SLOWEST_MASK_SECONDS:
                 matcher.error = f"it is too hard: a token takes {seconds * 1000:.0f} ms"
+
+
+@functools.lru_cache(maxsize=256)
+def _mask_of(token_ids: tuple[int, ...], vocab_size: int) -> IntArray:
+    """Read only: each step of a request asks for the same."""
+    words = np.zeros((vocab_size + 31) // 32, np.uint32)
+    ids = np.asarray(token_ids, np.uint32)
+    np.bitwise_or.at(words, ids // 32, np.uint32(1) << ids % 32)
+    words.flags.writeable = False
+    return words.view(np.int32)
 
 
 def _forbid(mask: IntArray, tokens: Iterable[int]) -> None:

@@ -82,7 +82,7 @@ class _PackedLayers(HfQuantizer):
         for name in awaited:
             linear: Any = model.get_submodule(name)
             model.set_submodule(name, _Awaited(linear))
-            # A packed head is no view of the embedding, whatever the configuration says.
+            # A packed head shares nothing with the embedding, whatever the configuration says.
             (getattr(model, "all_tied_weights_keys", None) or {}).pop(f"{name}.weight", None)
         known = "|".join(map(re.escape, sorted(awaited)))
         model._keys_to_ignore_on_load_unexpected = {

@@ -49,8 +49,8 @@ def check_plan(config: PreTrainedConfig, name: str, part: RankPart) -> dict[str,
 
     Raises `ModelError` for a model that has no plan, or one that is not known here.
     """
-    try:  # not in the oldest transformers that the package accepts
-        import transformers.distributed.tensor_parallel  # noqa: F401, PLC0415
+    try:  # older ones, which the package accepts, do not divide any vocabulary
+        from transformers.distributed.tensor_parallel import EmbeddingParallel  # noqa: F401, PLC0415
     except ImportError as error:
         raise ModelError(
             f"tensor_parallel_size {part.size} needs a transformers that divides models while it "
@@ -69,12 +69,21 @@ def check_plan(config: PreTrainedConfig, name: str, part: RankPart) -> dict[str,
         reason = "its plan does not divide queries, keys and values by heads"
     elif any(style == _HEAD and "*" in module for module, style in plan.items()):
         reason = "its plan gathers the outputs of a layer"
+    elif any(map(_normalizes_each_head, model.named_modules())):
+        reason = "it normalizes each head with weights of its own"
     if reason:
         raise ModelError(
             f"{name} cannot be served with tensor_parallel_size {part.size}: {reason}. Leave it "
             "out, or serve another model"
         )
     return plan
+
+
+def _normalizes_each_head(named: tuple[str, nn.Module]) -> bool:
+    """Whether a module is a norm with weights ``[heads, head_dim]``, which no plan divides."""
+    name, module = named
+    weight = getattr(module, "weight", None)
+    return name.endswith(("q_norm", "k_norm")) and weight is not None and weight.ndim > 1
 
 
 def arguments_of_loading(

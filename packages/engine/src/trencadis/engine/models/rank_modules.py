@@ -51,6 +51,7 @@ class SplitEmbedding(nn.Module):
 
     def __init__(self, embedding: nn.Embedding, first: int) -> None:
         super().__init__()
+        embedding.padding_idx = None  # of the whole vocabulary; it matters for gradients alone
         self.embedding = embedding
         self.first = first
 

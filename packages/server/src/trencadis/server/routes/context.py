@@ -167,7 +167,11 @@ def check_runner(name: str, computes_embeddings: bool, *, wants_embeddings: bool
 def check_token_ids(params: SamplingParams, model: ServedModel) -> None:
     """Raise `InvalidRequest` if a parameter names a token id outside the vocabulary."""
     vocab_size = model.tokenizer.vocab_size
-    fields = {"logit_bias": params.logit_bias, "stop_token_ids": params.stop_token_ids}
+    fields = {
+        "logit_bias": params.logit_bias,
+        "stop_token_ids": params.stop_token_ids,
+        "allowed_token_ids": params.allowed_token_ids or (),
+    }
     for field, token_ids in fields.items():
         for token in token_ids:
             if not 0 <= token < vocab_size:

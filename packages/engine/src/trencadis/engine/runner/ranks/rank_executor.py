@@ -31,7 +31,7 @@ _START_SECONDS = 3600.0
 """Longest reading of a checkpoint, as long as the start of a core."""
 
 _QUERY_SECONDS = 60.0
-"""Longest answer to what computes nothing."""
+"""Longest answer to what computes nothing, once the steps before it are computed."""
 
 _CLOSE_SECONDS = 5.0
 """Time for the ranks to write what was recorded: half of that of the core for its own end."""
@@ -150,7 +150,7 @@ class RankExecutor:
     # Another model, and sleep.
 
     def memory_in_use(self) -> int:
-        return sum(self._call("memory_in_use", limit_s=_QUERY_SECONDS))
+        return sum(self._call("memory_in_use", limit_s=_QUERY_SECONDS + self._limit_s))
 
     def has_weights(self, config: EngineConfig) -> bool:
         has: bool = self._ask_first("has_weights", _share_of(config))
@@ -207,7 +207,8 @@ class RankExecutor:
 
     def _ask_first(self, method: str, *arguments: Any) -> Any:
         """What a method returns that computes nothing, in rank 0."""
-        return self.processes.call(method, *arguments, limit_s=_QUERY_SECONDS, ranks=(0,))[0]
+        limit_s = _QUERY_SECONDS + self._limit_s
+        return self.processes.call(method, *arguments, limit_s=limit_s, ranks=(0,))[0]
 
     def _facts(self, of_ranks: list[ModelFacts]) -> ModelFacts:
         """Those of rank 0, with the blocks of all ranks. Raises `RankError` where others differ."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import queue
 import shutil
 import signal
 import socket
@@ -16,6 +17,7 @@ import sys
 import threading
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from trencadis.engine.errors import EngineError, RankError
@@ -37,6 +39,8 @@ def main() -> None:
     """Entry point. Arguments: the descriptors of the connection and of the core's pipe."""
     connection, pipe = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the core to handle
+    # transformers would load the parts onto an accelerator that PyTorch sees.
+    torch._C._get_accelerator = lambda *_: torch.device("cpu")
     reader = MessageReader(connection)
     try:
         start: Start = reader.receive()
@@ -44,6 +48,8 @@ def main() -> None:
         return
     store = Path(start.store)
     threading.Thread(target=_end_with_core, args=(pipe, store.parent), daemon=True).start()
+    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+    threading.Thread(target=_read_calls, args=(reader, calls), daemon=True).start()
     name = f"rank {start.part.rank}"
     logging.basicConfig(
         # One rank tells what all of them do.
@@ -59,14 +65,24 @@ def main() -> None:
             timeout=datetime.timedelta(seconds=start.limit_s),
         )
         executor = InProcessExecutor(start.config, records=start.records, part=start.part)
-        while True:
-            connection.sendall(_answered(executor, reader.receive(), start.part.rank))
-    except (EOFError, ConnectionError):
+        while (call := calls.get()) is not None:
+            connection.sendall(_answered(executor, call, start.part.rank))
+        logger.debug("%s ends with the core", name)
+    except ConnectionError:
         logger.debug("%s ends with the core", name)
     except Exception:
         logger.exception("%s ends", name)
         os._exit(1)  # not after what the other ranks may never answer
     os._exit(0)
+
+
+def _read_calls(reader: MessageReader, calls: queue.SimpleQueue[Call | None]) -> None:
+    """Take each call at once: the core must not wait until a step before it is computed."""
+    try:
+        while True:
+            calls.put(reader.receive())
+    except (EOFError, OSError):
+        calls.put(None)
 
 
 def _answered(executor: InProcessExecutor, call: Call, rank: int) -> bytes:

@@ -210,10 +210,15 @@ class RankProcesses:
     def _read(self, rank: int) -> Answer:
         try:
             answer = self._readers[rank].receive()
+        except TimeoutError as error:
+            described = self._described(rank)
+            raise self.fail(f"{described} has sent a part of an answer alone") from error
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._processes[rank].wait(_SLICE_SECONDS)
             raise self.fail(f"{self._described(rank)} has ended ({error})") from error
+        except Exception as error:
+            raise self.fail(f"rank {rank} has sent what cannot be read: {error}") from error
         assert isinstance(answer, Answer)  # noqa: S101  (nothing else is sent)
         return answer
 
@@ -244,7 +249,8 @@ def _start(
 ) -> Start:
     root = logging.getLogger()
     formatter = root.handlers[0].formatter if root.handlers else None
-    layout = None if formatter is None else formatter._fmt
+    is_percent = isinstance(getattr(formatter, "_style", None), logging.PercentStyle)
+    layout = getattr(formatter, "_fmt", None) if is_percent else None
     return Start(config, part, records, str(store), limit_s, logger.getEffectiveLevel(), layout)
 
 
