@@ -192,8 +192,10 @@ def test_one_process_alone_never_takes_the_setting(tiny_model: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", ["Llama", "Qwen 2", "Qwen 3", "Gemma 3 (text)", "Mixtral"])
+@pytest.mark.parametrize(
+    ("family", "size"),
+    [("Llama", 4), ("Qwen 2", 2), ("Qwen 3", 2), ("Gemma 3 (text)", 4), ("Mixtral", 2)],
+)
 def test_families_get_the_tokens_of_one_process(
     tmp_path: Path, start: Callable[..., EngineCore], family: str, size: int
 ) -> None:
@@ -234,15 +236,16 @@ def test_a_model_that_cannot_be_divided_is_rejected(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGUSR1], ids=lambda each: each.name
+    ("rank", "number"),
+    [(0, signal.SIGKILL), (1, signal.SIGSTOP), (1, signal.SIGUSR1)],
+    ids=["rank 0 is killed", "rank 1 is stopped", "rank 1 raises"],
 )
-@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_fails_in_a_step_is_recovered_from(
     tiny_model: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    number: signal.Signals,
     rank: int,
+    number: signal.Signals,
 ) -> None:
     (tmp_path / "sitecustomize.py").write_text(
         "import signal\n"
