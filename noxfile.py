@@ -144,8 +144,9 @@ def tests(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 def tests_slow(session: nox.Session) -> None:
     """Runs the tests that are marked slow."""
-    # Most files start a server or compile a model for all their tests: once, not in each process.
-    pytest_shared(session, "-m", "slow", "--dist", "loadfile")
+    # Most files start a server or compile a model for all their tests: a process takes whole files,
+    # and one that has nothing left takes tests of another.
+    pytest_shared(session, "-m", "slow", "--dist", "worksteal")
 
 
 @nox.session(venv_backend="none")
