@@ -150,7 +150,8 @@ class CPUDevice(Device):
         if layers:
             _replace(layers, self._bf16_linear())
         for weights in (*model.parameters(), *model.buffers()):
-            weights.detach().flatten().view(torch.uint8)[::_PAGE_BYTES].sum()
+            if not weights.is_mkldnn:  # those that oneDNN has packed are in memory
+                weights.detach().flatten().view(torch.uint8)[::_PAGE_BYTES].sum()
 
     def compiler_missing(self) -> str | None:
         return cpp_compiler_missing()
