@@ -51,6 +51,9 @@ class Letters:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
+    def token_piece(self, token_id: int) -> str:
+        return chr(token_id)
+
     def token_bytes(self, token_id: int, skip_special_tokens: bool = False) -> bytes:
         return bytes([token_id])
 
