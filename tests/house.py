@@ -222,6 +222,7 @@ FLOORS: dict[str, list[set[str]]] = {
             "packed_weight",
             "pooling",
             "rank_modules",
+            "replaced_layers",
             "rotary",
             "weight_files",
         },

@@ -20,6 +20,7 @@ import attrs
 import numpy as np
 import psutil
 import pytest
+import torch
 from child_processes import children
 from model_families import save_family
 from request_mix import GREEDY, SMALL, WAYS, serve
@@ -40,8 +41,12 @@ from trencadis.engine import (
 )
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu import device, tiled_linear
+from trencadis.engine.devices.cpu.native_kernel import NoKernel
+from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
 from trencadis.engine.front.multi_model_config import ModelEntry
-from trencadis.engine.models.rank_loading import check_plan
+from trencadis.engine.models.loader import inspect_model, load_model
+from trencadis.engine.models.rank_loading import divide
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.kvcache import DefragConfig
@@ -216,7 +221,26 @@ def test_norms_with_weights_of_each_head_are_rejected() -> None:
     for use_qk_norm, expected in ((True, "normalizes each head"), (False, "")):
         config = CohereConfig(**sizes, use_qk_norm=use_qk_norm)
         with pytest.raises(ModelError, match=expected) if expected else contextlib.nullcontext():
-            check_plan(config, "tiny", RankPart(0, 2))
+            divide(config, [], "tiny", RankPart(0, 2))
+
+
+@pytest.mark.parametrize("agreed", [-1, 0, 1], ids=["no kernel", "pairs", "widened"])
+def test_ranks_multiply_alike_what_each_computes_whole(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch, agreed: int
+) -> None:
+    monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+    try:
+        own = load_linear_kernel(widens=agreed != 1)
+    except NoKernel as error:
+        pytest.skip(str(error))
+    asked: list[int] = []
+    monkeypatch.setattr(device, "least_over_ranks", lambda own: asked.append(own) or agreed)
+    model = load_model(inspect_model(str(tiny_model)), torch.device("cpu"), torch.bfloat16, 64)
+    CPUDevice(num_ranks=2).optimize(model)
+    assert asked == [own]
+    has_kernel = any(isinstance(module, TiledLinear) for module in model.modules())
+    assert has_kernel == (agreed >= 0)
+    assert agreed < 0 or tiled_linear._KERNELS[torch.bfloat16].widens is bool(agreed)
 
 
 @pytest.mark.slow

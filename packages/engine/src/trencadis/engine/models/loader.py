@@ -39,8 +39,7 @@ from trencadis.engine.models.pooling import (
     is_headless_decoder,
     remove_head,
 )
-from trencadis.engine.models.rank_loading import arguments_of_loading, check_plan, keep_part
-from trencadis.engine.models.rank_part import RankPart
+from trencadis.engine.models.rank_loading import DividedModel
 from trencadis.engine.models.rotary import angles_of, check_angles, pin_frequencies
 from trencadis.engine.models.score_heads import (
     as_scorer,
@@ -178,18 +177,17 @@ def load_model(
     device: torch.device,
     dtype: torch.dtype,
     max_model_len: int,
-    part: RankPart | None = None,
+    divided: DividedModel | None = None,
 ) -> nn.Module:
     """Load the weights onto ``device``, in evaluation mode, with paged attention.
 
-    Its rotary frequencies do not depend on the batch. ``part``: that of a rank, of which alone the
-    weights are read. Raises `ModelError` when weights are missing.
+    Its rotary frequencies do not depend on the batch. ``divided``: the part of a rank, of which
+    alone the weights are read. Raises `ModelError` when weights are missing.
     """
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     has_score_head = spec.scoring is not None and not spec.scoring.token_ids
     classes: Any = AutoModelForSequenceClassification if has_score_head else AutoModelForCausalLM
-    plan = {} if part is None else check_plan(spec.config, spec.source, part)
-    of_part = {} if part is None else arguments_of_loading(plan, spec.layers, part)
+    of_part = {} if divided is None else divided.loading_arguments()
     arguments: dict[str, Any] = {"config": spec.config}
     if spec.packing is not None:
         arguments = loading_arguments(spec.config, spec.packing, spec.source)
@@ -216,9 +214,9 @@ def load_model(
         check_hidden_states(model)
         remove_head(model)
     layers = spec.layers
-    if part is not None:
-        keep_part(model, plan, layers, part)
-        layers = part.layers_of(layers, spec.source)
+    if divided is not None:
+        divided.keep(model)
+        layers = divided.layers
     declare_layers(model, [layer.within(max_model_len) for layer in layers])
     pin_frequencies(model, max_model_len)
     angles = {} if device.type == "cpu" else angles_of(model, max_model_len)

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import attrs
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -44,10 +45,62 @@ latent attention, needs a collective call of its own."""
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 
 
-def check_plan(config: PreTrainedConfig, name: str, part: RankPart) -> dict[str, str]:
-    """How transformers divides each module of a model with this configuration, by its name.
+@attrs.frozen
+class DividedModel:
+    """The part of a model that one rank has.
 
-    Raises `ModelError` for a model that has no plan, or one that is not known here.
+    ``plan``: how transformers divides each module, by its name. ``whole``: the layers of the model;
+    ``layers``: what the rank computes of them.
+    """
+
+    part: RankPart
+    plan: Mapping[str, str]
+    whole: Sequence[LayerSpec]
+    layers: Sequence[LayerSpec]
+
+    def loading_arguments(self) -> dict[str, Any]:
+        """Arguments of ``from_pretrained`` with which it reads what the rank has.
+
+        Key-value heads that several ranks share are read whole, and `keep` chooses among them.
+        """
+        from transformers.distributed.configuration_utils import DistributedConfig  # noqa: PLC0415
+
+        shared = {name: _REPLICATED for name in self.plan if name.endswith(_KEYS_AND_VALUES)}
+        # None: no rule changes.
+        changed = shared if self.part.repeats_kv_heads(self.whole) else None
+        return {"distributed_config": DistributedConfig(tp_size=self.part.size, tp_plan=changed)}
+
+    def keep(self, model: nn.Module) -> None:
+        """Make a model that was loaded so plain again, with the part of the rank, in place."""
+        part = self.part
+        sizes = {name: module.weight.shape[0] for name, module in _linear_or_embedding(model)}
+        _make_local(model)
+        for name, module in list(model.named_modules()):
+            vars(module).pop("forward", None)  # which transformers has wrapped
+            style = self.plan.get(_pattern(name))
+            if style == _EXPERTS:
+                module.register_forward_hook(lambda _module, _given, output: sum_over_ranks(output))
+            elif style == _EMBEDDING:
+                first = part.rank * ceil_div(sizes[name], part.size)
+                model.set_submodule(name, SplitEmbedding(module, first))
+            elif style == _HEAD:
+                rows = ceil_div(sizes[name], part.size)
+                model.set_submodule(name, SplitHead(_resized(module), sizes[name], rows))
+            elif style == _ROWS and isinstance(module, nn.Linear):
+                model.set_submodule(name, RowLinear(_resized(module)))
+            elif style == _COLUMNS and isinstance(module, nn.Linear):
+                if name.endswith(_KEYS_AND_VALUES) and part.repeats_kv_heads(self.whole):
+                    _keep_heads(module, _layer_of(name, self.whole), part)
+                _resized(module)
+
+
+def divide(
+    config: PreTrainedConfig, layers: Sequence[LayerSpec], name: str, part: RankPart
+) -> DividedModel:
+    """What ``part`` is of the model ``name``, which has these ``layers``.
+
+    Raises `ModelError` for a model that has no plan, or one that is not known here, and for heads
+    that cannot be shared equally.
     """
     try:  # older ones, which the package accepts, do not divide any vocabulary
         from transformers.distributed.tensor_parallel import EmbeddingParallel  # noqa: F401, PLC0415
@@ -76,7 +129,7 @@ def check_plan(config: PreTrainedConfig, name: str, part: RankPart) -> dict[str,
             f"{name} cannot be served with tensor_parallel_size {part.size}: {reason}. Leave it "
             "out, or serve another model"
         )
-    return plan
+    return DividedModel(part, plan, tuple(layers), part.layers_of(layers, name))
 
 
 def _normalizes_each_head(named: tuple[str, nn.Module]) -> bool:
@@ -84,49 +137,6 @@ def _normalizes_each_head(named: tuple[str, nn.Module]) -> bool:
     name, module = named
     weight = getattr(module, "weight", None)
     return name.endswith(("q_norm", "k_norm")) and weight is not None and weight.ndim > 1
-
-
-def arguments_of_loading(
-    plan: Mapping[str, str], layers: Sequence[LayerSpec], part: RankPart
-) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` with which it reads what a rank has.
-
-    ``layers`` are those of the model. Key-value heads that several ranks share are read whole, and
-    `keep_part` chooses among them.
-    """
-    from transformers.distributed.configuration_utils import DistributedConfig  # noqa: PLC0415
-
-    whole = {name: _REPLICATED for name in plan if name.endswith(_KEYS_AND_VALUES)}
-    changed = whole if part.repeats_kv_heads(layers) else None  # None: no rule changes
-    return {"distributed_config": DistributedConfig(tp_size=part.size, tp_plan=changed)}
-
-
-def keep_part(
-    model: nn.Module, plan: Mapping[str, str], layers: Sequence[LayerSpec], part: RankPart
-) -> None:
-    """Make a model that was loaded so plain again, with what ``part`` computes of it, in place.
-
-    ``plan`` is that of `check_plan`, ``layers`` those of the whole model.
-    """
-    sizes = {name: module.weight.shape[0] for name, module in _linear_or_embedding(model)}
-    _make_local(model)
-    for name, module in list(model.named_modules()):
-        vars(module).pop("forward", None)  # which transformers has wrapped
-        style = plan.get(_pattern(name))
-        if style == _EXPERTS:
-            module.register_forward_hook(lambda _module, _given, output: sum_over_ranks(output))
-        elif style == _EMBEDDING:
-            first = part.rank * ceil_div(sizes[name], part.size)
-            model.set_submodule(name, SplitEmbedding(module, first))
-        elif style == _HEAD:
-            size = sizes[name]
-            model.set_submodule(name, SplitHead(_resized(module), size, ceil_div(size, part.size)))
-        elif style == _ROWS and isinstance(module, nn.Linear):
-            model.set_submodule(name, RowLinear(_resized(module)))
-        elif style == _COLUMNS and isinstance(module, nn.Linear):
-            if name.endswith(_KEYS_AND_VALUES) and part.repeats_kv_heads(layers):
-                _keep_heads(module, _layer_of(name, layers), part)
-            _resized(module)
 
 
 def _is_divided(plan: Mapping[str, str], projection: str) -> bool:

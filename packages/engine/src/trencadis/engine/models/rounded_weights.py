@@ -19,6 +19,7 @@ from trencadis.engine.models.packed_weight import (
     WeightFormat,
     pack_int4,
 )
+from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
 
 logger = logging.getLogger("trencadis.engine")
 
@@ -43,9 +44,6 @@ _GIB = 1 << 30
 _TRIED_STEPS = (1.0, 0.95, 0.9, 0.85, 0.8)
 """Sizes of a step of 4 bits that are tried, beside that which reaches a group's largest weight."""
 
-_Layer = tuple[str, nn.Module, nn.Linear]
-"""A linear layer, with the module that it belongs to and its name there."""
-
 
 def round_weights(model: nn.Module, quantization: str) -> None:
     """Replace linear layers of bf16 by `QuantizedLinear` in a format of `ROUNDED_FORMATS`.
@@ -57,10 +55,13 @@ def round_weights(model: nn.Module, quantization: str) -> None:
     _check_enough_is_rounded(model, [layer for _, _, layer in layers], form)
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
     head = id(getattr(model, "get_output_embeddings", lambda: None)())
-    while layers:  # so that no more than one weight is there twice
-        name, parent, layer = layers.pop()
-        rounded = rounded_int8 if quantization == "int8" or id(layer) == head else rounded_int4
-        setattr(parent, name, QuantizedLinear(rounded(layer.weight.detach()), layer.bias))
+
+    def rounded(layer: nn.Linear) -> QuantizedLinear:
+        in_int8 = quantization == "int8" or id(layer) == head
+        weight = (rounded_int8 if in_int8 else rounded_int4)(layer.weight.detach())
+        return QuantizedLinear(weight, layer.bias)
+
+    replace_layers(layers, rounded)
 
 
 def rounded_int8(weight: torch.Tensor) -> PackedWeight:
@@ -104,16 +105,14 @@ def _int4_steps(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return (groups / size).round_().clamp_(-INT4_ZERO, INT4_ZERO - 1)
 
 
-def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[_Layer]:
+def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[FoundLayer]:
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     num_experts = {getattr(text, name, None) for name in _NUM_EXPERTS}
     return [
         (name, parent, layer)
-        for parent in model.modules()
-        for name, layer in parent.named_children()
-        if type(layer) is nn.Linear
-        and layer.weight.dtype is torch.bfloat16
+        for name, parent, layer in layers_of(model, nn.Linear)
+        if layer.weight.dtype is torch.bfloat16
         and layer.in_features % (form.group or 2) == 0
         and layer.out_features >= _FEWEST_OUTPUTS
         and layer.out_features not in num_experts
@@ -123,8 +122,8 @@ def _layers_to_round(model: nn.Module, form: WeightFormat) -> list[_Layer]:
 def _check_enough_is_rounded(model: nn.Module, layers: list[nn.Linear], form: WeightFormat) -> None:
     """Log how much of the weights is rounded. Raises `ConfigError` for less than half."""
     quantization = form.name
-    linears = [module for module in model.modules() if type(module) is nn.Linear]
-    if all(layer.weight.dtype is not torch.bfloat16 for layer in linears):
+    dtypes = {layer.weight.dtype for _, _, layer in layers_of(model, nn.Linear)}
+    if torch.bfloat16 not in dtypes:
         raise ConfigError(
             f"quantization {quantization} rounds weights of bf16: leave it out, or ask for dtype "
             "bfloat16",

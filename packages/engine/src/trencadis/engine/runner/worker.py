@@ -21,7 +21,6 @@ from trencadis.engine.devices import Device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.models.declared_modules import read_pooling
 from trencadis.engine.models.layer_reading import check_layers
-from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import (
     ModelSpec,
     check_weight_files,
@@ -35,7 +34,7 @@ from trencadis.engine.models.logit_head import LogitHead, keep_last_hidden
 from trencadis.engine.models.packed_weight import WeightUse
 from trencadis.engine.models.paged_context import Attention
 from trencadis.engine.models.pooling import embedding_size
-from trencadis.engine.models.rank_loading import check_plan
+from trencadis.engine.models.rank_loading import DividedModel, divide
 from trencadis.engine.models.rank_modules import least_over_ranks
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.models.rounded_weights import ROUNDED_FORMATS, round_weights
@@ -92,6 +91,7 @@ class Worker:
     _attention: Attention
     _memory: MemoryPlan
     _programs: KeptPrograms
+    _divided: DividedModel | None
 
     def __init__(
         self,
@@ -105,7 +105,6 @@ class Worker:
     ) -> None:
         self.config = config
         self.device = device
-        self._part = part
         self._program_store = ProgramStore() if programs is None else programs
         self._on_cold = on_cold
         self._records = records
@@ -114,7 +113,11 @@ class Worker:
         self.embedding_size = 0
         self.spec = _inspect(config)
         self._max_model_len = self._resolve_max_model_len()
-        layers = [layer.within(self._max_model_len) for layer in self._layers()]
+        spec, self._divided = self.spec, None
+        if part is not None:
+            self._divided = divide(spec.config, spec.layers, spec.source, part)
+        computed = spec.layers if self._divided is None else self._divided.layers
+        layers = [layer.within(self._max_model_len) for layer in computed]
         check_layers(layers, device.supports, self.spec.source)
         check_weight_files(self.spec)
         self._check_weights()
@@ -133,13 +136,6 @@ class Worker:
         # A grid of sequence lengths is there before the cache whose size the others depend on.
         self.grids = self._choice.sequence_grids()
 
-    def _layers(self) -> Sequence[LayerSpec]:
-        """The model's layers, or what this rank computes of them. Raises `ModelError`."""
-        if self._part is None:
-            return self.spec.layers
-        check_plan(self.spec.config, self.spec.source, self._part)
-        return self._part.layers_of(self.spec.layers, self.spec.source)
-
     def load(self) -> None:
         """Load the weights onto the device.
 
@@ -149,7 +145,7 @@ class Worker:
             self._announce_pooling()
         start = before = self._memory_use()
         self._model = load_model(
-            self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._part
+            self.spec, self.device.torch_device, self.dtype, self._max_model_len, self._divided
         )
         if self.computes_embeddings:
             self.embedding_size = embedding_size(self._model)
@@ -204,7 +200,7 @@ class Worker:
             self.read,
             self._make_scorer(compiled),
             # Another rank would wait for the collective calls of the whole batch.
-            divides_failed_batches=self._part is None,
+            divides_failed_batches=self._divided is None,
         )
         self._traffic_log = self._choice.traffic_log(self.grids) if self._records else None
         self._set_policy_of_misses(forward_runner)
@@ -225,7 +221,7 @@ class Worker:
         self._before_cache = self._memory_use()
         sizing.log_plan(self._memory)
         planned = sizing.num_blocks(self._memory, after_run=True)
-        if self._part is not None:
+        if self._divided is not None:
             planned = least_over_ranks(planned)
         if self._fits(self._programs.num_blocks):
             planned = self._programs.num_blocks  # a cache of another size needs other programs
@@ -342,10 +338,11 @@ class Worker:
         form = ROUNDED_FORMATS.get(quantization) if packing is None else packing.form
         if form is None:
             return
-        if self._part is not None:
+        if self._divided is not None:
             raise ConfigError(
-                f"tensor_parallel_size {self._part.size} does not work with weights of {form} "
-                f"yet: serve another checkpoint than {self.spec.source}, or leave it out",
+                f"tensor_parallel_size {self.config.tensor_parallel_size} does not work with "
+                f"weights of {form} yet: serve another checkpoint than {self.spec.source}, or "
+                "leave it out",
                 "tensor_parallel_size",
             )
         if packing is not None and quantization != "none":

@@ -33,11 +33,17 @@ from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_mis
 from trencadis.engine.models.layer_spec import spec_of
 from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
+from trencadis.engine.models.rank_modules import least_over_ranks
+from trencadis.engine.models.replaced_layers import FoundLayer, layers_of, replace_layers
 
 logger = logging.getLogger("trencadis.engine")
 
 _CGROUP = Path("/sys/fs/cgroup")
 _PAGE_BYTES = 4096
+_KV_CACHE_BYTES = 1 << 30
+
+_NO_KERNEL = -1
+"""Less than False and True, which say how a kernel of linear layers multiplies."""
 
 
 class CPUDevice(Device):
@@ -53,7 +59,7 @@ class CPUDevice(Device):
     name = "cpu"
     torch_device = torch.device("cpu")
     preferred_dtype = torch.bfloat16
-    default_kv_cache_memory: int | None = 1 << 30
+    default_kv_cache_memory: int | None = _KV_CACHE_BYTES
     shares_host_memory = True
     lists_programs = True
 
@@ -69,7 +75,7 @@ class CPUDevice(Device):
         self._trusted = trusted
         self._num_ranks = num_ranks
         if num_ranks > 1:
-            self.default_kv_cache_memory = (1 << 30) // num_ranks
+            self.default_kv_cache_memory = _KV_CACHE_BYTES // num_ranks
             if num_threads is None and "OMP_NUM_THREADS" not in os.environ:
                 # Not adapted: the ranks would take the cores from each other.
                 num_threads = max(1, default_num_threads() // num_ranks)
@@ -144,11 +150,11 @@ class CPUDevice(Device):
         self._multiply_integers(model)
         layers = [
             layer
-            for layer in _layers_of(model, nn.Linear)
+            for layer in layers_of(model, nn.Linear)
             if layer[2].weight.dtype is torch.bfloat16
         ]
         if layers:
-            _replace(layers, self._bf16_linear())
+            replace_layers(layers, self._bf16_linear())
         for weights in (*model.parameters(), *model.buffers()):
             if not weights.is_mkldnn:  # those that oneDNN has packed are in memory
                 weights.detach().flatten().view(torch.uint8)[::_PAGE_BYTES].sum()
@@ -198,11 +204,11 @@ class CPUDevice(Device):
 
     def _multiply_integers(self, model: nn.Module) -> None:
         """Replace packed layers whose weights the kernel multiplies."""
-        layers: dict[torch.dtype, list[_Layer]] = {}
+        layers: dict[torch.dtype, list[FoundLayer]] = {}
         dtype = next(model.parameters()).dtype
         integers = [
             layer
-            for layer in _layers_of(model, QuantizedLinear)
+            for layer in layers_of(model, QuantizedLinear)
             if not layer[2].packed.steps.is_floating_point()
         ]
         if integers and dtype is not torch.bfloat16:
@@ -216,7 +222,7 @@ class CPUDevice(Device):
                 layers.setdefault(packed.steps.dtype, []).append(layer)
         for weights, of_type in layers.items():
             if self._loads_kernel_of(weights):
-                _replace(of_type, IntegerLinear)
+                replace_layers(of_type, IntegerLinear)
 
     def _loads_kernel_of(self, weights: torch.dtype) -> bool:
         try:
@@ -229,13 +235,20 @@ class CPUDevice(Device):
     def _bf16_linear(self) -> Callable[[nn.Linear], nn.Module]:
         """What replaces a linear layer of bf16: the layer itself where nothing is faster."""
         packs: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        choice = _NO_KERNEL
         try:
-            load_linear_kernel(self._kernels, trusted=self._trusted)
-            has_kernel = True
+            choice = int(load_linear_kernel(self._kernels, trusted=self._trusted))
         except NoKernel as error:
-            has_kernel = False
             otherwise = "computed by oneDNN" if packs else "not packed, because there is no oneDNN"
             logger.info("Linear layers are %s: %s", otherwise, error)
+
+        if self._num_ranks > 1:
+            # What each of them computes whole, as a shared expert, must come out alike.
+            agreed = least_over_ranks(choice)
+            if agreed not in (choice, _NO_KERNEL):
+                load_linear_kernel(self._kernels, trusted=self._trusted, widens=bool(agreed))
+            choice = agreed
+        has_kernel = choice != _NO_KERNEL
 
         def replacement(layer: nn.Linear) -> nn.Module:
             if has_kernel and _has_kernel(layer):
@@ -243,26 +256,6 @@ class CPUDevice(Device):
             return PackedLinear(layer) if packs else layer
 
         return replacement
-
-
-_Layer = tuple[str, nn.Module, Any]
-"""A layer, with the module that it belongs to and its name there."""
-
-
-def _layers_of(model: nn.Module, kind: type[nn.Module]) -> list[_Layer]:
-    return [
-        (name, parent, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if type(child) is kind
-    ]
-
-
-def _replace(layers: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
-    """Replace each layer. Empties the list, so that no more than one weight is there twice."""
-    while layers:
-        name, parent, layer = layers.pop()
-        setattr(parent, name, packed(layer))
 
 
 def _resident_bytes(name: str) -> int:

@@ -87,7 +87,7 @@ def load_linear_kernel(
     trusted: bool = False,
     weights: torch.dtype = torch.bfloat16,
     widens: bool | None = None,
-) -> None:
+) -> bool:
     """Load the kernel that `TiledLinear` needs, or `IntegerLinear` for ``weights`` of int8, or
     of uint8 for 4 bits.
 
@@ -98,7 +98,7 @@ def load_linear_kernel(
     that for pairs of bf16. None: what takes less time here. Intel's processors compute twice as
     much in the first way, AMD's (Zen 4) in the second, and those without AVX512-BF16 have the
     first alone. Sums are of fp32 in both. What was measured once holds for the process: a model
-    that is loaded keeps its results when another one is.
+    that is loaded keeps its results when another one is. Returns what was chosen.
     """
     definitions = (f"BITS={_BITS[weights]}",)
     library = load_kernel(_SOURCE, definitions, directory, trusted=trusted)
@@ -119,6 +119,7 @@ def load_linear_kernel(
     kind = "bf16" if weights is torch.bfloat16 else f"int{_BITS[weights]}"
     what = f"Linear layers with weights of {kind}: the kernel"
     _KERNELS[weights] = fastest(what, kernels, _timed(weights, library.columns()))
+    return _KERNELS[weights].widens
 
 
 class TiledLinear(nn.Module):
