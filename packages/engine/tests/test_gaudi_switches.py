@@ -70,9 +70,13 @@ def entries(tiny_model: Path, tmp_path: Path) -> tuple[ModelEntry, ModelEntry]:
     return ModelEntry("small", small), ModelEntry("trained", trained)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mode", "dtype"), [("lazy", "bfloat16"), ("lazy", "float32"), ("eager", "bfloat16")]
+    ("mode", "dtype"),
+    [
+        pytest.param("lazy", "bfloat16", marks=pytest.mark.soak),
+        pytest.param("lazy", "float32", marks=pytest.mark.slow),
+        pytest.param("eager", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_switches_under_load_change_no_token_and_no_byte_on_a_gaudi(
     stand_in_for_cores: Callable[..., Any],
@@ -123,8 +127,13 @@ async def switch_under_load(
         assert all(len(sizes) == 1 for sizes in in_use.values()), in_use
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("lazy", marks=pytest.mark.soak),
+        pytest.param("eager", marks=pytest.mark.slow),
+    ],
+)
 def test_a_gaudi_that_sleeps_gives_back_what_it_says_and_wakes_up_with_as_much(
     stand_in_for_cores: Callable[..., Any], entries: tuple[ModelEntry, ModelEntry], mode: str
 ) -> None:

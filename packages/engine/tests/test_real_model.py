@@ -111,7 +111,7 @@ def test_served_at_once_under_pressure_every_token_is_that_of_generate(
     assert llm.core.stats.num_used_blocks == 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_without_buckets_every_token_is_the_same(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:
@@ -120,7 +120,7 @@ def test_without_buckets_every_token_is_the_same(
     assert [one.completions[0].token_ids for one in results] == expected
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_in_one_huge_bucket_every_token_is_the_same(
     model_path: str, token_ids: list[tuple[int, ...]], expected: list[list[int]]
 ) -> None:

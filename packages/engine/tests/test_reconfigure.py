@@ -648,8 +648,13 @@ def test_a_payload_that_is_no_configuration_is_refused(payload: bytes) -> None:
 # On the stand-in for a Gaudi, whose memory is accounted.
 
 
-@pytest.mark.slow  # eager mode compiles for minutes
-@pytest.mark.parametrize("mode", ["lazy", "eager"])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("lazy", marks=pytest.mark.soak),
+        pytest.param("eager", marks=pytest.mark.slow),  # compiles for minutes
+    ],
+)
 def test_a_gaudi_gives_its_memory_back_and_serves_each_model_as_the_cpu_does(
     stand_in: Callable[..., Any], mode: str, first: EngineConfig, second: EngineConfig
 ) -> None:
