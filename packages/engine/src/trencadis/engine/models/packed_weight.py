@@ -90,6 +90,11 @@ class PackedWeight:
         return outputs, columns * (2 if self.steps.dtype is torch.uint8 else 1)
 
     @property
+    def has_integers(self) -> bool:
+        """Whether the steps are the numbers that scales multiply, which a kernel relies on."""
+        return self.steps.dtype in (torch.int8, torch.uint8)
+
+    @property
     def groups(self) -> int:
         return self.scales.shape[1]
 
@@ -141,10 +146,11 @@ class QuantizedLinear(nn.Module):
 
     @property
     def packed(self) -> PackedWeight:
-        return PackedWeight(self.steps, self.scales, self.zero_points, self.order)
+        names = (field.name for field in attrs.fields(PackedWeight))
+        return PackedWeight(**{name: getattr(self, name) for name in names})
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        weight = PackedWeight(self.steps, self.scales, self.zero_points)
+        weight = attrs.evolve(self.packed, order=None)
         if self.order is not None:
             rows = rows[..., self.order]
         return F.linear(rows, weight.unpacked(rows.dtype), self.bias)

@@ -207,9 +207,7 @@ class CPUDevice(Device):
         layers: dict[torch.dtype, list[FoundLayer]] = {}
         dtype = next(model.parameters()).dtype
         integers = [
-            layer
-            for layer in layers_of(model, QuantizedLinear)
-            if not layer[2].packed.steps.is_floating_point()
+            layer for layer in layers_of(model, QuantizedLinear) if layer[2].packed.has_integers
         ]
         if integers and dtype is not torch.bfloat16:
             logger.warning(

@@ -176,7 +176,7 @@ class IntegerLinear(TiledLinear):
         """Whether the kernel multiplies this weight: integers in groups of an even number."""
         inputs = weight.shape[1]
         return (
-            weight.steps.dtype in (torch.int8, torch.uint8)
+            weight.has_integers
             and weight.scales.dtype in _SCALE_TYPES
             and inputs % (2 * weight.groups) == 0
         )
