@@ -12,6 +12,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from trencadis.engine.models.rank_modules import gather_from_ranks, sum_over_ranks
+
 DEVICE = torch.device("hpu")
 
 
@@ -776,3 +778,85 @@ def test_the_stand_in_leaves_pytorch_as_it_was(stand_in):
     assert (torch.Tensor.to, torch.tensor, torch.as_tensor, torch.compile) == before
     assert not hasattr(torch, "hpu")
     assert torch.ones(2).to("cpu").tolist() == [1, 1]
+
+
+# Several devices.
+
+
+@pytest.fixture
+def one_rank(tmp_path, monkeypatch):
+    """A group of one process, whose collective calls return what they are given."""
+    import torch.distributed as dist
+
+    def start():
+        dist.init_process_group(
+            "cpu:gloo,hpu:hccl", init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
+        )
+
+    yield start
+    dist.destroy_process_group()
+
+
+def test_a_capture_rejects_collective_calls_unless_they_are_collected(
+    lazy_gaudi, one_rank, monkeypatch
+):
+    from gaudi_standin import GraphViolation
+
+    one_rank()
+    given = torch.ones(3, device=DEVICE)
+    monkeypatch.delenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", raising=False)
+    with pytest.raises(GraphViolation, match="collective nonSFG is not supported"):
+        capture(lambda x: sum_over_ranks(x + 1), given)
+    doubled = given * 2
+    assert lazy_gaudi.num_pending > 0
+    total = sum_over_ranks(doubled)  # which computes what is collected
+    assert lazy_gaudi.num_pending == 0
+    assert total.tolist() == [2, 2, 2]
+
+    monkeypatch.setenv("PT_HPU_ENABLE_LAZY_COLLECTIVES", "true")
+    before = lazy_gaudi.counters.copy()
+    graph, output = capture(lambda x: sum_over_ranks(x + 1) * 3, given)
+    counted = lazy_gaudi.counters.since(before)
+    assert counted.collectives == 1
+    assert counted.launches == 2, "who waits for a collective call ends a recipe"
+    given.fill_(4)
+    graph.replay()
+    assert output.tolist() == [15, 15, 15]
+
+
+def test_collective_calls_divide_a_region(eager_gaudi, one_rank):
+    one_rank()
+    x = torch.ones(2, 4, device=DEVICE)
+    result, counted = count_region(eager_gaudi, lambda x: sum_over_ranks(x * 2) + 1, x)
+    assert result.tolist() == [[3] * 4] * 2
+    assert (counted.partitions, counted.collectives, counted.launches) == (2, 1, 3)
+    assert counted.fallbacks == 0
+    rows, counted = count_region(eager_gaudi, gather_from_ranks, x)
+    assert rows.shape == (2, 4)
+    assert (counted.partitions, counted.collectives) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("variables", "module"),
+    [
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2"}, "1"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "HABANA_VISIBLE_MODULES": "4,6"}, "6"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "2", "HLS_MODULE_ID": "3"}, "3"),
+        ({"LOCAL_RANK": "1", "WORLD_SIZE": "1"}, None),
+        ({}, None),
+    ],
+)
+def test_a_rank_takes_the_device_of_its_local_rank(lazy_gaudi, monkeypatch, variables, module):
+    from habana_frameworks.torch.distributed import hccl
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "HABANA_VISIBLE_MODULES", "HLS_MODULE_ID"):
+        monkeypatch.setenv(name, "")  # restored after the test
+        monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    hccl.initialize_distributed_hpu()
+    assert os.environ.get("HLS_MODULE_ID") == module
+    if module == "6":
+        monkeypatch.delenv("HLS_MODULE_ID")
+        with pytest.raises(AssertionError, match="not enough devices"):
+            hccl.initialize_distributed_hpu(world_size=4, rank=2, local_rank=2)

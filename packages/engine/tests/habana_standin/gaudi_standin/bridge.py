@@ -18,6 +18,7 @@ from gaudi_standin.arguments import (
     values_of,
     with_own_host_values,
 )
+from gaudi_standin.collectives import WAIT, are_collected, computed, is_collective
 from gaudi_standin.counters import Counters
 from gaudi_standin.kernels import RoundedProducts, copied_bytes, kernel_for, name_of, runs_on_host
 from gaudi_standin.memory import Allocation, Buffer, DeviceMemory
@@ -186,6 +187,8 @@ class Bridge:
         for leaf in leaves:
             if isinstance(leaf, HPUTensor):
                 leaf.check_current()
+        if is_collective(func):
+            return self._communicate(func, leaves, spec)
         if reads_values(func) or not returns_tensors(func):
             return self._inspect(func, leaves, spec)
         if has_dynamic_shape(func, leaves):
@@ -215,6 +218,7 @@ class Bridge:
         self.counters.launches += region.launches
         self.counters.partitions += region.partitions
         self.counters.copied_bytes += region.copied_bytes
+        self.counters.collectives += region.collectives
         self.counters.move(region.traffic)
         self.counters.eager_fallbacks.update(region.left_out)
         self.counters.cpu_fallbacks.update(region.on_host)
@@ -281,6 +285,25 @@ class Bridge:
         if len(func._schema.returns) > len(written):
             raise NotImplementedError(f"{func} returns more than it changes")
         return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
+
+    def _communicate(self, func: Any, leaves: list[Any], spec: Spec) -> Any:
+        if func is WAIT:
+            if self.lazy:
+                self.mark_step()
+            return leaves[0]
+        if self.lazy and not are_collected():
+            self._refuse_inside("collective nonSFG")
+            self.flush()
+        self.counters.collectives += 1
+        with torch.inference_mode(mode=False), torch.no_grad():
+            if self.lazy and are_collected():
+                found = outline(func, list(buffers_of(leaves)), spec)
+                made = [self._reserve(x) for x in found.leaves]
+                call = Call(computed(func), buffers_of(leaves), spec, tuple(made), "compute")
+                self._record(call)
+                return HPUTensor(made[0], self._stamp(made[0]))
+            self.counters.launches += 1
+            return self.place(compute(computed(func), values_of(leaves), spec))
 
     def _inspect(self, func: Any, leaves: list[Any], spec: Spec) -> Any:
         """An operation that tells the host something; about values only where it must wait."""

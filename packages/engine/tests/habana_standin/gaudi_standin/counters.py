@@ -29,7 +29,8 @@ class Counters:
     ``compile_calls``: calls of ``torch.compile`` for the bridge's backend; ``traces``: graphs that
     PyTorch traced for it. ``partitions``: recipes that compiled regions started. ``replays``: of
     HPU graphs. ``eager_fallbacks``: operations of a compiled region outside of its recipes.
-    ``cpu_fallbacks``: operations without a kernel, which run on the host.
+    ``cpu_fallbacks``: operations without a kernel, which run on the host. ``collectives``: calls
+    between processes; those of a replayed graph are not counted again.
     """
 
     launches: int = 0
@@ -47,6 +48,7 @@ class Counters:
     traces: int = 0
     partitions: int = 0
     replays: int = 0
+    collectives: int = 0
     eager_fallbacks: Counter[str] = attrs.field(factory=Counter)
     cpu_fallbacks: Counter[str] = attrs.field(factory=Counter)
 

@@ -13,7 +13,7 @@ class DeviceMemory:
     """Bytes in use of a limit, as ``torch.hpu.memory_stats`` reports them."""
 
     def __init__(self) -> None:
-        self.limit = int(os.environ.get("GAUDI_STANDIN_MEMORY", DEFAULT_LIMIT))
+        self.limit = _limit_of(os.environ.get("GAUDI_STANDIN_MEMORY", str(DEFAULT_LIMIT)))
         self.in_use = 0
         self.peak = 0
 
@@ -27,6 +27,12 @@ class DeviceMemory:
 
     def give_back(self, nbytes: int) -> None:
         self.in_use -= nbytes
+
+
+def _limit_of(text: str) -> int:
+    """Bytes: for all devices, or separated by commas, for that of each local rank."""
+    limits = [int(part) for part in text.split(",")]
+    return limits[int(os.environ.get("LOCAL_RANK", "0")) % len(limits)]
 
 
 class Allocation:

@@ -23,6 +23,7 @@ from torch._functorch.compile_utils import strip_overloads
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from gaudi_standin.collectives import WAIT, is_collective
 from gaudi_standin.kernels import name_of
 from gaudi_standin.rules import PlacementViolation, ScriptViolation
 from gaudi_standin.shared_layer import decompositions, has_no_kernel, why_left_out
@@ -46,11 +47,12 @@ class Region:
     traffic: Traffic
     left_out: Counter[str]
     on_host: Counter[str]
+    collectives: int
 
     @property
     def launches(self) -> int:
-        """Recipes and operations outside of them."""
-        return self.partitions + self.left_out.total()
+        """Recipes, and operations and collective calls outside of them."""
+        return self.partitions + self.left_out.total() + self.collectives
 
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Region:
@@ -60,7 +62,9 @@ class Region:
         bridge's ``PT_HPU_USE_EAGER_FALLBACK`` is 1: then it is counted.
         """
         graph = _functionalised(module, inputs)
-        reasons = {node: why_left_out(node) for node in _operations(graph)}
+        between = [node for node in _operations(graph) if is_collective(node.target)]
+        others = [node for node in _operations(graph) if node not in between]
+        reasons = {node: why_left_out(node) for node in others}
         outside = [node for node, reason in reasons.items() if reason is not None]
         if outside and os.environ.get("PT_HPU_USE_EAGER_FALLBACK", "0") != "1":
             raise PlacementViolation(
@@ -68,16 +72,20 @@ class Region:
                 + ", ".join(f"{node.target} ({reasons[node]})" for node in outside)
             )
         _restore_index_copies(graph, outside)
-        operations = [node for node in _operations(graph) if _computes(node) or node in outside]
-        _check_script(graph, {node.name for node in outside})
+        outside_recipes = [*outside, *between]
+        operations = [
+            node for node in _operations(graph) if _computes(node) or node in outside_recipes
+        ]
+        _check_script(graph, {node.name for node in outside_recipes})
         return cls(
             graph,
             (graph.code, *(f"{tuple(x.shape)} {x.stride()} {x.dtype}" for x in inputs)),
-            _num_recipes(operations, outside),
+            _num_recipes(operations, outside_recipes),
             sum(_size(node.args[0]) for node in operations if node.target is aten.copy_.default),
             traffic_of_graph(graph.graph),
             Counter(name_of(node.target) for node in outside),
             Counter(name_of(node.target) for node in outside if has_no_kernel(node)),
+            sum(node.target is not WAIT for node in between),
         )
 
 
@@ -132,6 +140,7 @@ def _check_script(graph: fx.GraphModule, outside: set[str]) -> None:
         # What is left out is not scripted. The rest needs a value in its place.
         with recipes.graph.inserting_before(node):
             node.replace_all_uses_with(recipes.graph.placeholder(f"{node.name}_made"))
+        recipes.graph.erase_node(node)
     recipes.graph.eliminate_dead_code()
     expected = [(node.target._schema, _given(node)) for node in _operations(recipes)]
     strip_overloads(recipes)

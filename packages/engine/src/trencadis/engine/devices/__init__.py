@@ -30,6 +30,7 @@ __all__ = [
     "Graph",
     "HPUDevice",
     "PendingCopy",
+    "class_of_device",
     "select_device",
 ]
 
@@ -62,12 +63,14 @@ def select_device(
 
     ``compile_cache`` is the directory for compiled programs, for a device that needs it at load
     time; with ``trust_compile_cache`` those of other users are loaded, too, and with ``read_only``
-    nothing is added to it. ``fp32_softmax`` is for hpu, ``cpu_threads`` and ``num_ranks`` for cpu.
+    nothing is added to it. ``fp32_softmax`` is for hpu, ``cpu_threads`` for cpu; ``num_ranks`` is
+    the number of processes with such a device that serve one model.
     Raises `ConfigError` for an unknown name, `DeviceError` for a device that is missing or
     incomplete.
     """
     cpu = functools.partial(CPUDevice, cpu_threads, num_ranks=num_ranks)
-    makers = _makers(cpu, compile_cache, trust_compile_cache, read_only, fp32_softmax)
+    hpu = functools.partial(HPUDevice, fp32_softmax=fp32_softmax, num_ranks=num_ranks)
+    makers = _makers(cpu, hpu, compile_cache, trust_compile_cache, read_only)
     selected = _select(device, makers)
     if cpu_threads is not None and not isinstance(selected, CPUDevice):
         raise ConfigError(
@@ -78,24 +81,34 @@ def select_device(
     return selected
 
 
+def class_of_device(device: str | Device) -> type[Device] | None:
+    """The class that `select_device` chooses for a name, which is not loaded.
+
+    None for a device of another package, and for one that is loaded already.
+    """
+    if isinstance(device, Device):
+        return None
+    if device == "auto":
+        device = "hpu" if hpu_is_installed() else "cuda" if torch.cuda.is_available() else "cpu"
+    return DEVICES.get(device)
+
+
 _Makers = Mapping[str, Callable[[], Device]]
 
 
 def _makers(
     cpu: Callable[..., Device],
+    hpu: Callable[..., Device],
     compile_cache: Path | None,
     trusted: bool,
     read_only: bool,
-    fp32_softmax: bool,
 ) -> _Makers:
     """How each device of `DEVICES` is made with these settings."""
     kernels = None if compile_cache is None or read_only else compile_cache / "kernels"
     return {
         **DEVICES,
         "cpu": lambda: cpu(kernels, trusted=trusted),
-        "hpu": lambda: HPUDevice(
-            compile_cache, fp32_softmax=fp32_softmax, trusted=trusted, read_only=read_only
-        ),
+        "hpu": lambda: hpu(compile_cache, trusted=trusted, read_only=read_only),
     }
 
 

@@ -105,11 +105,20 @@ class Device(abc.ABC):
     attention: Attention = BlockAttention()
     """How the KV cache is laid out, written and read."""
 
+    collectives: str | None = None
+    """Backend of torch.distributed between ranks, each with such a device; None: there are none."""
+
     temperature_source: str | None = None
     """Name of the scheduler's telemetry source that reads this device's temperatures."""
 
     sensor_indices: tuple[int, ...] | None = None
     """Indices of this device in that source; None if they are unknown: then all of them count."""
+
+    @classmethod
+    def rank_environment(cls, rank: int, size: int) -> Mapping[str, str]:
+        """Variables of the process of a rank, one of ``size``. Raises `DeviceError`."""
+        del rank, size
+        return {}
 
     @abc.abstractmethod
     def free_memory(self) -> int:

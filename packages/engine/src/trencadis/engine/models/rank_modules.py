@@ -11,21 +11,38 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives  # registers the shapes of the operations' results
 from torch import nn
+
+_collectives: Any = torch.ops._c10d_functional
+"""PyTorch's collective calls as operations, which can be traced into a program."""
 
 
 def least_over_ranks(number: int) -> int:
-    """The smallest of the ranks' numbers."""
+    """The smallest of the ranks' numbers, which are on the host."""
     held = torch.tensor([number], dtype=torch.int64)
     dist.all_reduce(held, op=dist.ReduceOp.MIN)
     return int(held)
 
 
 def sum_over_ranks(part: torch.Tensor) -> torch.Tensor:
-    """The sum of the ranks' tensors, which replaces ``part``."""
-    part = part.contiguous()
-    dist.all_reduce(part)
-    return part
+    """The sum of the ranks' tensors."""
+    summed = _collectives.all_reduce(part.contiguous(), "sum", _all_ranks())
+    return _collectives.wait_tensor(summed)  # type: ignore[no-any-return]
+
+
+def gather_from_ranks(part: torch.Tensor) -> torch.Tensor:
+    """``[ranks * rows, width]``: the ranks' tensors ``[rows, width]``, one below the other."""
+    size = dist.get_world_size()
+    gathered = _collectives.all_gather_into_tensor(part.contiguous(), size, _all_ranks())
+    return _collectives.wait_tensor(gathered)  # type: ignore[no-any-return]
+
+
+def _all_ranks() -> str:
+    """The name of the process group."""
+    group = dist.group.WORLD
+    assert group is not None  # noqa: S101  (each rank makes it before it loads a model)
+    return str(group.group_name)
 
 
 class RowLinear(nn.Module):
@@ -78,6 +95,7 @@ class SplitHead(nn.Module):
     def __init__(self, linear: nn.Linear, num_tokens: int, num_rows: int) -> None:
         super().__init__()
         self.linear = linear
+        self.in_features = linear.in_features
         self.num_tokens = num_tokens
         self.num_rows = num_rows
 
@@ -89,7 +107,8 @@ class SplitHead(nn.Module):
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits ``[..., vocabulary]``, on every rank."""
         part = self.linear(hidden)
-        part = nn.functional.pad(part, (0, self.num_rows - part.shape[-1])).contiguous()
-        parts = [torch.empty_like(part) for _ in range(dist.get_world_size())]
-        dist.all_gather(parts, part)
-        return torch.cat(parts, dim=-1)[..., : self.num_tokens]
+        part = nn.functional.pad(part, (0, self.num_rows - part.shape[-1]))
+        rows, size = part.flatten(0, -2), dist.get_world_size()
+        parts = gather_from_ranks(rows).view(size, *rows.shape)  # there may be no rows
+        logits = parts.transpose(0, 1).reshape(*part.shape[:-1], size * self.num_rows)
+        return logits[..., : self.num_tokens]

@@ -62,6 +62,7 @@ class CPUDevice(Device):
     default_kv_cache_memory: int | None = _KV_CACHE_BYTES
     shares_host_memory = True
     lists_programs = True
+    collectives = "gloo"
 
     def __init__(
         self,

@@ -30,6 +30,10 @@ WEIGHT_SHARING = "PT_HPU_WEIGHT_SHARING"
 """``0``: the weights of a graph are not held a second time. vllm-gaudi sets it in both modes
 (``vllm_gaudi/platform.py:428``)."""
 
+LAZY_COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
+"""``true``: in lazy mode collective calls are collected, like operations. Read when the bridge is
+loaded (``distributed/hccl/__init__.py:12``)."""
+
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 """``PATH,DELETE,SIZE_MB``, read when the bridge is loaded.
 https://docs.habana.ai/en/latest/PyTorch/Reference/Runtime_Flags.html"""

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 from trencadis.engine.devices.device import Device, Graph, PendingCopy
 from trencadis.engine.devices.hpu.attention import RowAttention
-from trencadis.engine.devices.hpu.bridge import LAZY_MODE, load_bridge
+from trencadis.engine.devices.hpu.bridge import LAZY_COLLECTIVES, LAZY_MODE, load_bridge
 from trencadis.engine.devices.hpu.experts import use_static_experts
 from trencadis.engine.devices.hpu.kernel_trials import kernel_trials
 from trencadis.engine.devices.hpu.kernels import use_fused_kernels
@@ -30,6 +30,7 @@ from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.models.packed_weight import WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention
+from trencadis.engine.models.rank_modules import least_over_ranks
 from trencadis.scheduler import SchedulerError
 from trencadis.scheduler.telemetry import HlmlSource
 
@@ -40,8 +41,9 @@ class HPUDevice(Device):
     """The Gaudi that the bridge assigns to this process.
 
     ``recipe_cache``: directory for compiled recipes; ``trusted``: those of other users
-    are loaded, too; ``read_only``: none are added. Raises `DeviceError` if there is no Gaudi or
-    its software does not load.
+    are loaded, too; ``read_only``: none are added. ``num_ranks``: processes with a Gaudi each that
+    serve one model, whose memory is that of the fullest. Raises `DeviceError` if there is no Gaudi,
+    or one too few, or its software does not load.
     """
 
     name = "hpu"
@@ -52,6 +54,7 @@ class HPUDevice(Device):
     exponential_grid = True
     compiles_forward = True
     counts_missing = True
+    collectives = "hccl"
     temperature_source = "hlml"
 
     def __init__(
@@ -61,8 +64,15 @@ class HPUDevice(Device):
         fp32_softmax: bool = False,
         trusted: bool = False,
         read_only: bool = False,
+        num_ranks: int = 1,
     ) -> None:
         self._bridge = load_bridge(recipe_cache, trusted=trusted, read_only=read_only)
+        if (available := int(self._bridge.hpu.device_count())) < num_ranks:
+            raise DeviceError(
+                f"tensor_parallel_size {num_ranks} needs as many Gaudis, and the bridge finds "
+                f"{available}: choose a smaller number, or check `hl-smi`"
+            )
+        self._num_ranks = num_ranks
         self.torch_device = torch.device("hpu")
         self.attention: Attention = RowAttention()
         self.supports_graphs = lazy = self._bridge.lazy
@@ -79,6 +89,27 @@ class HPUDevice(Device):
         logger.info("Gaudi in %s (%s=%d)", mode, LAZY_MODE, lazy)
         self.sensor_indices = sensor_indices(os.environ)
 
+    @classmethod
+    def rank_environment(cls, rank: int, size: int) -> Mapping[str, str]:
+        """The bridge takes the Gaudi of the local rank (``distributed/hccl/__init__.py:25-53``).
+
+        Without lazy collectives, a graph of lazy mode cannot have any
+        (``distributed/hccl/ProcessGroupHCCL.cpp:464-466``).
+        """
+        if module := os.environ.get("HLS_MODULE_ID", "").strip():
+            raise DeviceError(
+                f"HLS_MODULE_ID={module} gives one Gaudi to all ranks: unset it, and name theirs "
+                "in HABANA_VISIBLE_MODULES"
+            )
+        visible = os.environ.get("HABANA_VISIBLE_MODULES", "")
+        if visible and len(visible.split(",")) < size:
+            raise DeviceError(
+                f"HABANA_VISIBLE_MODULES={visible} names fewer Gaudis than tensor_parallel_size "
+                f"{size}: name one for each rank, or unset it"
+            )
+        own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+        return {**own, LAZY_COLLECTIVES: "true"}
+
     def supports(self, layer: LayerSpec) -> str | None:
         # Transformers sorts tokens by expert: shapes depend on values.
         if layer.experts and not layer.replaceable_experts:
@@ -92,10 +123,10 @@ class HPUDevice(Device):
         return WeightUse.REJECTED
 
     def free_memory(self) -> int:
-        return int(self._bridge.hpu.mem_get_info()[0])
+        return self._least(int(self._bridge.hpu.mem_get_info()[0]))
 
     def total_memory(self) -> int:
-        return int(self._bridge.hpu.mem_get_info()[1])
+        return self._least(int(self._bridge.hpu.mem_get_info()[1]))
 
     def synchronize(self) -> None:
         """Execute collected operations, then wait for the device."""
@@ -112,7 +143,11 @@ class HPUDevice(Device):
         hpu.reset_peak_memory_stats()
         before = int(hpu.memory_allocated())
         taken = super().peak_memory(run)
-        return max(taken, int(hpu.max_memory_allocated()) - before)
+        return -self._least(-max(taken, int(hpu.max_memory_allocated()) - before))
+
+    def _least(self, number: int) -> int:
+        """What all ranks decide by, so that each of them captures the same graphs."""
+        return number if self._num_ranks == 1 else least_over_ranks(number)
 
     def upload(self, host: torch.Tensor) -> torch.Tensor:
         # The bridge copies pageable memory to a buffer of its own before it returns, and does not

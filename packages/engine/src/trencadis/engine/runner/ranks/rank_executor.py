@@ -14,13 +14,12 @@ import attrs
 
 from trencadis.bucketing import Bucket
 from trencadis.engine.api.inspection import GridUsage
-from trencadis.engine.devices import select_device
 from trencadis.engine.errors import RankError
 from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.runner.executor import DeviceFacts, ExecutorCounters, ModelFacts
 from trencadis.engine.runner.ranks.rank_messages import StepAnswer
 from trencadis.engine.runner.ranks.rank_processes import RankProcesses
-from trencadis.engine.runner.ranks.unsupported import check_device, check_settings, switch_error
+from trencadis.engine.runner.ranks.unsupported import checked_device, switch_error
 from trencadis.engine.runner.step import PendingStep, StepInput, StepResult
 from trencadis.engine.settings.engine_config import EngineConfig
 from trencadis.warmup import Phase, WarmupReport
@@ -55,7 +54,7 @@ class _RankStep:
 
 
 class RankExecutor:
-    """An `Executor` with ``config.tensor_parallel_size`` processes on this machine's CPU.
+    """An `Executor` with ``config.tensor_parallel_size`` processes on this machine.
 
     Its methods raise `RankError` once a rank has ended, hangs or computes something else than the
     others: then none of them is left, and the core cannot go on. Raises `ConfigError` for settings
@@ -66,12 +65,9 @@ class RankExecutor:
     """Never called: nothing is compiled."""
 
     def __init__(self, config: EngineConfig, *, records: bool = True) -> None:
-        device = select_device(config.device)
-        check_device(config, device.name)
-        check_settings(config.for_device(device.defaults))
-        self.device_facts = DeviceFacts(
-            device.name, device.defaults, device.temperature_source, device.sensor_indices
-        )
+        device = checked_device(config)
+        size = config.tensor_parallel_size
+        environments = [device.rank_environment(rank, size) for rank in range(size)]
         self.on_cold = lambda shape: None
         self.is_asleep = False
         self.is_warming_up = False
@@ -85,7 +81,10 @@ class RankExecutor:
             num_cold_forwards=0,
             num_compilations=0,
         )
-        self.processes = RankProcesses(_share_of(config), self._limit_s, records=records)
+        self.processes = RankProcesses(
+            _share_of(config), environments, self._limit_s, records=records
+        )
+        self.device_facts = _facts_of_all(self._started("device_facts", limit_s=_START_SECONDS))
 
     # A model, from its checkpoint to its first step.
 
@@ -219,6 +218,16 @@ class RankExecutor:
         return attrs.evolve(
             first, config=self._config, block_bytes=first.block_bytes * len(of_ranks)
         )
+
+
+def _facts_of_all(of_ranks: list[DeviceFacts]) -> DeviceFacts:
+    """Those of rank 0, with the sensors of all ranks; None where one does not know its own."""
+    indices: set[int] = set()
+    for facts in of_ranks:
+        if facts.sensor_indices is None:
+            return attrs.evolve(of_ranks[0], sensor_indices=None)
+        indices.update(facts.sensor_indices)
+    return attrs.evolve(of_ranks[0], sensor_indices=tuple(sorted(indices)))
 
 
 def _share_of(config: EngineConfig) -> EngineConfig:

@@ -7,6 +7,7 @@ closed that only the core has the other end of.
 from __future__ import annotations
 
 import datetime
+import functools
 import logging
 import os
 import queue
@@ -15,6 +16,8 @@ import signal
 import socket
 import sys
 import threading
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,8 +34,15 @@ from trencadis.engine.runner.ranks.rank_messages import (
     digest_of,
     encode,
 )
+from trencadis.engine.runner.step import StepInput
 
 logger = logging.getLogger("trencadis.engine")
+
+_NEXT_STEP_SECONDS = 0.002
+"""Longest pause between two steps of a core that schedules ahead, while the first is computed."""
+
+Calls = queue.SimpleQueue[Call | None]
+"""What the core calls, in order; None once it has ended."""
 
 
 def main() -> None:
@@ -48,7 +58,7 @@ def main() -> None:
         return
     store = Path(start.store)
     threading.Thread(target=_end_with_core, args=(pipe, store.parent), daemon=True).start()
-    calls: queue.SimpleQueue[Call | None] = queue.SimpleQueue()
+    calls: Calls = queue.SimpleQueue()
     threading.Thread(target=_read_calls, args=(reader, calls), daemon=True).start()
     name = f"rank {start.part.rank}"
     logging.basicConfig(
@@ -57,16 +67,11 @@ def main() -> None:
         format=f"{name}: {start.log_format or '%(message)s'}",
     )
     try:
-        dist.init_process_group(
-            "gloo",
-            init_method=store.as_uri(),
-            rank=start.part.rank,
-            world_size=start.part.size,
-            timeout=datetime.timedelta(seconds=start.limit_s),
-        )
-        executor = InProcessExecutor(start.config, records=start.records, part=start.part)
-        while (call := calls.get()) is not None:
-            connection.sendall(_answered(executor, call, start.part.rank))
+        executor = _joined(start, store)
+        if isinstance(executor, EngineError):
+            _reject(executor, calls, connection)
+        else:
+            _serve(executor, calls, connection, start.part.rank)
         logger.debug("%s ends with the core", name)
     except ConnectionError:
         logger.debug("%s ends with the core", name)
@@ -76,7 +81,25 @@ def main() -> None:
     os._exit(0)
 
 
-def _read_calls(reader: MessageReader, calls: queue.SimpleQueue[Call | None]) -> None:
+def _joined(start: Start, store: Path) -> InProcessExecutor | EngineError:
+    """An executor whose process is in the group of all ranks, or why its device cannot be used."""
+    try:
+        executor = InProcessExecutor(start.config, records=start.records, part=start.part)
+    except EngineError as error:
+        return error
+    device = executor.device
+    backends = {"cpu": "gloo", device.torch_device.type: device.collectives}
+    dist.init_process_group(
+        ",".join(f"{place}:{backend}" for place, backend in backends.items()),
+        init_method=store.as_uri(),
+        rank=start.part.rank,
+        world_size=start.part.size,
+        timeout=datetime.timedelta(seconds=start.limit_s),
+    )
+    return executor
+
+
+def _read_calls(reader: MessageReader, calls: Calls) -> None:
     """Take each call at once: the core must not wait until a step before it is computed."""
     try:
         while True:
@@ -85,27 +108,77 @@ def _read_calls(reader: MessageReader, calls: queue.SimpleQueue[Call | None]) ->
         calls.put(None)
 
 
-def _answered(executor: InProcessExecutor, call: Call, rank: int) -> bytes:
-    """Call the executor; returns the encoded answer."""
+def _reject(error: EngineError, calls: Calls, connection: socket.socket) -> None:
+    """Answer each call with ``error``, until the core has ended."""
+    while (call := calls.get()) is not None:
+        connection.sendall(encode(Answer(call.number, error=error)))
+
+
+def _serve(executor: InProcessExecutor, calls: Calls, connection: socket.socket, rank: int) -> None:
+    """Answer each call in its order, until the core has ended.
+
+    A step is waited for once the next one is started, so that the device has no pause, or if none
+    has arrived for a moment.
+    """
+    moment = 0.0 if executor.device.shares_host_memory else _NEXT_STEP_SECONDS
+    started: deque[tuple[int, Callable[[], object]]] = deque()
+
+    def answer(number: int, compute: Callable[[], object]) -> None:
+        connection.sendall(_answered(number, compute, rank))
+
+    while True:
+        try:
+            call = calls.get(timeout=moment if started else None)
+        except queue.Empty:
+            answer(*started.popleft())
+            continue
+        if call is None:
+            return
+        is_step = call.method == "execute"
+        while started and (len(started) > 1 or not is_step):
+            answer(*started.popleft())
+        if is_step:
+            started.append((call.number, _started(executor, call.arguments[0], rank)))
+        else:
+            answer(call.number, functools.partial(_returned, executor, call))
+
+
+def _started(executor: InProcessExecutor, step: StepInput, rank: int) -> Callable[[], StepAnswer]:
+    """Start a step; returns what waits for it, or raises its error."""
     try:
-        value = _result(executor, call, rank)
-        return encode(Answer(call.number, value))
+        pending = executor.execute(step)
     except Exception as error:
-        if not isinstance(error, EngineError):
-            logger.exception("Rank %d has failed in %s", rank, call.method)
-            error = RankError(f"rank {rank} has failed: {type(error).__name__}: {error}")
-        return encode(Answer(call.number, error=error))
+        failure = error
 
+        def fail() -> StepAnswer:
+            raise failure
 
-def _result(executor: InProcessExecutor, call: Call, rank: int) -> object:
-    if call.method == "execute":
-        (step,) = call.arguments
-        result = executor.execute(step).wait()
+        return fail
+
+    def wait() -> StepAnswer:
+        result = pending.wait()
         digest = digest_of(step.number, result)
         if rank != 0:
             return StepAnswer(digest, None, None)
         return StepAnswer(digest, result, executor.counters())
-    return getattr(executor, call.method)(*call.arguments)
+
+    return wait
+
+
+def _returned(executor: InProcessExecutor, call: Call) -> object:
+    found = getattr(executor, call.method)
+    return found(*call.arguments) if callable(found) else found
+
+
+def _answered(number: int, compute: Callable[[], object], rank: int) -> bytes:
+    """The encoded answer: what ``compute`` returns, or its error."""
+    try:
+        return encode(Answer(number, compute()))
+    except Exception as error:
+        if not isinstance(error, EngineError):
+            logger.exception("Rank %d has failed", rank)
+            error = RankError(f"rank {rank} has failed: {type(error).__name__}: {error}")
+        return encode(Answer(number, error=error))
 
 
 def _end_with_core(pipe: int, directory: Path) -> None:

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,13 +51,21 @@ _MODULE = "trencadis.engine.runner.ranks.rank_process"
 class RankProcesses:
     """``config.tensor_parallel_size`` processes, started with this object.
 
-    ``limit_s``: seconds that a collective call waits. ``records``: whether rank 0 records traffic.
+    ``environments``: variables of each rank. ``limit_s``: seconds that a collective call waits.
+    ``records``: whether rank 0 records traffic.
     ``num_messages``, ``num_bytes``: what each rank was sent since the start. Each method raises
     `RankError` where a rank has ended, hangs, or has failed alone; then all are ended, and every
     later call raises it, too.
     """
 
-    def __init__(self, config: EngineConfig, limit_s: float, *, records: bool) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        environments: Sequence[Mapping[str, str]],
+        limit_s: float,
+        *,
+        records: bool,
+    ) -> None:
         self._failure = ""
         self._number = 0
         self._unread: dict[int, dict[int, Answer]] = {}
@@ -71,9 +79,9 @@ class RankProcesses:
             self, _end_all, self._processes, self._connections, self._pipe, directory
         )
         try:
-            for rank in range(config.tensor_parallel_size):
-                self._start_process(pipe)
-                part = RankPart(rank, config.tensor_parallel_size)
+            for rank, environment in enumerate(environments):
+                self._start_process(pipe, environment)
+                part = RankPart(rank, len(environments))
                 is_recorded = records and rank == 0
                 self._connections[rank].sendall(
                     encode(_start(config, part, is_recorded, directory / "store", limit_s))
@@ -178,7 +186,7 @@ class RankProcesses:
         self._failure = self._failure or "the ranks were ended"
         self._end()
 
-    def _start_process(self, pipe: int) -> None:
+    def _start_process(self, pipe: int, environment: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair()
         # As in `LineProcess`. In the process group of the core, so that what ends that group ends
         # the ranks. Collective calls stay on this machine.
@@ -189,7 +197,7 @@ class RankProcesses:
                 [sys.executable, "-c", code, str(theirs.fileno()), str(pipe)],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), pipe),
-                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+                env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", **environment},
             )
         self._processes.append(process)
         self._connections.append(ours)

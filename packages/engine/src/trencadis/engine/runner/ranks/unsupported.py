@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trencadis.engine.devices import Device, class_of_device
 from trencadis.engine.errors import ConfigError
 from trencadis.engine.settings.engine_config import EngineConfig
 
@@ -12,24 +13,23 @@ _REMEDIES: dict[str, tuple[object, str]] = {
 """Settings with the one value that ranks can have, and the remedy for others."""
 
 
-def check_device(config: EngineConfig, device: str) -> None:
-    """Raise `ConfigError` where the device called ``device`` cannot be that of ranks."""
-    if device != "cpu":
-        raise _conflict(config, "device", device, "choose device cpu")
+def checked_device(config: EngineConfig) -> type[Device]:
+    """The device of each rank, which is not loaded here: each rank takes one for itself.
 
-
-def check_settings(config: EngineConfig) -> None:
-    """Raise `ConfigError`, naming the setting, for one that ranks cannot have.
-
-    ``config`` has the device's defaults.
+    Raises `ConfigError`, naming the setting, for one that ranks cannot have.
     """
+    device = class_of_device(config.device)
+    if device is None or device.collectives is None:
+        name = config.device if device is None else device.name
+        raise _conflict(config, "device", name, "choose device cpu or hpu")
     for field, (value, remedy) in _REMEDIES.items():
         if (found := getattr(config, field)) != value:
             raise _conflict(config, field, found, remedy)
-    if config.compile:
+    if config.compile and device.shares_host_memory:
         raise _conflict(config, "compile", True, "leave it out")
     if config.warmup == "background":
         raise _conflict(config, "warmup", "background", "choose full or none")
+    return device
 
 
 def switch_error(config: EngineConfig) -> ConfigError:

@@ -1,0 +1,90 @@
+"""Tensor parallelism with a simulated Gaudi for each rank: the tokens of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from request_mix import GREEDY, SMALL, WAYS, serve
+from test_ranks import assert_equal, start  # noqa: F401  (a fixture)
+
+from trencadis.engine import DeviceError, EngineConfig, EngineCore
+from trencadis.engine.core.reconfigure import ModelSwitcher
+
+Start = Callable[..., EngineCore]
+
+
+@pytest.fixture(autouse=True)
+def _two_gaudis(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("GAUDI_STANDIN_DEVICES", "2")
+
+
+@pytest.mark.parametrize(
+    ("mode", "ways"),
+    [
+        ("eager", ["greedy", "seeds"]),  # whose programs take a second each to compile
+        ("lazy", list(WAYS)),
+    ],
+)
+def test_two_gaudis_serve_what_one_process_serves(
+    tiny_model: Path,
+    start: Start,  # noqa: F811
+    stand_in_for_cores: Callable[..., Any],
+    mode: str,
+    ways: list[str],
+) -> None:
+    changes = {"num_blocks": 24, "num_host_blocks": 64}
+    alone = start(tiny_model, 1, device="cpu", **changes)
+    with stand_in_for_cores(mode):
+        core = start(tiny_model, device="hpu", **changes)
+        for name in ways:
+            assert_equal(serve(core, WAYS[name]), serve(alone, WAYS[name]))
+    assert core.stats.num_preemptions > 0
+    assert core.stats.num_compilations > 0
+    assert core.executor.device_facts.name == "hpu"
+
+
+def test_gaudis_with_other_memory_capture_the_same_graphs(
+    tiny_model: Path,
+    start: Start,  # noqa: F811
+    stand_in_for_cores: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each graph has collective calls: a rank that captures one alone would wait for ever."""
+    monkeypatch.setenv("GAUDI_STANDIN_MEMORY", "16000000,6000000")
+    alone = start(tiny_model, 1, device="cpu")
+    with stand_in_for_cores("lazy"):
+        core = start(tiny_model, device="hpu", warmup="full", num_blocks=None)
+        assert 0 < core.executor.counters().num_graphs < core.facts.num_buckets
+        expected = serve(alone, [GREEDY])
+        assert_equal(serve(core, [GREEDY]), expected)
+        switcher = ModelSwitcher(core)
+        switcher.sleep(1)
+        switcher.wake_up()
+        assert_equal(serve(core, [GREEDY]), expected)
+
+
+@pytest.mark.parametrize(
+    ("variables", "text"),
+    [
+        ({"HLS_MODULE_ID": "3"}, "HLS_MODULE_ID=3 gives one Gaudi to all ranks"),
+        ({"HABANA_VISIBLE_MODULES": "4"}, "HABANA_VISIBLE_MODULES=4 names fewer Gaudis than"),
+        ({"GAUDI_STANDIN_DEVICES": "1"}, "size 2 needs as many Gaudis, and the bridge finds 1"),
+    ],
+)
+def test_each_rank_needs_a_gaudi(
+    tiny_model: Path,
+    own_processes: None,
+    stand_in_for_cores: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    variables: dict[str, str],
+    text: str,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    settings = {**SMALL, "device": "hpu", "tensor_parallel_size": 2}
+    with stand_in_for_cores("lazy"), pytest.raises(DeviceError, match=text):
+        EngineCore(EngineConfig(model=str(tiny_model), **settings))
