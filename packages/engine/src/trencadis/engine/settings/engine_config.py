@@ -230,8 +230,8 @@ class EngineConfig(CapacitySettings):
         "--tensor-parallel-size",
         metavar="N",
         group=MODEL,
-        help="processes that divide each layer between them, on cpu; memory settings are for all "
-        "of them together",
+        help="processes that divide each layer between them, on cpu or hpu; memory settings are "
+        "for all of them together",
     )
     kv_cache_memory: int | None = setting_field(
         None,
