@@ -24,7 +24,8 @@ import torch
 from child_processes import children
 from model_families import save_family
 from request_mix import GREEDY, SMALL, WAYS, serve
-from transformers import CohereConfig
+from torch import nn
+from transformers import AutoModelForCausalLM, CohereConfig
 
 from trencadis.engine import (
     AsyncEngine,
@@ -175,7 +176,6 @@ def _as_facts(core: EngineCore, alone: EngineCore) -> Any:
         ("compile", True),
         ("warmup", "background"),
         ("runner", "pooling"),
-        ("quantization", "int8"),
         ("device", "test_ranks:OtherDevice"),
     ],
 )
@@ -214,6 +214,32 @@ def test_families_get_the_tokens_of_one_process(
     for params in ways()[:-1]:  # without a tokenizer there are no grammars
         assert_equal(serve(core, params, 4), serve(alone, params, 4))
     assert core.stats.num_preemptions > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("quantization", "largest"), [("int8", 127), ("int4", 8)])
+def test_each_rank_rounds_its_part_of_the_weights(
+    tmp_path: Path,
+    make_tiny_model: Callable[..., Path],
+    start: Callable[..., EngineCore],
+    quantization: str,
+    largest: int,
+) -> None:
+    """Weights that rounding leaves as they are: steps of one size, the largest in each group."""
+    path = make_tiny_model(tmp_path, hidden_size=192, intermediate_size=256)
+    model = AutoModelForCausalLM.from_pretrained(path)
+    for number, layer in enumerate(each for each in model.modules() if type(each) is nn.Linear):
+        most = 127 if layer is model.lm_head else largest  # which is rounded to 8 bits
+        random = torch.Generator().manual_seed(number)
+        steps = torch.randint(1 - most, most, layer.weight.shape, generator=random)
+        steps[:, ::32] = -most
+        layer.weight.data = steps * 0.5 ** (most.bit_length() + 2)
+    model.save_pretrained(path)
+    plain, rounded = (
+        start(path, dtype="bfloat16", quantization=each) for each in ("none", quantization)
+    )
+    ways = [{**GREEDY, "logprobs": 1}]
+    assert_equal(serve(rounded, ways, 3), serve(plain, ways, 3))
 
 
 def test_norms_with_weights_of_each_head_are_rejected() -> None:

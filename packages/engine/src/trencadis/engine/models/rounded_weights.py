@@ -54,7 +54,8 @@ def round_weights(model: nn.Module, quantization: str) -> None:
     layers = _layers_to_round(model, form)
     _check_enough_is_rounded(model, [layer for _, _, layer in layers], form)
     # The head has the most to lose, and keeps 8 bits: llama.cpp gives it 6 in files of 4 bits.
-    head = id(getattr(model, "get_output_embeddings", lambda: None)())
+    output = getattr(model, "get_output_embeddings", lambda: None)()
+    head = id(getattr(output, "linear", output))  # that of a rank has its part in it
 
     def rounded(layer: nn.Linear) -> QuantizedLinear:
         in_int8 = quantization == "int8" or id(layer) == head

@@ -8,7 +8,6 @@ from trencadis.engine.settings.engine_config import EngineConfig
 
 _REMEDIES: dict[str, tuple[object, str]] = {
     "runner": ("generate", "choose the runner generate"),
-    "quantization": ("none", "leave it out"),
 }
 """Settings with the one value that ranks can have, and the remedy for others."""
 
