@@ -207,4 +207,3 @@ def test_sequences_on_a_long_system_prompt_take_one_pass_that_reads_each_block_o
     distinct = 2 * (20 + num_seqs) * of_layer // cache.num_blocks
     read = max(kv_bytes(region, of_layer) for region in regions[-8:])
     assert 0.9 * distinct < read <= 1.15 * distinct, (read, distinct)
-    print("KV", read, distinct, len(steps))
