@@ -111,6 +111,8 @@ def test_all_checks_pass_on_the_stand_in(model, gaudi, mode, monkeypatch):
     launched = {"lazy": (0, 1), "eager": (5, 0)}[mode]  # two layers, before, after, a draw
     assert (step["programs"], step["replays"]) == launched
     assert (step["uploads"], step["downloads"]) == (1, 1)
+    # The copy of the sampler's numbers is no program; without graphs, all of a lazy step is one.
+    assert step["predicted_launches"] == {"lazy": 1 + 4, "eager": launched[0] + 1}[mode]
     assert (report.findings["graph replay"].values["replays"] >= 7) == (mode == "lazy")
     assert by_status(report, Status.OK) > {"tokens greedy", "tokens seeded"}
 

@@ -35,7 +35,7 @@ FORWARD: dict[str, ForwardShape] = {
     "decode with a shared prefix": DecodeShape(2, BLOCKS, shared=BLOCKS),
     "decode that gathers": DecodeShape(2, 0, extra=6),
 }
-"""Each is three programs: what comes before the layers, a layer, what comes after them."""
+"""Each takes three programs: before the layers, a layer, after them."""
 
 SAMPLING: dict[str, dict[str, Any]] = {
     "draw GREEDY": {"temperature": 0},
@@ -100,6 +100,19 @@ def test_a_forward_pass_is_programs_without_fallbacks(
     core: tuple[EngineCore, Any], kind: str
 ) -> None:
     check_forward(*core, FORWARD[kind])
+
+
+def test_shapes_of_as_many_rows_share_the_program_after_the_layers(
+    core: tuple[EngineCore, Any],
+) -> None:
+    """It reads hidden states and rows: four kinds of decode take one."""
+    runner, machinery = core[0].executor.worker.runner, core[1]
+    runner.forward_runner._programs.clear()
+    before = machinery.counters.copy()
+    shapes = [shape for shape in FORWARD.values() if isinstance(shape, DecodeShape)]
+    for shape in shapes:
+        runner.forward_runner.prepare(runner.batches.dummy(shape))
+    assert machinery.counters.since(before).compile_calls == 2 * len(shapes) + 1
 
 
 @pytest.mark.parametrize("kind", SAMPLING)

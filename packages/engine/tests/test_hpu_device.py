@@ -305,6 +305,65 @@ def test_each_forward_pass_is_what_was_captured_or_compiled(stand_in, mode, tiny
         assert (counted.partitions, counted.traces) == (programs * passes, 0)
 
 
+@pytest.mark.parametrize("mode", ["eager", "lazy"])
+def test_warm_up_compiles_and_starts_nothing(stand_in, mode, tiny_model, monkeypatch):
+    """Its results are garbage, which nothing that is served later reads."""
+    config = EngineConfig(
+        model=str(tiny_model),
+        **{"max_model_len": 48, "block_size": 8, "max_num_batched_tokens": 48, "max_num_seqs": 2},
+        **{"dtype": "float32", "num_blocks": 13, "bucketing": FEW_BUCKETS, "warmup": "full"},
+        **{"enable_prefix_caching": False, "num_host_blocks": 0},
+    )
+
+    def serve(core):
+        core.warm_up()
+        core.add("key", GenerateRequest(range(6), SamplingParams(temperature=0, max_tokens=4)))
+        tokens = []
+        while core.has_work:
+            tokens += [token.token_id for token in core.step()]
+        return tokens
+
+    expected = serve(EngineCore(attrs.evolve(config, device="cpu")))
+    with stand_in(mode) as machinery:
+        core = EngineCore(attrs.evolve(config, device="hpu"))
+        worker, counted = core.executor.worker, []
+        warm_up_all = worker._warm_up_all
+
+        def recording(*given):
+            before = machinery.counters.copy()
+            report = warm_up_all(*given)
+            counted.append(machinery.counters.since(before))
+            return report
+
+        monkeypatch.setattr(worker, "_warm_up_all", recording)
+        assert serve(core) == expected
+        assert not machinery.compile_only
+        assert core.stats.num_compilations == 0
+    (warm_up,) = counted
+    assert warm_up.recipes > 0
+    assert (warm_up.launches, warm_up.partitions, warm_up.replays) == (0, 0, 0)
+
+
+def test_compiling_alone_ends_with_an_error_too(device, lazy_gaudi):
+    x = torch.ones(2, device="hpu")
+    y = x + 1
+    with pytest.raises(ZeroDivisionError), device.compile_only():
+        z = x + 1
+        raise ZeroDivisionError
+    assert y.tolist() == [2, 2], "it was given before"
+    assert not z.isfinite().any()
+    assert (x + 1).tolist() == [2, 2]
+
+
+def test_a_release_that_cannot_compile_alone_runs_its_warm_up(device, lazy_gaudi, monkeypatch):
+    from habana_frameworks.torch.internal import bridge_config
+
+    monkeypatch.delattr(bridge_config, "set_pt_compile_only_mode")
+    with device.compile_only():
+        y = torch.ones(2, device="hpu") + 1
+    assert y.tolist() == [2, 2]
+
+
 TWO_ENGINES = """
 import habana_frameworks.torch, torch
 from gaudi_standin import BRIDGE
@@ -911,7 +970,9 @@ def test_the_default_grid_of_a_gaudi_is_exponential_and_the_log_says_so(caplog):
 def test_the_variables_of_the_bridge_are_set_before_it_is_loaded(lazy_gaudi, monkeypatch):
     monkeypatch.delenv("PT_HPU_LAZY_MODE")
     monkeypatch.delenv("PT_HPU_WEIGHT_SHARING", raising=False)
+    monkeypatch.delenv("FUSER_ENABLE_MULTI_THREADED_INVOCATIONS", raising=False)
     HPUDevice()
+    assert os.environ["FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"] == "1"
     assert (os.environ["PT_HPU_LAZY_MODE"], os.environ["PT_HPU_WEIGHT_SHARING"]) == ("0", "0")
     monkeypatch.setenv("PT_HPU_WEIGHT_SHARING", "1")
     HPUDevice()

@@ -267,7 +267,8 @@ def test_programs_are_dropped_where_the_cache_that_they_read_no_longer_fits(
         is_new = num_blocks[-1] != (most, *num_blocks)[-2]
         assert (compiled(eager_gaudi) != before) == is_new, "they outlive all but another cache"
         new = eager_gaudi.counters.compile_calls - before[0]
-        assert new in (0, 3 * own), "three for each forward pass, and none of the sampler"
+        # Of the three of a forward pass the last is shared, and none is of the sampler.
+        assert new == 0 or 2 * own < new <= 3 * own
     assert most > num_blocks[0] == num_blocks[1]
     assert num_blocks[2] == num_blocks[1], "a cache that fits has the size of its programs"
     assert len(num_programs) == 1, "none are kept that nothing uses"

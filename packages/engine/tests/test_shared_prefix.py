@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from trencadis.bucketing import AxisConfig, BucketingConfig
 from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
@@ -102,3 +103,107 @@ def test_without_warm_up_gathered_blocks_are_padded_to_powers_of_two(
     found, passes = serve(EngineCore(config_of(tiny_model, device="cpu")))
     assert found == expected
     assert {shape.extra for shape in passes} == {0, 8, 16}
+
+
+BLOCK = 128
+PREFIX = tuple(7 + i % 200 for i in range(20 * BLOCK))
+"""A prompt of 2,560 tokens: 20 blocks."""
+
+
+def kv_bytes(region: Any, cache_bytes: int) -> int:
+    """Bytes of the KV cache that a program reads: of tensors with the size of a layer's cache."""
+    roots = {node: node for node in region.graph.graph.find_nodes(op="placeholder")}
+    read = 0
+    for node in region.graph.graph.nodes:
+        if not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target.is_view or node.target is torch.ops.aten.index_copy_.default:
+            roots[node] = roots.get(node.args[0])
+            continue
+        for source in node.all_input_nodes:
+            root = roots.get(source)
+            if root is not None and root.meta["val"].nbytes == cache_bytes:
+                gathers = node.target is torch.ops.aten.index_select.default
+                read += (node if gathers else source).meta["val"].nbytes
+    return read
+
+
+@pytest.mark.parametrize(
+    "num_seqs",
+    [pytest.param(64, marks=pytest.mark.slow), pytest.param(128, marks=pytest.mark.soak)],
+)
+def test_sequences_on_a_long_system_prompt_take_one_pass_that_reads_each_block_once(
+    stand_in, make_tiny_model, tmp_path, num_seqs: int
+) -> None:
+    model = make_tiny_model(tmp_path, max_position_embeddings=4096)
+    samples, blocks = num_seqs // 4, 20 + 2 * num_seqs + 2
+    params = SamplingParams(
+        temperature=0.8, seed=3, n=samples, max_tokens=6, ignore_eos=True, logprobs=None
+    )
+
+    def only(size: int) -> AxisConfig:
+        return AxisConfig(min=size, step=size, max=size)
+
+    def serve(device: str) -> tuple[Tokens, list[Any], EngineCore]:
+        config = EngineConfig(
+            model=str(model),
+            **{"device": device, "dtype": "float32", "block_size": BLOCK, "warmup": "none"},
+            **{"max_model_len": 22 * BLOCK, "max_num_seqs": num_seqs, "num_host_blocks": 0},
+            max_num_batched_tokens=22 * BLOCK,
+            num_blocks=blocks * 51 // 50 + 1,
+            enable_prefix_caching=True,
+            bucketing=BucketingConfig(
+                prompt_batch=only(1),
+                prompt_query=AxisConfig(min=BLOCK, step=21 * BLOCK, max=21 * BLOCK),
+                prompt_context=only(20),
+                decode_batch=only(num_seqs),
+                decode_blocks=only(20 + num_seqs + 2),
+            ),
+        )
+        core, found, steps = EngineCore(config), {}, []
+        core.warm_up()
+        runner = core.executor.worker.runner.forward_runner
+        run, passes = runner.run, []
+
+        def noting(batch: ModelInput) -> Any:
+            passes.append(batch.shape)
+            return run(batch)
+
+        runner.run = noting  # type: ignore[method-assign]
+        core.add("first", GenerateRequest((*PREFIX, 1), SamplingParams(max_tokens=1)))
+        while core.has_work:
+            core.step()
+        for key in range(num_seqs // samples):
+            core.add(str(key), GenerateRequest((*PREFIX, key % 250, 9), params))
+        while core.has_work:
+            passes.clear()
+            tokens = core.step()
+            for token in tokens:
+                found.setdefault((token.key, token.index), []).append(token.token_id)
+            if len(tokens) == num_seqs and all(isinstance(s, DecodeShape) for s in passes):
+                steps.append(tuple(passes))
+        return found, steps, core
+
+    expected = serve("cpu")[0]
+    with stand_in("eager") as machinery:
+        regions: list[Any] = []
+        run_region = machinery.run_region
+
+        def recording(region: Any, inputs: Any) -> Any:
+            regions.append(region)
+            return run_region(region, inputs)
+
+        machinery.run_region = recording
+        found, steps, core = serve("hpu")
+    assert found == expected
+    assert len(found) == num_seqs
+    assert len(steps) >= 3
+    # The first call starts two steps, and the last none.
+    assert sum(map(len, steps)) == len(steps), "one forward pass for each token"
+    (shape,) = {shape for passes in steps for shape in passes}
+    assert (shape.batch, bool(shape.shared), shape.extra) == (num_seqs, True, 0)
+    cache = core.executor.worker.cache
+    of_layer = cache.key(0).nbytes
+    distinct = 2 * (20 + num_seqs) * of_layer // cache.num_blocks
+    read = max(kv_bytes(region, of_layer) for region in regions[-8:])
+    assert 0.9 * distinct < read <= 1.15 * distinct, (read, distinct)

@@ -33,6 +33,7 @@ VALUES = {
     "sampling": ("host", "host"),
     "draw": ("top_p", "top_p"),
     "async_scheduling": (None, True),
+    "compile": (None, True),
     "swap_space": ("1.5", 3 << 29),
     "seed": ("5", 5),
     "thermal_policy": ("power", "power"),

@@ -81,6 +81,16 @@ def test_gaudi_2_and_gaudi_3_share_both_shares() -> None:
     assert gaudi2.hbm_efficiency == gaudi3.hbm_efficiency
 
 
+def test_programs_of_the_default_mode_are_started_while_the_device_computes() -> None:
+    """Llama 3.1 8B has 32 layers: 36 launches in all, as on the stand-in."""
+    model = costs(CHECKED[0])
+    compiled, replay_s = attrs.evolve(model, compiled=True), model.hardware.replay_s
+    assert compiled.num_programs + compiled.num_sampler_launches == 36
+    assert compiled.launch_s(1.0, captured=False) == replay_s
+    assert compiled.launch_s(0.0, captured=False) == pytest.approx(34 * replay_s)
+    assert compiled.launch_s(1.0, captured=False) < model.launch_s(1.0, captured=False)
+
+
 def test_a_static_batch_is_one_prefill_and_a_decode_per_further_token() -> None:
     """By hand, with a host and a link that take no time."""
     row = CHECKED[0]

@@ -22,7 +22,15 @@ from gaudi_standin.collectives import WAIT, are_collected, computed, is_collecti
 from gaudi_standin.counters import Counters
 from gaudi_standin.kernels import RoundedProducts, copied_bytes, kernel_for, name_of, runs_on_host
 from gaudi_standin.memory import Allocation, Buffer, DeviceMemory
-from gaudi_standin.program import Call, Capture, FrozenProgram, Program, compute
+from gaudi_standin.program import (
+    Call,
+    Capture,
+    FrozenProgram,
+    Program,
+    compute,
+    garbage_like,
+    is_transfer,
+)
 from gaudi_standin.regions import Region
 from gaudi_standin.rules import (
     INFERENCE_DOC,
@@ -33,7 +41,7 @@ from gaudi_standin.rules import (
 )
 from gaudi_standin.shapes import TensorOutline, outline
 from gaudi_standin.tensor import HPUTensor, on_device
-from gaudi_standin.traffic import traffic_of_calls
+from gaudi_standin.traffic import Traffic, traffic_of_calls
 from gaudi_standin.tree import Spec, flatten, map_only, unflatten
 
 _COPY = torch.ops.aten.copy_.default
@@ -43,12 +51,14 @@ class Bridge:
     """The state of the device: what is collected, what is compiled, what was counted.
 
     ``counters`` says what the steps cost. ``computed`` counts operations, ``host_reads`` values
-    that the host waited for. ``rounds_products``: see `RoundedProducts`.
+    that the host waited for. ``rounds_products``: see `RoundedProducts`. ``compile_only``: recipes
+    are compiled and not started (``PT_COMPILE_ONLY_MODE``), so that results are garbage.
     """
 
     def __init__(self) -> None:
         self.lazy = True
         self.rounds_products = False
+        self.compile_only = False
         self.memory = DeviceMemory()
         self.counters = Counters()
         self.host_reads = 0
@@ -80,8 +90,7 @@ class Bridge:
             self.compile(program.signature)
             traffic = traffic_of_calls(program.calls, _is_held)
             self._run(program)
-            self.counters.launches += 1
-            self.counters.move(traffic)
+            self._count_launch(traffic)
 
     def synchronize(self) -> None:
         """The host waits for what was started; what is only collected was not."""
@@ -118,8 +127,7 @@ class Bridge:
             self.compile(("graph", program.signature))
             if not capture.dry_run:
                 self._run(program)
-                self.counters.launches += 1
-                self.counters.move(traffic)
+                self._count_launch(traffic)
             frozen.append(FrozenProgram(program, capture.made_inside - shared, traffic))
         return frozen
 
@@ -215,6 +223,8 @@ class Bridge:
     def run_region(self, region: Region, inputs: Sequence[torch.Tensor]) -> Any:
         """Run a compiled region on device tensors, and count what it starts."""
         self.compile(region.signature)
+        if self.compile_only:
+            return region.garbage(inputs, self.place)
         self.counters.launches += region.launches
         self.counters.partitions += region.partitions
         self.counters.copied_bytes += region.copied_bytes
@@ -256,7 +266,7 @@ class Bridge:
 
     def _compute(self, func: Any, leaves: list[Any], spec: Spec) -> tuple[list[Any], Spec]:
         kernel = kernel_for(func, leaves, lazy=self.lazy)
-        if not self.lazy:
+        if not self.lazy and not self.compile_only:
             with self._products():
                 values, shape = flatten(compute(kernel, values_of(leaves), spec))
             made = [self._owned(x) if isinstance(x, torch.Tensor) else x for x in values]
@@ -264,6 +274,9 @@ class Bridge:
         else:
             found = outline(func, list(buffers_of(leaves)), spec)
             made = [self._reserve(x) if isinstance(x, TensorOutline) else x for x in found.leaves]
+            if not self.lazy:
+                for buffer in (x for x in made if isinstance(x, Buffer)):
+                    buffer.value.copy_(garbage_like(buffer.value))
             shape = found.spec
         outputs = tuple(x for x in made if isinstance(x, Buffer))
         self._record(Call(kernel, buffers_of(leaves), spec, outputs, "compute"))
@@ -278,10 +291,11 @@ class Bridge:
                 raise NotImplementedError(f"{func} would resize its output on the stand-in")
         self.counters.copied_bytes += copied_bytes(func, args, lazy=self.lazy)
         kernel = kernel_for(func, leaves, lazy=self.lazy)
-        if not self.lazy:
+        call = Call(kernel, buffers_of(leaves), spec, (), "inplace")
+        if not self.lazy and not (self.compile_only and not is_transfer(call)):
             compute(kernel, values_of(leaves), spec)
             self.computed += 1
-        self._record(Call(kernel, buffers_of(leaves), spec, (), "inplace"))
+        self._record(call)
         if len(func._schema.returns) > len(written):
             raise NotImplementedError(f"{func} returns more than it changes")
         return written[0] if len(func._schema.returns) == 1 else tuple(written) or None
@@ -358,8 +372,7 @@ class Bridge:
             single = Program()
             single.append(call)
             self.compile(single.signature)
-            self.counters.launches += 1
-            self.counters.move(traffic_of_calls(single.calls, lambda _: True))
+            self._count_launch(traffic_of_calls(single.calls, lambda _: True))
 
     def _fall_back(self, func: Any, leaves: list[Any]) -> None:
         """The operation runs on the host: its inputs are copied there, its results back.
@@ -379,9 +392,14 @@ class Bridge:
             self._recipes.add(signature)
             self.counters.recipes += not _is_on_disk(signature)
 
+    def _count_launch(self, traffic: Traffic) -> None:
+        if not self.compile_only:
+            self.counters.launches += 1
+            self.counters.move(traffic)
+
     def _run(self, program: Program) -> None:
         with torch.inference_mode(mode=False), torch.no_grad(), self._products():
-            program.run()
+            program.run(compile_only=self.compile_only)
         self.computed += len(program.calls)
 
     def _products(self) -> AbstractContextManager[Any]:

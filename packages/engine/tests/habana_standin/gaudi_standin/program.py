@@ -29,6 +29,19 @@ class Call:
     kind: Kind
 
 
+def garbage_like(tensor: torch.Tensor) -> torch.Tensor:
+    """What memory may hold that no recipe has written: no number, an index out of range."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if made.dtype.is_floating_point:
+        return made.fill_(torch.nan)
+    return made.fill_(True if made.dtype is torch.bool else 100)
+
+
+def is_transfer(call: Call) -> bool:
+    """Whether the call copies from the host, which no recipe does."""
+    return call.func is torch.ops.aten.copy_.default and isinstance(call.leaves[1], torch.Tensor)
+
+
 def compute(func: Callable[..., Any], values: list[Any], spec: Spec) -> Any:
     """Run an operation on plain CPU tensors."""
     args, kwargs = unflatten(values, spec)
@@ -63,10 +76,17 @@ class Program:
         """Whether there is nothing to compute; a view alone is not work."""
         return all(call.kind == "view" for call in self.calls)
 
-    def run(self) -> None:
-        """Compute every call, each into the buffers that its outputs have."""
+    def run(self, *, compile_only: bool = False) -> None:
+        """Compute every call, each into the buffers that its outputs have.
+
+        With ``compile_only``, results are garbage.
+        """
         for call in self.calls:
             if call.kind == "view":
+                continue
+            if compile_only and not is_transfer(call):
+                for buffer in call.outputs:
+                    buffer.value.copy_(garbage_like(buffer.value))
                 continue
             values = [leaf.value if isinstance(leaf, Buffer) else leaf for leaf in call.leaves]
             results = compute(call.func, values, call.spec)

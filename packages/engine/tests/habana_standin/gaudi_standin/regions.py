@@ -13,7 +13,7 @@ import copy
 import os
 import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import attrs
@@ -25,9 +25,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from gaudi_standin.collectives import WAIT, is_collective
 from gaudi_standin.kernels import name_of
+from gaudi_standin.program import garbage_like
 from gaudi_standin.rules import PlacementViolation, ScriptViolation
 from gaudi_standin.shared_layer import decompositions, has_no_kernel, why_left_out
 from gaudi_standin.traffic import Traffic, traffic_of_graph
+from gaudi_standin.tree import map_only
 
 aten = torch.ops.aten
 
@@ -53,6 +55,18 @@ class Region:
     def launches(self) -> int:
         """Recipes, and operations and collective calls outside of them."""
         return self.partitions + self.left_out.total() + self.collectives
+
+    def garbage(
+        self, inputs: Sequence[torch.Tensor], place: Callable[[torch.Tensor], torch.Tensor]
+    ) -> Any:
+        """What a call returns that starts no recipe. ``place`` makes a tensor of the device."""
+        given = dict(zip(self.graph.graph.find_nodes(op="placeholder"), inputs, strict=True))
+        (output,) = self.graph.graph.find_nodes(op="output")
+
+        def result(node: fx.Node) -> torch.Tensor:
+            return given[node] if node in given else place(garbage_like(node.meta["val"]))
+
+        return map_only(fx.Node, result, output.args[0])
 
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> Region:

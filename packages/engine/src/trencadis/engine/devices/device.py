@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,13 @@ class Device(abc.ABC):
         """
         del programs, own
         return run
+
+    def compile_only(self) -> AbstractContextManager[None]:
+        """Within it, programs are compiled and may not run: what they compute is not to be read.
+
+        For a full warm-up, which reads nothing. Nothing else uses the device meanwhile.
+        """
+        return nullcontext()
 
     def end_warm_up(self) -> None:  # noqa: B027 - most devices have nothing to do
         """Called when a warm-up has ended: few programs are compiled from now on, if any."""

@@ -12,7 +12,6 @@ from trencadis.bucketing import Bucket
 from trencadis.engine.errors import ModelError
 from trencadis.engine.models.loader import ModelSpec
 from trencadis.engine.simulated import HARDWARE, CostModel, read_model_shape
-from trencadis.engine.simulated.cost_model import LAUNCHES_PER_LAYER, SAMPLER_LAUNCHES
 from trencadis.warmup import Phase
 
 
@@ -30,11 +29,12 @@ def predicted_step(
     shape: tuple[int, int],
     *,
     captured: bool,
+    compiled: bool,
 ) -> PredictedStep | str:
     """The time and launches of a step, or why there is no prediction.
 
     ``product`` is the device's own name, ``shape`` the sequences and the KV blocks that are read.
-    ``captured``: graphs are replayed.
+    ``captured``: graphs are replayed. ``compiled``: forward passes are programs.
     """
     words = re.sub(r"[^a-z0-9]", "", product.lower())
     hardware = next((HARDWARE[name] for name in HARDWARE if name in words), None)
@@ -49,7 +49,7 @@ def predicted_step(
         return "the simulator does not model this architecture"
     width = 4 if dtype == "float32" else 2
     model = attrs.evolve(model, dtype_bytes=width, matrix_dtype_bytes=width, kv_dtype_bytes=width)
-    costs = CostModel(model, hardware, block_size)
+    costs = CostModel(model, hardware, block_size, compiled=compiled)
     bucket, rows = Bucket(("batch", "blocks"), shape), shape[0]
     device_s = costs.device_s(Phase.DECODE, bucket)
     seconds = (
@@ -60,5 +60,5 @@ def predicted_step(
         + costs.fetch_s(rows)
         + costs.host_s(rows)
     )
-    launches = 1 if captured else LAUNCHES_PER_LAYER * model.num_layers
-    return PredictedStep(1000 * seconds, launches + SAMPLER_LAUNCHES)
+    launches = 1 if captured else costs.num_programs
+    return PredictedStep(1000 * seconds, launches + costs.num_sampler_launches)

@@ -90,6 +90,7 @@ def measure_step(engine: ServedEngine) -> Finding:
         core.config.block_size,
         (rows, num_blocks),
         captured=core.stats.num_graphs > 0,
+        compiled=each["programs"] > 0,
     )
     if isinstance(predicted, str):
         return absent(f"{said}; {predicted}", **values)

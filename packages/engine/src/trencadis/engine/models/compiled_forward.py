@@ -81,37 +81,48 @@ class CompiledForward:
         for a model whose layers are given tensors of different forms.
         """
 
-        def call_with(outside: Sequence[torch.Tensor]) -> Callable[..., Any]:
+        rows: list[torch.Tensor] = []
+
+        def call_with(outside: Sequence[torch.Tensor], *kept: torch.Tensor) -> Callable[..., Any]:
+            """Calls the model, with the logit rows ``kept`` or else those of the batch."""
             named = dict(zip(own.outside, outside, strict=True))
-            return lambda **kwargs: torch.func.functional_call(model, named, (), kwargs)
+
+            def call(**kwargs: Any) -> Any:
+                rows[:] = kept or [kwargs["logits_to_keep"]]
+                kwargs["logits_to_keep"] = rows[0]
+                return torch.func.functional_call(model, named, (), kwargs)
+
+            return call
 
         def start(*given: torch.Tensor) -> list[torch.Tensor]:
             recording = Recording(until=layers.num_layers - 1)
             try:
                 compute(call_with(given[len(tensors) :]), given[: len(tensors)], recording)
             except LayersReached:
-                return recording.distinct()
+                return [*recording.distinct(), *rows]
             raise ModelError("the model has no decoder layers: serve it without --compile")
 
         def end(*given: torch.Tensor) -> tuple[torch.Tensor, ...]:
             def skip(*_: Any) -> torch.Tensor:
                 return given[0]
 
-            outside = given[1 + len(tensors) :]
-            return compute(call_with(outside), given[1 : 1 + len(tensors)], skip)
+            # With the rows from the start it reads nothing of the batch, whose form differs with
+            # the blocks: shapes with as many tokens and rows have one program.
+            batch, outside = given[2 : 2 + len(tensors)], given[2 + len(tensors) :]
+            return compute(call_with(outside, given[1]), batch, skip)
 
         recording = Recording(until=layers.num_layers - 1)
         with contextlib.suppress(LayersReached):
-            compute(model, tensors, recording)
+            compute(call_with([*own.outside.values()]), tensors, recording)
         programs = [
             compile_graph(*layers.trace(recording, kind)) for kind in range(layers.num_kinds)
         ]
-        hidden = recording.inputs()[0]
+        inputs = (recording.inputs()[0], rows[0], *tensors)
         return cls(
             _Part.of(start, tensors, own.outside, compile_graph),
             layers.of_layers(programs),
             recording.places(),
-            _Part.of(end, (hidden, *tensors), own.outside, compile_graph),
+            _Part.of(end, inputs, own.outside, compile_graph),
         )
 
     def __call__(self, tensors: Sequence[torch.Tensor], own: OwnTensors) -> list[torch.Tensor]:
@@ -121,7 +132,7 @@ class CompiledForward:
         for layer, places, of_layer in zip(self._layers, self._places, own.layers, strict=True):
             given = (made[place] for place in places[1:])
             hidden = single(layer(hidden, *given, *of_layer))
-        return self._end((hidden, *tensors), own.outside)
+        return self._end((hidden, made[-1], *tensors), own.outside)
 
 
 @attrs.frozen(eq=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -336,7 +337,8 @@ class ForwardRunner:
             given = attrs.evolve(batch.with_inputs(*tensors), layer_run=layer_run)
             return self._compute(given, model)
 
-        own, compile_graph = self._own_tensors(), self._device.compile
+        own = self._own_tensors()
+        compile_graph = functools.partial(self._programs.compile_once, self._device.compile)
         return CompiledForward.of(self._model, layers, own, compute, batch.inputs, compile_graph)
 
     def _decoder_layers(self) -> DecoderLayers:

@@ -7,15 +7,17 @@ structure is served next under the same settings uses them: it traces and compil
 
 from __future__ import annotations
 
+import hashlib
 import logging
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import attrs
-from torch import nn
+import torch
+from torch import fx, nn
 
-from trencadis.engine.models.compiled_forward import CompiledForward
-from trencadis.engine.models.decoder_layers import settings_of, tensors_of
+from trencadis.engine.models.compiled_forward import Compile, CompiledForward
+from trencadis.engine.models.decoder_layers import Program, settings_of, tensors_of
 from trencadis.engine.runner.grids import Grids
 from trencadis.engine.runner.shapes import ForwardShape
 from trencadis.engine.settings.engine_config import EngineConfig
@@ -31,13 +33,15 @@ memory, and a default grid has hundreds of them."""
 class KeptPrograms:
     """The programs of models of one structure under the same settings.
 
-    ``forward``: by shape. ``sampler``: by name and shapes. ``warmed_up``: keys of shapes whose
-    programs have run. ``num_blocks`` and ``grids``: the cache and the buckets that they were
-    compiled for; 0 and None before. ``is_complete``: a full warm-up has ended.
+    ``forward``: by shape. ``sampler``: by name and shapes. ``by_operations``: see `compile_once`.
+    ``warmed_up``: keys of shapes whose programs have run. ``num_blocks`` and ``grids``: the cache
+    and the buckets that they were compiled for; 0 and None before. ``is_complete``: a full warm-up
+    has ended.
     """
 
     forward: dict[ForwardShape, CompiledForward] = attrs.field(factory=dict)
     sampler: dict[Hashable, Callable[..., Any]] = attrs.field(factory=dict)
+    by_operations: dict[Hashable, Program] = attrs.field(factory=dict)
     warmed_up: set[Hashable] = attrs.field(factory=set)
     num_blocks: int = 0
     grids: Grids | None = None
@@ -45,9 +49,24 @@ class KeptPrograms:
 
     def clear(self) -> None:
         """Drop all of them."""
-        for kept in (self.forward, self.sampler, self.warmed_up):
+        for kept in (self.forward, self.sampler, self.by_operations, self.warmed_up):
             kept.clear()
         self.num_blocks, self.grids, self.is_complete = 0, None, False
+
+    def compile_once(
+        self, compile_graph: Compile, module: fx.GraphModule, inputs: Sequence[torch.Tensor]
+    ) -> Program:
+        """The program of a graph, compiled once for the same operations and inputs of these forms.
+
+        A graph with constants has one of its own.
+        """
+        if any(node.op == "get_attr" for node in module.graph.nodes):
+            return compile_graph(module, inputs)
+        forms = tuple((x.shape, x.stride(), x.dtype) for x in inputs)
+        key = hashlib.sha256(repr(_operations(module.graph)).encode()).digest(), forms
+        if key not in self.by_operations:
+            self.by_operations[key] = compile_graph(module, inputs)
+        return self.by_operations[key]
 
 
 class ProgramStore:
@@ -88,6 +107,24 @@ class ProgramStore:
             for structure, settings, old in self._kept
         ]
         return empty
+
+
+def _operations(graph: fx.Graph) -> list[Any]:
+    """A graph without the names of its nodes, which count what the trace left out, too."""
+    numbers = {node: number for number, node in enumerate(graph.nodes)}
+
+    def numbered(values: Any) -> Any:
+        return fx.map_arg(values, lambda node: f"%{numbers[node]}")
+
+    return [
+        (
+            node.op,
+            "" if node.op == "placeholder" else str(node.target),
+            numbered(node.args),
+            numbered(node.kwargs),
+        )
+        for node in graph.nodes
+    ]
 
 
 def structure_of(model: nn.Module) -> Hashable:

@@ -77,4 +77,4 @@ class SamplerWarmup:
             self._device.begin_step()
             words = self._device.upload(torch.from_numpy(self._sampler.words(rows, len(rows))))
             pending = self._sampler.launch(self._logits, words, rows)
-            pending.read(self._device.fetch(pending.outputs).wait())
+            self._device.fetch(pending.outputs).wait()  # not read: see `Device.compile_only`

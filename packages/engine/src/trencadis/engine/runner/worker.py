@@ -293,7 +293,8 @@ class Worker:
             logger.info("Skipping warmup: the programs were compiled for an earlier model")
         elif self.grids is not None and self.config.warmup == "full":
             before = self.device.num_compilations()
-            report = self._warm_up_all(self.grids, stop)
+            with self.device.compile_only():
+                report = self._warm_up_all(self.grids, stop)
             if self._compiled:
                 compiled = self.device.num_compilations() - before
                 logger.info("Warm-up compiled %d programs; a cache had the others", compiled)

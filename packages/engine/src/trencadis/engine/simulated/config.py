@@ -101,6 +101,13 @@ class SimulationConfig(CapacitySettings):
         help="what requests ask of the device's sampler: the most likely token, any, or one of "
         "those that top_p or top_k keep, for which it reads the logits more often",
     )
+    compile: bool = setting_field(
+        False,
+        boolean(),
+        "--compile",
+        group=MODEL,
+        help="a program for each layer and two more in place of graphs: the default of a Gaudi",
+    )
     async_scheduling: bool = setting_field(
         False,
         boolean(),

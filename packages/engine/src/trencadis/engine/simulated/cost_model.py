@@ -24,6 +24,12 @@ rotary embedding, cache write, attention, activation; residuals are fused into n
 SAMPLER_LAUNCHES = 4
 """Unpacking the sampling parameters, editing the logits, drawing, collecting the ids."""
 
+END_PROGRAMS = 2
+"""Of a forward pass: before the layers and after them (`CompiledForward`)."""
+
+SAMPLER_PROGRAMS = 2
+"""A copy of the sampler's numbers, and the draw (docs/gaudi.md, counted on the stand-in)."""
+
 LOGIT_READS = {"greedy": 1.1, "random": 1.15, "top_p": 4.9, "top_k": 5.6}
 """How often the program of each kind of draw reads the logits: 128,256 tokens, pointwise operations
 fused (tests/logit_reads.py). A batch is drawn by one program, which its most demanding row asks
@@ -78,7 +84,8 @@ class ForwardTimes:
 class CostModel:
     """Costs of one model on one accelerator, with a KV cache in blocks of ``block_size`` tokens.
 
-    ``draw``: what requests ask for, one of `LOGIT_READS`.
+    ``draw``: what requests ask for, one of `LOGIT_READS`. ``compiled``: a forward pass without a
+    graph is `num_programs` programs, as in the default mode of a Gaudi.
 
     A multiply-add counts as 2 operations. A prompt bucket has the axes (batch,
     query, context_blocks), a decode bucket (batch, blocks), as in `trencadis.bucketing`.
@@ -88,6 +95,19 @@ class CostModel:
     hardware: Hardware
     block_size: int
     draw: str = "greedy"
+    compiled: bool = False
+
+    @property
+    def num_programs(self) -> int:
+        """What a forward pass starts without a graph: programs, or operations."""
+        if self.compiled:
+            return self.model.num_layers + END_PROGRAMS
+        return LAUNCHES_PER_LAYER * self.model.num_layers
+
+    @property
+    def num_sampler_launches(self) -> int:
+        """What sampling starts."""
+        return SAMPLER_PROGRAMS if self.compiled else SAMPLER_LAUNCHES
 
     @property
     def block_bytes(self) -> int:
@@ -126,7 +146,11 @@ class CostModel:
         hardware = self.hardware
         if captured:
             return hardware.replay_s
-        launches_s = hardware.launch_s * LAUNCHES_PER_LAYER * self.model.num_layers
+        if self.compiled:
+            # The device starts with the first one, while the host starts the others.
+            started_s = hardware.replay_s * self.num_programs
+            return max(hardware.replay_s, started_s - device_s)
+        launches_s = hardware.launch_s * self.num_programs
         if hardware.launches_overlap:
             return max(hardware.launch_s, launches_s - device_s)
         return launches_s
@@ -148,7 +172,7 @@ class CostModel:
         read = (
             LOGIT_READS[self.draw] * rows * self._logit_bytes / self.hardware.achieved_bytes_per_s
         )
-        return read + SAMPLER_LAUNCHES * self.hardware.launch_s
+        return read + self.num_sampler_launches * self.hardware.launch_s
 
     def fetch_s(self, rows: int) -> float:
         """Seconds to wait for the device and copy ``rows`` sampled token ids to the host."""

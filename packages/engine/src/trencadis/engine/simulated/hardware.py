@@ -24,7 +24,8 @@ _MIB = 1 << 20
 _COMPUTE_EFFICIENCY = 0.67
 _HBM_EFFICIENCY = 0.75
 
-# Assumed, a call each: a replay; a copy between host and device, its wait included.
+# Assumed, a call each: a replay, or a program of a compiled model; a copy between host and device,
+# its wait included.
 _REPLAY_S = 50e-6
 _COPY_S = 10e-6
 

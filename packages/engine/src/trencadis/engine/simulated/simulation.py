@@ -91,7 +91,7 @@ class Simulation:
     def _build(self) -> None:
         """Plan the memory and build the device, the grids, the cache and the scheduler."""
         config = self.config
-        costs = CostModel(self.model, self.hardware, config.block_size, config.draw)
+        costs = CostModel(self.model, self.hardware, config.block_size, config.draw, config.compile)
         memory = MemoryModel(self.model, self.hardware)
         free = memory.free_after_profile(token_budget(config), config.max_num_seqs)
         self.plan = MemoryPlan.from_profile(
@@ -162,7 +162,7 @@ class Simulation:
             self.grids.prompt.buckets,
             self.grids.decode.buckets,
             config=self.config.warmup,
-            memory=self.plan,
+            memory=None if self.config.compile else self.plan,
             clock=self.clock,
         )
         self._follow_heat()

@@ -34,6 +34,10 @@ LAZY_COLLECTIVES = "PT_HPU_ENABLE_LAZY_COLLECTIVES"
 """``true``: in lazy mode collective calls are collected, like operations. Read when the bridge is
 loaded (``distributed/hccl/__init__.py:12``)."""
 
+FUSER_THREADS = "FUSER_ENABLE_MULTI_THREADED_INVOCATIONS"
+"""``1``: the graph compiler fuses in several threads. vllm-gaudi sets it in eager mode
+(``vllm_gaudi/platform.py:455``)."""
+
 RECIPE_CACHE = "PT_HPU_RECIPE_CACHE_CONFIG"
 """``PATH,DELETE,SIZE_MB``, read when the bridge is loaded.
 https://docs.habana.ai/en/latest/PyTorch/Reference/Runtime_Flags.html"""
@@ -69,6 +73,17 @@ class Bridge:
         metrics = importlib.import_module("habana_frameworks.torch.hpu.metrics")
         return int(dict(metrics.metric_global("graph_compilation").stats())["TotalNumber"])
 
+    def set_compile_only(self, on: bool) -> None:
+        """Whether recipes are compiled and not started; nothing in a release that cannot do so.
+
+        Sets ``PT_COMPILE_ONLY_MODE`` (``scripts/env_flags.yaml:725`` of the bridge). Its own
+        ``env_setting`` would leave it on after an error (``scripts/generate_env.py:106``).
+        """
+        config = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+        change = getattr(config, "set_pt_compile_only_mode", None)
+        if change is not None:
+            change(on)
+
 
 def is_installed() -> bool:
     """Whether the bridge is installed."""
@@ -94,6 +109,8 @@ def load_bridge(
         )
     _choose_mode()
     os.environ.setdefault(WEIGHT_SHARING, "0")
+    if os.environ[LAZY_MODE] == "0":
+        os.environ.setdefault(FUSER_THREADS, "1")
     if RECIPE_CACHE not in os.environ:
         _keep_recipes(recipe_cache, trusted, read_only)
     try:

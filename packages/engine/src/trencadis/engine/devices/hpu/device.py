@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -225,6 +226,25 @@ class HPUDevice(Device):
             raise DeviceError(f"torch.compile on Gaudi needs {missing}")
         select_rows(module)
         return torch.compile(module, backend="hpu_backend", dynamic=False)
+
+    @contextmanager
+    def compile_only(self) -> Generator[None, None, None]:
+        """Start no recipes, as vllm-gaudi does (``hpu_model_runner.py:6231``).
+
+        The bridge reads its switch when it starts a recipe, in threads of its own
+        (``backend/synapse_helpers/graph.cpp:845``), so the host waits for these before each turn:
+        what was given earlier runs, and what is given within does not. ``synchronize_device`` does
+        so (``hpu/csrc/bindings.cpp:188-198``).
+        """
+        self.synchronize()
+        self._bridge.set_compile_only(True)
+        try:
+            yield
+        finally:
+            try:
+                self.synchronize()
+            finally:
+                self._bridge.set_compile_only(False)
 
     def num_compilations(self) -> int:
         return self._bridge.num_compilations()

@@ -45,6 +45,8 @@ class HPUGraph:
         for program in self._programs:
             check_in_place(any(allocation.moved for allocation in program.inputs))
         self._generation += 1
+        if BRIDGE.compile_only:
+            return
         BRIDGE.counters.launches += len(self._programs)
         BRIDGE.counters.replays += 1
         with torch.inference_mode(mode=False), torch.no_grad():
