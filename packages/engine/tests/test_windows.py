@@ -26,6 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     [
         "gpt-oss",
         "Llama 4 (text)",
+        "Mistral v0.1",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma 2", "Gemma 3 (text)")),
     ],
 )
