@@ -255,6 +255,26 @@ def test_decode_equals_plain_attention(
         torch.testing.assert_close(out[0, row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("features", [{"window": 9}, {"chunk": 12}, {"window": 9, "sinks": True}])
+def test_decode_reads_only_the_blocks_of_a_window(
+    features: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = Sequences([200, 30, 5], 2, 1, torch.float32, FORMULATIONS[2], **features)
+    parts = [(row, length - 1, 1) for row, length in enumerate(case.lengths)]
+    for row, start, _ in parts:
+        case.fill(row, start)
+    seen = sum(start // 4 - case.spec.first_seen(start) // 4 + 1 for _, start, _ in parts)
+    if not case.spec.sinks:
+        monkeypatch.delattr(BlockAttention, "attend")  # the kernel computes it
+    for blocks in (0, case.cache.num_blocks):
+        paged = decode_input(case, parts, DecodeShape(3, blocks)).unpack().paged
+        assert isinstance(paged, DecodeContext)
+        assert len(CPUAttention().prepare(paged, torch.float32).within(case.spec).owners) == seen
+        out = case.attend(parts, 1, 3, paged)[0]
+        for row in range(3):
+            torch.testing.assert_close(out[row], case.expected(row)[-1], atol=1e-5, rtol=1e-4)
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.integers(1, 20), min_size=1, max_size=5),
@@ -883,9 +903,10 @@ def test_values_may_have_another_width_than_keys(attention: Attention, value_dim
 
 def test_a_kernel_declines_layers_that_it_was_not_compiled_for() -> None:
     own = kernel(3, 32, torch.float32)
-    assert own.supports(layer_spec(6, 2, 32)) is None
-    others = ({"heads": 4}, {"value_width": 16}, {"key_width": 16}, {"window": 5}, {"softcap": 9.0})
-    for changes in others:
+    for features in ({}, {"window": 5}, {"chunk": 5}):
+        assert own.supports(layer_spec(6, 2, 32, **features)) is None
+    sizes = ({"heads": 4}, {"value_width": 16}, {"key_width": 16})
+    for changes in (*sizes, {"sinks": True}, {"softcap": 9.0}):
         assert own.supports(attrs.evolve(layer_spec(6, 2, 32), **changes))
     with pytest.raises(native_kernel.NoKernel, match="other heads"):
         attention_kernel_of(layer_spec(6, 2, 32, value_width=16), torch.float32)

@@ -14,6 +14,7 @@ import attrs
 import numpy as np
 import pytest
 import torch
+from model_families import save_family
 from torch import nn
 
 from trencadis.engine import (
@@ -220,7 +221,7 @@ def added_at_the_end(layers: RecordedLayers, hidden: torch.Tensor) -> torch.Tens
 def test_programs_of_another_kind_are_not_recorded(
     replayer: Replayer, log: pytest.LogCaptureFixture
 ) -> None:
-    layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
+    layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], (), replayer)
     results = {chained(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
     assert results == {3.0}
     assert log.text.count("the generated code of a program is not found") == 1
@@ -232,7 +233,7 @@ def test_programs_of_another_kind_are_not_recorded(
 def test_a_model_that_does_more_than_to_chain_its_layers_is_not_recorded(
     replayer: Replayer, log: pytest.LogCaptureFixture, compute: Callable[..., torch.Tensor]
 ) -> None:
-    layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], replayer)
+    layers = RecordedLayers(plus_one, [print] * 3, [(), (), ()], (), replayer)
     results = {compute(layers, torch.zeros(1, 1, 4))[0, 0, 0].item() for _ in range(3)}
     assert len(results) == 1
     assert log.text.count("different tensors, or something else uses these") == 1
@@ -311,6 +312,24 @@ def test_replayed_steps_give_the_same_tokens(
     assert recorded_shapes, "nothing was recorded"
     assert answers(llm) == unrecorded
     assert lists_of(recordings) == recorded_shapes, "the same steps were recorded again"
+
+
+@pytest.mark.slow
+def test_replayed_layers_attend_within_their_windows(
+    tmp_path: Path,
+    add_tokenizer: Callable[[Path], None],
+    recordings: list[RecordedLayers],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two of four layers have a window of 32 tokens."""
+    windowed = save_family("Qwen 2 with use_sliding_window", tmp_path)
+    add_tokenizer(windowed)
+    llm = engine(windowed, block_size=8)
+    replayed = [answers(llm) for _ in range(2)]
+    assert lists_of(recordings), "nothing was recorded"
+    with monkeypatch.context() as patch:
+        patch.setattr(CPUDevice, "record_layers", lambda self, run, *_: run)
+        assert replayed == [answers(engine(windowed, block_size=8))] * 2
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import torch
 from model_families import save_family
 from transformers import AutoModelForCausalLM
 
-from trencadis.engine import LLM, SamplingParams
+from trencadis.engine import LLM, GenerateRequest, SamplingParams
 
 from .conftest import SESSION_DEVICE
 
@@ -26,6 +26,7 @@ GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
     [
         "gpt-oss",
         "Llama 4 (text)",
+        "Mistral v0.1",
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma 2", "Gemma 3 (text)")),
     ],
 )
@@ -51,3 +52,60 @@ def test_tokens_are_those_of_transformers_whatever_the_engine_does(
         assert [list(answer.completions[0].token_ids) for answer in answers] == expected
     assert llm.core.stats.num_prefix_hit_tokens > 0
     assert llm.core.stats.num_preemptions > 0
+
+
+@pytest.fixture(scope="module")
+def mistral(
+    tmp_path_factory: pytest.TempPathFactory, add_tokenizer: Callable[[Path], None]
+) -> Path:
+    """All of its layers have a window of 32 tokens."""
+    directory: Path = save_family("Mistral v0.1", tmp_path_factory.mktemp("mistral"))
+    add_tokenizer(directory)
+    return directory
+
+
+def engine(model: Path, **changes: object) -> LLM:
+    settings = {"dtype": "float32", "max_model_len": 128, "warmup": "none", "block_size": 8}
+    return LLM(str(model), **(settings | {"max_num_batched_tokens": 12} | changes))
+
+
+def test_a_sequence_holds_the_blocks_of_its_window_alone(mistral: Path) -> None:
+    core = engine(mistral, enable_prefix_caching=False).core
+    params = SamplingParams(temperature=0.0, max_tokens=28, ignore_eos=True)
+    core.add("long", GenerateRequest(tuple(range(60, 160)), params))
+    held = []
+    while core.has_work:
+        core.step()
+        held.append(core.blocks.pool.num_used_blocks)
+    assert max(held) == 13, "the blocks of the prompt, which are there before it is computed"
+    assert held[-6] == 5, "four of a window, and a part of a further one"
+
+
+@pytest.mark.slow
+def test_groups_that_give_blocks_back_share_swap_and_fork_them(
+    mistral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of n and of beams as without giving back, where all blocks fit, and where few do."""
+    prompts = [[5, *range(60, 60 + n)] for n in (3, 31, 40, 62, 70)]
+    beams = SamplingParams(n=2, use_beam_search=True, temperature=0.0, max_tokens=40)
+    several = SamplingParams(n=3, temperature=1.0, seed=1, max_tokens=40, ignore_eos=True)
+
+    def tokens(params: SamplingParams, **changes: object) -> list[list[tuple[int, ...]]]:
+        llm = engine(mistral, **changes)
+        found = [
+            [tuple(each.token_ids) for each in answer.completions]
+            for _ in range(2)
+            for answer in llm.generate(prompts, params)
+        ]
+        if changes:
+            assert llm.core.stats.num_swaps > 0
+            assert llm.core.stats.num_prefix_hit_tokens > 0
+        assert llm.core.blocks.pool.num_used_blocks == 0
+        return found
+
+    for params, num_blocks in ((beams, 24), (several, 28)):
+        small = {"num_blocks": num_blocks, "num_host_blocks": 40}
+        narrow = [tokens(params), tokens(params, **small)]
+        with monkeypatch.context() as patch:
+            patch.setattr("trencadis.engine.core.engine_core.window_of_all", lambda *_: None)
+            assert narrow == [tokens(params)] * 2

@@ -159,6 +159,17 @@ def test_anything_but_a_table_and_a_number_for_each_row_is_refused(
 def test_a_table_with_the_padding_block_is_refused(block: int) -> None:
     with pytest.raises(InvalidSetting, match=f"block {block} is in a block table"):
         lay_out([np.array([1, block])], [8], BLOCK_SIZE)
+    with pytest.raises(InvalidSetting, match=f"block {block} is in a block table"):
+        lay_out([np.array([2]), np.array([1, block, 3])], [1, 12], BLOCK_SIZE)
+
+
+def test_blocks_that_were_given_back_are_not_read() -> None:
+    tables = [np.array([0, 0, 3], np.int32), np.array([0, 1], np.int32)]
+    layout = lay_out(tables, [10, 8], BLOCK_SIZE)
+    assert layout.owner.tolist() == [-1, 1, -1, 0]
+    assert layout.used.tolist() == [0, 4, 0, 2]
+    assert layout.start.tolist() == [0, 4, 0, 8]
+    assert lay_out_pairs(tables, [10, 8], BLOCK_SIZE).extra_block.tolist() == [3, 1]
 
 
 @pytest.mark.parametrize("number", ["4", 4.5, None, -1, 1 << 40])

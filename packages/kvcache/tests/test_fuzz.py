@@ -351,6 +351,7 @@ CONFIG = {
     "num_host_blocks": "number",
     "enable_prefix_caching": "flag",
     "decode_buckets": "sizes",
+    "window": "number",
 }
 
 

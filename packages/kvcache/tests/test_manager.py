@@ -668,3 +668,33 @@ def test_a_slot_can_get_its_token_until_it_is_computed() -> None:
     with pytest.raises(InvalidSetting, match="token ids must be"):
         manager.append(1, [0])
         manager.set_last_token(1, 1 << 40)
+
+
+def test_a_long_sequence_holds_the_blocks_of_its_window() -> None:
+    """32,768 tokens with a window of 1,024 in blocks of 128: 8 blocks and a part, not 256."""
+    manager = BlockManager(CacheConfig(num_blocks=300, block_size=128, window=1024))
+    manager.allocate(1, range(32768))
+    for end in range(2048, 32769, 2048):
+        manager.mark_computed(1, end)
+        assert manager.pool.num_used_blocks == 256 - (end - 1024) // 128
+    for token in range(300):
+        manager.append(1, [token])
+        manager.mark_computed(1, 32769 + token)
+        assert manager.pool.num_used_blocks <= 9
+    assert manager.allocate(2, [*range(32768), 0]) == 32768, "what the window sees is cached"
+    assert manager.pool.num_used_blocks == 9 + 8 + 1 - 6, "six of them are shared"
+
+
+def test_a_prefix_hit_needs_what_the_window_sees() -> None:
+    manager = make(num_blocks=6, window=5)
+    compute(manager, 1, PROMPT[:9])
+    assert table(manager, 1) == [0, 2, 3]
+    assert manager.allocate(2, PROMPT[:9]) == 8, "the first block is not needed"
+    assert table(manager, 2)[:2] == [0, 2]
+    with pytest.raises(InvalidSetting, match="block 0, which was given back"):
+        manager.truncate(1, 4)
+    assert manager.num_tokens(1) == 9
+    manager.allocate(3, [50, 51, 52, 53])
+    manager.allocate(4, [60])
+    assert manager.num_cached_prefix_blocks(manager.hasher(PROMPT[:4])) == 0, "it was evicted"
+    assert manager.num_cached_prefix_blocks(manager.hasher(PROMPT[:8])) == 2

@@ -48,7 +48,9 @@ from trencadis.kvcache import (
     ceil_div,
     lay_out,
 )
+from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.prefix_cache import blake2b_digest
+from trencadis.kvcache.sequences import PASSED
 from trencadis.kvcache.tensors import KVCache, LayerShape
 
 SIZE = 4
@@ -102,6 +104,7 @@ class CacheMachine(RuleBasedStateMachine):
         governed=st.booleans(),
         threshold=st.integers(0, 2),
         keep_from=st.sampled_from([0.0, 0.05, 2.0]),
+        window=st.sampled_from([None, None, 1, 2, 4, 5, 7, 11]),
     )
     def start(
         self,
@@ -114,6 +117,7 @@ class CacheMachine(RuleBasedStateMachine):
         governed: bool,
         threshold: int,
         keep_from: float,
+        window: int | None,
     ) -> None:
         config = CacheConfig(
             num_blocks=num_blocks,
@@ -122,6 +126,7 @@ class CacheMachine(RuleBasedStateMachine):
             num_host_blocks=num_host_blocks,
             enable_prefix_caching=caching,
             decode_buckets=buckets,
+            window=window,
         )
         governor = BandwidthGovernor(bytes_per_block=10, bytes_per_s=10, window_s=2)
         self.manager = BlockManager(
@@ -216,6 +221,10 @@ class CacheMachine(RuleBasedStateMachine):
         if not self.manager.is_resident(seq_id):
             return
         num_tokens = max(1, round(share * len(model.tokens)))
+        if self.first_seen(num_tokens) // SIZE < self.num_passed(seq_id):
+            with pytest.raises(InvalidSetting, match="was given back"):
+                self.manager.truncate(seq_id, num_tokens)
+            return
         self.manager.truncate(seq_id, num_tokens)
         del model.tokens[num_tokens:]
         model.computed = min(model.computed, num_tokens)
@@ -317,7 +326,10 @@ class CacheMachine(RuleBasedStateMachine):
         pool, host_pool = self.manager.pool, self.manager.host_pool
         swapper = self.manager._swapper
         refs = Counter(
-            block for seq_id in self.model for block in self.manager.block_table(seq_id).tolist()
+            block
+            for seq_id in self.model
+            for block in self.manager.block_table(seq_id).tolist()
+            if block != PADDING_BLOCK
         )
         refs.update(transfer.device_block for transfer in swapper.outgoing)
         for block in range(1, pool.num_blocks):
@@ -329,6 +341,7 @@ class CacheMachine(RuleBasedStateMachine):
             host
             for seq_id in self.model
             for host in self.manager._sequences[seq_id].host_block_table or ()
+            if host != PASSED
         )
         hosts.update(transfer.host_block for transfer in swapper.incoming)
         assert all(host_pool.ref_count(host) == hosts[host] for host in range(host_pool.num_blocks))
@@ -372,6 +385,7 @@ class CacheMachine(RuleBasedStateMachine):
             (block, row, min(SIZE, self.manager.num_tokens(seq_id) - position * SIZE))
             for row, seq_id in enumerate(batch)
             for position, block in enumerate(self.manager.block_table(seq_id))
+            if block != PADDING_BLOCK
         ]
         assert sorted(pairs) == sorted(expected)
 
@@ -411,12 +425,27 @@ class CacheMachine(RuleBasedStateMachine):
         self.manager.mark_computed(seq_id, end)
         model.computed = end
 
+    def first_seen(self, num_computed: int) -> int:
+        """The first position that a token after so many sees."""
+        window = self.manager.config.window
+        return 0 if window is None else max(0, num_computed - window + 1)
+
+    def num_passed(self, seq_id: int) -> int:
+        """The blocks of a sequence on the device that were given back."""
+        table = self.manager.block_table(seq_id).tolist()
+        count = table.count(PADDING_BLOCK)
+        assert not any(table[:count])
+        return count
+
     def check_contents(self, seq_id: int, model: Model) -> None:
+        """All that is seen is there, and nothing else is held."""
         table = torch.tensor(self.manager.block_table(seq_id).tolist())
-        expected = fingerprints(model.tokens, model.tenant)[: model.computed]
+        seen = slice(self.first_seen(model.computed), model.computed)
+        assert self.num_passed(seq_id) == seen.start // SIZE
+        expected = fingerprints(model.tokens, model.tenant)[seen]
         for layer in range(LAYERS):
-            keys = self.cache.key(layer)[table].flatten()[: model.computed]
-            values = self.cache.value(layer)[table].flatten()[: model.computed]
+            keys = self.cache.key(layer)[table].flatten()[seen]
+            values = self.cache.value(layer)[table].flatten()[seen]
             assert torch.equal(keys, expected + layer)
             assert torch.equal(values, -expected - layer)
 

@@ -78,6 +78,11 @@ NUM_BLOCKS = integer(
 NUM_HOST_BLOCKS = integer(
     0, MAX_NUM_BLOCKS, remedy="0 turns swapping off; for more host memory use larger blocks"
 )
+WINDOW = Validator(
+    "a positive number of tokens or None",
+    lambda tokens: tokens is None or (is_integer(tokens) and tokens > 0),
+    remedy="pass the largest window of the model's layers",
+)
 DECODE_BUCKETS = Validator(
     "positive and strictly ascending",
     _is_ascending,
@@ -117,6 +122,14 @@ class CacheConfig:
     )
     enable_prefix_caching: bool = _setting(
         True, boolean(), "Whether prompts share the blocks of a common prefix."
+    )
+    window: int | None = attrs.field(
+        default=None,
+        validator=WINDOW,
+        metadata={
+            "help": "The last tokens, with itself, that a token attends to in any layer, None if "
+            "one sees all; blocks that no later token sees are given back."
+        },
     )
     decode_buckets: tuple[int, ...] = attrs.field(
         default=(),

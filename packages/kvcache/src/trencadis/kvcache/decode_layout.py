@@ -78,7 +78,8 @@ def lay_out(
     ends with the highest block of these tables. The first ``num_shared`` of its blocks are read for
     all rows. No Python loop runs over the blocks. Raises `InvalidSetting` if a block is outside the
     prefix, if ``num_shared`` is, or if a row does not have exactly the blocks that its slots need:
-    a swapped sequence, which has none, is not part of a batch.
+    a swapped sequence, which has none, is not part of a batch. Padding blocks 0 at the beginning
+    of a table stand for blocks that were given back, and are not read.
     """
     blocks, rows, slots, starts = _pairs(block_tables, num_tokens, block_size)
     needed = int(blocks.max(initial=0)) + 1
@@ -142,16 +143,23 @@ def _pairs(
             f"row {row} has {lengths[row]} blocks of {block_size} for {tokens[row]} slots: "
             "pass the block table of each sequence with its number of slots"
         )
-    if blocks.min(initial=PADDING_BLOCK + 1) <= PADDING_BLOCK:
-        raise InvalidSetting(
-            f"block {blocks.min()} is in a block table: pass tables of a block manager"
-        )
+    lowest = blocks.min(initial=PADDING_BLOCK + 1)
+    if lowest < PADDING_BLOCK:
+        raise InvalidSetting(f"block {lowest} is in a block table: pass tables of a block manager")
     rows = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)
     slots = np.full(len(blocks), block_size, np.int32)
     ends = np.cumsum(lengths)
     slots[ends - 1] = slots_of_last
     places = np.arange(len(blocks), dtype=np.int32) - np.repeat(ends - lengths, lengths)
-    return blocks, rows, slots, (places * block_size).astype(np.int32)
+    starts = (places * block_size).astype(np.int32)
+    if lowest > PADDING_BLOCK:
+        return blocks, rows, slots, starts
+    held = blocks != PADDING_BLOCK
+    if (held[:-1] & ~held[1:] & (places[1:] > 0)).any():
+        raise InvalidSetting(
+            "block 0 is in a block table after another block: pass tables of a block manager"
+        )
+    return blocks[held], rows[held], slots[held], starts[held]
 
 
 def _as_arrays(

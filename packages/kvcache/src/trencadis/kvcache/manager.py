@@ -13,7 +13,7 @@ from math import isfinite
 from typing import NoReturn, SupportsIndex
 
 from trencadis.kvcache.block_pool import BlockPool
-from trencadis.kvcache.config import CacheConfig
+from trencadis.kvcache.config import PADDING_BLOCK, CacheConfig
 from trencadis.kvcache.copy_plan import BlockCopy, Copies, SwapCopies, as_block_copies
 from trencadis.kvcache.errors import CannotCopy, InvalidBlock, InvalidSetting, OutOfBlocks
 from trencadis.kvcache.prefix_cache import (
@@ -23,7 +23,7 @@ from trencadis.kvcache.prefix_cache import (
     RequestHasher,
     as_token_array,
 )
-from trencadis.kvcache.rounding import ceil_div
+from trencadis.kvcache.rounding import ceil_div, num_passed_blocks
 from trencadis.kvcache.sequences import (
     BlockIds,
     BlockReferences,
@@ -85,11 +85,15 @@ class BlockManager:
         self.pool = BlockPool(config.num_blocks, config.decode_buckets)
         self.host_pool = HostBlockPool(config.num_host_blocks)
         self._block_size = config.block_size
+        self._window = config.window
         self._watermark_blocks = int(config.watermark * self.pool.num_usable_blocks)
         self._references = BlockReferences(self.pool, config.block_size)
         self._swapper = Swapper(self._references, self.host_pool, config.block_size, governor)
         self._prefix_cache = PrefixCache(
-            self.pool.prefix_index, self.hasher, enabled=config.enable_prefix_caching
+            self.pool.prefix_index,
+            self.hasher,
+            enabled=config.enable_prefix_caching,
+            window=config.window,
         )
         self._sequences = SequenceTable()
 
@@ -107,6 +111,8 @@ class BlockManager:
 
     def block_table(self, seq_id: int) -> BlockIds:
         """The device blocks of a sequence in token order: a read-only ``int32[num_blocks]`` view.
+
+        First come as many padding blocks 0 as blocks were given back: see `CacheConfig.window`.
 
         The view is valid until the sequence grows or moves, so read it again in every step. The
         table of a swapped sequence is empty.
@@ -137,7 +143,7 @@ class BlockManager:
         if num_tokens is not None:
             num_tokens = _NUM_TOKENS.checked("num_tokens", num_tokens)
             keys = keys[: max(0, num_tokens - 1) // self._block_size]
-        return len(self.pool.prefix_index.match(keys))
+        return len(self._prefix_cache.hits(keys))
 
     def can_allocate(
         self,
@@ -165,7 +171,7 @@ class BlockManager:
             return AllocStatus.OK if needed <= available else AllocStatus.LATER
         tokens = as_token_array(token_ids)
         _, hits = self._prefix_cache.match(tokens, prefix_keys, extra_keys)
-        needed -= sum(self.pool.ref_count(block) > 0 for block, _ in hits)
+        needed -= sum(block == PADDING_BLOCK or self.pool.ref_count(block) > 0 for block, _ in hits)
         return AllocStatus.OK if needed <= available else AllocStatus.LATER
 
     def allocate(
@@ -203,7 +209,8 @@ class BlockManager:
         if not reads_cache:
             hits = []
         num_new = ceil_div(len(tokens), self._block_size) - len(hits)
-        self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block, _ in hits))
+        shared = [block for block, _ in hits if block != PADDING_BLOCK]
+        self._require_free(num_new + sum(self.pool.ref_count(block) == 0 for block in shared))
         if reads_cache:
             self.pool.reuse.record_misses(keys.blocks[len(hits) :])
         num_cached_tokens = len(hits) * self._block_size
@@ -213,6 +220,7 @@ class BlockManager:
             num_computed_tokens=num_cached_tokens,
             keys=[key for _, key in hits] if self._prefix_cache.enabled else None,
             extra=keys.extra,
+            num_passed=len(hits) - len(shared),
         )
         self._references.allocate_table(sequence, [block for block, _ in hits], num_new)
         for _, key in hits:
@@ -223,7 +231,8 @@ class BlockManager:
     def mark_computed(self, seq_id: int, num_tokens: int) -> None:
         """Record that the first ``num_tokens`` slots of a sequence on the device are computed.
 
-        Full blocks among them enter the prefix cache. A smaller number than before has no effect.
+        Full blocks among them enter the prefix cache. Those that no later token sees, by the window
+        of the configuration, are given back. A smaller number than before has no effect.
         Raises `InvalidSetting` for more tokens than slots.
         """
         sequence = self._sequences.resident(seq_id)
@@ -243,6 +252,9 @@ class BlockManager:
                 keys, new_blocks, sequence.token_ids, sequence.extra
             )
         sequence.num_computed_tokens = num_tokens
+        if self._window is not None:
+            num_passed = num_passed_blocks(num_tokens, self._window, self._block_size)
+            self._references.release_passed(sequence, num_passed)
 
     def blocks_to_append(self, seq_id: int, num_tokens: int = 1) -> int:
         """The number of free blocks that `append` of ``num_tokens`` needs.
@@ -293,7 +305,8 @@ class BlockManager:
         """Give back the slots of a sequence on the device past the first ``num_tokens``.
 
         For tokens that were appended ahead and do not stay, such as rejected drafts. Their blocks
-        are released. Raises `InvalidSetting` for less than one token or more than there are.
+        are released. Raises `InvalidSetting` for less than one token or more than there are, and
+        where a block that the next token sees was given back (`CacheConfig.window`).
         """
         sequence = self._sequences.resident(seq_id)
         num_slots = len(sequence.token_ids)
@@ -303,6 +316,13 @@ class BlockManager:
                 f"num_tokens must be at most the {num_slots} slots of sequence {seq_id}, got "
                 f"{num_tokens}: append adds slots"
             )
+        if sequence.num_passed and self._window is not None:
+            num_passed = num_passed_blocks(num_tokens, self._window, self._block_size)
+            if num_passed < sequence.num_passed:
+                raise InvalidSetting(
+                    f"the token after {num_tokens} of sequence {seq_id} sees block {num_passed}, "
+                    "which was given back: truncate only tokens that are not computed"
+                )
         del sequence.token_ids[num_tokens:]
         sequence.num_computed_tokens = min(sequence.num_computed_tokens, num_tokens)
         for _ in range(len(sequence.block_table) - ceil_div(num_tokens, self._block_size)):

@@ -17,7 +17,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from hashlib import blake2b
 from math import isnan
 
+from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.errors import InvalidSetting
+from trencadis.kvcache.rounding import num_passed_blocks
 from trencadis.kvcache.validators import instance_of, integer
 
 ID_TYPECODE = "i"
@@ -251,6 +253,26 @@ class PrefixIndex:
             parent = known
         return hits
 
+    def match_within(
+        self, keys: Sequence[BlockKey], num_unseen: Callable[[int], int]
+    ) -> list[tuple[int, BlockKey]]:
+        """As `match`, for the longest prefix of which the blocks that are still seen are cached.
+
+        After a prefix of n blocks, its first ``num_unseen(n)`` are not seen: `PADDING_BLOCK` is in
+        their place.
+        """
+        end, hits = len(keys), list[tuple[int, BlockKey]]()
+        for position in range(len(keys) - 1, -1, -1):
+            if position < num_unseen(end):
+                break
+            block = self.lookup(keys[position])
+            if block is None:
+                end, hits = position, []
+            else:
+                hits.append((block, self._key_of[block]))
+        unseen = keys[: end - len(hits)]
+        return [*((PADDING_BLOCK, key) for key in unseen), *reversed(hits)]
+
     def register(self, key: BlockKey, block: int) -> BlockKey:
         """Register ``block`` as the holder of ``key``; returns the canonical key of the content.
 
@@ -333,8 +355,16 @@ class ReuseEstimator:
 class PrefixCache:
     """Combines a request hasher with a prefix index; finds no prefix if not ``enabled``."""
 
-    def __init__(self, index: PrefixIndex, hasher: RequestHasher, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        index: PrefixIndex,
+        hasher: RequestHasher,
+        *,
+        enabled: bool,
+        window: int | None = None,
+    ) -> None:
         self.enabled = enabled
+        self._window = window
         self._index = index
         self._hasher = hasher
 
@@ -362,7 +392,17 @@ class PrefixCache:
             return prefix_keys, []
         prefix_keys = self._hasher.extended(prefix_keys, tokens)
         num_blocks = (len(tokens) - 1) // self._hasher.block_size
-        return prefix_keys, self._index.match(prefix_keys.blocks[:num_blocks])
+        return prefix_keys, self.hits(prefix_keys.blocks[:num_blocks])
+
+    def hits(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
+        """The blocks of the longest cached prefix of ``keys``, with their keys.
+
+        `PADDING_BLOCK` stands for a block that a window has passed.
+        """
+        window, size = self._window, self._hasher.block_size
+        if window is None:
+            return self._index.match(keys)
+        return self._index.match_within(keys, lambda n: num_passed_blocks(n * size, window, size))
 
     def cache_full_blocks(
         self, keys: list[BlockKey], new_blocks: Sequence[int], tokens: array[int], extra: bytes

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trencadis.kvcache.block_pool import BlockPool
+from trencadis.kvcache.config import PADDING_BLOCK
 from trencadis.kvcache.copy_plan import BlockCopy
 from trencadis.kvcache.errors import (
     DuplicateSequence,
@@ -24,6 +25,9 @@ from trencadis.kvcache.prefix_cache import BlockKey
 from trencadis.kvcache.validators import integer
 
 BlockIds = npt.NDArray[np.int32]
+
+PASSED = -1
+"""In a table of host blocks: a block that was given back, because a window has passed it."""
 
 _SEQ_ID = integer(remedy="number the sequences")
 
@@ -83,7 +87,8 @@ class SequenceState:
     cache, when its content must not be shared. ``extra`` are its encoded extra keys.
     ``block_table`` is set by `BlockReferences.allocate_table`.
     ``host_block_table`` is None while it is on the device. ``num_pending_blocks`` counts the
-    device blocks whose swap in is not complete.
+    device blocks whose swap in is not complete. The first ``num_passed`` blocks are given back,
+    because no window sees them: `PADDING_BLOCK` is in their place, `PASSED` in a host table.
     """
 
     seq_id: int
@@ -94,6 +99,7 @@ class SequenceState:
     block_table: BlockTable = attrs.field(init=False)
     host_block_table: list[int] | None = None
     num_pending_blocks: int = 0
+    num_passed: int = 0
 
     @property
     def is_resident(self) -> bool:
@@ -114,6 +120,7 @@ class SequenceState:
             num_computed_tokens=self.num_computed_tokens,
             keys=None if self.keys is None else self.keys[:],
             extra=self.extra,
+            num_passed=self.num_passed,
         )
         child.block_table = BlockTable(self.block_table.view)
         return child
@@ -225,7 +232,8 @@ class BlockReferences:
     ) -> None:
         """Give a new sequence its table: shares ``cached_blocks``, then allocates blocks."""
         for position, block in enumerate(cached_blocks):
-            self.share(block, sequence, position)
+            if block != PADDING_BLOCK:
+                self.share(block, sequence, position)
         start = len(cached_blocks)
         new_blocks = [self.allocate(sequence, start + index) for index in range(num_new)]
         sequence.block_table = BlockTable([*cached_blocks, *new_blocks])
@@ -233,7 +241,8 @@ class BlockReferences:
     def share_table(self, sequence: SequenceState) -> None:
         """Add a sequence's references to all blocks of its table."""
         for position, block in enumerate(sequence.block_table.view.tolist()):
-            self.share(block, sequence, position)
+            if block != PADDING_BLOCK:
+                self.share(block, sequence, position)
 
     def copy_on_write(self, sequence: SequenceState) -> BlockCopy:
         """Replace the shared last block of a sequence by a new one; returns the copy to it."""
@@ -259,7 +268,15 @@ class BlockReferences:
         So the last blocks are evicted first, and a cached prefix stays longer than its suffix.
         """
         for block in reversed(sequence.block_table.view.tolist()):
-            self.release(block, sequence)
+            if block != PADDING_BLOCK:
+                self.release(block, sequence)
+
+    def release_passed(self, sequence: SequenceState, num_passed: int) -> None:
+        """Release the blocks before position ``num_passed``, which no window sees any more."""
+        for position in range(sequence.num_passed, num_passed):
+            self.release(sequence.block_table.view.item(position), sequence)
+            sequence.block_table.replace(position, PADDING_BLOCK)
+        sequence.num_passed = max(sequence.num_passed, num_passed)
 
     def detach(self, block: int, sequence: SequenceState) -> None:
         """Keep a reference in the pool that no longer belongs to the sequence.

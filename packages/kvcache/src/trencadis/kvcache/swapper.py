@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from operator import index
 
 from trencadis.kvcache.block_pool import BlockBitmap
-from trencadis.kvcache.config import NUM_HOST_BLOCKS
+from trencadis.kvcache.config import NUM_HOST_BLOCKS, PADDING_BLOCK
 from trencadis.kvcache.copy_plan import BlockCopy, Copies
 from trencadis.kvcache.errors import InvalidBlock, NotSwapped, OutOfBlocks, OutOfHostBlocks
 from trencadis.kvcache.prefix_cache import BlockKey, PrefixIndex
 from trencadis.kvcache.rounding import ceil_div
-from trencadis.kvcache.sequences import BlockReferences, BlockTable, SequenceState
+from trencadis.kvcache.sequences import PASSED, BlockReferences, BlockTable, SequenceState
 from trencadis.kvcache.transfers import BandwidthGovernor, Transfer, TransferQueue
 
 
@@ -125,6 +125,8 @@ class Swapper:
         new: set[int] = set()
         for sequence in sequences:
             for position, block in enumerate(self._computed_blocks(sequence)):
+                if block == PADDING_BLOCK:
+                    continue
                 if self._host_pool.lookup(sequence.key_at(position)) is None:
                     new.add(block)
         return len(new)
@@ -152,6 +154,8 @@ class Swapper:
         for sequence in sequences:
             host_blocks = sequence.host_block_table or []
             for position, host_block in enumerate(host_blocks):
+                if host_block == PASSED:
+                    continue
                 hit = self._prefix_hit(sequence, position)
                 if hit is None:
                     copied.add(host_block)
@@ -210,7 +214,7 @@ class Swapper:
     def free(self, sequence: SequenceState) -> None:
         """Release the host blocks of a sequence and cancel its pending transfers."""
         if sequence.host_block_table is not None:
-            for host_block in sequence.host_block_table:
+            for host_block in sequence.host_block_table[sequence.num_passed :]:
                 self._host_pool.release(host_block)
             for transfer in self.outgoing.cancel(
                 lambda transfer: self._host_pool.ref_count(transfer.host_block) == 0
@@ -238,6 +242,9 @@ class Swapper:
         host_block_table: list[int] = []
         transfers: dict[int, Transfer] = {}
         for position, block in enumerate(self._computed_blocks(sequence)):
+            if block == PADDING_BLOCK:
+                host_block_table.append(PASSED)
+                continue
             key = sequence.key_at(position)
             host_block = host_block_of.get(block)
             if host_block is None:
@@ -250,7 +257,7 @@ class Swapper:
             host_block_of[block] = host_block
             host_block_table.append(host_block)
         self.outgoing.extend(transfers.values())
-        for block in reversed(sequence.block_table.view.tolist()):
+        for block in reversed(sequence.block_table.view[sequence.num_passed :].tolist()):
             if block in transfers:
                 self._references.detach(block, sequence)
             else:
@@ -261,7 +268,7 @@ class Swapper:
     def _share_prefix_hits(self, sequence: SequenceState) -> dict[int, int]:
         """The blocks by position whose content is in the prefix cache, with a new reference."""
         hits: dict[int, int] = {}
-        for position in range(len(sequence.host_block_table or ())):
+        for position in range(sequence.num_passed, len(sequence.host_block_table or ())):
             block = self._prefix_hit(sequence, position)
             if block is not None:
                 self._references.share(block, sequence, position)
@@ -275,7 +282,9 @@ class Swapper:
         host_blocks = sequence.host_block_table or []
         block_table = BlockTable()
         for position in range(self._num_blocks(sequence)):
-            if position >= len(host_blocks):
+            if position < sequence.num_passed:
+                block_table.append(PADDING_BLOCK)
+            elif position >= len(host_blocks):
                 block_table.append(self._references.allocate(sequence, position))
             elif position in hits:
                 block_table.append(hits[position])

@@ -29,6 +29,7 @@ from trencadis.engine.ipc.messages import (
     RequestError,
     check_order,
 )
+from trencadis.engine.models.layer_spec import window_of_all
 from trencadis.engine.runner.executor import Executor, ModelFacts
 from trencadis.engine.runner.executor_choice import make_executor
 from trencadis.engine.runner.host_swap import swap_governor
@@ -114,12 +115,16 @@ class EngineCore:
         self._swap_seconds = 0.0
         self._running_limit = config.max_num_seqs
         self._prefill_limit = facts.limits.max_num_batched_tokens
+        window = window_of_all(facts.spec.layers, self.max_model_len)
+        if window is not None:
+            logger.info("A sequence gives its blocks back that have left a window of %d", window)
         self.blocks = BlockManager(
             CacheConfig(
                 num_blocks=facts.limits.num_blocks,
                 block_size=config.block_size,
                 num_host_blocks=facts.num_host_blocks,
                 enable_prefix_caching=config.enable_prefix_caching,
+                window=window,
             ),
             governor=swap_governor(config, facts.block_bytes),
         )

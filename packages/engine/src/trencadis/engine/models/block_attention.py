@@ -264,7 +264,7 @@ def _attend_decode(
         held, weighed = cached_keys[:n], cached_values[:n]
         scored.append(_score_blocks(rows[:n], held, weighed, paged.bias[:n], cap))
     if extra is not None:
-        held, weighed = cached_keys[extra], cached_values[extra]
+        held, weighed = (x.index_select(0, extra) for x in (cached_keys, cached_values))
         scored.append(_score_blocks(rows[n:], held, weighed, paged.bias[n:], cap))
     if sinks is not None:  # a further block of each row: one score, of a value of 0
         own = torch.arange(batch, device=owners.device, dtype=owners.dtype)

@@ -58,7 +58,7 @@ class DecoderLayers:
         if not layers:
             raise ModelError(f"{type(model).__name__} names no decoder layers, to be compiled")
         self.num_layers = len(layers)
-        self._specs = [spec_of(layer) for layer in layers]
+        self.specs = [spec_of(layer) for layer in layers]
         self._weights = [tuple(tensors_of(layer).values()) for layer in layers]
         if any(map(_sorts_tokens, layers)) and not _is_bf16(layers[0]):
             raise ModelError(
@@ -159,7 +159,7 @@ class DecoderLayers:
         def run(
             layer: int, _: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
         ) -> Any:
-            with forward_pass(kwargs["paged"], layer, self._specs[layer]):
+            with forward_pass(kwargs["paged"], layer, self.specs[layer]):
                 return single(of_layers[layer](*layer_inputs(args, kwargs), *own[layer]))
 
         return run

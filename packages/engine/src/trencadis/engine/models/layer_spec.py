@@ -7,7 +7,7 @@ call, and says beforehand whether it computes it (`Attention.supports`).
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -100,6 +100,12 @@ class LayerSpec(LayerShape):
         if self.chunk is not None:
             seen = seen & (keys >= queries - queries % self.chunk)
         return seen
+
+
+def window_of_all(layers: Sequence[LayerSpec], max_model_len: int) -> int | None:
+    """The last tokens that a token sees in any layer; None where a layer sees a whole sequence."""
+    windows = [layer.within(max_model_len).window for layer in layers]
+    return None if None in windows else max((each for each in windows if each), default=None)
 
 
 @functools.lru_cache(maxsize=1024)

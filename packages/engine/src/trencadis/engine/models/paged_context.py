@@ -19,6 +19,9 @@ import torch
 
 from trencadis.engine.models.layer_spec import LayerSpec
 
+_GATHER_COST = 3
+"""A gathered block is read, written and read again."""
+
 MASKED = -1e30
 """Score of a masked position: finite, so that a block with no valid position yields no NaN."""
 
@@ -191,7 +194,8 @@ class DecodeContext(PagedContext):
     def within(self, spec: LayerSpec) -> DecodeContext:
         """The context of layers with the window or the chunk of ``spec``; itself without either.
 
-        Slots outside are masked, and a block that has no other slots has no owner.
+        Slots outside are masked, and a block that has no other slots has no owner. Where the shapes
+        may change (``narrowed``) and few blocks are left, only these are read.
         """
         limits = (spec.window, spec.chunk)
         if limits == (None, None):
@@ -203,14 +207,34 @@ class DecodeContext(PagedContext):
         queries, size = self.positions[self.readers], self.bias.shape[-1]
         slots = self.starts[:, None] + torch.arange(size, device=self.starts.device)
         seen = spec.sees(queries[:, None], slots)
+        num_rows = self.positions.shape[0]
         found = attrs.evolve(
             self,
-            owners=torch.where(seen[:, -1], self.owners, self.positions.shape[0]),
+            owners=torch.where(seen[:, -1], self.owners, num_rows),
             bias=torch.where(seen[:, None, None], self.bias, MASKED),
         )
         if self.narrowed is not None:
+            kept = (found.owners < num_rows).nonzero()[:, 0]
+            # A batch without owners stands for a full one, whose memory is measured.
+            if 0 < _GATHER_COST * len(kept) <= len(found.owners):
+                found = found._gathering(kept)
             self.narrowed[limits] = found
         return found
+
+    def _gathering(self, pairs: torch.Tensor) -> DecodeContext:
+        """Only these of the (block, sequence) pairs, each block gathered."""
+        blocks = torch.arange(self.prefix_blocks, device=pairs.device)
+        if self.extra_blocks is not None:
+            blocks = torch.cat((blocks, self.extra_blocks))
+        return attrs.evolve(
+            self,
+            prefix_blocks=0,
+            owners=self.owners[pairs],
+            readers=self.readers[pairs],
+            bias=self.bias[pairs],
+            extra_blocks=blocks[pairs],
+            starts=None if self.starts is None else self.starts[pairs],
+        )
 
 
 @attrs.frozen(eq=False)

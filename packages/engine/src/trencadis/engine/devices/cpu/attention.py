@@ -2,6 +2,7 @@
 
 Prefill has a kernel in bf16 where the processor multiplies vectors of bf16 and no tiles of it. It
 takes keys and values from the cache, so that a chunk's result does not depend on where it was cut.
+It has none for layers with a window or a chunk.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ _SOURCE = Path(__file__).with_name("paged_attention.cpp")
 _DTYPES = {torch.bfloat16: 1, torch.float32: 0}
 _TOLERANCE = {torch.bfloat16: 0.03, torch.float32: 1e-4}
 """Largest difference to PyTorch's operations in a trial, where values are about 1."""
+
+_LIMITS = frozenset({"window", "chunk"})
+"""Features that decode has by the blocks and the bias that it is given (`DecodeContext.within`)."""
 
 _LANES = 16
 """A head is a whole number of the kernel's vectors."""
@@ -73,11 +77,14 @@ class AttentionKernel:
 
     @functools.lru_cache(maxsize=256)  # noqa: B019 - kernels live as long as the process
     def supports(self, layer: LayerSpec) -> str | None:
-        """See `Attention.supports`. What is not supported is computed by PyTorch's operations."""
+        """See `Attention.supports`. What is not supported is computed by PyTorch's operations.
+
+        Of a layer with a window or a chunk, decode alone is.
+        """
         sizes = (self.groups * layer.kv_heads, self.head_dim, self.head_dim)
         if (layer.heads, layer.key_width, layer.value_width) != sizes:
             return f"has other heads than {self.head_dim} wide, {self.groups} for a KV head"
-        return feature_beyond(layer)
+        return feature_beyond(layer, _LIMITS)
 
     def fits(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor
@@ -149,9 +156,11 @@ class CPUAttention:
         scale = spec.scale
         # The kernels read heads as rows of contiguous values.
         query, key, value = (x if x.stride(3) == 1 else x.contiguous() for x in (query, key, value))
+        is_limited = spec.window is not None or spec.chunk is not None
         if isinstance(paged, DecodeContext):
-            return _decode(kernel.decode, query, key, value, layer, paged, scale)
-        if isinstance(paged, RaggedContext) and kernel.prefill is not None:
+            seen = paged.within(spec) if is_limited else paged
+            return _decode(kernel.decode, query, key, value, layer, seen, scale)
+        if isinstance(paged, RaggedContext) and kernel.prefill is not None and not is_limited:
             return _prefill(kernel.prefill, kernel.widens, query, key, value, layer, paged, scale)
         return self._blocks.attend(query, key, value, layer, paged, spec, sinks)
 
@@ -187,7 +196,10 @@ def _decode(
 
 
 def changing_arguments(layer: int, paged: DecodeContext) -> tuple[int, ...]:
-    """What a call of the decode kernel for a layer is given by the step and by the cache."""
+    """What a call of the decode kernel for a layer is given by the step and by the cache.
+
+    ``paged`` is that of the layer's window: `DecodeContext.within`.
+    """
     return (*_of_cache(layer, paged), *_read(paged))
 
 

@@ -30,7 +30,7 @@ from trencadis.engine.devices.cpu.tiled_linear import (
 )
 from trencadis.engine.devices.device import Device, PendingCopy
 from trencadis.engine.devices.inductor import InductorPrograms, cpp_compiler_missing
-from trencadis.engine.models.layer_spec import spec_of
+from trencadis.engine.models.layer_spec import LayerSpec, spec_of
 from trencadis.engine.models.packed_weight import QuantizedLinear, WeightFormat, WeightUse
 from trencadis.engine.models.paged_context import Attention, LayerRun
 from trencadis.engine.models.rank_modules import least_over_ranks
@@ -179,6 +179,7 @@ class CPUDevice(Device):
         run: LayerRun,
         programs: Sequence[Callable[..., Any]],
         own: Sequence[Sequence[torch.Tensor]],
+        specs: Sequence[LayerSpec],
     ) -> LayerRun:
         if self._replayer is None:
             try:
@@ -186,7 +187,7 @@ class CPUDevice(Device):
             except NoKernel as error:
                 logger.info("Decode steps are not recorded: %s", error)
                 return run
-        return RecordedLayers(run, programs, own, self._replayer)
+        return RecordedLayers(run, programs, own, specs, self._replayer)
 
     def end_warm_up(self) -> None:
         self._programs.drop_headers()

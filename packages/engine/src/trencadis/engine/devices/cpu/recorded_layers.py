@@ -36,6 +36,7 @@ from trencadis.engine.devices.cpu.native_calls import (
 )
 from trencadis.engine.devices.inductor import generated_code
 from trencadis.engine.models.decoder_layers import layer_inputs
+from trencadis.engine.models.layer_spec import LayerSpec
 from trencadis.engine.models.paged_context import DecodeContext, LayerCaches, LayerRun
 
 logger = logging.getLogger("trencadis.engine")
@@ -73,8 +74,9 @@ class _Forward(threading.local):
 class RecordedLayers:
     """A `LayerRun` that computes all layers in the call of the first, where it can.
 
-    ``run`` computes one layer by its program in ``programs``, with the weights in ``own``. Where a
-    layer is computed by something that cannot be recorded, all steps are computed by ``run``.
+    ``run`` computes one layer by its program in ``programs``, with the weights in ``own``, and
+    attends as ``specs`` say. Where a layer is computed by something that cannot be recorded, all
+    steps are computed by ``run``.
     """
 
     def __init__(
@@ -82,11 +84,17 @@ class RecordedLayers:
         run: LayerRun,
         programs: Sequence[Callable[..., Any]],
         own: Sequence[Sequence[torch.Tensor]],
+        specs: Sequence[LayerSpec],
         replayer: Replayer,
     ) -> None:
         self._run = run
         self._programs = programs
         self._own = own
+        self._limited = [
+            (layer, spec)
+            for layer, spec in enumerate(specs)
+            if spec.window is not None or spec.chunk is not None
+        ]
         self._replayer = replayer
         self._scratch = Scratch()
         self._lists: dict[Hashable, CallList] = {}
@@ -169,8 +177,10 @@ class RecordedLayers:
             self._changing = np.array(rows, dtype=np.int64)
             self._cache = weakref.ref(paged.cache)
         else:
-            # Layers differ in their part of the cache alone.
+            # Layers of one window differ in their part of the cache alone.
             self._changing[:, OF_CACHE:] = changing_arguments(0, paged)[OF_CACHE:]
+        for layer, spec in self._limited:
+            self._changing[layer] = changing_arguments(layer, paged.within(spec))
         return self._changing
 
     def _record(
