@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from child_processes import children
 from transformers.utils import is_torch_hpu_available
 
 from trencadis.engine import ConfigError, EngineConfig
@@ -87,8 +88,9 @@ def by_status(report: DoctorReport, status: Status) -> set[str]:
     return {name for name, finding in report.findings.items() if finding.status is status}
 
 
-def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model):
+def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model, own_processes):
     report = examined(model, "cpu")
+    assert not children(), "no process is left behind"
     assert list(report.findings) == NAMES == [check.name for check in CHECKS]
     assert report.is_good
     missing = {"bridge", "driver", *(f"kernel {name}" for name in KERNELS), "program swap"}
