@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import platform
+from importlib import metadata
 from pathlib import Path
 
+import attrs
 import pytest
+import torch
 from child_processes import children
 from transformers.utils import is_torch_hpu_available
 
 from trencadis.engine import ConfigError, EngineConfig
-from trencadis.engine.devices import HPUDevice
-from trencadis.engine.doctor import DoctorReport, Finding, Status, examine
+from trencadis.engine.devices import CPUDevice, HPUDevice
+from trencadis.engine.doctor import DoctorReport, Finding, Status, examine, software
 from trencadis.engine.doctor.check_list import CHECKS, KERNELS, REQUIRED_KERNELS
+from trencadis.engine.doctor.device_counts import count_calls
+from trencadis.engine.doctor.predicted_step import predicted_step
 from trencadis.engine.doctor.report import without_places
+from trencadis.engine.doctor.token_comparison import compare_tokens
 from trencadis.engine.models.loader import inspect_model
+from trencadis.engine.simulated.cost_model import LAUNCHES_PER_LAYER
 from trencadis.warmup import format_bytes
 
 STANDIN = Path(__file__).parent / "habana_standin"
@@ -312,3 +321,101 @@ def test_the_report_has_one_line_for_each_check_and_the_keys_of_its_schema():
 )
 def test_paths_and_names_of_the_machine_are_left_out(text, told):
     assert without_places(text, ["box7"]) == told
+
+
+def test_software_is_told_by_its_version(monkeypatch, tmp_path):
+    def tool(name: str, lines: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def found(name: str, *, wants_gaudi: bool = False) -> tuple[Status, str, str]:
+        finding = software.examine(name, wants_gaudi=wants_gaudi)
+        return finding.status, finding.detail, finding.remedy
+
+    version = platform.python_version()
+    finding = software.examine("python", wants_gaudi=False)
+    assert finding.detail == f"{version} on {platform.system()} {platform.machine()}"
+    assert finding.values == {"version": version, "machine": platform.machine()}
+    assert found("torch") == (Status.OK, torch.__version__, "")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = "neither hl-smi nor nvidia-smi is on the PATH"
+    assert found("driver") == (Status.ABSENT, said, "")
+    tool("nvidia-smi", "echo 550.54.15")
+    assert found("driver") == (Status.OK, "550.54.15", "")
+    tool("hl-smi", "echo Driver Version: 1.22.1-6e9ddf9; exit 3")
+    said = "hl-smi says no version (exit status 3)"
+    assert found("driver") == (Status.FAILED, said, "see that the driver is loaded")
+
+    if importlib.util.find_spec("habana_frameworks") is None:
+        assert found("bridge") == (Status.ABSENT, "no software for Gaudi is installed", "")
+        status, said, remedy = found("bridge", wants_gaudi=True)
+        assert (status, said) == (Status.FAILED, "habana_frameworks is not installed")
+        assert remedy.startswith("install habana-torch-plugin of the driver's release (https://")
+        (tmp_path / "habana_frameworks").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        said = "habana_frameworks without the package habana-torch-plugin"
+        assert found("bridge") == (Status.OK, said, "")
+
+    monkeypatch.setattr(metadata, "version", lambda name: "2" if "engine" in name else "1")
+    said = "bucketing 1, kvcache 1, warmup 1, scheduler 1, engine 2"
+    remedy = "install all packages of one release"
+    assert found("trencadis") == (Status.DIFFERS, said, remedy)
+    monkeypatch.setattr(metadata, "version", lambda name: "3")
+    assert found("trencadis") == (Status.OK, "3", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [(set(), Status.OK), ({0, 3, 4, 15}, Status.OK), (set(range(7)), Status.DIFFERS)],
+)
+def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status):
+    class Served:
+        """Gives tokens that differ from the reference at some positions of the first prompt."""
+
+        def answers(self, requests):
+            return [
+                [
+                    [
+                        -1 if request.prompt_token_ids == (0,) and n in wrong else n
+                        for n in range(len(request.output_token_ids), request.params.max_tokens)
+                    ]
+                ]
+                for request in requests
+            ]
+
+    reference = {"prompts": [[i] for i in range(4)], "greedy": [list(range(16))] * 4}
+    finding = compare_tokens(Served(), "greedy", reference)
+    assert finding.values == {"equal": 64 - len(wrong), "total": 64}
+    assert finding.detail == f"{64 - len(wrong)} of 64 tokens are those of the CPU"
+    assert finding.status is status
+
+
+def test_a_step_is_predicted_for_a_device_that_the_simulator_knows(model):
+    def predicted(product="Intel(R) GAUDI3", dtype="bfloat16", captured=True):
+        spec = inspect_model(str(model))
+        return predicted_step(spec, dtype, product, 128, (8, 8), captured=captured)
+
+    step = predicted()
+    assert step.milliseconds == pytest.approx(0.63, abs=0.005)
+    assert step.launches == 5
+    launched = predicted(captured=False)
+    assert launched.launches - step.launches == 2 * LAUNCHES_PER_LAYER - 1
+    assert launched.milliseconds > step.milliseconds
+    assert predicted(dtype="float32").milliseconds > step.milliseconds
+    assert predicted("TPU v7") == "the simulator knows no TPU v7"
+
+
+def test_what_a_device_is_asked_for_is_counted():
+    device = CPUDevice()
+    counts = count_calls(device)
+    tensor = torch.ones(2)
+    device.upload(tensor)
+    before = attrs.evolve(counts)
+    for _ in range(2):
+        device.fetch([tensor])
+    assert attrs.asdict(counts.since(before)) == {
+        **dict.fromkeys(("compiled", "programs", "captured", "replays", "uploads"), 0),
+        "downloads": 2,
+    }
+    assert (counts.uploads, counts.downloads) == (1, 2)
