@@ -459,3 +459,13 @@ async def test_a_text_that_no_context_holds_is_refused_before_it_is_encoded(
     response = await client.post(path, json=body)
     message = assert_error(response, 400, field, "context_length_exceeded")
     assert "5000 characters" in message
+
+
+async def test_a_form_that_the_engine_refuses_is_named_as_the_request_names_it(client, engine):
+    engine.fails_with = InvalidRequest("it needs too much memory", "structured_output")
+    for fields, param in (
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        response = await client.post("/v1/chat/completions", json={"messages": HELLO, **fields})
+        assert assert_error(response, 400, param) == f"{param}: it needs too much memory"
