@@ -7,6 +7,7 @@ import itertools
 import logging
 import os
 import re
+import shutil
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -37,10 +38,20 @@ from trencadis.engine import (
     PoolingRequest,
     SamplingParams,
 )
-from trencadis.engine.core.core_process import _loop
+from trencadis.engine.core import core_process as core_process_module
+from trencadis.engine.core.config_payload import config_payload
+from trencadis.engine.core.core_process import _loop, run_core
 from trencadis.engine.core.reconfigure import ModelSwitcher
 from trencadis.engine.front import core_supervisor
-from trencadis.engine.ipc.messages import Busy, StepDone, Stop
+from trencadis.engine.ipc.messages import (
+    Busy,
+    CheckModel,
+    Failed,
+    ModelChecked,
+    Ready,
+    StepDone,
+    Stop,
+)
 
 pytestmark = pytest.mark.usefixtures("own_processes")
 
@@ -467,6 +478,58 @@ def test_a_core_says_that_it_warms_up_before_it_falls_silent() -> None:
     channel = Channel()
     _loop(WarmingCore(), channel, os.getppid(), ModelSwitcher(WarmingCore()))
     assert [type(message) for message in channel.sent] == [StepDone, *[Busy, StepDone] * 3]
+
+
+class CoreEnd(Channel):
+    """The core's end of a channel, which gives one message, and stops the core after its answer."""
+
+    def __init__(self, message: object = None) -> None:
+        super().__init__()
+        self.messages = [] if message is None else [message]
+
+    def receive(self, timeout_seconds: float) -> list[object]:
+        messages, self.messages = self.messages, []
+        is_answered = any(isinstance(sent, ModelChecked) for sent in self.sent)
+        return [Stop()] if is_answered else messages
+
+    def close(self) -> None:
+        self.sent.append("closed")
+
+
+def test_a_core_says_why_it_cannot_serve_and_checks_other_models_while_it_does(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(tiny_model, tmp_path / "broken")
+    (tmp_path / "broken" / "model.safetensors").write_bytes(b"no weights")
+
+    def serve(model: Path, message: object = None, **changes: object) -> list[object]:
+        end = CoreEnd(message)
+        monkeypatch.setattr(core_process_module, "CoreChannel", lambda *_: end)
+        run_core(config(model, **changes), "to", "from", QUIET)
+        assert end.sent.pop() == "closed"
+        return end.sent
+
+    monkeypatch.setattr(os, "setpgid", lambda *_: None)
+    handler = signal.getsignal(signal.SIGINT)
+    try:
+        for model, error in ((tiny_model, ""), (tmp_path / "gone", "gone is no directory")):
+            sent = serve(tiny_model, CheckModel(7, config_payload(config(model))))
+            ready = Ready(128, 80, 8, "float32", "cpu", 10, 0.0)
+            assert sent[0] == ready
+            (checked,) = [message for message in sent if isinstance(message, ModelChecked)]
+            assert checked.number == 7
+            assert (checked.error == "") == (error == "")
+            assert str(model) in checked.error or not error
+        for model, changes, kind in (
+            (tmp_path / "broken", {}, "model"),
+            (tiny_model, {"num_blocks": 3}, "config"),
+        ):
+            *_, failed = serve(model, **changes)
+            assert isinstance(failed, Failed)
+            assert failed.kind == kind
+            assert {"model": "broken", "config": "max_model_len"}[kind] in failed.message
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 @pytest.mark.slow

@@ -346,3 +346,13 @@ def test_a_check_of_a_directory_that_does_not_exist_makes_none(
     with pytest.raises(ConfigError, match="is not a directory: make it with engine-serve warmup"):
         check_compile_cache(config(tiny_model, tmp_path / "cache"))
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_device_that_neither_lists_nor_counts_programs_is_not_checked(
+    tiny_model: Path, tmp_path: Path
+) -> None:
+    class Silent(CPUDevice):
+        lists_programs = False
+
+    with pytest.raises(ConfigError, match="device cpu cannot list the programs in"):
+        check_compile_cache(config(tiny_model, tmp_path, device=Silent()))

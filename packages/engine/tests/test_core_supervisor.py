@@ -177,7 +177,10 @@ def test_a_core_that_hangs_while_it_is_busy_is_seen_and_unhealthy_in_the_end() -
         config = EngineConfig(model="m", hang_timeout=40.0, hang_restart_timeout=90.0)
         supervisor = CoreSupervisor(config, core, READY, LogSettings())
         assert supervisor.check_health() is None
-        assert supervisor.stats.core_silence_limit_s == 40.0
+        first = supervisor.stats
+        assert first.core_silence_limit_s == 40.0
+        assert (first.num_total_blocks, first.block_size) == (8, 8)
+        assert (first.max_running_seqs, first.num_steps) == (config.max_num_seqs, 0)
         reading = asyncio.create_task(supervisor.run(ignore, lambda _: None))
         while supervisor.busy is None:  # noqa: ASYNC110 - it is not an event
             await asyncio.sleep(0.001)

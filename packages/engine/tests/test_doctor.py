@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import platform
+from importlib import metadata
 from pathlib import Path
 
+import attrs
 import pytest
+import torch
+from child_processes import children
 from transformers.utils import is_torch_hpu_available
 
 from trencadis.engine import ConfigError, EngineConfig
-from trencadis.engine.devices import HPUDevice
-from trencadis.engine.doctor import DoctorReport, Finding, Status, examine
+from trencadis.engine.devices import CPUDevice, HPUDevice
+from trencadis.engine.doctor import DoctorReport, Finding, Status, examine, software
 from trencadis.engine.doctor.check_list import CHECKS, KERNELS, REQUIRED_KERNELS
+from trencadis.engine.doctor.device_counts import count_calls
+from trencadis.engine.doctor.predicted_step import predicted_step
 from trencadis.engine.doctor.report import without_places
+from trencadis.engine.doctor.token_comparison import compare_tokens
 from trencadis.engine.models.loader import inspect_model
+from trencadis.engine.simulated.cost_model import LAUNCHES_PER_LAYER
+from trencadis.warmup import format_bytes
 
 STANDIN = Path(__file__).parent / "habana_standin"
 
@@ -86,8 +97,9 @@ def by_status(report: DoctorReport, status: Status) -> set[str]:
     return {name for name, finding in report.findings.items() if finding.status is status}
 
 
-def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model):
+def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model, own_processes):
     report = examined(model, "cpu")
+    assert not children(), "no process is left behind"
     assert list(report.findings) == NAMES == [check.name for check in CHECKS]
     assert report.is_good
     missing = {"bridge", "driver", *(f"kernel {name}" for name in KERNELS), "program swap"}
@@ -95,6 +107,39 @@ def test_on_the_cpu_what_is_of_a_gaudi_is_said_to_be_missing(model):
     # A machine may have the driver of an NVIDIA GPU, or no llguidance.
     assert by_status(report, Status.ABSENT) - {"program mask"} >= missing - {"driver"}
     assert by_status(report, Status.ABSENT) <= missing | {"program mask"}
+    found = report.findings
+    assert found["kernel FusedSDPA"].detail == "cpu has no such kernel"
+    assert found["program swap"].detail == "there are no host blocks"
+    assert found["graph replay"].detail == "nothing is captured or compiled here"
+    assert found["tokens greedy"].detail == "this is the CPU"
+    assert found["program decode"].detail == "0 programs compiled"
+    device = found["device"].values
+    assert (device["name"], device["product"], device["captures_graphs"]) == ("cpu", "cpu", False)
+    assert device["total_bytes"] > device["free_bytes"] > 0
+    started = dict(found["engine start"].values)
+    assert started.pop("start_s") >= 0
+    num_buckets, num_bytes = started.pop("num_buckets"), started.pop("weight_bytes")
+    said = f"bfloat16, {format_bytes(num_bytes)} of weights, 1025 blocks of 32 tokens, "
+    assert found["engine start"].detail == f"{said}{num_buckets} buckets"
+    assert started == {
+        "dtype": "bfloat16",
+        "max_model_len": 1024,
+        "block_size": 32,
+        "num_blocks": 1025,
+        "num_host_blocks": 0,
+        "compiles": False,
+        "captures_graphs": False,
+    }
+    step = dict(found["decode step"].values)
+    said = (
+        "0 programs, 0 replays, 1 uploads, 0 downloads for 8 sequences; the simulator knows no cpu"
+    )
+    assert found["decode step"].detail == f"{step.pop('measured_ms'):.2f} ms, {said}"
+    assert step.pop("blocks") >= 8
+    assert step == {"rows": 8, "programs": 0, "replays": 0, "uploads": 1, "downloads": 0}
+    memory = found["device memory"].values
+    used = [format_bytes(memory[f"{when}_bytes"]) for when in ("before", "after")]
+    assert found["device memory"].detail == f"{used[0]} in use before the engine, {used[1]} now"
 
 
 @pytest.mark.slow
@@ -151,12 +196,23 @@ def test_a_check_that_ends_its_process_costs_no_other(model, gaudi, monkeypatch,
 @pytest.mark.parametrize(
     "mode", ["lazy", pytest.param("eager", marks=pytest.mark.slow)], indirect=True
 )
-def test_graphs_and_programs_that_are_never_used_are_found(model, gaudi):
-    report = examined(model, "planted_faults:NeverReplays", "graph")
+def test_graphs_and_programs_that_are_never_used_are_found(model, gaudi, mode, monkeypatch):
+    monkeypatch.setenv("GAUDI_STANDIN_NAME", "GAUDI3")
+    report = examined(model, "planted_faults:NeverReplays", "graph", "decode step")
     found = report.findings["graph replay"]
     assert found.status is Status.FAILED
-    assert "expected" in found.detail
-    assert by_status(report, Status.OK) == {"device", "engine start"}
+    what, expected = {"lazy": ("graph replays", 7), "eager": ("program runs", 14)}[mode]
+    assert found.detail == f"0 {what} in 7 decode steps, at least {expected} expected"
+    assert found.remedy == "each step launches every operation: send this report"
+    assert (found.values["graphs"] > 0) == (mode == "lazy")
+    assert by_status(report, Status.OK) - {"decode step"} == {"device", "engine start"}
+    step = report.findings["decode step"].values
+    assert (step["rows"], step["replays"]) == (8, 0)
+    assert (step["uploads"], step["downloads"]) == (1, 1)
+    assert report.findings["device"].values["product"] == report.device == "GAUDI3"
+    if mode == "lazy":  # of Gaudi 3's published figures for 8 sequences of this model
+        assert step["predicted_launches"] == 5
+        assert step["predicted_ms"] == pytest.approx(0.63, abs=0.005)
 
 
 @pytest.mark.slow
@@ -267,3 +323,101 @@ def test_the_report_has_one_line_for_each_check_and_the_keys_of_its_schema():
 )
 def test_paths_and_names_of_the_machine_are_left_out(text, told):
     assert without_places(text, ["box7"]) == told
+
+
+def test_software_is_told_by_its_version(monkeypatch, tmp_path):
+    def tool(name: str, lines: str) -> None:
+        (tmp_path / name).write_text(f"#!/bin/sh\n{lines}\n")
+        (tmp_path / name).chmod(0o755)
+
+    def found(name: str, *, wants_gaudi: bool = False) -> tuple[Status, str, str]:
+        finding = software.examine(name, wants_gaudi=wants_gaudi)
+        return finding.status, finding.detail, finding.remedy
+
+    version = platform.python_version()
+    finding = software.examine("python", wants_gaudi=False)
+    assert finding.detail == f"{version} on {platform.system()} {platform.machine()}"
+    assert finding.values == {"version": version, "machine": platform.machine()}
+    assert found("torch") == (Status.OK, torch.__version__, "")
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    said = "neither hl-smi nor nvidia-smi is on the PATH"
+    assert found("driver") == (Status.ABSENT, said, "")
+    tool("nvidia-smi", "echo 550.54.15")
+    assert found("driver") == (Status.OK, "550.54.15", "")
+    tool("hl-smi", "echo Driver Version: 1.22.1-6e9ddf9; exit 3")
+    said = "hl-smi says no version (exit status 3)"
+    assert found("driver") == (Status.FAILED, said, "see that the driver is loaded")
+
+    if importlib.util.find_spec("habana_frameworks") is None:
+        assert found("bridge") == (Status.ABSENT, "no software for Gaudi is installed", "")
+        status, said, remedy = found("bridge", wants_gaudi=True)
+        assert (status, said) == (Status.FAILED, "habana_frameworks is not installed")
+        assert remedy.startswith("install habana-torch-plugin of the driver's release (https://")
+        (tmp_path / "habana_frameworks").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
+        said = "habana_frameworks without the package habana-torch-plugin"
+        assert found("bridge") == (Status.OK, said, "")
+
+    monkeypatch.setattr(metadata, "version", lambda name: "2" if "engine" in name else "1")
+    said = "bucketing 1, kvcache 1, warmup 1, scheduler 1, engine 2"
+    remedy = "install all packages of one release"
+    assert found("trencadis") == (Status.DIFFERS, said, remedy)
+    monkeypatch.setattr(metadata, "version", lambda name: "3")
+    assert found("trencadis") == (Status.OK, "3", "")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status"),
+    [(set(), Status.OK), ({0, 3, 4, 15}, Status.OK), (set(range(7)), Status.DIFFERS)],
+)
+def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status):
+    class Served:
+        """Gives tokens that differ from the reference at some positions of the first prompt."""
+
+        def answers(self, requests):
+            return [
+                [
+                    [
+                        -1 if request.prompt_token_ids == (0,) and n in wrong else n
+                        for n in range(len(request.output_token_ids), request.params.max_tokens)
+                    ]
+                ]
+                for request in requests
+            ]
+
+    reference = {"prompts": [[i] for i in range(4)], "greedy": [list(range(16))] * 4}
+    finding = compare_tokens(Served(), "greedy", reference)
+    assert finding.values == {"equal": 64 - len(wrong), "total": 64}
+    assert finding.detail == f"{64 - len(wrong)} of 64 tokens are those of the CPU"
+    assert finding.status is status
+
+
+def test_a_step_is_predicted_for_a_device_that_the_simulator_knows(model):
+    def predicted(product="Intel(R) GAUDI3", dtype="bfloat16", captured=True):
+        spec = inspect_model(str(model))
+        return predicted_step(spec, dtype, product, 128, (8, 8), captured=captured)
+
+    step = predicted()
+    assert step.milliseconds == pytest.approx(0.63, abs=0.005)
+    assert step.launches == 5
+    launched = predicted(captured=False)
+    assert launched.launches - step.launches == 2 * LAUNCHES_PER_LAYER - 1
+    assert launched.milliseconds > step.milliseconds
+    assert predicted(dtype="float32").milliseconds > step.milliseconds
+    assert predicted("TPU v7") == "the simulator knows no TPU v7"
+
+
+def test_what_a_device_is_asked_for_is_counted():
+    device = CPUDevice()
+    counts = count_calls(device)
+    tensor = torch.ones(2)
+    device.upload(tensor)
+    before = attrs.evolve(counts)
+    for _ in range(2):
+        device.fetch([tensor])
+    assert attrs.asdict(counts.since(before)) == {
+        **dict.fromkeys(("compiled", "programs", "captured", "replays", "uploads"), 0),
+        "downloads": 2,
+    }
+    assert (counts.uploads, counts.downloads) == (1, 2)

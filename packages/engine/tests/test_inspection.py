@@ -184,6 +184,10 @@ def test_a_device_without_padding_shows_the_sizes_that_occurred(tiny_model: Path
 
 
 def test_the_map_shows_the_blocks_of_requests_and_of_cached_prefixes(tiny_model: Path) -> None:
+    large = EngineCore(config(tiny_model, device="cpu", warmup="none", num_blocks=514))
+    large.warm_up()
+    assert large.inspect().blocks.num_blocks == 513
+    assert len(large.inspect().blocks.used) <= 512
     core = EngineCore(config(tiny_model, device="cpu", warmup="none"))
     core.warm_up()
     empty = core.inspect().blocks
@@ -222,7 +226,7 @@ def test_a_grid_of_any_size_has_a_table_of_bounded_size_that_forgets_nothing(
     for _, bucket in captured:
         usage.count(Phase.PROMPT, bucket.shape)
     table, _ = usage.tables(ready, captured, is_padded=True)
-    assert max(len(table.rows), len(table.columns)) <= MAX_GRID_SIZES
+    assert max(len(table.rows), len(table.columns)) <= MAX_GRID_SIZES == 24
     assert (table.rows[-1], table.columns[-1]) == (rows[-1], columns[-1])
     for counts, expected in (
         (table.num_buckets, prompt.buckets),

@@ -256,6 +256,7 @@ async def each_model_answers_with_its_own_tokenizer_template_and_limits(
     engine: MultiModelEngine,
 ) -> None:
     assert engine.aliases == ("first", "second", "no cache", "too long", *BROKEN, "plain")
+    assert await engine.tokenizer_of("first") is engine.tokenizer
     answers = {"first": tokens(await collect(engine, model="first", **SHORT))}
     report = await engine.switch_model("second")
     assert (report.previous, report.active) == ("first", "second")
@@ -268,6 +269,7 @@ async def each_model_answers_with_its_own_tokenizer_template_and_limits(
     assert engine.info["dtype"] == "bfloat16"
     assert "!" in str(engine.tokenizer.chat_template)
     answers["second"] = tokens(await collect(engine, model="second", **SHORT))
+    assert engine.totals_of("first").num_generation_tokens >= len(answers["first"])
     assert answers["first"] != answers["second"]
     for alias in ("first", "second"):
         assert (await engine.switch_model(alias)).from_stash

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import ClassVar
 
+import attrs
 import psutil
 import pytest
 from child_processes import children
@@ -187,6 +188,16 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(prepared_models, "load_tokenizer", load)
     return loads
+
+
+def test_the_template_of_an_entry_comes_before_that_of_its_configuration() -> None:
+    first = entry("a", "m")
+    of_both = attrs.evolve(first.config, chat_template="of the configuration")
+    entries = (first, ModelEntry("b", of_both), ModelEntry("c", of_both, chat_template="own"))
+    prepared = PreparedModels(entries)
+    configs = [prepared.config_of(alias) for alias in "abc"]
+    assert [config.chat_template for config in configs] == [None, "of the configuration", "own"]
+    assert [config.served_model_name for config in configs] == ["a", "b", "c"]
 
 
 def test_callers_who_prepare_one_model_share_one_process_and_one_tokenizer(

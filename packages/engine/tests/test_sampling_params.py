@@ -66,6 +66,42 @@ def test_every_field_is_tried_with_wrong_values() -> None:
     assert {name for name, _ in CASES} == {field.name for field in attrs.fields(SamplingParams)}
 
 
+RANGES = {
+    **dict.fromkeys(("n", "best_of"), (1, 128, 1)),
+    **dict.fromkeys(("logprobs", "prompt_logprobs"), (0, 20, 1)),
+    "max_tokens": (1, 2**31 - 1, 1),
+    "min_tokens": (0, 2**31 - 1, 1),
+    "top_k": (-1, 2**31 - 1, 1),
+    "seed": (-(2**63), 2**63 - 1, 1),
+    "temperature": (0, 2, 1e-9),
+    "top_p": (1e-9, 1, 1e-9),
+    "min_p": (0, 1, 1e-9),
+    "length_penalty": (-100, 100, 1e-9),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty"), (-2, 2, 1e-9)),
+    "repetition_penalty": (1e-9, 10, 1e-9),
+}
+"""The lowest value that is accepted, the highest one, and how far beyond the next one is."""
+
+
+def test_a_range_ends_where_it_is_said_to() -> None:
+    assert set(RANGES) == {*INTEGERS, *NUMBERS}
+    for name, (low, high, step) in RANGES.items():
+        beside: dict[str, Any] = {
+            "min_tokens": {"max_tokens": None},
+            "length_penalty": {"use_beam_search": True},
+        }.get(name, {})
+        for value in (low, high):
+            assert getattr(SamplingParams(**{name: value, **beside}), name) == value
+        for value in (low - step, high + step):
+            with pytest.raises(InvalidRequest) as refusal:
+                SamplingParams(**{name: value})
+            assert refusal.value.field == name
+    assert len(SamplingParams(stop=["a"] * 16).stop) == 16
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        assert len(getattr(SamplingParams(**{name: range(4096)}), name)) == 4096
+    assert len(SamplingParams(logit_bias=dict.fromkeys(range(4096), 1.0)).logit_bias) == 4096
+
+
 @pytest.mark.parametrize(
     ("stop", "strings"),
     [

@@ -235,6 +235,40 @@ def test_a_setting_of_a_wrong_type_or_beyond_sense_is_named(name: str, value: ob
         EngineConfig(**{"model": "m", name: value})
 
 
+RANGES = {
+    "max_model_len": (2, 2**31 - 1),
+    "max_num_seqs": (1, 1 << 16),
+    "max_num_batched_tokens": (1, 1 << 24),
+    "max_waiting": (1, 2**31 - 1),
+    "num_blocks": (2, 2**31 - 1),
+    "block_size": (1, 1 << 16),
+    "seed": (0, 2**63 - 1),
+    "gpu_memory_utilization": (1e-9, 1),
+    "kv_cache_memory": (1, 1 << 50),
+    "swap_space": (0, 1 << 20),
+    "num_host_blocks": (0, 2**31 - 1),
+    "swap_bandwidth": (1e-9, 1e6),
+    "cpu_threads": (1, 1024),
+    "tensor_parallel_size": (1, 64),
+    "engine_restarts": (0, 2**31 - 1),
+    "hang_timeout": (2, 86_400),
+    "hang_restart_timeout": (0, 86_400),
+}
+"""The lowest value that is accepted, and the highest one."""
+
+
+@pytest.mark.parametrize("name", RANGES)
+def test_a_range_ends_where_its_setting_says(name: str) -> None:
+    low, high = RANGES[name]
+    step = 1 if isinstance(high, int) and isinstance(low, int) else 1e-6
+    for value in (low, high):
+        config = EngineConfig(**{"model": "m", name: value})
+        assert getattr(config, name) == value
+    for value in (low - step, high + step):
+        with pytest.raises(ConfigError, match=name):
+            EngineConfig(**{"model": "m", name: value})
+
+
 def test_every_setting_is_tried_with_wrong_values() -> None:
     (mark,) = test_a_setting_of_a_wrong_type_or_beyond_sense_is_named.pytestmark
     tried = {name for name, _ in mark.args[1]}

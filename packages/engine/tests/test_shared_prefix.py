@@ -85,6 +85,11 @@ def test_shared_blocks_are_read_in_place_in_one_forward_pass(
     assert not any(shape.extra for shape in passes)
 
 
+def test_at_most_8192_tokens_of_a_prefix_are_scored_for_every_sequence() -> None:
+    assert shapes.with_shared(DecodeShape(4, 1000), 32).shared == 256
+    assert shapes.with_shared(DecodeShape(4, 100), 32).shared == 100
+
+
 def test_shared_blocks_beyond_the_limit_are_gathered(
     stand_in, tiny_model: Path, expected: Tokens, monkeypatch: pytest.MonkeyPatch
 ) -> None:

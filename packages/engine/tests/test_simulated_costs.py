@@ -319,3 +319,9 @@ def test_an_unknown_device_is_told_which_there_are() -> None:
 def test_impossible_hardware_is_refused(changes: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match=next(iter(changes))):
         attrs.evolve(HARDWARE["gaudi3"], **changes)
+
+
+@pytest.mark.parametrize(("rows", "seconds"), [(1, 0.4e-3), (32, 1e-3), (128, 2.1e-3)])
+def test_a_step_of_the_host_takes_what_was_measured(rows: int, seconds: float) -> None:
+    """On an AMD EPYC, 2026-11-21: see `Hardware.step_s`."""
+    assert costs("gaudi3").host_s(rows) == pytest.approx(seconds, rel=0.15)

@@ -24,6 +24,8 @@ from trencadis.engine.simulated import (
     report_of,
     static_batch_s,
 )
+from trencadis.engine.simulated.records import StepTimes
+from trencadis.engine.simulated.report import Percentiles
 from trencadis.warmup import WarmupConfig
 
 DATA = Path(__file__).parent / "data"
@@ -401,3 +403,11 @@ def test_a_workload_is_in_order_of_arrival_without_what_failed(tmp_path: Path) -
     for settings_, message in (({"rate_scale": 0.0}, "rate_scale"), ({"num_requests": 0}, "num_")):
         with pytest.raises(ConfigError, match=message):
             read_workload(path, **settings_)
+
+
+def test_without_a_step_or_a_request_every_time_is_0() -> None:
+    assert StepTimes().total_s == 0
+    assert Percentiles.of([]) == Percentiles(0, 0, 0, 0)
+    assert Percentiles.of([1.0, 3.0]) == Percentiles(
+        2.0, 2.0, pytest.approx(2.8), pytest.approx(2.98)
+    )

@@ -165,6 +165,11 @@ def test_a_file_that_others_may_read_or_change_is_refused(engine, key_file, mode
     assert caught.value.field == "api_key_file"
 
 
+def test_what_is_no_file_is_refused(engine):
+    with pytest.raises(ConfigError, match="api_key_file /dev/null is not a regular file"):
+        create_app(engine, ServerSettings(api_key_file="/dev/null"))
+
+
 def test_a_group_may_read_the_file_as_in_a_container(engine, key_file):
     create_app(engine, ServerSettings(api_key_file=key_file(mode=0o440)))
 

@@ -116,6 +116,10 @@ CHAT = [
     ({"logit_bias": {"65": "1"}}, "logit_bias"),
     ({"logit_bias": {"257": 1}}, "logit_bias"),
     ({"logit_bias": [1]}, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(map(str, range(4097)), 1)}, "logit_bias"),
+    ({"messages": [{**HELLO[0], "audio": {"id": "a"}}]}, "messages[0]"),
+    ({"messages": [{**HELLO[0], "function_call": {"name": "a"}}]}, "messages[0]"),
+    ({"tools": [tool("a")], "tool_choice": {"type": "function", "function": {}}}, "tool_choice"),
     ({"min_tokens": 9, "max_tokens": 8}, "min_tokens"),
     ({"min_tokens": -1}, "min_tokens"),
     ({"logprobs": 5}, "logprobs"),
@@ -455,3 +459,13 @@ async def test_a_text_that_no_context_holds_is_refused_before_it_is_encoded(
     response = await client.post(path, json=body)
     message = assert_error(response, 400, field, "context_length_exceeded")
     assert "5000 characters" in message
+
+
+async def test_a_form_that_the_engine_refuses_is_named_as_the_request_names_it(client, engine):
+    engine.fails_with = InvalidRequest("it needs too much memory", "structured_output")
+    for fields, param in (
+        ({"guided_regex": "a+"}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+    ):
+        response = await client.post("/v1/chat/completions", json={"messages": HELLO, **fields})
+        assert assert_error(response, 400, param) == f"{param}: it needs too much memory"

@@ -7,6 +7,8 @@ import asyncio
 import httpx
 import pytest
 
+from trencadis.server import create_app
+
 pytestmark = pytest.mark.asyncio
 
 JSON = {"Content-Type": "application/json"}
@@ -19,6 +21,29 @@ def assert_too_large(response, limit):
     assert "--max-body-size" in error["message"]
     assert error["code"] == "request_too_large"
     assert error["type"] == "invalid_request_error"
+
+
+async def test_a_message_that_does_not_say_that_more_follow_is_the_last_one(engine):
+    """As ASGI has it: a server may leave ``more_body`` out."""
+    sent = []
+    messages = iter([{"type": "http.request", "body": b'{"prompt": "a"}'}])
+
+    async def receive():
+        if (message := next(messages, None)) is None:
+            await asyncio.sleep(3600)
+        return message
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        **{"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST"},
+        **{"scheme": "http", "path": "/v1/completions", "raw_path": b"/v1/completions"},
+        **{"query_string": b"", "root_path": "", "client": ("c", 1), "server": ("s", 80)},
+        "headers": [(b"content-type", b"application/json"), (b"host", b"s")],
+    }
+    await asyncio.wait_for(create_app(engine)(scope, receive, send), 60)
+    assert sent[0]["status"] == 200
 
 
 async def test_five_megabytes_are_refused_by_default(url):

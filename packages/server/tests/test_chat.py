@@ -236,6 +236,36 @@ async def test_unsupported_fields_without_effect_are_accepted(client, fields):
     await chat(client, **fields)
 
 
+WITHOUT_EFFECT = {
+    **dict.fromkeys(("audio", "prediction", "web_search_options", "moderation"), None),
+    **dict.fromkeys(("chat_template", "guided_whitespace_pattern", "kv_transfer_params"), None),
+    **dict.fromkeys(("logprob_token_ids", "mm_processor_kwargs", "prompt_embeds"), None),
+    **dict.fromkeys(("repetition_detection", "vllm_xargs"), None),
+    **{name: [] for name in ("functions", "bad_words", "logits_processors")},
+    **dict.fromkeys(("return_prompt_text", "watermarking"), False),
+    "function_call": "none",
+    "modalities": ["text"],
+    "verbosity": "medium",
+    "spaces_between_special_tokens": True,
+    "stream_interval": 1,
+    "thinking_token_budget": -1,
+}
+"""Fields that are not supported, each with the value that asks for nothing."""
+
+
+async def test_a_field_that_is_not_supported_may_ask_for_nothing(client, engine):
+    await chat(client, **WITHOUT_EFFECT)
+    await chat(client, **dict.fromkeys(WITHOUT_EFFECT))
+    for name, nothing in WITHOUT_EFFECT.items():
+        something = {bool: not nothing, int: 7, str: "high", list: ["x"]}.get(type(nothing), "x")
+        body = {"messages": HELLO, name: something}
+        response = await client.post("/v1/chat/completions", json=body)
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, name)
+        assert error["message"] == f"{name} is not supported by this server: leave it out"
+    assert len(engine.requests) == 2
+
+
 @pytest.mark.parametrize("tier", ["auto", "default"])
 async def test_an_answer_names_the_service_tier_if_the_request_does(client, tier):
     assert (await chat(client, service_tier=tier)).json()["service_tier"] == "default"

@@ -525,6 +525,45 @@ def test_a_setting_of_a_wrong_type_or_beyond_sense_is_named(name, value):
         ServerSettings(**{name: value})
 
 
+RANGES = {
+    "port": (0, 65_535),
+    "admin_port": (0, 65_535),
+    "max_requests_per_key": (1, 2**31 - 1),
+    "admin_rate_limit": (1e-9, 1e6),
+    "admin_signature_window": (1e-9, 3600),
+    "model_stash_gib": (0, 1 << 20),
+    "min_model_stay": (1e-9, 86_400),
+    "max_switch_waiting": (1, 2**31 - 1),
+    "ssl_cert_reqs": (0, 2),
+    "max_body_size": (1, 1 << 40),
+    "max_connections": (1, 1 << 20),
+    "max_pending_prompts": (1, 2**31 - 1),
+    "retry_after": (1, 86_400),
+    **dict.fromkeys(
+        ("health_timeout", "shutdown_timeout", "header_timeout", "body_timeout", "send_timeout"),
+        (1e-9, 86_400),
+    ),
+}
+"""The lowest value that is accepted, and the highest one."""
+
+
+def test_a_range_ends_where_its_setting_says():
+    keys = {
+        "api_key_file": "keys",
+        "admin_keys": ("k",),
+        "allowed_hosts": ("h",),
+        "ssl_certfile": "c",
+        "ssl_ca_certs": "a",
+    }
+    for name, (low, high) in RANGES.items():
+        for value in (low, high):
+            assert getattr(ServerSettings(**keys, **{name: value}), name) == value
+        step = 1 if isinstance(low, int) else 1e-6
+        for value in (low - step, high + step):
+            with pytest.raises(ConfigError, match=name):
+                ServerSettings(**keys, **{name: value})
+
+
 def test_the_module_is_the_command():
     assert run("--version").stdout.startswith("engine-serve ")
 

@@ -93,6 +93,27 @@ async def test_thinking_text_and_calls_are_blocks_in_their_order(
     assert len("<think>\nParis?") <= thinking_tokens <= ANSWER.index("I look.")
 
 
+@pytest.mark.parametrize(("kind", "is_forced"), [("none", False), ("any", True)])
+async def test_a_choice_of_tools_is_that_of_chat(client, engine, kind, is_forced):
+    body = {"messages": HELLO, "max_tokens": 5, "tools": [WEATHER], "tool_choice": {"type": kind}}
+    assert (await client.post(PATH, json=body)).status_code == 200
+    _, params, *_ = engine.requests[0]
+    assert (params.structured_output is not None) == is_forced
+
+
+async def test_texts_before_and_after_a_result_stay_in_their_order(client, engine):
+    blocks = [
+        {"type": "text", "text": "one"},
+        {"type": "text", "text": "two"},
+        {"type": "tool_result", "tool_use_id": "c", "content": "rain", "is_error": True},
+        {"type": "text", "text": "three"},
+    ]
+    turns = [{"role": "user", "content": blocks}]
+    assert (await client.post(PATH, json={"messages": turns, "max_tokens": 5})).status_code == 200
+    prompt = engine.tokenizer.decode(engine.requests[0][0])
+    assert prompt == "[user]one\ntwo[tool]Error: rain[user]three[assistant]"
+
+
 async def test_a_system_message_may_be_anywhere(client, engine):
     turns = [*HELLO, {"role": "system", "content": "be brief"}]
     await client.post(PATH, json={"messages": turns, "max_tokens": 5})

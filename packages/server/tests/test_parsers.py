@@ -175,6 +175,13 @@ def test_each_format_has_an_example_and_is_named_by_the_help_of_its_flag():
         assert not [name for name in names if name not in text]
 
 
+def test_a_parser_that_is_no_parser_is_refused():
+    with pytest.raises(ConfigError, match="reasoning_parser 'builtins:int' is not a Reasoning"):
+        find_reasoning_parser("builtins:int")
+    with pytest.raises(ConfigError, match="tool_call_parser 'builtins:int' is not a ToolParser"):
+        find_tool_parser("builtins:int")
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_calls_are_found_in_each_format(name):
     content, _, calls = parse(new_parser(None, None, name), [EXAMPLES[name]])

@@ -6,6 +6,7 @@ import asyncio
 import threading
 from concurrent.futures import CancelledError
 
+import httpx
 import pytest
 
 from trencadis.engine import FairThread, ProcessUnresponsive, SlowConversation
@@ -73,6 +74,21 @@ def thread():
     thread = FairThread("test")
     yield thread
     thread.close()
+
+
+@pytest.mark.asyncio
+async def test_the_threads_of_prompts_end_with_the_server(engine, serving, soon):
+    def threads():
+        names = (thread.name.partition("_")[0] for thread in threading.enumerate())
+        return sum(name in ("tokenizer", "tokenizer-long", "template") for name in names)
+
+    before = threads()
+    async with serving() as url, httpx.AsyncClient(base_url=url) as client:
+        for prompt in ("a", "a" * 200_000):
+            await client.post("/tokenize", json={"prompt": prompt})
+        await client.post("/v1/chat/completions", json=said("hello"))
+        assert threads() - before == 3
+    await soon(lambda: threads() == before)
 
 
 def test_clients_are_served_in_rotation_whatever_one_of_them_has_sent(thread):

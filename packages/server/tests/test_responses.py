@@ -82,6 +82,15 @@ async def test_reasoning_text_and_calls_are_items_in_their_order(official, engin
     )
 
 
+async def test_the_form_of_the_text_is_that_of_chat(client, engine):
+    for kind in ("text", "json_object"):
+        body = {"input": "a", "text": {"format": {"type": kind}}}
+        assert (await client.post("/v1/responses", json=body)).status_code == 200
+    plain, as_json = (params.structured_output for _, params, *_ in engine.requests)
+    assert plain is None
+    assert as_json.json_object
+
+
 async def test_the_events_of_a_stream_come_in_the_documented_order(official, engine):
     engine.script = ["<think>a", "</think>", "b", "c", '<tool_call>{"name": "time", ']
     engine.script = [*engine.script, '"arguments": {}}</tool_call>']

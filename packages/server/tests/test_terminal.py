@@ -8,6 +8,7 @@ import io
 import pytest
 
 from trencadis.server.cli import main
+from trencadis.server.commands.connection import first_of
 
 pytestmark = pytest.mark.asyncio
 
@@ -91,6 +92,11 @@ async def test_a_server_that_is_not_there_is_one_line(capsys, command):
     assert error.startswith("engine-serve: error: no server answers at http://127.0.0.1:9/v1 (")
     assert error.endswith("start engine-serve, or name its address with --url\n")
     assert error.count("\n") == 1
+
+
+async def test_a_server_without_a_model_is_told():
+    with pytest.raises(ValueError, match="at http://x/v1 lists no model: name one with --model"):
+        first_of([], "http://x/v1")
 
 
 @pytest.mark.parametrize("command", [("complete", "x"), ("chat",), ("bench",)])

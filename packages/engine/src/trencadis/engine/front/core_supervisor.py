@@ -291,9 +291,8 @@ class CoreSupervisor:
         name = self.config.name
         earlier = self._of_earlier_cores.get(name, EngineStats())
         self._stats = self._totals[name] = plus_totals(reported, earlier)
-        self._thermal = reported.thermal
-        if reported.thermal is not None:
-            self._thermal = plus_totals(reported.thermal, self._thermal_of_earlier_cores)
+        thermal, before = reported.thermal, self._thermal_of_earlier_cores
+        self._thermal = None if thermal is None else plus_totals(thermal, before)
 
     def _keep_totals(self) -> None:
         """The next core counts from 0. Safe to call twice in a row."""
