@@ -24,7 +24,12 @@ from trencadis.engine.doctor.predicted_step import predicted_step
 from trencadis.engine.doctor.report import without_places
 from trencadis.engine.doctor.token_comparison import compare_tokens
 from trencadis.engine.models.loader import inspect_model
-from trencadis.engine.simulated.cost_model import LAUNCHES_PER_LAYER
+from trencadis.engine.simulated.cost_model import (
+    END_PROGRAMS,
+    LAUNCHES_PER_LAYER,
+    SAMPLER_LAUNCHES,
+    SAMPLER_PROGRAMS,
+)
 from trencadis.warmup import format_bytes
 
 STANDIN = Path(__file__).parent / "habana_standin"
@@ -394,9 +399,9 @@ def test_each_position_of_an_answer_is_compared_on_its_own(wrong, status):
 
 
 def test_a_step_is_predicted_for_a_device_that_the_simulator_knows(model):
-    def predicted(product="Intel(R) GAUDI3", dtype="bfloat16", captured=True):
-        spec = inspect_model(str(model))
-        return predicted_step(spec, dtype, product, 128, (8, 8), captured=captured)
+    def predicted(product="Intel(R) GAUDI3", dtype="bfloat16", captured=True, compiled=False):
+        spec, modes = inspect_model(str(model)), {"captured": captured, "compiled": compiled}
+        return predicted_step(spec, dtype, product, 128, (8, 8), **modes)
 
     step = predicted()
     assert step.milliseconds == pytest.approx(0.63, abs=0.005)
@@ -404,6 +409,11 @@ def test_a_step_is_predicted_for_a_device_that_the_simulator_knows(model):
     launched = predicted(captured=False)
     assert launched.launches - step.launches == 2 * LAUNCHES_PER_LAYER - 1
     assert launched.milliseconds > step.milliseconds
+    programs = predicted(captured=False, compiled=True)
+    assert (step.launches, programs.launches) == (
+        1 + SAMPLER_LAUNCHES,
+        2 + END_PROGRAMS + SAMPLER_PROGRAMS,
+    )
     assert predicted(dtype="float32").milliseconds > step.milliseconds
     assert predicted("TPU v7") == "the simulator knows no TPU v7"
 

@@ -24,9 +24,10 @@ from transformers import PreTrainedConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from trencadis.engine import LLM, ConfigError, SamplingParams
 from trencadis.engine.devices import CPUDevice
+from trencadis.engine.devices.cpu import device as cpu_device
 from trencadis.engine.devices.cpu import native_kernel, tiled_linear
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.tiled_linear import (
     IntegerLinear,
     TiledLinear,
@@ -274,28 +275,37 @@ def test_an_engine_computes_all_its_linear_layers_with_the_kernel(tiny_model: Pa
     assert [len(sampled) for sampled in tokens] == [12] * 3
 
 
+WITHOUT_KERNEL = PackedLinear if onednn_packs_bf16() else nn.Linear
+"""What computes bf16 on this processor where the kernel does not."""
+
+
 @pytest.mark.parametrize("fault", ["no compiler", "wrong results", "another processor"])
-def test_without_a_right_kernel_onednn_computes(
+@pytest.mark.parametrize("packs", [True, False])
+def test_without_a_right_kernel_onednn_computes_or_a_plain_layer(
     tiny_model: Path,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     fault: str,
+    packs: bool,
 ) -> None:
+    if packs and not onednn_packs_bf16():
+        pytest.skip("oneDNN has no bf16 on this processor")
     caplog.set_level(logging.INFO)
+    monkeypatch.setattr(cpu_device, "onednn_packs_bf16", lambda: packs)
     if fault == "no compiler":
         monkeypatch.setenv("CXX", "no-such-compiler")
     elif fault == "another processor":
-        flags = (*native_kernel._FLAGS, "-mno-avx512f")
-        monkeypatch.setattr(native_kernel, "_FLAGS", flags)
+        monkeypatch.setattr(native_kernel, "_FLAGS", (*native_kernel._FLAGS, "-mno-avx2"))
     else:
         right: Callable[..., torch.Tensor] = tiled_linear._product
         monkeypatch.setattr(tiled_linear, "_product", lambda *given: 1.1 * right(*given))
     kinds, tokens = linears(tiny_model)
-    assert kinds == {PackedLinear}
+    assert kinds == {PackedLinear if packs else nn.Linear}
     assert [len(sampled) for sampled in tokens] == [12] * 3
     reasons = {"no compiler": "no-such-compiler", "wrong results": "off by"}
-    reason = reasons.get(fault, "no vectors of 512 bits")
-    assert "Linear layers are computed by oneDNN: " in caplog.text
+    reason = reasons.get(fault, "no vectors of 256 bits")
+    otherwise = "computed by oneDNN" if packs else "plain and slow, oneDNN has no bf16 here"
+    assert f"Linear layers are {otherwise}: " in caplog.text
     assert reason in caplog.text
 
 
@@ -416,7 +426,7 @@ def test_rows_of_another_type_or_width_are_refused() -> None:
 
 
 @pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])
-def test_onednn_packs_layers_with_an_odd_number_of_inputs(
+def test_the_kernel_is_not_for_layers_with_an_odd_number_of_inputs(
     tmp_path: Path,
     make_tiny_model: Callable[..., Path],
     monkeypatch: pytest.MonkeyPatch,
@@ -424,7 +434,7 @@ def test_onednn_packs_layers_with_an_odd_number_of_inputs(
 ) -> None:
     monkeypatch.setenv("CXX", compiler)
     kinds, _ = linears(make_tiny_model(tmp_path, intermediate_size=63))
-    assert kinds == ({PackedLinear} if compiler != "g++" else {PackedLinear, TiledLinear})
+    assert kinds == {WITHOUT_KERNEL} | ({TiledLinear} if compiler == "g++" else set())
 
 
 def test_int8_halves_the_weights_of_linear_layers(tiny_model: Path) -> None:
@@ -578,6 +588,22 @@ def test_without_a_kernel_integers_are_expanded_in_each_call(
     assert [len(sampled) for sampled in tokens] == [12] * 3
     assert "Packed weights are expanded in each call, and slow: " in caplog.text
     assert "no-such-compiler" in caplog.text
+
+
+def test_without_vectors_of_512_bits_bf16_is_multiplied_by_those_of_256(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(native_kernel, "_FLAGS", (*native_kernel._FLAGS, "-mno-avx512f"))
+    monkeypatch.setattr(tiled_linear, "_KERNELS", {})
+    kinds, tokens = linears(tiny_model)
+    assert kinds == {TiledLinear}
+    assert [len(sampled) for sampled in tokens] == [12] * 3
+    assert tiled_linear._KERNELS[torch.bfloat16].columns == 16
+    for num_rows in (1, 7, 20):
+        plain, rows = layer(96, 45, bias=True), torch.randn(num_rows, 96).bfloat16()
+        expected = F.linear(rows.float(), plain.weight.float(), plain.bias.float())
+        out = TiledLinear(plain)(rows).float()
+        torch.testing.assert_close(out, expected, atol=2e-3, rtol=8e-3)
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])

@@ -15,7 +15,7 @@ from torch import fx, nn
 from trencadis.engine.devices.cpu.attention import CPUAttention, attention_kernel_of
 from trencadis.engine.devices.cpu.native_calls import Replayer
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
-from trencadis.engine.devices.cpu.packed_linear import PackedLinear
+from trencadis.engine.devices.cpu.packed_linear import PackedLinear, onednn_packs_bf16
 from trencadis.engine.devices.cpu.recorded_layers import RecordedLayers
 from trencadis.engine.devices.cpu.threads import (
     AdaptiveThreads,
@@ -137,11 +137,11 @@ class CPUDevice(Device):
     def optimize(self, model: nn.Module) -> None:
         """Replace bf16 linear layers by layers with weights in the order of a kernel.
 
-        The kernel is our own where the processor has vectors of 512 bits and there is a
-        compiler (`TiledLinear`), for an even number of inputs; else oneDNN's (`PackedLinear`),
-        which repacks a plain weight in every call. fp32 layers stay plain, so that results equal
-        those of the unmodified model. Integers are multiplied packed, where activations are
-        bf16 and the processor has AVX2.
+        The kernel is our own where the processor has AVX2 and there is a compiler (`TiledLinear`),
+        for an even number of inputs; else oneDNN's (`PackedLinear`), which repacks a plain weight
+        in every call. Where oneDNN has no bf16 either, layers stay plain, as those of fp32 do, so
+        that their results equal those of the unmodified model. Integers are multiplied packed,
+        where activations are bf16 and the processor has AVX2.
 
         Attention becomes a kernel that is compiled for the first layer, where there is a compiler.
         Weights that stay plain are read once: as mapped files they would count as taken by the
@@ -234,12 +234,12 @@ class CPUDevice(Device):
 
     def _bf16_linear(self) -> Callable[[nn.Linear], nn.Module]:
         """What replaces a linear layer of bf16: the layer itself where nothing is faster."""
-        packs: bool = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+        packs = onednn_packs_bf16()
         choice = _NO_KERNEL
         try:
             choice = int(load_linear_kernel(self._kernels, trusted=self._trusted))
         except NoKernel as error:
-            otherwise = "computed by oneDNN" if packs else "not packed, because there is no oneDNN"
+            otherwise = "computed by oneDNN" if packs else "plain and slow, oneDNN has no bf16 here"
             logger.info("Linear layers are %s: %s", otherwise, error)
 
         if self._num_ranks > 1:

@@ -11,8 +11,22 @@ _LIBRARY.define(  # type: ignore[no-untyped-call]
 )
 
 
+def onednn_packs_bf16() -> bool:
+    """Whether oneDNN is there and has products of bf16 on this processor.
+
+    Without AVX-512 (or AVX-NE-CONVERT) it rejects to pack such weights: mkldnn_bf16_device_check
+    in PyTorch's aten/src/ATen/native/mkldnn/Utils.h.
+    """
+    if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
+        return False
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 class PackedLinear(nn.Module):
-    """A linear layer whose weight is packed once, not in every call."""
+    """A linear layer of bf16 whose weight is packed once, not in every call.
+
+    Only where `onednn_packs_bf16`.
+    """
 
     packed: torch.Tensor
 

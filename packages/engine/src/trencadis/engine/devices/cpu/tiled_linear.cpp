@@ -9,21 +9,19 @@
 // another stream, because rows that are a power of two apart would displace each other in the cache. A
 // row's result does not depend on the other rows. Nothing here allocates memory, so that nothing throws.
 //
-// Vectors have 512 bits, or for integers where the processor lacks them 256. There are two ways to
-// multiply: `Pairs`, by the instruction for pairs of bf16, and `Floats`, by that for fp32, with each bf16
-// widened. Which one is faster differs between processors: Intel's with AVX512-BF16 begin a product of
-// pairs every two cycles and two of fp32 in each, so that `Floats` computes twice as much; AMD's begin as
-// many of one as of the other, and `Pairs` computes twice as much. The caller measures. Processors
-// without AVX512-BF16 have `Floats` alone.
+// Vectors have 512 bits, or where the processor lacks them 256. There are two ways to multiply: `Pairs`,
+// by the instruction for pairs of bf16, and `Floats`, by that for fp32, with each bf16 widened. Which one
+// is faster differs between processors: Intel's with AVX512-BF16 begin a product of pairs every two
+// cycles and two of fp32 in each, so that `Floats` computes twice as much; AMD's begin as many of one as
+// of the other, and `Pairs` computes twice as much. The caller measures. Processors without AVX512-BF16
+// have `Floats` alone.
 
 #if defined(__AVX512BW__) && defined(__AVX512VL__)
 #define WIDE 1
-#elif BITS < 16 && defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define WIDE 0
-#elif BITS < 16
-#error "this processor has no vectors of 256 bits (AVX2, FMA, F16C)"
 #else
-#error "this processor has no vectors of 512 bits"
+#error "this processor has no vectors of 256 bits (AVX2, FMA, F16C)"
 #endif
 #if defined(__AMX_BF16__) && BITS == 16
 #error "oneDNN has faster products, of bf16 tiles"
@@ -124,8 +122,14 @@ typedef Half Weight;
 constexpr int64_t OF_VECTOR = 2 * LANES;  // of `Weight`: what a pair of inputs has for a vector
 template <int INPUT>
 static inline Vector load_floats(const Half* from) {
+#if WIDE
     if (INPUT == 0) return (Vector)_mm512_slli_epi32(_mm512_loadu_si512(from), 16);
     return (Vector)_mm512_maskz_loadu_epi16(0xAAAAAAAA, from);
+#else
+    const __m256i pairs = _mm256_loadu_si256((const __m256i*)from);
+    return (Vector)(INPUT == 0 ? _mm256_slli_epi32(pairs, 16)
+                               : _mm256_and_si256(pairs, _mm256_set1_epi32((int)0xFFFF0000)));
+#endif
 }
 #if HAS_PAIRS
 static inline __m512bh load_pairs(const Half* from) {

@@ -1,5 +1,4 @@
-"""Linear layers as a kernel of our own: of bf16 where the processor has vectors of 512 bits, of
-integers where it has AVX2.
+"""Linear layers of bf16 or integers as a kernel of our own, for processors with AVX2 or AVX-512.
 
 oneDNN prepares its products for many rows; a decode step has few. The kernel reads a weight once,
 in order, and keeps the sums of all rows in registers. Each row is computed alike in every batch.
@@ -91,8 +90,8 @@ def load_linear_kernel(
     """Load the kernel that `TiledLinear` needs, or `IntegerLinear` for ``weights`` of int8, or
     of uint8 for 4 bits.
 
-    It is tried first: see `load_kernel`. Raises `NoKernel` on a processor without vectors of 512
-    bits, or with products of tiles, which are faster; for integers on one without AVX2.
+    It is tried first: see `load_kernel`. Raises `NoKernel` on a processor without AVX2; for bf16
+    also on one with products of tiles (AMX), which are faster.
 
     ``widens``: whether bf16 is widened to fp32 and multiplied by the instruction for fp32, not by
     that for pairs of bf16. None: what takes less time here. Intel's processors compute twice as
