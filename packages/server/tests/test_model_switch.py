@@ -502,7 +502,9 @@ DEVICE_METRICS = ("temperature_celsius", "sensor_health", "core_silence_seconds"
 async def test_requests_that_wait_for_a_switch_are_counted_by_their_model(engine, soon):
     engine.may_switch.clear()
     async with client_of(engine, auto_switch=True) as client:
-        waiting = [asyncio.create_task(complete(client, model)) for model in ("b", "b", "c", "a")]
+        waiting = [asyncio.create_task(complete(client, model)) for model in ("b", "b", "c")]
+        await soon(lambda: engine.is_switching)
+        waiting.append(asyncio.create_task(complete(client, "a")))  # sooner, it would be served
         await until_waiting(client, 4)
         name = "trencadis:num_requests_waiting_for_switch"
         found = {labels["model_name"]: value for labels, value in await series(client, name)}
