@@ -100,6 +100,54 @@ EAGER_SAMPLE = (
 """Tests of the engine that together take each rule of the simulated Gaudi once in eager mode. Each
 shape is traced there, so that all tests would take twenty minutes."""
 
+LONG = (
+    "packages/engine/tests/test_compile_cache.py::test_a_check_on_a_gaudi_runs_the_buckets",
+    "packages/engine/tests/test_compile_cache.py::test_two_servers_fill_one_cold_directory",
+    "packages/engine/tests/test_device_sampler.py",
+    "packages/engine/tests/test_doctor.py::test_all_checks_pass_on_the_stand_in[eager]",
+    "packages/engine/tests/test_doctor.py::test_kernels_that_differ_raise_or_hang",
+    "packages/engine/tests/test_doctor.py::test_other_tokens_than_those_of_the_cpu_are_found",
+    "packages/engine/tests/test_gaudi_switches.py",
+    "packages/engine/tests/test_hpu_device.py::test_a_real_model_gives_the_tokens_of_the_cpu[eager]",
+    "packages/engine/tests/test_hpu_device.py::test_decode_that_gathers_its_blocks",
+    "packages/engine/tests/test_kept_programs.py::test_any_order_of_sleeps_switches_and_failures",
+    "packages/engine/tests/test_kept_programs.py::"
+    "test_a_switch_back_traces_nothing_nor_does_a_switch_to_a_model_of_the_same_structure[107",
+    "packages/engine/tests/test_kept_programs.py::test_programs_are_dropped_where_the_cache",
+    "packages/engine/tests/test_prompt_logprobs.py::test_a_gaudi_compiles_nothing_for_them[eager]",
+    "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[Phi-3",
+    "packages/engine/tests/test_ranks.py::test_a_model_that_cannot_be_divided_is_rejected[GPT-2",
+    "packages/engine/tests/test_ranks.py::"
+    "test_a_rank_that_fails_in_a_step_is_recovered_from[rank 0 is killed]",
+    "packages/engine/tests/test_ranks.py::"
+    "test_a_rank_that_fails_in_a_step_is_recovered_from[rank 1 raises]",
+    "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Gemma",
+    "packages/engine/tests/test_ranks.py::test_families_get_the_tokens_of_one_process[Llama-4",
+    "packages/engine/tests/test_real_model.py::test_served_at_once_under_pressure_every_token",
+    "packages/engine/tests/test_real_model.py::test_sharing_contiguous_reading_and_defragmentation",
+    "packages/engine/tests/test_real_switches.py",
+    "packages/engine/tests/test_reconfigure.py::test_a_gaudi_gives_its_memory_back",
+    "packages/engine/tests/test_recorded_layers.py::test_replayed_layers_attend_within_their_windows",
+    "packages/engine/tests/test_shared_prefix.py",
+    "packages/engine/tests/test_sorted_chunks.py::test_on_a_gaudi_each_kind_is_one_program",
+    "packages/engine/tests/test_structured_output.py::test_on_a_gaudi_nothing_is_compiled",
+    "packages/engine/tests/test_switch_faults.py::test_a_call_to_a_core_that_is_gone_ends",
+    "packages/engine/tests/test_tiled_linear.py::test_compiled_programs_call_the_kernel",
+    "packages/engine/tests/test_warm_up.py::test_a_gaudi_compiles_layers_of_two_kinds",
+    "packages/engine/tests/test_warm_up.py::test_shapes_share_programs[True]",
+    "packages/server/tests/test_api_contract.py::"
+    "test_every_answer_is_one_that_the_description_has[POST /tokenize]",
+    "packages/server/tests/test_api_contract.py::"
+    "test_every_answer_is_one_that_the_description_has[POST /v1/chat/completions/batch]",
+    "packages/server/tests/test_chaos.py",
+    "packages/server/tests/test_server_real.py::test_a_chat_template_of_ones_own",
+    "packages/server/tests/test_server_real.py::test_a_signal_in_the_middle_of_compiling",
+    "packages/server/tests/test_warm_up_real.py::test_a_gaudi_in_its_default_mode_draws_by_seed",
+    "packages/server/tests/test_warm_up_real.py::test_a_server_that_pads_nothing",
+)
+"""Slow tests, by the beginning of their ids, that `tests_slow` leaves to ``tests_long(slow)``.
+They take nearly half of its time."""
+
 ALONE_SAMPLE = {
     "engine": (
         "test_broken_files.py",
@@ -143,10 +191,11 @@ def tests(session: nox.Session) -> None:
 
 @nox.session(venv_backend="none")
 def tests_slow(session: nox.Session) -> None:
-    """Runs the tests that are marked slow."""
+    """Runs the tests that are marked slow, but for the longest, see ``tests_long``."""
     # Most files start a server or compile a model for all their tests: a process takes whole files,
     # and one that has nothing left takes tests of another.
-    pytest_shared(session, "-m", "slow", "--dist", "worksteal")
+    left_out = (f"--deselect={test}" for test in LONG)
+    pytest_shared(session, "-m", "slow", "--dist", "worksteal", *left_out)
 
 
 @nox.session(venv_backend="none")
@@ -165,11 +214,14 @@ def tests_gaudi(session: nox.Session, mode: str) -> None:
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("part", choices("soak", "gaudi_eager"))
+@nox.parametrize("part", choices("slow", "soak", "gaudi_eager"))
 def tests_long(session: nox.Session, part: str) -> None:
-    """Runs what ``.ci/run`` has no time for: soaks, and a Gaudi in eager mode with all tests."""
-    if part == "soak":
-        pytest_shared(session, "-m", "soak")
+    """Runs what ``.ci/run`` has no time for: soaks, and a Gaudi in eager mode with all tests.
+
+    ``slow``: every slow test, with those that ``tests_slow`` leaves out.
+    """
+    if part in ("slow", "soak"):
+        pytest_shared(session, "-m", part, "--dist", "worksteal")
     else:
         pytest_shared(session, "packages/engine", env=simulated_gaudi("eager"))
 

@@ -31,10 +31,11 @@ class Call:
 
 def garbage_like(tensor: torch.Tensor) -> torch.Tensor:
     """What memory may hold that no recipe has written: no number, an index out of range."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-    if made.dtype.is_floating_point:
-        return made.fill_(torch.nan)
-    return made.fill_(True if made.dtype is torch.bool else 100)
+    with torch.inference_mode(mode=False), torch.no_grad():  # as results are made, see `Bridge`
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        if made.dtype.is_floating_point:
+            return made.fill_(torch.nan)
+        return made.fill_(True if made.dtype is torch.bool else 100)
 
 
 def is_transfer(call: Call) -> bool:

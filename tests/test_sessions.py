@@ -1,0 +1,41 @@
+"""The sessions of nox name tests that exist: one that was renamed would run, or not, unnoticed."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def constant(name: str) -> Any:
+    """A constant of the noxfile, which needs nox to be imported."""
+    for node in ast.parse((ROOT / "noxfile.py").read_text("utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
+            return ast.literal_eval(node.value)
+    pytest.fail(f"the noxfile has no {name}")
+
+
+def named() -> list[str]:
+    """All tests that sessions name, below the root."""
+    alone = constant("ALONE_SAMPLE").items()
+    return [
+        *constant("LONG"),
+        *(f"packages/engine/tests/{test}" for test in constant("EAGER_SAMPLE")),
+        *(f"packages/{package}/tests/{test}" for package, tests in alone for test in tests),
+    ]
+
+
+@pytest.mark.parametrize("test", named())
+def test_a_test_that_a_session_names_exists(test: str) -> None:
+    file, _, function = test.partition("::")
+    functions = [
+        node.name
+        for node in ast.walk(ast.parse((ROOT / file).read_text("utf-8")))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    ]
+    name = function.partition("[")[0]
+    assert any(each == name if "[" in function else each.startswith(name) for each in functions)
