@@ -83,7 +83,7 @@ NO_NETWORK = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 SHARED_TOOLS = (*TEST_TOOLS, *BROWSER_TOOLS, *CLIENTS, *TYPE_CHECKERS)
 """What it has besides all packages with all extras."""
 
-EAGER_SAMPLE = (
+GAUDI_SAMPLE = (
     "test_device_sampler.py",
     "test_sampler.py",
     "test_warm_up.py",
@@ -97,8 +97,8 @@ EAGER_SAMPLE = (
     "test_switches.py::test_defragmentation",
     "test_switches.py::test_prefix_caching",
 )
-"""Tests of the engine that together take each rule of the simulated Gaudi once in eager mode. Each
-shape is traced there, so that all tests would take twenty minutes."""
+"""Tests of the engine that together take each rule of the simulated Gaudi once. All its tests would
+take ten to forty minutes in each mode: ``tests_long``."""
 
 LONG = (
     "packages/engine/tests/test_compile_cache.py::test_a_check_on_a_gaudi_runs_the_buckets",
@@ -201,29 +201,29 @@ def tests_slow(session: nox.Session) -> None:
 @nox.session(venv_backend="none")
 @nox.parametrize("mode", choices("device", "lazy", "eager"))
 def tests_gaudi(session: nox.Session, mode: str) -> None:
-    """Runs the engine's tests on a simulated Gaudi; in eager mode a sample, see ``tests_long``.
+    """Runs a sample of the engine's tests on a simulated Gaudi, see ``tests_long`` for all.
 
     ``device``: the tests of the device itself, which simulate it each in its own way.
     """
     if mode == "device":
         pytest_shared(session, "-m", "gaudi", "packages/engine")
         return
-    sample = [f"packages/engine/tests/{test}" for test in EAGER_SAMPLE]
-    tests = sample if mode == "eager" else ["packages/engine"]
-    pytest_shared(session, *tests, env=simulated_gaudi(mode))
+    sample = [f"packages/engine/tests/{test}" for test in GAUDI_SAMPLE]
+    pytest_shared(session, *sample, env=simulated_gaudi(mode))
 
 
 @nox.session(venv_backend="none")
-@nox.parametrize("part", choices("slow", "soak", "gaudi_eager"))
+@nox.parametrize("part", choices("slow", "soak", "gaudi_lazy", "gaudi_eager"))
 def tests_long(session: nox.Session, part: str) -> None:
-    """Runs what ``.ci/run`` has no time for: soaks, and a Gaudi in eager mode with all tests.
+    """Runs what ``.ci/run`` has no time for: soaks, and all of the engine's tests on a Gaudi.
 
     ``slow``: every slow test, with those that ``tests_slow`` leaves out.
     """
     if part in ("slow", "soak"):
         pytest_shared(session, "-m", part, "--dist", "worksteal")
     else:
-        pytest_shared(session, "packages/engine", env=simulated_gaudi("eager"))
+        mode = part.removeprefix("gaudi_")
+        pytest_shared(session, "packages/engine", env=simulated_gaudi(mode))
 
 
 @nox.session(venv_backend="none")
@@ -253,7 +253,7 @@ def gaudi(session: nox.Session) -> None:
         session.skip("this Python has no habana_frameworks: run it in Intel's image for Gaudi")
     install_beside_gaudi(session, *PYTEST, "jsonschema")
     # One process: a device serves no second one.
-    files = [f"packages/engine/tests/{test}" for test in EAGER_SAMPLE]
+    files = [f"packages/engine/tests/{test}" for test in GAUDI_SAMPLE]
     tests = ("python", "-m", "pytest", "--numprocesses", "0", *files)
     # The doctor says why where tests fail.
     passed = succeeds(session, *tests, env={"TRENCADIS_TEST_DEVICE": "gaudi"})

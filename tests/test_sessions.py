@@ -24,7 +24,7 @@ def named() -> list[str]:
     alone = constant("ALONE_SAMPLE").items()
     return [
         *constant("LONG"),
-        *(f"packages/engine/tests/{test}" for test in constant("EAGER_SAMPLE")),
+        *(f"packages/engine/tests/{test}" for test in constant("GAUDI_SAMPLE")),
         *(f"packages/{package}/tests/{test}" for package, tests in alone for test in tests),
     ]
 
