@@ -355,10 +355,16 @@ def test_compiling_alone_ends_with_an_error_too(device, lazy_gaudi):
     assert (x + 1).tolist() == [2, 2]
 
 
-def test_a_release_that_cannot_compile_alone_runs_its_warm_up(device, lazy_gaudi, monkeypatch):
+@pytest.mark.parametrize("lacks", ["function", "module"])
+def test_a_release_that_cannot_compile_alone_runs_its_warm_up(
+    device, lazy_gaudi, monkeypatch, lacks
+):
     from habana_frameworks.torch.internal import bridge_config
 
-    monkeypatch.delattr(bridge_config, "set_pt_compile_only_mode")
+    if lacks == "function":
+        monkeypatch.delattr(bridge_config, "set_pt_compile_only_mode")
+    else:
+        monkeypatch.setitem(sys.modules, bridge_config.__name__, None)
     with device.compile_only():
         y = torch.ones(2, device="hpu") + 1
     assert y.tolist() == [2, 2]

@@ -45,11 +45,13 @@ from trencadis.engine.devices import CPUDevice
 from trencadis.engine.devices.cpu import device, tiled_linear
 from trencadis.engine.devices.cpu.native_kernel import NoKernel
 from trencadis.engine.devices.cpu.tiled_linear import TiledLinear, load_linear_kernel
+from trencadis.engine.front import core_supervisor
 from trencadis.engine.front.multi_model_config import ModelEntry
 from trencadis.engine.models.loader import inspect_model, load_model
 from trencadis.engine.models.rank_loading import divide
 from trencadis.engine.models.rank_part import RankPart
 from trencadis.engine.runner.in_process import InProcessExecutor
+from trencadis.engine.runner.ranks.rank_executor import RankExecutor
 from trencadis.kvcache import DefragConfig
 
 FORMS = [
@@ -240,6 +242,22 @@ def test_each_rank_rounds_its_part_of_the_weights(
     )
     ways = [{**GREEDY, "logprobs": 1}]
     assert_equal(serve(rounded, ways, 3), serve(plain, ways, 3))
+
+
+def test_a_warm_up_of_ranks_may_take_as_long_as_the_start_of_a_core(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On Gaudis it compiles every bucket."""
+    limits: dict[str, float] = {}
+
+    def call(_: RankExecutor, name: str, *given: object, limit_s: float, **named: object) -> Any:
+        limits[name] = limit_s
+        return [None]
+
+    monkeypatch.setattr(RankExecutor, "_call", call)
+    monkeypatch.setattr(RankExecutor, "_ask_first", lambda *_: None)
+    RankExecutor.__new__(RankExecutor).warm_up()
+    assert limits == {"warm_up": core_supervisor._START_SECONDS}
 
 
 def test_norms_with_weights_of_each_head_are_rejected() -> None:

@@ -79,7 +79,10 @@ class Bridge:
         Sets ``PT_COMPILE_ONLY_MODE`` (``scripts/env_flags.yaml:725`` of the bridge). Its own
         ``env_setting`` would leave it on after an error (``scripts/generate_env.py:106``).
         """
-        config = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+        try:
+            config = importlib.import_module("habana_frameworks.torch.internal.bridge_config")
+        except ImportError:
+            return
         change = getattr(config, "set_pt_compile_only_mode", None)
         if change is not None:
             change(on)

@@ -27,7 +27,7 @@ from trencadis.warmup import Phase, WarmupReport
 logger = logging.getLogger("trencadis.engine")
 
 _START_SECONDS = 3600.0
-"""Longest reading of a checkpoint, as long as the start of a core."""
+"""Longest reading of a checkpoint and longest warm-up, as long as the start of a core."""
 
 _QUERY_SECONDS = 60.0
 """Longest answer to what computes nothing, once the steps before it are computed."""
@@ -100,7 +100,7 @@ class RankExecutor:
         return self._facts(self._started("plan_memory", limit_s=BUSY_SECONDS))
 
     def warm_up(self, stop: Callable[[], bool] = lambda: False) -> WarmupReport | None:
-        reports = self._call("warm_up", limit_s=BUSY_SECONDS, stop=stop)
+        reports = self._call("warm_up", limit_s=_START_SECONDS, stop=stop)
         self._counters = self._ask_first("counters")
         report: WarmupReport | None = reports[0]
         return report
