@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from test_ranks import assert_equal, start  # noqa: F401  (a fixture)
 
 from trencadis.engine import DeviceError, EngineConfig, EngineCore
 from trencadis.engine.core.reconfigure import ModelSwitcher
+from trencadis.engine.ipc.messages import BUSY_SECONDS
 
 Start = Callable[..., EngineCore]
 
@@ -66,6 +68,26 @@ def test_gaudis_with_other_memory_capture_the_same_graphs(
         switcher.sleep(1)
         switcher.wake_up()
         assert_equal(serve(core, [GREEDY]), expected)
+
+
+def test_gaudis_may_compile_in_live_traffic_for_longer_than_a_step_takes(
+    tiny_model: Path,
+    start: Start,  # noqa: F811
+    stand_in_for_cores: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GAUDI_STANDIN_COMPILE_SECONDS", "0.4")
+    reasons: list[str] = []
+    with stand_in_for_cores("lazy"):
+        core = start(tiny_model, device="hpu", hang_timeout=4.0, hang_restart_timeout=4.0)
+        core.on_busy = lambda reason, limit_s: reasons.append(f"{reason}, {limit_s:.0f} s")
+        began = time.monotonic()
+        assert_equal(
+            serve(core, [GREEDY], 1), serve(start(tiny_model, 1, device="cpu"), [GREEDY], 1)
+        )
+        assert time.monotonic() - began > 4.0, "or this test cannot fail"
+    assert reasons[0].startswith("the engine core compiles PromptShape(batch=1, query=32, ")
+    assert reasons[0].endswith(f", {BUSY_SECONDS:.0f} s")
 
 
 @pytest.mark.parametrize("family", ["Gemma 3 (text)", "Mixtral"])

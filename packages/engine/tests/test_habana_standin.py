@@ -169,6 +169,14 @@ def test_a_graph_updates_state_that_it_was_given(lazy_gaudi):
     assert state.sum(1).tolist() == [0, 2, 0, 2]
 
 
+def test_a_graph_may_fill_what_it_allocates(lazy_gaudi):
+    given = torch.zeros(3, device=DEVICE)
+    graph, output = capture(lambda x: x + torch.ones((), device=DEVICE), given)
+    given.copy_(torch.tensor([1.0, 2.0, 3.0]))
+    graph.replay()
+    assert output.tolist() == [2, 3, 4]
+
+
 @pytest.mark.parametrize(
     "read",
     [

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from model_families import save_family
 
 from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
 
@@ -61,6 +62,19 @@ def test_without_warm_up_the_buckets_that_traffic_uses_become_graphs(
     assert serve(core, *PROMPTS) == expected, "from the graphs"
     assert (runner.forward_runner.num_graphs, core.stats.num_cold_forwards) == (graphs, cold)
     assert core.stats.num_compilations == compiled
+
+
+@pytest.mark.parametrize("family", ["Mistral v0.1", "gpt-oss"])
+def test_graphs_of_layers_with_windows_give_their_tokens(
+    lazy_gaudi: object, tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = save_family(family, tmp_path)
+    expected = serve(started(model, {}, device="cpu"), *PROMPTS)
+    core = started(model, {"VLLM_SKIP_WARMUP": "true"})
+    for _ in range(3):
+        assert serve(core, *PROMPTS) == expected
+    assert core.stats.num_graphs > 2
+    assert "Capturing a graph failed" not in caplog.text
 
 
 def test_in_the_background_every_bucket_becomes_a_graph(
@@ -128,3 +142,20 @@ def test_a_capture_that_fails_is_the_last_and_requests_are_served(
     for _ in range(2):
         assert serve(core, *PROMPTS) == expected
     assert caplog.text.count("Capturing a graph failed; no more graphs are captured") == 1
+
+
+def test_a_rank_passes_on_the_error_of_a_capture(
+    lazy_gaudi: object, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other ranks wait for the collective calls of the graph: the executor ends all of them."""
+    expected = serve(started(tiny_model, {}, device="cpu"), PROMPTS[0])
+    core = started(tiny_model, {"VLLM_SKIP_WARMUP": "true"})
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(core.executor.device, "capture", fail)
+    monkeypatch.setattr(core.executor.worker.runner, "_divides_failed_batches", False)
+    assert serve(core, PROMPTS[0]) == {}, "its second step captures a graph before it has a token"
+    assert "no memory" in str(core.take_failures())
+    assert serve(core, PROMPTS[0]) == expected, "once: no more graphs are captured"

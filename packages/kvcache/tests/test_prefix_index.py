@@ -1,9 +1,15 @@
 from __future__ import annotations
 
 from array import array
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from trencadis.kvcache import RequestHasher
-from trencadis.kvcache.prefix_cache import BlockKey, PrefixCache, PrefixIndex
+from trencadis.kvcache.config import PADDING_BLOCK
+from trencadis.kvcache.prefix_cache import BlockKey, PrefixCache, PrefixIndex, blake2b_digest
 
 
 def constant_digest(parent: bytes, content: bytes) -> bytes:
@@ -66,3 +72,64 @@ def test_a_block_is_registered_with_the_registered_key_of_the_block_before() -> 
     assert second[0] is first[0]
     assert index.key_of(9) is second[1]
     assert second[1].parent is first[0]
+
+
+TOKENS = st.lists(st.integers(0, 2), max_size=9)
+
+
+def short_digest(parent: bytes, content: bytes) -> bytes:
+    """One of four, so that other content often has it."""
+    return bytes([blake2b_digest(parent, content)[0] % 4])
+
+
+@given(
+    data=st.data(),
+    stored=st.lists(TOKENS, max_size=5),
+    asked=TOKENS,
+    window=st.integers(1, 5),
+    collides=st.booleans(),
+)
+def test_within_a_window_the_longest_prefix_is_found_whose_last_blocks_are_cached(
+    data: Any, stored: list[list[int]], asked: list[int], window: int, collides: bool
+) -> None:
+    hasher = RequestHasher(1, short_digest if collides else blake2b_digest)
+    index, num_blocks = PrefixIndex(), 0
+    for tokens in stored:
+        for key in hasher(tokens).blocks:
+            if data.draw(st.booleans()):
+                index.register(key, num_blocks := num_blocks + 1)
+        if num_blocks and data.draw(st.booleans()):
+            index.drop(data.draw(st.integers(1, num_blocks)))
+    keys = hasher(asked).blocks
+
+    def found(n: int) -> list[int | None]:
+        first = max(0, n - window)
+        return [PADDING_BLOCK] * first + [index.lookup(key) for key in keys[first:n]]
+
+    longest = max(n for n in range(len(keys) + 1) if None not in found(n))
+    hits = index.match_within(keys, lambda n: max(0, n - window))
+    assert [block for block, _ in hits] == found(longest)
+
+
+def test_within_a_window_chains_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for each block of the window: a chain is as long as the prompt."""
+    hasher, index, compared = RequestHasher(1), PrefixIndex(), []
+    tokens = list(range(200))
+    for block, key in enumerate(hasher(tokens).blocks, start=1):
+        if block % 20:
+            index.register(key, block)
+    same_as = BlockKey.same_as
+
+    def counted(self: BlockKey, other: BlockKey) -> bool:
+        compared.append(self)
+        return same_as(self, other)
+
+    monkeypatch.setattr(BlockKey, "same_as", counted)
+    assert len(index.match_within(hasher(tokens).blocks, lambda n: max(0, n - 10))) == 199
+    assert len(compared) == 1
+
+
+def test_within_a_window_a_block_of_the_same_tokens_and_digest_may_have_another_prefix() -> None:
+    hasher, index = RequestHasher(1, constant_digest), PrefixIndex()
+    index.register(hasher([5]).blocks[0], 7)
+    assert index.match_within(hasher([1, 5]).blocks, lambda n: max(0, n - 1)) == []

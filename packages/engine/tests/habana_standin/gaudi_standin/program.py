@@ -202,14 +202,17 @@ class FrozenProgram:
         return slot.index in self._fixed
 
     def _step(self, call: Call) -> tuple[Call, tuple[Any, ...], tuple[_Slot, ...]]:
-        leaves = tuple(self._slot(x) if isinstance(x, Buffer) else x for x in call.leaves)
-        outputs = tuple(self._slot(x) for x in call.outputs)
+        leaves = tuple(
+            self._slot(x, is_read=True) if isinstance(x, Buffer) else x for x in call.leaves
+        )
+        outputs = tuple(self._slot(x, is_read=False) for x in call.outputs)
         return attrs.evolve(call, leaves=(), outputs=()), leaves, outputs
 
-    def _slot(self, buffer: Buffer) -> _Slot:
+    def _slot(self, buffer: Buffer, *, is_read: bool) -> _Slot:
+        is_new = id(buffer) not in self._indices
         index = self._indices.setdefault(id(buffer), len(self._indices))
         stays = id(buffer.allocation) not in self._made_inside or buffer.allocation.users > 0
-        if stays:
+        if stays or (is_read and is_new):  # read before any call has made it: it was allocated only
             self._fixed[index] = buffer
         return _Slot(index)
 

@@ -237,9 +237,12 @@ class PrefixIndex:
         return block if block is not None and self._key_of[block].same_as(key) else None
 
     def match(self, keys: Sequence[BlockKey]) -> list[tuple[int, BlockKey]]:
-        """The blocks of the longest cached prefix of ``keys``, with their canonical keys."""
+        """The blocks of ``keys`` up to the first that is not cached, with their canonical keys.
+
+        ``keys`` follow each other in a chain, from its start or a later block.
+        """
         hits: list[tuple[int, BlockKey]] = []
-        parent: BlockKey | None = None
+        parent = keys[0].parent if keys else None
         for key in keys:
             block = self._block_of.get(key.digest)
             if block is None:
@@ -261,17 +264,17 @@ class PrefixIndex:
         After a prefix of n blocks, its first ``num_unseen(n)`` are not seen: `PADDING_BLOCK` is in
         their place.
         """
-        end, hits = len(keys), list[tuple[int, BlockKey]]()
-        for position in range(len(keys) - 1, -1, -1):
-            if position < num_unseen(end):
-                break
-            block = self.lookup(keys[position])
-            if block is None:
-                end, hits = position, []
-            else:
-                hits.append((block, self._key_of[block]))
-        unseen = keys[: end - len(hits)]
-        return [*((PADDING_BLOCK, key) for key in unseen), *reversed(hits)]
+        end = position = len(keys)
+        while True:
+            while position > num_unseen(end):
+                position -= 1
+                if keys[position].digest not in self._block_of:
+                    end = position
+            # From the first one on: where the parent is known, its chain need not be compared.
+            hits = self.match(keys[position:end])
+            if position + len(hits) == end:
+                return [*((PADDING_BLOCK, key) for key in keys[:position]), *hits]
+            end = position = position + len(hits)  # other content has that digest
 
     def register(self, key: BlockKey, block: int) -> BlockKey:
         """Register ``block`` as the holder of ``key``; returns the canonical key of the content.

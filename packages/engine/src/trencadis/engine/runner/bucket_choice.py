@@ -160,10 +160,11 @@ class BucketChoice:
                 Phase.DECODE: set(self._grids.decode.buckets),
             }
 
-    def capture_used(self) -> None:
+    def capture_used(self, *, passes_errors: bool = False) -> None:
         """Capture the graphs of buckets that were used first since the last call.
 
-        Call it between two steps. After an error no more graphs are captured; serving goes on.
+        Call it between two steps. After an error no more graphs are captured; serving goes on, or
+        the error is passed on: a rank that failed alone has left collective calls out.
         """
         while self.not_captured and self._capture is not None:
             phase, bucket = next(iter(self.not_captured))
@@ -172,7 +173,10 @@ class BucketChoice:
             except Exception:
                 logger.exception("Capturing a graph failed; no more graphs are captured")
                 self._capture = None
-            self.not_captured.pop((phase, bucket))
+                if passes_errors:
+                    raise
+            finally:
+                self.not_captured.pop((phase, bucket))
 
     def _ready_substitute(self, phase: Phase, bucket: Bucket, grid: BucketGrid) -> Bucket:
         """The smallest ready bucket that holds ``bucket`` and is not much larger, or itself."""

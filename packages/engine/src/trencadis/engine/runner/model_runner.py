@@ -197,7 +197,7 @@ class ModelRunner:
         forward pass raises is divided until only the sequences fail that raise alone.
         """
         if self.buckets.not_captured:
-            self.buckets.capture_used()
+            self.buckets.capture_used(passes_errors=not self._divides_failed_batches)
         began_s = time.perf_counter()
         step = self.batches.begin_step(step)
         pending = ModelStep(self, step, began_s, self.device_is_idle)

@@ -62,7 +62,7 @@ class RankExecutor:
     """
 
     on_cold: Callable[[object], None]
-    """Never called: nothing is compiled."""
+    """As that of `Executor`, called with the words for a shape while a step is waited for."""
 
     def __init__(self, config: EngineConfig, *, records: bool = True) -> None:
         device = checked_device(config)
@@ -82,7 +82,11 @@ class RankExecutor:
             num_compilations=0,
         )
         self.processes = RankProcesses(
-            _share_of(config), environments, self._limit_s, records=records
+            _share_of(config),
+            environments,
+            self._limit_s,
+            lambda shape: self.on_cold(shape),  # noqa: PLW0108  (the core sets it later)
+            records=records,
         )
         self.device_facts = _facts_of_all(self._started("device_facts", limit_s=_START_SECONDS))
 
@@ -144,7 +148,7 @@ class RankExecutor:
         return usage
 
     def missing_buckets(self) -> Sequence[tuple[Phase, Bucket]]:
-        return ()  # nothing is compiled
+        return ()  # of the background warm-up, which ranks do not have
 
     # Another model, and sleep.
 

@@ -61,6 +61,17 @@ class Answer:
 
 
 @attrs.frozen
+class Cold:
+    """Sent during the call with this number: a forward pass in live traffic may compile first.
+
+    ``shape``: its shape, in words.
+    """
+
+    number: int
+    shape: str
+
+
+@attrs.frozen
 class StepAnswer:
     """What a rank answers to a step. Its ``digest`` is that of every other rank.
 

@@ -28,6 +28,7 @@ from trencadis.engine.runner.in_process import InProcessExecutor
 from trencadis.engine.runner.ranks.rank_messages import (
     Answer,
     Call,
+    Cold,
     MessageReader,
     Start,
     StepAnswer,
@@ -41,8 +42,9 @@ logger = logging.getLogger("trencadis.engine")
 _NEXT_STEP_SECONDS = 0.002
 """Longest pause between two steps of a core that schedules ahead, while the first is computed."""
 
-Calls = queue.SimpleQueue[Call | None]
-"""What the core calls, in order; None once it has ended."""
+Calls = queue.Queue[Call | None]
+"""What the core calls, in order; None once it has ended. Not a ``SimpleQueue``: its ``get`` with a
+timeout may wait for ever (CPython 3.11 and 3.12, ``Modules/_queuemodule.c``)."""
 
 
 def main() -> None:
@@ -58,7 +60,7 @@ def main() -> None:
         return
     store = Path(start.store)
     threading.Thread(target=_end_with_core, args=(pipe, store.parent), daemon=True).start()
-    calls: Calls = queue.SimpleQueue()
+    calls: Calls = queue.Queue()
     threading.Thread(target=_read_calls, args=(reader, calls), daemon=True).start()
     name = f"rank {start.part.rank}"
     logging.basicConfig(
@@ -118,33 +120,41 @@ def _serve(executor: InProcessExecutor, calls: Calls, connection: socket.socket,
     """Answer each call in its order, until the core has ended.
 
     A step is waited for once the next one is started, so that the device has no pause, or if none
-    has arrived for a moment.
+    has arrived for a moment. What computes on the host is waited for at once: it has ended.
     """
-    moment = 0.0 if executor.device.shares_host_memory else _NEXT_STEP_SECONDS
+    most_started = 0 if executor.device.shares_host_memory else 1
     started: deque[tuple[int, Callable[[], object]]] = deque()
+    number = 0
+    executor.on_cold = lambda shape: connection.sendall(encode(Cold(number, str(shape))))
 
-    def answer(number: int, compute: Callable[[], object]) -> None:
-        connection.sendall(_answered(number, compute, rank))
+    def answer_all_but(most: int) -> None:
+        while len(started) > most:
+            connection.sendall(_answered(*started.popleft(), rank))
 
     while True:
         try:
-            call = calls.get(timeout=moment if started else None)
+            call = calls.get(timeout=_NEXT_STEP_SECONDS if started else None)
         except queue.Empty:
-            answer(*started.popleft())
+            answer_all_but(0)
             continue
         if call is None:
             return
-        is_step = call.method == "execute"
-        while started and (len(started) > 1 or not is_step):
-            answer(*started.popleft())
-        if is_step:
-            started.append((call.number, _started(executor, call.arguments[0], rank)))
+        number = call.number
+        if call.method == "execute":
+            has_started, wait = _started(executor, call.arguments[0], rank)
+            started.append((number, wait))
+            answer_all_but(most_started if has_started else 0)
         else:
-            answer(call.number, functools.partial(_returned, executor, call))
+            answer_all_but(0)
+            connection.sendall(
+                _answered(number, functools.partial(_returned, executor, call), rank)
+            )
 
 
-def _started(executor: InProcessExecutor, step: StepInput, rank: int) -> Callable[[], StepAnswer]:
-    """Start a step; returns what waits for it, or raises its error."""
+def _started(
+    executor: InProcessExecutor, step: StepInput, rank: int
+) -> tuple[bool, Callable[[], StepAnswer]]:
+    """Start a step; returns whether it was, and what waits for it or raises the error."""
     try:
         pending = executor.execute(step)
     except Exception as error:
@@ -153,7 +163,7 @@ def _started(executor: InProcessExecutor, step: StepInput, rank: int) -> Callabl
         def fail() -> StepAnswer:
             raise failure
 
-        return fail
+        return False, fail
 
     def wait() -> StepAnswer:
         result = pending.wait()
@@ -162,7 +172,7 @@ def _started(executor: InProcessExecutor, step: StepInput, rank: int) -> Callabl
             return StepAnswer(digest, None, None)
         return StepAnswer(digest, result, executor.counters())
 
-    return wait
+    return True, wait
 
 
 def _returned(executor: InProcessExecutor, call: Call) -> object:

@@ -24,8 +24,16 @@ from typing import Any
 import psutil
 
 from trencadis.engine.errors import EngineError, RankError
+from trencadis.engine.ipc.messages import BUSY_SECONDS
 from trencadis.engine.models.rank_part import RankPart
-from trencadis.engine.runner.ranks.rank_messages import Answer, Call, MessageReader, Start, encode
+from trencadis.engine.runner.ranks.rank_messages import (
+    Answer,
+    Call,
+    Cold,
+    MessageReader,
+    Start,
+    encode,
+)
 from trencadis.engine.settings.engine_config import EngineConfig
 
 logger = logging.getLogger("trencadis.engine")
@@ -52,6 +60,8 @@ class RankProcesses:
     """``config.tensor_parallel_size`` processes, started with this object.
 
     ``environments``: variables of each rank. ``limit_s``: seconds that a collective call waits.
+    ``on_cold``: called by each rank that may compile in a step, with the words for the shape; who
+    waits for that step, or for the one before it, then does so for as long as a core may be busy.
     ``records``: whether rank 0 records traffic.
     ``num_messages``, ``num_bytes``: what each rank was sent since the start. Each method raises
     `RankError` where a rank has ended, hangs, or has failed alone; then all are ended, and every
@@ -63,9 +73,13 @@ class RankProcesses:
         config: EngineConfig,
         environments: Sequence[Mapping[str, str]],
         limit_s: float,
+        on_cold: Callable[[str], None] = lambda shape: None,
         *,
         records: bool,
     ) -> None:
+        self._on_cold = on_cold
+        self._cold: set[int] = set()
+        """The numbers of calls during which a rank may compile."""
         self._failure = ""
         self._number = 0
         self._unread: dict[int, dict[int, Answer]] = {}
@@ -141,6 +155,7 @@ class RankProcesses:
             raise RankError(self._failure)
         asked = self._ranks(ranks)
         answers = self._unread.pop(number, {})
+        limit_s = max(limit_s, BUSY_SECONDS) if number in self._cold else limit_s
         deadline = time.monotonic() + limit_s
         with selectors.DefaultSelector() as selector:
             for rank in set(asked) - set(answers):
@@ -151,7 +166,12 @@ class RankProcesses:
                     ready = {key.data for key, _ in selector.select(_SLICE_SECONDS)}
                 for rank in ready:
                     answer = self._read(rank)
-                    if answer.number == number:
+                    if isinstance(answer, Cold):
+                        self._cold.add(answer.number)
+                        self._on_cold(answer.shape)
+                        limit_s = max(limit_s, BUSY_SECONDS)
+                        deadline = time.monotonic() + limit_s
+                    elif answer.number == number:
                         answers[rank] = answer
                         selector.unregister(self._connections[rank])
                         if answer.error is not None:
@@ -159,6 +179,7 @@ class RankProcesses:
                     elif answer.number in self._unread:  # of a step in flight
                         self._unread[answer.number][rank] = answer
                 while_waiting()
+        self._cold.discard(number)
         self._raise_errors(answers)
         if silent:
             words = ", ".join(map(self._described, sorted(silent)))
@@ -215,7 +236,7 @@ class RankProcesses:
     def _ranks(self, ranks: Sequence[int] | None) -> Sequence[int]:
         return range(len(self._processes)) if ranks is None else ranks
 
-    def _read(self, rank: int) -> Answer:
+    def _read(self, rank: int) -> Answer | Cold:
         try:
             answer = self._readers[rank].receive()
         except TimeoutError as error:
@@ -227,7 +248,7 @@ class RankProcesses:
             raise self.fail(f"{self._described(rank)} has ended ({error})") from error
         except Exception as error:
             raise self.fail(f"rank {rank} has sent what cannot be read: {error}") from error
-        assert isinstance(answer, Answer)  # noqa: S101  (nothing else is sent)
+        assert isinstance(answer, (Answer, Cold))  # noqa: S101  (nothing else is sent)
         return answer
 
     def _raise_errors(self, answers: dict[int, Answer]) -> None:

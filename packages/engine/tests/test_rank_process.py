@@ -1,0 +1,115 @@
+"""The order in which a rank starts steps and answers them."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from trencadis.engine import ModelError
+from trencadis.engine.runner.ranks import rank_process
+from trencadis.engine.runner.ranks.rank_messages import Answer, Call, Cold, MessageReader
+from trencadis.engine.runner.step import StepInput, StepResult
+
+LIMIT_SECONDS = 30.0
+
+
+class Executor:
+    """Notes what it is asked for. The steps in ``failing`` fail at their start."""
+
+    def __init__(self, *, on_host: bool, failing: tuple[int, ...] = ()) -> None:
+        self.device = SimpleNamespace(shares_host_memory=on_host)
+        self.on_cold: Callable[[object], None] = lambda shape: None
+        self.events: list[str] = []
+        self.failing = failing
+
+    def execute(self, step: StepInput) -> Any:
+        self.events.append(f"start {step.number}")
+        if step.number in self.failing:
+            raise ModelError(f"step {step.number}")
+
+        def wait() -> StepResult:
+            self.events.append(f"wait {step.number}")
+            return StepResult(token_ids={1: step.number})
+
+        return SimpleNamespace(wait=wait)
+
+    def counters(self) -> None:
+        self.events.append("counters")
+
+    def compiles(self, shape: str) -> None:
+        self.on_cold(shape)
+
+
+class Rank:
+    """A rank that serves calls in a thread."""
+
+    def __init__(self, executor: Executor) -> None:
+        ours, theirs = socket.socketpair()
+        ours.settimeout(LIMIT_SECONDS)
+        self.reader = MessageReader(ours)
+        self.calls: rank_process.Calls = rank_process.Calls()
+        serve: Any = rank_process._serve
+        arguments = (executor, self.calls, theirs, 0)
+        self.thread = threading.Thread(target=serve, args=arguments, daemon=True)
+
+    def given(self, *calls: Call) -> Rank:
+        for call in calls:
+            self.calls.put(call)
+        return self
+
+    def answers(self, count: int) -> list[Any]:
+        self.thread.start()
+        found = [self.reader.receive() for _ in range(count)]
+        self.calls.put(None)
+        self.thread.join(LIMIT_SECONDS)
+        assert not self.thread.is_alive()
+        return found
+
+
+def step(number: int) -> Call:
+    return Call(number, "execute", (StepInput(number, (), (), (), {}),))
+
+
+def numbers(answers: list[Answer]) -> list[int]:
+    return [answer.number for answer in answers]
+
+
+def test_what_computes_on_the_host_is_answered_before_the_next_step() -> None:
+    executor = Executor(on_host=True)
+    assert numbers(Rank(executor).given(step(1), step(2)).answers(2)) == [1, 2]
+    assert executor.events == ["start 1", "wait 1", "counters", "start 2", "wait 2", "counters"]
+
+
+def test_a_device_has_its_next_step_before_the_first_is_waited_for() -> None:
+    executor = Executor(on_host=False)
+    assert numbers(Rank(executor).given(step(1), step(2)).answers(2)) == [1, 2]
+    assert executor.events == ["start 1", "start 2", "wait 1", "counters", "wait 2", "counters"]
+
+
+def test_a_step_without_a_next_one_is_answered_after_a_moment() -> None:
+    assert numbers(Rank(Executor(on_host=False)).given(step(1)).answers(1)) == [1]
+
+
+def test_after_a_step_that_failed_nothing_is_started_before_the_core_knows() -> None:
+    """The core may go on with another step than it has sent."""
+    executor = Executor(on_host=False, failing=(2,))
+    answers = Rank(executor).given(step(1), step(2), step(3)).answers(3)
+    assert numbers(answers) == [1, 2, 3]
+    assert str(answers[1].error) == "step 2"
+    assert executor.events[:4] == ["start 1", "start 2", "wait 1", "counters"]
+    assert executor.events.index("start 3") > executor.events.index("wait 1")
+
+
+def test_a_question_is_answered_after_the_steps_before_it() -> None:
+    executor = Executor(on_host=False)
+    asked = Rank(executor).given(step(1), step(2), Call(3, "counters"))
+    assert numbers(asked.answers(3)) == [1, 2, 3]
+    assert executor.events[-1] == "counters"
+
+
+def test_the_core_is_told_what_may_compile_and_during_which_call() -> None:
+    rank = Rank(Executor(on_host=False)).given(Call(7, "compiles", ("a shape",)))
+    assert rank.answers(2) == [Cold(7, "a shape"), Answer(7)]
