@@ -13,7 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, SamplingParams
+from trencadis.engine import EngineConfig, EngineCore, GenerateRequest, ModelError, SamplingParams
 from trencadis.engine.devices import CPUDevice
 
 
@@ -108,6 +108,18 @@ def test_a_request_with_nan_fails_alone(stand_in, name, embedding, make_broken_m
         assert found == alone | {"a generated token": [BROKEN]}
         # The blocks of the failed requests have new owners.
         assert serve(core, OTHERS)[0] == alone
+
+
+def test_weights_that_compute_nan_are_rejected_at_the_start(make_tiny_model, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(
+        make_tiny_model(tmp_path, tie_word_embeddings=False)
+    )
+    with torch.no_grad():
+        model.lm_head.weight[BROKEN] = math.nan
+    model.save_pretrained(tmp_path)
+    core = EngineCore(EngineConfig(model=str(tmp_path), device="cpu", max_num_seqs=2))
+    with pytest.raises(ModelError, match="the model computes NaN for a first token"):
+        core.warm_up()
 
 
 def test_a_request_that_forbids_every_token_says_so(tiny_model):

@@ -16,6 +16,8 @@ import httpx
 import pytest
 from server_process import ServerProcess, save_tiny_model
 
+from trencadis.bucketing import TrafficRecorder
+
 pytestmark = pytest.mark.slow
 
 STANDIN = Path(__file__).parents[2] / "engine" / "tests" / "habana_standin"
@@ -45,7 +47,7 @@ def serving(model: str, *flags: str, environ: Mapping[str, str] | None = None) -
         server.kill()
 
 
-def complete(http: httpx.Client, prompt: list[int], **params: object) -> str:
+def complete(http: httpx.Client, prompt: list[Any], **params: object) -> str:
     body = {"model": http.get("/v1/models").json()["data"][0]["id"], "prompt": prompt}
     body |= {"max_tokens": 4, "temperature": 0, **params}
     answer = http.post("/v1/completions", json=body)
@@ -75,6 +77,19 @@ def in_order(log: str, *patterns: str) -> None:
         found = re.compile(pattern).search(log, place)
         assert found, f"not in the log, or too early: {pattern}\n{log}"
         place = found.end()
+
+
+def test_the_prompts_of_one_request_are_prefilled_in_one_batch(model: str, tmp_path: Path) -> None:
+    """As the page on bucketing of vllm-gaudi has it: three prompts are one batch of three."""
+    traffic = str(tmp_path / "t.json")
+    flags = ("--bucketing", "seq", "--record-traffic", traffic, "--warmup", "none")
+    sizes = ("--max-num-seqs", "4", "--max-num-batched-tokens", "256", "--device", "cpu")
+    with serving(model, *flags, *sizes) as (_, http):
+        for first in range(0, 210, 30):
+            prompts = [[first + number, *PROMPT] for number in range(3)]
+            complete(http, prompts)
+    shapes, counts = TrafficRecorder.load(traffic).shapes()
+    assert (shapes.tolist(), counts.tolist()) == ([[3, 41]], [7])
 
 
 def test_a_server_that_pads_nothing_records_and_learns_nothing(model: str, tmp_path: Path) -> None:
